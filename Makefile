@@ -1,0 +1,43 @@
+# One word per chore. Each target sets up what it needs; `make` alone says what there is.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+# What `make demo` does to the run; `make demo ARGS=--help` lists the choices.
+ARGS ?= --fault kill@60
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+help:  ## what there is
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## train a small model and break it on the way; ARGS="..." changes the run
+	$(BIN)/python examples/quickstart.py $(ARGS)
+
+test: $(READY)  ## all tests that this machine can run
+	$(BIN)/pytest
+
+check: $(READY)  ## format, lint, types, import rules
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)  ## every benchmark; each prints one JSON object as its last line
+	@set -e; found=; for file in benchmarks/[!_]*.py; do \
+		[ -e "$$file" ] || continue; \
+		found=yes; name=$$(basename "$$file" .py); \
+		echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; \
+	done; [ -n "$$found" ] || echo "there are no benchmarks in benchmarks/ yet"
+
+clean:  ## remove the environment, caches and runs
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis runs build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last, so a set-up that was cut short is done again.
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up .venv, which takes a minute or two the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,201 @@
+"""The point where segments become a checkpoint, and how a checkpoint is found again.
+
+Protocol: every rank writes its segments and returns a receipt; one process checks that the receipts
+tile the model, and creates the manifest under a key that must be free. A death anywhere before
+leaves only segments that nothing refers to. A reader lists manifests and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from checkpointing.boxes import TensorInfo
+from checkpointing.errors import (
+    AlreadyCommittedError,
+    CorruptError,
+    IncompatibleError,
+    MissingError,
+    NotCommittedError,
+    SliceError,
+    StaleGenerationError,
+)
+from checkpointing.layout import Keys
+from checkpointing.manifest import Manifest, Receipt, SavedSlice
+from checkpointing.plan import check_coverage
+from checkpointing.stores import Store
+
+_log = logging.getLogger(__name__)
+
+
+def commit(
+    store: Store,
+    keys: Keys,
+    *,
+    step: int,
+    generation: int,
+    receipts: Sequence[Receipt],
+    training_state: Mapping[str, Any],
+    versions: Mapping[str, str],
+) -> Manifest:
+    """Publishes what the receipts name as the checkpoint of `step`. One process calls it.
+
+    Committing the same again is fine, so a caller that got no answer may repeat it.
+
+    Args:
+        store: where the segments are.
+        keys: names in the store.
+        step: the step that the state belongs to.
+        generation: the roster of the caller and of every writer.
+        receipts: one of every writer, all of one attempt.
+        training_state: JSON values to hand back on resume.
+        versions: versions of the libraries.
+
+    Raises:
+        SliceError: the slices do not tile the tensors, or ranks disagree on a tensor.
+        NotCommittedError: receipts of different attempts, or a training state that is not JSON.
+        StaleGenerationError: a newer generation has committed this step or a later one.
+        AlreadyCommittedError: another checkpoint of this step was first.
+    """
+    attempt = _common_attempt(step, generation, receipts)
+    tensors = _merge_tensors(receipts)
+    check_coverage(tensors, (part for receipt in receipts for part in receipt.slices))
+    manifest = Manifest(
+        step=step,
+        generation=generation,
+        attempt=attempt,
+        tensors=tensors,
+        slices=_slices_by_tensor(receipts),
+        segments={s.key: s for receipt in receipts for s in receipt.segments},
+        training_state=_as_json(step, training_state),
+        versions=dict(versions),
+    )
+    _refuse_stale(newest(store, keys), step, generation)
+    if not store.put_if_absent(keys.commit(step), manifest.to_bytes()):
+        _check_same(store, keys, manifest)
+    return manifest
+
+
+def newest(store: Store, keys: Keys) -> Manifest | None:
+    """The newest checkpoint that can be read, or None; logs a warning for each that cannot."""
+    for step in reversed(list_steps(store, keys)):
+        try:
+            return load_manifest(store, keys, step)
+        except CorruptError as error:
+            _log.warning("passing over the checkpoint of step %d: %s", step, error)
+        except NotCommittedError:
+            continue  # deleted between the listing and the reading
+    return None
+
+
+def list_steps(store: Store, keys: Keys) -> list[int]:
+    """Steps that have a commit record, ascending; whether it is sound is not looked at."""
+    found = ((keys.step_of(key), key) for key in store.list(keys.commits))
+    return sorted(step for step, key in found if step is not None and key == keys.commit(step))
+
+
+def load_manifest(store: Store, keys: Keys, step: int) -> Manifest:
+    """The commit record of `step`.
+
+    Raises:
+        NotCommittedError: there is none.
+        CorruptError: it is truncated, changed, of an unknown schema or of another step.
+    """
+    key = keys.commit(step)
+    try:
+        manifest = Manifest.from_bytes(store.get(key), key)
+    except MissingError as error:
+        raise NotCommittedError(step, f"there is no {key}; list_steps() says which are") from error
+    if manifest.step != step:
+        raise CorruptError(key, f"this is the manifest of step {manifest.step}")
+    return manifest
+
+
+def check_compatible(
+    manifest: Manifest, tensors: Mapping[str, tuple[tuple[int, ...], str]]
+) -> None:
+    """Checks that a model has exactly the checkpoint's tensors. `tensors`: name to (shape, dtype).
+
+    Raises:
+        IncompatibleError: names the first tensor that differs, in name order, and counts them.
+    """
+    wanted = {name: TensorInfo(tuple(shape), dtype) for name, (shape, dtype) in tensors.items()}
+    names = sorted(wanted.keys() | manifest.tensors.keys())
+    differing = [name for name in names if wanted.get(name) != manifest.tensors.get(name)]
+    if differing:
+        saved, mine = manifest.tensors.get(differing[0]), wanted.get(differing[0])
+        fact = (
+            f"{_show(saved)} in the checkpoint of step {manifest.step}, {_show(mine)} in the model"
+        )
+        raise IncompatibleError(differing[0], fact, len(differing))
+
+
+def _show(info: TensorInfo | None) -> str:
+    return f"{info.dtype} {list(info.shape)}" if info else "absent"
+
+
+def _common_attempt(step: int, generation: int, receipts: Sequence[Receipt]) -> int:
+    made = {(r.step, r.generation, r.attempt) for r in receipts}
+    if len(made) != 1:
+        raise NotCommittedError(
+            step, f"{len(receipts)} receipts of (step, generation, attempt) {sorted(made)}"
+        )
+    (found,) = made
+    if found[:2] != (step, generation):
+        raise NotCommittedError(
+            step, f"generation {generation} was to commit, but the receipts are of {found}"
+        )
+    return found[2]
+
+
+def _merge_tensors(receipts: Sequence[Receipt]) -> dict[str, TensorInfo]:
+    merged: dict[str, TensorInfo] = {}
+    for receipt in receipts:
+        for name, info in receipt.tensors.items():
+            if merged.setdefault(name, info) != info:
+                raise SliceError(
+                    name, f"{_show(info)} on rank {receipt.rank}, {_show(merged[name])} elsewhere"
+                )
+    return merged
+
+
+def _slices_by_tensor(receipts: Sequence[Receipt]) -> dict[str, tuple[SavedSlice, ...]]:
+    grouped: dict[str, list[SavedSlice]] = defaultdict(list)
+    for receipt in receipts:
+        for part in receipt.slices:
+            grouped[part.name].append(part)
+    return {name: tuple(sorted(g, key=lambda part: part.offsets)) for name, g in grouped.items()}
+
+
+def _as_json(step: int, training_state: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads(json.dumps(dict(training_state), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise NotCommittedError(step, f"training_state is not JSON ({error})") from error
+    return state
+
+
+def _refuse_stale(last: Manifest | None, step: int, generation: int) -> None:
+    if last and step <= last.step and generation < last.generation:
+        raise StaleGenerationError(step, generation, last.step, last.generation)
+
+
+def _check_same(store: Store, keys: Keys, manifest: Manifest) -> None:
+    key = keys.commit(manifest.step)
+    raw = store.get(key)
+    if raw == manifest.to_bytes():
+        return
+    try:
+        there = Manifest.from_bytes(raw, key)
+    except CorruptError as error:
+        raise AlreadyCommittedError(
+            manifest.step, f"by a record not readable here: {error}"
+        ) from error
+    raise AlreadyCommittedError(
+        manifest.step,
+        f"by generation {there.generation}, attempt {there.attempt}; this is generation "
+        f"{manifest.generation}, attempt {manifest.attempt}, with other content",
+    )

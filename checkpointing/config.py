@@ -1,0 +1,79 @@
+"""What the user writes about checkpoints. Imports without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from checkpointing.errors import CheckpointConfigError
+from checkpointing.layout import SEGMENT_BYTES
+
+Resume = Literal["auto", "never", "must"]
+
+_MIN_SEGMENT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written, how long they stay, and whether a run starts from one.
+
+    Raises:
+        CheckpointConfigError: a value that cannot work.
+    """
+
+    every_steps: int | None = 100
+    """Steps from one checkpoint to the next; None writes none."""
+
+    keep_last: int = 2
+    """How many of the newest checkpoints stay; the newest one always does."""
+
+    keep_every: int | None = None
+    """Checkpoints at multiples of this many steps stay for good; None keeps none for good."""
+
+    resume: Resume = "auto"
+    """`auto` starts from the newest checkpoint if there is one, `must` fails if there is none,
+    `never` starts from step 0."""
+
+    segment_bytes: int = SEGMENT_BYTES
+    """Bound on the tensor bytes in one file of a checkpoint."""
+
+    def __post_init__(self) -> None:
+        if self.every_steps is not None:
+            _at_least("every_steps", self.every_steps, 1)
+        _at_least("keep_last", self.keep_last, 1)
+        if self.keep_every is not None:
+            _at_least("keep_every", self.keep_every, 1)
+        _at_least("segment_bytes", self.segment_bytes, _MIN_SEGMENT_BYTES)
+        self._check_resume()
+        self._check_keep_every()
+
+    def _check_resume(self) -> None:
+        if self.resume not in get_args(Resume):
+            raise CheckpointConfigError(
+                "checkpoint.resume",
+                self.resume,
+                "not a known mode",
+                f"Write one of {', '.join(map(repr, get_args(Resume)))}",
+            )
+
+    def _check_keep_every(self) -> None:
+        if self.keep_every is None or self.every_steps is None:
+            return
+        if self.keep_every % self.every_steps:
+            raise CheckpointConfigError(
+                "checkpoint.keep_every",
+                self.keep_every,
+                f"not a multiple of checkpoint.every_steps = {self.every_steps}, so most of these "
+                f"steps have no checkpoint to keep",
+                f"Write a multiple of {self.every_steps}",
+            )
+
+
+def _at_least(field: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise CheckpointConfigError(
+            f"checkpoint.{field}",
+            value,
+            f"not a whole number of at least {least}",
+            f"Write {least} or more",
+        )

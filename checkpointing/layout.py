@@ -1,0 +1,65 @@
+"""The names of everything in a checkpoint store, as one object, and its fixed sizes.
+
+    {prefix}/d/{hh}/r{rank:05}/{step:012}-{generation}-{attempt}/{segment:05}.safetensors
+    {prefix}/m/{step:012}.json
+
+`hh` is two hex digits of a hash of the rank. It stands before the step because S3 scales by key
+prefix: entropy first spreads the ranks, and the same prefixes stay warm from save to save. A store
+that is rooted in the run's own directory uses an empty prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+BLOCK_BYTES = 4 << 20
+"""Bytes of a segment under one CRC32; a range read is rounded to it."""
+
+SEGMENT_BYTES = 512 << 20
+"""Default bound on the tensor bytes in one segment."""
+
+_STEP_IN_KEY = re.compile(
+    r"(?:d/[0-9a-f]{2}/r\d{5,}/(?P<data>\d{12,})-|m/(?P<commit>\d{12,})\.json)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """Makes and takes apart the keys of one run."""
+
+    prefix: str = ""
+    """`{base}/{run}` without a slash at the end, or empty."""
+
+    @property
+    def root(self) -> str:
+        """What every key of the run begins with."""
+        return f"{self.prefix}/" if self.prefix else ""
+
+    @property
+    def commits(self) -> str:
+        """What every commit record's key begins with."""
+        return f"{self.root}m/"
+
+    @property
+    def data(self) -> str:
+        """What every segment's key begins with."""
+        return f"{self.root}d/"
+
+    def commit(self, step: int) -> str:
+        """Key of the commit record of `step`."""
+        return f"{self.commits}{step:012}.json"
+
+    def segment(self, *, rank: int, step: int, generation: int, attempt: int, index: int) -> str:
+        """Key of a writer's segment number `index`."""
+        spread = hashlib.sha256(str(rank).encode()).hexdigest()[:2]
+        attempt_dir = f"{step:012}-{generation}-{attempt}"
+        return f"{self.data}{spread}/r{rank:05}/{attempt_dir}/{index:05}.safetensors"
+
+    def step_of(self, key: str) -> int | None:
+        """The step a key belongs to, leftovers of a killed writer included; None if foreign."""
+        if not key.startswith(self.root):
+            return None
+        found = _STEP_IN_KEY.match(key, len(self.root))
+        return int(found["data"] or found["commit"]) if found else None

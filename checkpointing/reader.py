@@ -1,0 +1,203 @@
+"""Reads any part of any tensor, whatever the layout it was saved in.
+
+    Reader.read_many
+      ├─ _pieces          each wanted box ∩ each saved slice, cut to spans of bounded length
+      ├─ plan_fetches     spans of one segment into range reads of whole CRC blocks
+      └─ _fetch           read, verify every block, copy each span into its place (a few threads)
+
+Every byte handed out has passed its CRC32. Nothing is unpickled: bytes become elements, no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpointing.boxes import Box, Index, check_inside, intersect
+from checkpointing.dtypes import item_bytes
+from checkpointing.errors import CorruptError, IncompatibleError
+from checkpointing.manifest import Manifest, SavedSlice, Segment
+from checkpointing.plan import Fetch, extent_bytes, plan_fetches, row_strides, split_box
+from checkpointing.segment import first_bad_block
+from checkpointing.stores import Store
+
+_Array = np.ndarray[Any, np.dtype[Any]]
+
+_SPAN_BYTES = 32 << 20
+_FETCH_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """A box of a saved slice on its way into an output."""
+
+    target: int
+    where: tuple[slice, ...]
+    sizes: Index
+    strides: Index
+    item_bytes: int
+    start: int
+    stop: int
+
+
+_Job = tuple[Segment, Fetch, list[_Piece]]
+
+
+class Reader:
+    """Reads a committed checkpoint. Holds no data, and may be used from several threads.
+
+    Args:
+        store: where the checkpoint lies.
+        manifest: which one.
+        threads: how many range reads are under way at once; each holds up to 64 MiB.
+
+    Raises (every method):
+        IncompatibleError: the checkpoint has no such tensor.
+        SliceError: a box outside of its tensor.
+        CorruptError: a block failed its CRC twice.
+        MissingError: a segment is gone.
+        StoreUnavailableError: from the store.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, *, threads: int = 8) -> None:
+        self.manifest = manifest
+        self._store, self._threads = store, threads
+
+    def read(self, name: str, offsets: Index, sizes: Index) -> torch.Tensor:
+        """One box of one tensor, as a contiguous CPU tensor of shape `sizes`."""
+        return self.read_many([Box(name, offsets, sizes)])[0]
+
+    def read_full(self, name: str) -> torch.Tensor:
+        """One whole tensor."""
+        shape = self._shape_and_dtype(name)[0]
+        return self.read(name, (0,) * len(shape), shape)
+
+    def read_many(self, boxes: Sequence[tuple[str, Index, Index]]) -> list[torch.Tensor]:
+        """Many boxes (name, offsets, sizes), in their order; reads what lies together at once."""
+        wanted = [Box(name, tuple(offsets), tuple(sizes)) for name, offsets, sizes in boxes]
+        tensors = [self._empty(box) for box in wanted]
+        outputs = [_raw_view(tensor) for tensor in tensors]
+        by_segment: dict[str, list[_Piece]] = defaultdict(list)
+        for target, box in enumerate(wanted):
+            for key, piece in self._pieces(target, box):
+                by_segment[key].append(piece)
+        jobs = list(self._jobs(by_segment))
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="checkpoint-read") as pool:
+            for _ in pool.map(partial(self._fetch, outputs), jobs):
+                pass  # the first error surfaces here, and cancels what has not begun
+        return tensors
+
+    def _shape_and_dtype(self, name: str) -> tuple[Index, str]:
+        info = self.manifest.tensors.get(name)
+        if info is None:
+            raise IncompatibleError(name, f"absent in the checkpoint of step {self.manifest.step}")
+        return info
+
+    def _empty(self, box: Box) -> torch.Tensor:
+        shape, dtype = self._shape_and_dtype(box.name)
+        check_inside(box, shape)
+        return torch.empty(box.sizes, dtype=getattr(torch, dtype))
+
+    def _pieces(self, target: int, box: Box) -> Iterator[tuple[str, _Piece]]:
+        size = item_bytes(self.manifest.tensors[box.name].dtype)
+        found = 0
+        for saved in self.manifest.slices.get(box.name, ()):
+            shared = intersect(saved.offsets, saved.sizes, box.offsets, box.sizes)
+            if shared:
+                found += math.prod(shared[1])
+                block_bytes = self.manifest.segments[saved.segment].block_bytes
+                for piece in _spans(target, box, saved, shared, size, block_bytes):
+                    yield saved.segment, piece
+        if found != math.prod(box.sizes):
+            # Elements that no slice holds would come back as whatever was in memory.
+            raise CorruptError(
+                f"step {self.manifest.step}",
+                f"its slices hold {found} of the {math.prod(box.sizes)} elements of {box}",
+            )
+
+    def _jobs(self, by_segment: dict[str, list[_Piece]]) -> Iterator[_Job]:
+        for key, pieces in by_segment.items():
+            segment = self.manifest.segments[key]
+            for fetch in plan_fetches(
+                [(piece.start, piece.stop) for piece in pieces],
+                block_bytes=segment.block_bytes,
+                size_bytes=segment.size_bytes,
+                max_bytes=_FETCH_BYTES,
+            ):
+                yield segment, fetch, [pieces[member] for member in fetch.members]
+
+    def _fetch(self, outputs: Sequence[_Array], job: _Job) -> None:
+        segment, fetch, pieces = job
+        data = self._verified(segment, fetch)
+        for piece in pieces:
+            outputs[piece.target][piece.where] = np.ndarray(
+                piece.sizes,
+                dtype=f"u{piece.item_bytes}",
+                buffer=data,
+                offset=piece.start - fetch.start,
+                strides=piece.strides,
+            )
+
+    def _verified(self, segment: Segment, fetch: Fetch) -> bytes:
+        data, bad = self._attempt(segment, fetch)
+        if bad is not None:  # a flip on the way here is cured by reading again, one at rest is not
+            data, bad = self._attempt(segment, fetch)
+        if bad is not None:
+            size = segment.block_bytes
+            byte_range = (bad * size, min((bad + 1) * size, segment.size_bytes))
+            raise CorruptError(segment.key, "its CRC32 differed twice", bad, byte_range)
+        return data
+
+    def _attempt(self, segment: Segment, fetch: Fetch) -> tuple[bytes, int | None]:
+        first = fetch.start // segment.block_bytes
+        crcs = segment.crcs[first : -(-fetch.stop // segment.block_bytes)]
+        data = self._store.get_range(segment.key, fetch.start, fetch.stop - fetch.start)
+        bad = first_bad_block(data, crcs, segment.block_bytes)
+        return data, None if bad is None else first + bad
+
+
+def _spans(
+    target: int,
+    box: Box,
+    saved: SavedSlice,
+    shared: tuple[Index, Index],
+    size: int,
+    block_bytes: int,
+) -> Iterator[_Piece]:
+    """What a box shares with a saved slice, as pieces whose blocks are all needed."""
+    strides = row_strides(saved.sizes, size)
+    for offsets, sizes in split_box(
+        *shared,
+        strides,
+        item_bytes=size,
+        max_bytes=_SPAN_BYTES,
+        max_stride_bytes=block_bytes,
+    ):
+        start = saved.begin + sum(
+            (at - base) * stride
+            for at, base, stride in zip(offsets, saved.offsets, strides, strict=True)
+        )
+        into = zip(offsets, box.offsets, sizes, strict=True)
+        yield _Piece(
+            target=target,
+            where=tuple(slice(at - base, at - base + n) for at, base, n in into),
+            sizes=sizes,
+            strides=strides,
+            item_bytes=size,
+            start=start,
+            stop=start + extent_bytes(sizes, strides, size),
+        )
+
+
+def _raw_view(tensor: torch.Tensor) -> _Array:
+    """The tensor's memory as unsigned integers: numpy has no bfloat16, and bits are bits."""
+    raw: _Array = tensor.reshape(-1).view(torch.uint8).numpy()
+    return raw.view(f"u{tensor.element_size()}").reshape(tuple(tensor.shape))

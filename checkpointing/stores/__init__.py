@@ -1,0 +1,81 @@
+"""Where checkpoints lie: the few operations on objects that everything else is built from.
+
+Keys are strings with `/` between the parts. The operations are those of an object store, so that a
+local directory and S3 serve alike; nothing here knows what a checkpoint is.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from checkpointing.errors import StoreError
+from checkpointing.stores.local import LocalStore
+
+
+class Store(Protocol):
+    """Objects under keys.
+
+    Every operation raises StoreUnavailableError when the storage refuses (permission, space,
+    network), and StoreError for a key that the store cannot have.
+    """
+
+    def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
+        """Writes an object from a stream, replacing one that is there.
+
+        The object appears whole and durable when this returns, or not at all. The chunks are taken
+        one by one, and none is kept after the next is asked for.
+
+        Returns:
+            The object's size in bytes.
+        """
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Writes a small object unless the key is taken. Of several callers exactly one wins.
+
+        Returns:
+            Whether this call wrote it.
+        """
+
+    def get(self, key: str) -> bytes:
+        """The whole object. Raises MissingError when there is none."""
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """`length` bytes from `start`, fewer where the object ends. Raises MissingError."""
+
+    def list(self, prefix: str) -> builtins.list[str]:
+        """All keys that begin with `prefix`, sorted.
+
+        May show what a killed writer left behind, under a key that no writer returned from.
+        """
+
+    def delete(self, key: str) -> None:
+        """Removes an object; none under the key is fine."""
+
+    def size(self, key: str) -> int:
+        """Size in bytes. Raises MissingError."""
+
+    def check_writable(self) -> None:
+        """Writes and removes a small object, so that a run can fail before it starts."""
+
+
+def open_store(url_or_path: str | os.PathLike[str]) -> Store:
+    """The store at a `file://` URL or a plain path, which need not exist yet.
+
+    Raises:
+        StoreError: another scheme, or a `file://` URL of another host.
+    """
+    text = os.fspath(url_or_path)
+    scheme, mark, _ = text.partition("://")
+    if not mark:
+        return LocalStore(Path(text).expanduser())
+    parts = urlsplit(text)
+    if scheme != "file" or parts.netloc not in ("", "localhost") or not parts.path:
+        raise StoreError(
+            text, "this version stores in a local directory only: write file:///DIR or a plain path"
+        )
+    return LocalStore(Path(unquote(parts.path)))

@@ -1,0 +1,177 @@
+"""A store in a local directory (or a shared file system): one file per object.
+
+Objects become visible by a rename or a hard link of a finished, synced file, so no reader ever sees
+part of one, and neither does anyone after a power cut. A writer that is killed leaves a `*.part`
+file beside its target; `list` shows it, so that whoever sweeps the store finds it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from checkpointing.errors import MissingError, StoreError, StoreUnavailableError
+
+_NEXT_KNOB = {
+    errno.ENOSPC: "free space there, or store elsewhere",
+    errno.EDQUOT: "raise the quota there, or store elsewhere",
+    errno.EACCES: "let this user read and write there, or store elsewhere",
+    errno.EPERM: "let this user read and write there, or store elsewhere",
+    errno.EROFS: "mount it writable, or store elsewhere",
+}
+
+
+class LocalStore:
+    """Objects as files under `root`, which is made by the first write."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+
+    def __repr__(self) -> str:
+        return f"LocalStore({str(self.root)!r})"
+
+    def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
+        """See `Store.put`."""
+        target = self._path(key)
+        with self._errors(key, target), _finished_file(target, chunks) as (part, size):
+            os.replace(part, target)
+            _sync_directory(target.parent)
+        return size
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """See `Store.put_if_absent`. The file system must have hard links."""
+        target = self._path(key)
+        with self._errors(key, target), _finished_file(target, [data]) as (part, _):
+            try:
+                os.link(part, target)
+            except FileExistsError:
+                return False
+            _sync_directory(target.parent)
+        return True
+
+    def get(self, key: str) -> bytes:
+        """See `Store.get`."""
+        path = self._path(key)
+        with self._errors(key, path):
+            return path.read_bytes()
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """See `Store.get_range`."""
+        path = self._path(key)
+        with self._errors(key, path), open(path, "rb") as file:
+            file.seek(start)
+            return file.read(length)
+
+    def list(self, prefix: str) -> builtins.list[str]:
+        """See `Store.list`."""
+        directory = self._path(prefix.rpartition("/")[0])
+        with self._errors(prefix, directory):
+            keys = [path.relative_to(self.root).as_posix() for path in _files_below(directory)]
+        return sorted(key for key in keys if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`. Takes the file's directory with it if that is empty now."""
+        path = self._path(key)
+        with self._errors(key, path):
+            path.unlink(missing_ok=True)
+            if path.parent != self.root:
+                _remove_if_empty(path.parent)
+
+    def size(self, key: str) -> int:
+        """See `Store.size`."""
+        path = self._path(key)
+        with self._errors(key, path):
+            return path.stat().st_size
+
+    def check_writable(self) -> None:
+        """See `Store.check_writable`."""
+        probe = f"probe-{uuid.uuid4().hex}"
+        self.put(probe, [b"probe"])
+        self.delete(probe)
+
+    def _path(self, key: str) -> Path:
+        # Keys come from manifests too: one that climbs out of the root must not be followed.
+        parts = key.split("/") if key else []
+        if any(part in ("", ".", "..") for part in parts) or "\0" in key:
+            raise StoreError(key, "not a key: an empty, '.' or '..' part, or a zero byte")
+        return self.root.joinpath(*parts)
+
+    @contextmanager
+    def _errors(self, key: str, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise MissingError(key, f"no such object in {self.root}") from error
+        except OSError as error:
+            knob = _NEXT_KNOB.get(error.errno or 0, "check this path, or store elsewhere")
+            fact = f"{os.strerror(error.errno or 0)}; {knob}"
+            raise StoreUnavailableError(str(path), error.errno, fact) from error
+
+
+@contextmanager
+def _finished_file(
+    target: Path, chunks: Iterable[bytes | memoryview]
+) -> Iterator[tuple[Path, int]]:
+    """Writes and syncs a file beside `target`; yields its path and size, and removes the path."""
+    part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
+    _make_directory(target.parent)
+    try:
+        size = 0
+        with open(part, "xb", buffering=0) as file:
+            for chunk in chunks:
+                size += _write_all(file.fileno(), memoryview(chunk).cast("B"))
+            os.fsync(file.fileno())
+        yield part, size
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _write_all(descriptor: int, data: memoryview) -> int:
+    written = 0
+    while written < len(data):
+        written += os.write(descriptor, data[written:])
+    return written
+
+
+def _make_directory(path: Path) -> None:
+    if path.is_dir():
+        return
+    _make_directory(path.parent)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
+    _sync_directory(path.parent)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    try:
+        directory.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files_below(directory: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        # A directory that is not there (yet, or any more) holds no objects.
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    for parent, _, names in os.walk(directory, onerror=refuse):
+        for name in names:
+            yield Path(parent) / name

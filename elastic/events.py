@@ -1,0 +1,420 @@
+"""What happened in a run, as typed records in two append-only files of the run directory.
+
+`events.jsonl` holds one `Event` a line, written by the coordinator as things happen; `steps.jsonl`
+holds one `StepRecord` a line, one for each committed step. Both are only appended to, also when a
+run is continued, and each line is one plain JSON object: no pickle, no NaN literals.
+
+Contract of the files: a record is a line *with its newline*. What follows the last newline is a
+write cut short by a crash; readers ignore it and the next writer cuts it off. Readers also accept
+files of other versions: an unknown kind, or a kind with a field missing, becomes an
+`UnknownEvent`, and fields this version does not know are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+Cause = Literal["crash", "hang", "user_error", "node", "left"]
+RegroupReason = Literal["start", "fault", "grow"]
+RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
+RunOutcome = Literal["finished", "failed", "interrupted"]
+
+
+class RecordError(ValueError):
+    """A whole line of a record file is not what the file should hold."""
+
+    def __init__(self, path: str, line: int, fact: str) -> None:
+        super().__init__(path, line, fact)
+        self.path, self.line, self.fact = path, line, fact
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}:{self.line}: {self.fact}. The file was damaged after it was written; "
+            f"delete line {self.line} to read the rest."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened in a run; `kind` is the class name in snake_case."""
+
+    kind: ClassVar[str] = "event"
+
+    time: float
+    """When it happened, in seconds since the epoch, on the coordinator's clock."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as a plain JSON object, `kind` first."""
+        return {"kind": self.kind, **_fields_to_json(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """A run began, or was continued: from here on steps and generations belong to a new start."""
+
+    name: str
+    """Name of the run."""
+    layout: dict[str, int]
+    """Sizes: `replicas` (the most), `shard`, `tensor`, `lanes`, `spares`."""
+    steps: int
+    """Steps the run will have in the end, counted from step 0."""
+    start_step: int
+    """First step to do: 0, or where the run is continued."""
+    versions: dict[str, str]
+    """Versions of what the run stands on, such as `torch` and `ray`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerJoined(Event):
+    """A worker reported for duty; it has no slot yet."""
+
+    worker: str
+    """Name of the worker, unique in the run."""
+    node: str
+    """Node it runs on."""
+    pid: int
+    """Its process id on that node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLost(Event):
+    """A worker is gone, or was declared gone."""
+
+    worker: str
+    """Name of the worker."""
+    node: str
+    """Node it ran on."""
+    pid: int
+    """Its process id on that node."""
+    slot: str | None
+    """Place it held, such as "replica 1 shard 0 tensor 0"; None for a spare."""
+    cause: Cause
+    """What happened to it."""
+    detail: str
+    """The evidence in one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegroupCalled(Event):
+    """The coordinator called all workers together for a new roster."""
+
+    generation: int
+    """Generation of the roster to come."""
+    reason: RegroupReason
+    """Why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegroupDone(Event):
+    """The new roster stands and training goes on."""
+
+    generation: int
+    """Generation of the roster."""
+    step: int
+    """Step at which training goes on."""
+    replicas: int
+    """Replicas alive in this roster."""
+    lanes: dict[str, list[int]]
+    """Lanes of each replica, by the replica's number as text."""
+    outcome: RegroupOutcome
+    """What became of the interrupted step."""
+    lost_steps: int
+    """Committed steps that must be done again, because all copies of their state are gone."""
+    repeated_steps: int
+    """Steps that had begun, were not committed, and are done again: 0 or 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaForming(Event):
+    """Workers were given the slots of a replica and are building it."""
+
+    replica: int
+    """Number of the replica."""
+    workers: list[str]
+    """Its workers, in the order of its slots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaHealed(Event):
+    """A replica received the state of a healthy one and takes part in training."""
+
+    generation: int
+    """Generation of the roster in which it healed."""
+    replica: int
+    """Number of the replica."""
+    source: int
+    """Number of the replica that sent the state."""
+    bytes: int
+    """State received by all its workers together."""
+    seconds: float
+    """How long the copy took, verification included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BelowMinimum(Event):
+    """Too few whole replicas are alive; training waits for workers."""
+
+    alive: int
+    """Whole replicas alive."""
+    needed: int
+    """Whole replicas the layout asks for at least."""
+    missing: str
+    """What is missing, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultFired(Event):
+    """An injected fault went off."""
+
+    fault: str
+    """The fault as it was ordered, such as "kill@60"."""
+    step: int
+    """Step in which it went off."""
+    worker: str
+    """Worker it hit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointCommitted(Event):
+    """A checkpoint became visible in the store, complete and verified."""
+
+    step: int
+    """Steps it contains: training would go on with this step."""
+    generation: int
+    """Generation that wrote it."""
+    bytes: int
+    """Size of the checkpoint."""
+    seconds: float
+    """From the copy of the state to the commit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSkipped(Event):
+    """A checkpoint that was due was not written."""
+
+    step: int
+    """Step at which it was due."""
+    reason: str
+    """Why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSkipped(Event):
+    """A step had a non-finite loss or gradient and did not reach the weights."""
+
+    step: int
+    """The step."""
+    loss: float
+    """Its loss in nats per token, perhaps not finite."""
+    grad_norm: float
+    """Its gradient norm, perhaps not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    """The model was measured on the validation data."""
+
+    step: int
+    """Steps done before the measurement."""
+    val_loss: float
+    """Validation loss in nats per token."""
+    tokens: int
+    """Tokens it was measured on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicasCompared(Event):
+    """The replicas' weights and optimizer states were compared."""
+
+    step: int
+    """Steps done before the comparison."""
+    equal: bool
+    """Whether all were bitwise equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(Event):
+    """The run came to its end, good or bad."""
+
+    step: int
+    """Steps done."""
+    outcome: RunOutcome
+    """How it ended."""
+    error: str | None
+    """The error that ended it, if one did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnknownEvent(Event):
+    """An event of another version, kept as it was read."""
+
+    data: dict[str, Any]
+    """The JSON object, `kind` and `time` included."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The object as it was read."""
+        return dict(self.data)
+
+
+_KINDS: dict[str, type[Event]] = {
+    c.kind: c for c in Event.__subclasses__() if c is not UnknownEvent
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One committed step."""
+
+    step: int
+    """Index of the step, from 0."""
+    loss: float
+    """Training loss in nats per token."""
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    lr: float
+    """Learning rate of the step."""
+    tokens: int
+    """Tokens of the step, over all lanes."""
+    time: float
+    """When it was committed, in seconds since the epoch."""
+    generation: int
+    """Generation of the roster that did it."""
+    replicas: int
+    """Replicas that took part."""
+    sample_digests: list[int]
+    """A digest of the samples used, one for each lane."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as a plain JSON object."""
+        return _fields_to_json(self)
+
+
+def plain_number(value: float) -> float | str:
+    """A float as JSON may hold it: non-finite ones become "nan", "inf" or "-inf"."""
+    return value if math.isfinite(value) else str(value)
+
+
+def event_from_json(data: Mapping[str, Any]) -> Event:
+    """The event that `data` describes, or an `UnknownEvent` when this version has no such event."""
+    cls = _KINDS.get(str(data.get("kind")))
+    known = _known_fields(cls, data) if cls else None
+    if cls is None or known is None:
+        return UnknownEvent(time=float(data.get("time", 0.0)), data=dict(data))
+    return cls(**known)
+
+
+class EventLog:
+    """Appends records to one file; each is in the operating system's hands when `append` returns.
+
+    It outlives a crash of the process, not of the machine: there is no fsync, because the log is
+    for people and must not slow a step down.
+
+    Args:
+        path: the file; its directory is made when it is missing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("ab")
+        _cut_torn_tail(self._path)
+
+    def append(self, record: Event | StepRecord) -> None:
+        """Write one record as one line."""
+        line = json.dumps(record.to_json(), ensure_ascii=False, allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_events(path: str | os.PathLike[str]) -> list[Event]:
+    """All events of a file in the order they were written; none when there is no file yet.
+
+    Raises:
+        RecordError: a whole line is not a JSON object.
+    """
+    return [event_from_json(data) for _, data in _read_objects(Path(path))]
+
+
+def read_steps(path: str | os.PathLike[str]) -> list[StepRecord]:
+    """The steps that count, by step; none when there is no file yet.
+
+    When a run went back to an earlier state, it did some steps again: of each step the last record
+    stays, and records of later steps that were committed before the run went back are dropped.
+
+    Raises:
+        RecordError: a whole line is not a step record.
+    """
+    kept: dict[int, StepRecord] = {}
+    newest = -1
+    for line, data in _read_objects(Path(path)):
+        record = _step_from_json(Path(path), line, data)
+        if record.step <= newest:
+            kept = {s: r for s, r in kept.items() if not (s > record.step and r.time < record.time)}
+        kept[record.step] = record
+        newest = max(kept)
+    return [kept[step] for step in sorted(kept)]
+
+
+def _step_from_json(path: Path, line: int, data: Mapping[str, Any]) -> StepRecord:
+    known = _known_fields(StepRecord, data)
+    if known is None:
+        raise RecordError(str(path), line, f"a step record lacks fields, it has {sorted(data)}")
+    return StepRecord(**known)
+
+
+def _fields_to_json(record: Event | StepRecord) -> dict[str, Any]:
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    return {k: plain_number(v) if isinstance(v, float) else v for k, v in values.items()}
+
+
+def _known_fields(
+    cls: type[Event] | type[StepRecord], data: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The constructor arguments for `cls` in `data`; None when one is missing."""
+    if any(f.name not in data for f in fields(cls)):
+        return None
+    # Non-finite floats were written as text, see `plain_number`.
+    return {f.name: float(data[f.name]) if f.type == "float" else data[f.name] for f in fields(cls)}
+
+
+def _read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and objects of a record file; what follows the last newline is not a record."""
+    if not path.exists():
+        return
+    *lines, _torn = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            data = json.loads(line)
+        except ValueError as error:
+            raise RecordError(str(path), number, f"not JSON ({error})") from error
+        if not isinstance(data, dict):
+            raise RecordError(str(path), number, f"not a JSON object but {type(data).__name__}")
+        yield number, data
+
+
+def _cut_torn_tail(path: Path) -> None:
+    """Drop what follows the last newline, so that the next record starts on a line of its own."""
+    data = path.read_bytes()
+    if not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)

@@ -1,0 +1,1 @@
+"""From facts to verdicts: who is dead, frozen, slow or wrong. Imports neither Ray nor torch."""

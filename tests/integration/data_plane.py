@@ -1,0 +1,140 @@
+"""Runs the data plane without a cluster: one process per slot, one generation, no faults.
+
+What `elastic` does for a run (placement, rosters, records) is done here by hand, so that the arithmetic of
+layouts can be tested apart from recovery.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from trainer.backend.groups import Rendezvous, make_replica_group
+from trainer.commit import Commit
+from trainer.config import TrainConfig
+from trainer.engine import Engine
+from trainer.lane_sums import LaneSums
+from trainer.lanes import deal_lanes
+from trainer.loop import LoopConfig, Progress, TrainLoop
+from trainer.parallel.layout import slot_of
+from trainer.replicas import CrossGroup
+from trainer.task import PreparedTask
+
+
+@dataclass
+class QuietLink:
+    """A Link for a run that nothing happens to."""
+
+    commits: list[Commit] = field(default_factory=list)
+    evaluations: list[tuple[int, float, int]] = field(default_factory=list)
+
+    def leave_now(self) -> bool:
+        return False
+
+    def leave_at_boundary(self) -> bool:
+        return False
+
+    def at_step(self, step: int, phase: str) -> None:
+        pass
+
+    def committed(self, commit: Commit, lr: float, applied: bool) -> None:
+        self.commits.append(commit)
+
+    def save(self, step: int, engine: Engine, training_state: dict[str, Any]) -> None:
+        pass
+
+    def evaluated(self, step: int, loss: float, tokens: int) -> None:
+        self.evaluations.append((step, loss, tokens))
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """What one worker saw."""
+
+    losses: list[float]
+    norms: list[float]
+    digests: list[tuple[int, ...]]
+    evaluations: list[tuple[int, float, int]]
+    local: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]
+    """Parameter name -> (offsets, sizes, this worker's slice) at the end."""
+
+
+def _worker(index: int, port: int, replicas: int, lanes: int, task: PreparedTask, train: TrainConfig, results: Any) -> None:
+    torch.set_num_threads(1)
+    rendezvous = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
+    replica, rank = divmod(index, train.parallel.workers)
+    slot = slot_of(replica, rank, train.parallel.tensor)
+    mesh = make_replica_group(
+        rendezvous,
+        f"replica/{replica}",
+        rank=rank,
+        shard=train.parallel.shard,
+        tensor=train.parallel.tensor,
+        device="cpu",
+    )
+    engine = Engine(task, train, slot=slot, mesh=mesh, device="cpu", max_replicas=replicas)
+    engine.initialize()
+    dealt = deal_lanes(lanes, tuple(range(replicas)))
+    cross = CrossGroup(
+        rendezvous,
+        f"cross/{rank}",
+        lanes=[dealt[r] for r in range(replicas)],
+        total_lanes=lanes,
+        rank=replica,
+        device="cpu",
+        leave_now=lambda: False,
+    )
+    link, progress = QuietLink(), Progress()
+    loop = TrainLoop(
+        engine,
+        cross,
+        LaneSums(lanes, engine.gradient.numel(), engine.device),
+        lanes=dealt[replica],
+        progress=progress,
+        config=LoopConfig(lanes=lanes, save_every=None, max_nonfinite_steps=2),
+        link=link,
+    )
+    error: Exception | None = None
+    try:
+        loop.run()
+    except Exception as raised:
+        error = raised
+    local = {
+        name.removeprefix("param/"): (engine.state_slices()[name].offsets, engine.state_slices()[name].sizes, t.clone())
+        for name, t in engine.state_tensors().items()
+        if name.startswith("param/")
+    }
+    results[index] = error or WorkerResult(
+        losses=[c.loss for c in link.commits],
+        norms=[c.grad_norm for c in link.commits],
+        digests=[c.digests for c in link.commits],
+        evaluations=link.evaluations,
+        local=local,
+    )
+    dist.destroy_process_group()
+
+
+def run_layout(task: PreparedTask, train: TrainConfig, *, replicas: int, lanes: int) -> list[Any]:
+    """Trains on `replicas` x shard x tensor processes; one WorkerResult, or the exception, for each worker."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    workers = replicas * train.parallel.workers
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_worker, args=(store.port, replicas, lanes, task, train, results), nprocs=workers)
+        return [results[index] for index in range(workers)]
+
+
+def full_parameters(workers: list[WorkerResult]) -> dict[str, torch.Tensor]:
+    """Puts the slices of the workers together."""
+    full: dict[str, torch.Tensor] = {}
+    for name in workers[0].local:
+        boxes = [worker.local[name] for worker in workers]
+        shape = [max(o[d] + s[d] for o, s, _ in boxes) for d in range(len(boxes[0][0]))]
+        full[name] = torch.full(shape, float("nan"))
+        for offsets, sizes, value in boxes:
+            full[name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = value.reshape(sizes)
+    return full

@@ -1,0 +1,186 @@
+"""Every layout computes what one process computes, and any number of replicas computes the same bits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from data_plane import WorkerResult, full_parameters, run_layout
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
+from trainer.data import DataConfig, sample_ids
+from trainer.errors import NonFiniteError
+from trainer.models.hf import ModelConfig
+from trainer.task import CausalLM, CustomTask, PreparedCausalLM
+
+LANES, BATCH, STEPS, SEQ_LEN = 4, 8, 4, 16
+
+
+@functools.cache
+def text_directory() -> str:
+    import tempfile
+
+    directory = tempfile.mkdtemp()
+    rng = np.random.default_rng(7)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
+    for index in range(40):
+        text = " ".join(words[i] for i in rng.integers(0, len(words), 300))
+        Path(directory, f"{index:02}.txt").write_text(text)
+    return directory
+
+
+def train_config(shard: int = 1, tensor: int = 1, **changes: Any) -> TrainConfig:
+    directory = text_directory()
+    return TrainConfig(
+        task=CausalLM(
+            model=ModelConfig(
+                settings={
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 2,
+                    "vocab_size": 320,
+                    "max_position_embeddings": 64,
+                    **changes.pop("settings", {}),
+                }
+            ),
+            data=DataConfig(paths=(directory,), vocab_size=300, holdout=0.2),
+            seq_len=SEQ_LEN,
+        ),
+        steps=STEPS,
+        global_batch=BATCH,
+        micro_batch=1,
+        lanes=LANES,
+        parallel=ParallelConfig(shard=shard, tensor=tensor),
+        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, clip_norm=0.5),
+        seed=3,
+        **changes,
+    )
+
+
+@functools.cache
+def prepared(tied: bool = False) -> PreparedCausalLM:
+    config = train_config(settings={"tie_word_embeddings": tied})
+    return config.task.prepare(config, text_directory() + ".cache")
+
+
+def single_process(task: PreparedCausalLM, train: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The whole run in plain PyTorch: no FSDP, no lanes, no replicas; one batch, one backward a step."""
+    model, source = task.build(train.seed)
+    values = {n: source.read(n, tuple(p.shape), (0,) * p.dim(), tuple(p.shape)) for n, p in model.named_parameters()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device="cpu")
+    model.load_state_dict(values, strict=False)
+    model.tie_weights()
+    for name, buffer in model.named_buffers():
+        buffer.data.copy_(buffers[name])
+    o = train.optimizer
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
+    data, losses = task.train_data(), []
+    for step in range(train.steps):
+        ids = sample_ids(train.seed, step * train.global_batch, train.global_batch, len(data))
+        batch = data.batch(ids)
+        logits = model(input_ids=batch[:, :-1]).logits
+        loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
+        rise, rest = (step + 1) / o.warmup_steps, (step - o.warmup_steps) / (train.steps - 1 - o.warmup_steps)
+        cosine = o.min_lr_ratio + (1 - o.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * rest))
+        for group in optimizer.param_groups:
+            group["lr"] = o.lr * (rise if step < o.warmup_steps else cosine)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: param.detach() for name, param in model.named_parameters()}
+
+
+@functools.cache
+def reference(tied: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    return single_process(prepared(tied), train_config())
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shard", "tensor", "tied"),
+    [(1, 1, 1, False), (2, 1, 1, False), (1, 2, 1, False), (1, 1, 2, False), (2, 2, 2, False), (1, 1, 2, True)],
+)
+def test_layout_agrees_with_a_plain_loop(replicas: int, shard: int, tensor: int, tied: bool) -> None:
+    """Float32 sums in another order differ by a few units in the last place of each partial sum (2**-24 relative, over
+    a few hundred terms: about 1e-5); AdamW's division by the root of a small second moment widens that on weights."""
+    results = run_layout(prepared(tied), train_config(shard, tensor), replicas=replicas, lanes=LANES)
+    losses, parameters = reference(tied)
+    for worker in results:
+        assert isinstance(worker, WorkerResult), worker
+        np.testing.assert_allclose(worker.losses, losses, rtol=2e-5)
+    got = full_parameters(results[: shard * tensor])
+    assert got.keys() == parameters.keys()
+    for name, value in parameters.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_number_of_replicas_does_not_change_a_bit() -> None:
+    runs = {n: run_layout(prepared(), train_config(), replicas=n, lanes=LANES) for n in (1, 2, 3, 4)}
+    first = full_parameters(runs[1])
+    for count, workers in runs.items():
+        for worker in workers:
+            assert worker.losses == runs[1][0].losses, count
+            assert worker.norms == runs[1][0].norms, count
+            assert worker.digests == runs[1][0].digests, count
+            for name, value in full_parameters([worker]).items():
+                assert torch.equal(value, first[name]), (count, name)
+
+
+def test_evaluation_covers_every_sample_once_in_every_layout() -> None:
+    results = [
+        run_layout(prepared(), train_config(shard, 1, eval_samples=37), replicas=1, lanes=LANES)[0]
+        for shard in (1, 2)
+    ]
+    (step, loss, tokens), (_, other_loss, other_tokens) = (r.evaluations[-1] for r in results)
+    assert step == STEPS
+    assert tokens == other_tokens == min(37, len(prepared().eval_data() or [])) * SEQ_LEN
+    assert loss == pytest.approx(other_loss, rel=2e-5)
+
+
+class Fragile(nn.Module):
+    """Overflows on sample 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x == 3, torch.exp(x * 1e4), self.linear(x))
+
+
+def fragile_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model(batch).square().sum(), batch.numel()
+
+
+def test_a_non_finite_step_never_reaches_the_weights() -> None:
+    task = CustomTask(
+        build_model=Fragile, loss_function=fragile_loss, dataset=[torch.tensor([float(i)]) for i in range(8)]
+    )
+    config = TrainConfig(task=task, steps=6, global_batch=2, lanes=2, optimizer=OptimizerConfig(lr=0.1))
+    (worker,) = run_layout(task, config, replicas=1, lanes=2)
+    ids = [sample_ids(0, step * 2, 2, 8) for step in range(6)]
+    assert [not math.isfinite(loss) for loss in worker.losses] == [3 in step for step in ids]
+    assert any(3 in step for step in ids)
+    assert all(torch.isfinite(value).all() for _, _, value in worker.local.values())
+
+
+def test_too_many_non_finite_steps_in_a_row_end_the_run_naming_step_and_samples() -> None:
+    task = CustomTask(build_model=Fragile, loss_function=fragile_loss, dataset=[torch.tensor([3.0])] * 4)
+    config = TrainConfig(task=task, steps=6, global_batch=2, lanes=2)
+    (error,) = run_layout(task, config, replicas=1, lanes=2)
+    assert isinstance(error, NonFiniteError)
+    assert (error.step, error.count, len(error.samples)) == (1, 2, 2)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from checkpointing import CheckpointConfig, CheckpointConfigError
+
+
+def test_defaults() -> None:
+    config = CheckpointConfig()
+    assert (config.every_steps, config.keep_last, config.keep_every) == (100, 2, None)
+    assert (config.resume, config.segment_bytes) == ("auto", 512 * 1024 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"every_steps": 0}, "every_steps"),
+        ({"every_steps": 1.5}, "every_steps"),
+        ({"keep_last": 0}, "keep_last"),
+        ({"keep_last": True}, "keep_last"),
+        ({"keep_every": -100}, "keep_every"),
+        ({"keep_every": 250}, "keep_every"),
+        ({"resume": "maybe"}, "resume"),
+        ({"segment_bytes": 1000}, "segment_bytes"),
+    ],
+)
+def test_refuses_what_cannot_work(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(CheckpointConfigError) as caught:
+        CheckpointConfig(**given)
+    assert caught.value.field == f"checkpoint.{field}"
+    assert caught.value.value == given[field]
+
+
+def test_accepts_no_checkpoints_and_multiples() -> None:
+    assert CheckpointConfig(every_steps=None, keep_every=7).every_steps is None
+    assert CheckpointConfig(every_steps=50, keep_every=250).keep_every == 250
+
+
+def test_package_and_config_import_without_torch() -> None:
+    code = (
+        "import sys; import checkpointing; from checkpointing.config import CheckpointConfig; "
+        "CheckpointConfig(); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_public_names_resolve() -> None:
+    import checkpointing
+
+    assert sorted(checkpointing.__all__) == checkpointing.__all__
+    assert all(getattr(checkpointing, name) for name in checkpointing.__all__)
+    with pytest.raises(AttributeError, match="nothing_here"):
+        checkpointing.nothing_here  # noqa: B018

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import errno
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpointing import MissingError, StoreError, StoreUnavailableError, open_store
+from checkpointing.stores.local import LocalStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def test_round_trip(store: LocalStore) -> None:
+    assert store.list("") == []
+    assert store.put("d/a/x", [b"abc", memoryview(b"defg")]) == 7
+    assert store.get("d/a/x") == b"abcdefg"
+    assert store.size("d/a/x") == 7
+    assert store.get_range("d/a/x", 2, 3) == b"cde"
+    assert store.get_range("d/a/x", 5, 10) == b"fg"
+    assert store.put("d/a/x", [b"new"]) == 3
+    assert store.get("d/a/x") == b"new"
+
+
+def test_list_takes_a_string_prefix(store: LocalStore) -> None:
+    for key in ("d/b/2", "d/a/1", "d/ab", "m/1", "top"):
+        store.put(key, [b"."])
+    assert store.list("d/") == ["d/a/1", "d/ab", "d/b/2"]
+    assert store.list("d/a") == ["d/a/1", "d/ab"]
+    assert store.list("") == ["d/a/1", "d/ab", "d/b/2", "m/1", "top"]
+    assert store.list("absent/") == []
+
+
+def test_delete_is_idempotent_and_leaves_no_empty_directory(store: LocalStore) -> None:
+    store.put("d/a/x", [b"."])
+    store.put("d/a/y", [b"."])
+    store.delete("d/a/x")
+    store.delete("d/a/x")
+    assert store.list("d/") == ["d/a/y"]
+    store.delete("d/a/y")
+    assert not (store.root / "d" / "a").exists()
+    store.delete("d/a/y")
+
+
+def test_missing_is_its_own_error(store: LocalStore) -> None:
+    for call in (store.get, store.size, lambda key: store.get_range(key, 0, 1)):
+        with pytest.raises(MissingError, match="d/none") as caught:
+            call("d/none")
+        assert str(store.root) in str(caught.value)
+
+
+def test_failed_stream_leaves_nothing(store: LocalStore) -> None:
+    def broken() -> Iterator[bytes]:
+        yield b"half"
+        raise RuntimeError("the source died")
+
+    store.put("d/x", [b"old"])
+    with pytest.raises(RuntimeError, match="the source died"):
+        store.put("d/x", broken())
+    assert store.list("") == ["d/x"]
+    assert store.get("d/x") == b"old"
+
+
+def test_path_below_a_file_is_unavailable(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"not a directory")
+    store = LocalStore(tmp_path / "file" / "run")
+    calls = [
+        lambda: store.put("d/x", [b"."]),
+        lambda: store.put_if_absent("m/x", b"."),
+        lambda: store.get("d/x"),
+        lambda: store.list("d/"),
+        lambda: store.delete("d/x"),
+        store.check_writable,
+    ]
+    for call in calls:
+        with pytest.raises(StoreUnavailableError, match=str(tmp_path / "file")) as caught:
+            call()
+        assert caught.value.errno == errno.ENOTDIR
+
+
+def test_no_room_is_unavailable_and_leaves_nothing(store: LocalStore) -> None:
+    store.check_writable()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # binds root too
+    try:
+        with pytest.raises(StoreUnavailableError, match=r"d/x") as caught:
+            store.put("d/x", [bytes(1 << 20), b"one more"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG
+    assert store.list("") == []
+
+
+def test_check_writable_leaves_nothing(store: LocalStore) -> None:
+    store.check_writable()
+    assert store.list("") == []
+
+
+@pytest.mark.parametrize("key", ["../x", "d/../../x", "/etc/passwd", "d//x", "d/./x", "d/\0"])
+def test_keys_cannot_leave_the_root(store: LocalStore, key: str) -> None:
+    with pytest.raises(StoreError, match="not a key"):
+        store.get(key)
+    with pytest.raises(StoreError, match="not a key"):
+        store.put(key, [b"."])
+
+
+def test_put_if_absent_has_exactly_one_winner(store: LocalStore) -> None:
+    for turn in range(20):
+        gate = threading.Barrier(2)
+        won: list[bytes] = []
+
+        def race(data: bytes, key: str, gate: threading.Barrier, won: list[bytes]) -> None:
+            gate.wait()
+            if store.put_if_absent(key, data):
+                won.append(data)
+
+        threads = [
+            threading.Thread(target=race, args=(data, f"m/{turn}", gate, won))
+            for data in (b"one", b"other")
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=10)
+        assert won == [store.get(f"m/{turn}")]
+    assert store.list("m/") == sorted(f"m/{turn}" for turn in range(20))
+
+
+def test_open_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for where in (tmp_path / "a b", str(tmp_path / "a b"), f"file://{tmp_path}/a%20b", "a b"):
+        store = open_store(where)
+        assert isinstance(store, LocalStore)
+        assert store.root == tmp_path / "a b"
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://b", "file://host/dir", "file://"])
+def test_open_store_says_what_it_has(url: str) -> None:
+    with pytest.raises(StoreError, match="file:///DIR or a plain path"):
+        open_store(url)

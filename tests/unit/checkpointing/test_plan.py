@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointing.boxes import Box, TensorInfo, TensorSlice, intersect
+from checkpointing.errors import SliceError
+from checkpointing.plan import check_coverage, pack, plan_fetches, row_strides, split_box
+
+
+def points(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> set[tuple[int, ...]]:
+    ranges = (range(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+    return set(itertools.product(*ranges))
+
+
+boxes_2d = st.tuples(
+    st.tuples(st.integers(0, 5), st.integers(0, 5)), st.tuples(st.integers(0, 4), st.integers(0, 4))
+)
+
+
+@given(boxes_2d, boxes_2d)
+def test_intersect_is_set_intersection(
+    a: tuple[tuple[int, int], tuple[int, int]], b: tuple[tuple[int, int], tuple[int, int]]
+) -> None:
+    shared = intersect(*a, *b)
+    assert (points(*shared) if shared else set()) == points(*a) & points(*b)
+
+
+def test_intersect_of_scalars_is_the_scalar() -> None:
+    assert intersect((), (), (), ()) == ((), ())
+
+
+SHAPE = {"w": TensorInfo((4, 6), "float32")}
+GRID = [Box("w", (r, c), (2, 3)) for r in (0, 2) for c in (0, 3)]
+
+
+def test_coverage_accepts_tilings() -> None:
+    check_coverage(SHAPE, GRID)
+    check_coverage(SHAPE, [*GRID, Box("w", (4, 0), (0, 6))])
+    check_coverage({"s": TensorInfo((), "int64")}, [Box("s", (), ())])
+    check_coverage({"e": TensorInfo((0, 3), "int64")}, [])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "slices", "message"),
+    [
+        (SHAPE, GRID[1:], "3 slices cover 18 of the 24"),
+        (SHAPE, [*GRID, Box("w", (1, 2), (1, 1))], "overlap"),
+        (SHAPE, [*GRID[:3], Box("w", (1, 3), (2, 3))], "overlap"),  # the volumes alone agree
+        (SHAPE, [*GRID[:3], Box("w", (2, 4), (2, 3))], "not inside"),
+        (SHAPE, [Box("w", (0,), (24,))], "not inside"),
+        (SHAPE, [*GRID, Box("v", (0,), (1,))], "no rank declares"),
+        ({"s": TensorInfo((), "int64")}, [Box("s", (), ())] * 2, "overlap"),
+        ({"s": TensorInfo((), "int64")}, [], "0 slices cover 0 of the 1"),
+    ],
+)
+def test_coverage_finds(tensors: dict[str, TensorInfo], slices: list[Box], message: str) -> None:
+    with pytest.raises(SliceError, match=message):
+        check_coverage(tensors, slices)
+
+
+def test_coverage_of_a_large_grid_is_fast() -> None:
+    grid = [Box("w", (r * 3, c * 5), (3, 5)) for c in range(16) for r in range(1024)]
+    began = time.process_time()
+    check_coverage({"w": TensorInfo((3072, 80), "float32")}, grid)
+    assert time.process_time() - began < 5  # all pairs would be 134 million
+
+
+def test_slice_refuses_what_does_not_fit() -> None:
+    with pytest.raises(SliceError, match="not inside"):
+        TensorSlice("w", (4,), "float32", (3,), (2,))
+    with pytest.raises(SliceError, match="float99"):
+        TensorSlice("w", (4,), "float99", (0,), (4,))
+
+
+@st.composite
+def shapes_with_a_box(
+    draw: st.DrawFn,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
+    offsets = tuple(draw(st.integers(0, n - 1)) for n in shape)
+    sizes = tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offsets, strict=True))
+    return shape, offsets, sizes
+
+
+@given(shapes_with_a_box(), st.integers(1, 64), st.integers(1, 64))
+def test_split_box_tiles_with_bounded_spans_and_gaps(
+    case: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], max_bytes: int, max_stride: int
+) -> None:
+    shape, offsets, sizes = case
+    flat = np.arange(math.prod(shape)).reshape(shape)
+    seen: list[tuple[int, ...]] = []
+    for part_offsets, part_sizes in split_box(
+        offsets,
+        sizes,
+        row_strides(shape, 4),
+        item_bytes=4,
+        max_bytes=max_bytes,
+        max_stride_bytes=max_stride,
+    ):
+        seen += points(part_offsets, part_sizes)
+        where = tuple(slice(o, o + n) for o, n in zip(part_offsets, part_sizes, strict=True))
+        at = np.sort(flat[where].ravel()) * 4
+        assert at[-1] + 4 - at[0] <= max(max_bytes, 4)
+        assert all(np.diff(at) <= max(max_stride, 4))
+    assert len(seen) == len(set(seen))
+    assert set(seen) == points(offsets, sizes)
+
+
+@given(st.lists(st.integers(1, 50)), st.integers(1, 60))
+def test_pack_keeps_order_and_bound(sizes: list[int], bound: int) -> None:
+    bins = pack(sizes, bound)
+    assert [item for members in bins for item in members] == list(range(len(sizes)))
+    for members in bins:
+        assert len(members) == 1 or sum(sizes[m] for m in members) <= bound
+    for left, right in itertools.pairwise(bins):
+        assert sum(sizes[m] for m in left) + sizes[right[0]] > bound
+
+
+spans = st.lists(
+    st.tuples(st.integers(0, 180), st.integers(1, 20)).map(lambda s: (s[0], sum(s))), max_size=12
+)
+
+
+@given(spans, st.integers(1, 16), st.integers(1, 80))
+def test_fetches_hold_their_spans_and_no_needless_block(
+    wanted: list[tuple[int, int]], block: int, bound: int
+) -> None:
+    fetches = plan_fetches(wanted, block_bytes=block, size_bytes=200, max_bytes=bound)
+    assert sorted(m for fetch in fetches for m in fetch.members) == list(range(len(wanted)))
+    for fetch in fetches:
+        assert fetch.start % block == 0
+        assert fetch.stop % block == 0 or fetch.stop == 200
+        assert fetch.stop - fetch.start <= bound or len(fetch.members) == 1
+        held = [wanted[m] for m in fetch.members]
+        assert all(fetch.start <= a and b <= fetch.stop for a, b in held)
+        for at in range(fetch.start, fetch.stop, block):
+            assert any(a < at + block and b > at for a, b in held)
+
+
+def test_fetches_join_what_touches_and_stop_at_the_bound() -> None:
+    found = plan_fetches(
+        [(8, 12), (0, 3), (4, 5), (30, 31)], block_bytes=4, size_bytes=40, max_bytes=100
+    )
+    assert [(f.start, f.stop, f.members) for f in found] == [(0, 12, (1, 2, 0)), (28, 32, (3,))]
+    bounded = plan_fetches([(0, 4), (4, 8), (8, 12)], block_bytes=4, size_bytes=40, max_bytes=8)
+    assert [(f.start, f.stop) for f in bounded] == [(0, 8), (8, 12)]

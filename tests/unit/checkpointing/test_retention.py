@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointing import (
+    Keys,
+    NotCommittedError,
+    Reader,
+    TensorSlice,
+    commit,
+    delete_checkpoint,
+    list_steps,
+    newest,
+    plan_retention,
+    sweep_uncommitted,
+    write_slices,
+)
+from checkpointing.stores.local import LocalStore
+
+KEYS = Keys()
+
+
+def write(store: LocalStore, step: int, *, attempt: int = 0, publish: bool = True) -> None:
+    receipt = write_slices(
+        store,
+        KEYS,
+        rank=0,
+        step=step,
+        generation=0,
+        attempt=attempt,
+        slices=[(TensorSlice("w", (3,), "int64", (0,), (3,)), torch.full((3,), step))],
+    )
+    if publish:
+        commit(
+            store, KEYS, step=step, generation=0, receipts=[receipt], training_state={}, versions={}
+        )
+
+
+def test_rules() -> None:
+    steps = [100, 200, 300, 400, 500, 600]
+    assert plan_retention(steps, 2, None, ()) == [100, 200, 300, 400]
+    assert plan_retention(steps, 2, 300, ()) == [100, 200, 400]
+    assert plan_retention(steps, 1, 300, {200}) == [100, 400, 500]
+    assert plan_retention(steps, 9, None, ()) == []
+    assert plan_retention([], 2, None, ()) == []
+
+
+@given(st.lists(st.integers(0, 50)), st.integers(-1, 5), st.none() | st.integers(1, 9))
+def test_newest_always_stays(steps: list[int], keep_last: int, keep_every: int | None) -> None:
+    gone = plan_retention(steps, keep_last, keep_every, ())
+    assert set(gone) <= set(steps)
+    assert not steps or max(steps) not in gone
+
+
+def test_delete_takes_one_checkpoint(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    write(store, 10)
+    write(store, 20)
+    delete_checkpoint(store, KEYS, 10)
+    assert list_steps(store, KEYS) == [20]
+    assert all("000000000020" in key for key in store.list(""))
+    with pytest.raises(NotCommittedError):
+        delete_checkpoint(store, KEYS, 10)
+
+
+def test_delete_begins_with_the_manifest(tmp_path: Path) -> None:
+    class Killed(LocalStore):
+        def delete(self, key: str) -> None:
+            super().delete(key)
+            raise KeyboardInterrupt
+
+    write(LocalStore(tmp_path), 10)
+    write(LocalStore(tmp_path), 20)
+    with pytest.raises(KeyboardInterrupt):
+        delete_checkpoint(Killed(tmp_path), KEYS, 10)
+    store = LocalStore(tmp_path)
+    assert list_steps(store, KEYS) == [20]
+    (left,) = [key for key in store.list("d/") if "000000000010" in key]
+    assert sweep_uncommitted(store, KEYS, 20) == [left]
+
+
+def test_sweep_takes_only_old_uncommitted_data(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    write(store, 10, attempt=0, publish=False)
+    write(store, 10, attempt=1)
+    write(store, 20, publish=False)
+    write(store, 30)
+    write(store, 40, publish=False)
+    dead = KEYS.segment(rank=0, step=10, generation=0, attempt=0, index=0)
+    never = KEYS.segment(rank=0, step=20, generation=0, attempt=0, index=0)
+    part = KEYS.segment(rank=0, step=10, generation=0, attempt=1, index=1) + ".0f.part"
+    record = KEYS.commit(20) + ".0f.part"
+    store.put(part, [b"half a segment"])
+    store.put(record, [b"half a manifest"])
+    store.put("notes/readme", [b"not ours"])
+
+    assert sweep_uncommitted(store, KEYS, 15) == sorted([dead, part])
+    assert sweep_uncommitted(store, KEYS, 10**6) == sorted([never, record])
+    assert sweep_uncommitted(store, KEYS, 10**6) == []
+    assert list_steps(store, KEYS) == [10, 30]
+    assert [KEYS.step_of(key) for key in store.list("d/")] == [10, 30, 40]
+    last = newest(store, KEYS)
+    assert last is not None
+    assert Reader(store, last).read_full("w").tolist() == [30, 30, 30]
+    assert store.get("notes/readme") == b"not ours"
+
+
+def test_sweep_without_a_checkpoint_takes_nothing(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    write(store, 10, publish=False)
+    assert sweep_uncommitted(store, KEYS, 10**6) == []
+    assert len(store.list("d/")) == 1
+
+
+def test_unreadable_manifest_guards_its_step_until_deleted(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    write(store, 10)
+    write(store, 20)
+    store.put(KEYS.commit(10), [b'{"schema": 99}'])
+    assert sweep_uncommitted(store, KEYS, 20) == []
+    delete_checkpoint(store, KEYS, 10)
+    assert len(sweep_uncommitted(store, KEYS, 20)) == 1
+    assert all("000000000020" in key for key in store.list(""))

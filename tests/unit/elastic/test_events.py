@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.events import (
+    Event,
+    EventLog,
+    RecordError,
+    RegroupDone,
+    RunEnded,
+    RunStarted,
+    StepRecord,
+    StepSkipped,
+    UnknownEvent,
+    WorkerLost,
+    event_from_json,
+    read_events,
+    read_steps,
+)
+
+LOST = WorkerLost(
+    time=5.0, worker="w3", node="n1", pid=42, slot="replica 1 shard 0 tensor 0", cause="crash",
+    detail="exit code -9",
+)  # fmt: skip
+DONE = RegroupDone(
+    time=5.5, generation=2, step=7, replicas=1, lanes={"0": [0, 1]}, outcome="repeat",
+    lost_steps=0, repeated_steps=1,
+)  # fmt: skip
+ENDED = RunEnded(time=9.0, step=10, outcome="finished", error=None)
+
+
+def step_record(step: int, time: float, loss: float = 1.0) -> StepRecord:
+    return StepRecord(
+        step=step, loss=loss, grad_norm=0.5, lr=1e-3, tokens=64, time=time, generation=1,
+        replicas=2, sample_digests=[11, 2**63],
+    )  # fmt: skip
+
+
+def test_kind_is_the_class_name_in_snake_case() -> None:
+    assert (WorkerLost.kind, RegroupDone.kind, RunEnded.kind) == (
+        "worker_lost", "regroup_done", "run_ended",
+    )  # fmt: skip
+
+
+def test_an_event_is_a_flat_json_object_with_its_kind() -> None:
+    assert ENDED.to_json() == {
+        "kind": "run_ended", "time": 9.0, "step": 10, "outcome": "finished", "error": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("event", [LOST, DONE, ENDED], ids=lambda e: e.kind)
+def test_events_survive_json(event: Event) -> None:
+    assert event_from_json(json.loads(json.dumps(event.to_json()))) == event
+
+
+@given(st.floats(), st.floats())
+def test_non_finite_numbers_survive_as_standard_json(loss: float, norm: float) -> None:
+    event = StepSkipped(time=1.0, step=3, loss=loss, grad_norm=norm)
+    text = json.dumps(event.to_json(), allow_nan=False)
+    read = event_from_json(json.loads(text))
+    assert isinstance(read, StepSkipped)
+    for got, wanted in ((read.loss, loss), (read.grad_norm, norm)):
+        assert got == wanted or (math.isnan(got) and math.isnan(wanted))
+
+
+def test_an_unknown_kind_is_kept_as_it_was() -> None:
+    data = {"kind": "moon_landed", "time": 4.0, "crew": 3}
+    read = event_from_json(data)
+    assert read == UnknownEvent(time=4.0, data=data)
+    assert read.to_json() == data
+
+
+def test_fields_of_other_versions_are_ignored_and_missing_ones_make_it_unknown() -> None:
+    data = ENDED.to_json()
+    assert event_from_json({**data, "colour": "red"}) == ENDED
+    del data["outcome"]
+    assert isinstance(event_from_json(data), UnknownEvent)
+
+
+def test_a_log_is_readable_while_it_is_open_and_is_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "events.jsonl"
+    with EventLog(path) as log:
+        log.append(LOST)
+        assert read_events(path) == [LOST]
+    with EventLog(path) as log:
+        log.append(DONE)
+    assert read_events(path) == [LOST, DONE]
+    assert len(path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("cut", [1, 10, 30])
+def test_a_torn_last_line_is_ignored_and_then_cut_off(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.append(LOST)
+        log.append(DONE)
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert read_events(path) == [LOST]
+    with EventLog(path) as log:
+        log.append(ENDED)
+    assert read_events(path) == [LOST, ENDED]
+
+
+def test_a_damaged_whole_line_is_an_error_that_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(json.dumps(LOST.to_json()) + "\n{oh\n" + json.dumps(ENDED.to_json()) + "\n")
+    with pytest.raises(RecordError, match=r"events\.jsonl:2: not JSON") as caught:
+        read_events(path)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_there_are_no_records_before_there_is_a_file(tmp_path: Path) -> None:
+    assert read_events(tmp_path / "events.jsonl") == []
+    assert read_steps(tmp_path / "steps.jsonl") == []
+
+
+def write_steps(path: Path, *records: StepRecord) -> Path:
+    with EventLog(path) as log:
+        for record in records:
+            log.append(record)
+    return path
+
+
+def test_steps_survive_the_file(tmp_path: Path) -> None:
+    records = [step_record(0, 1.0), step_record(1, 2.0, loss=math.inf)]
+    assert read_steps(write_steps(tmp_path / "s", *records)) == records
+
+
+def test_the_last_record_of_a_repeated_step_counts(tmp_path: Path) -> None:
+    first = [step_record(i, float(i), loss=1.0) for i in range(4)]
+    again = [step_record(i, 10.0 + i, loss=2.0) for i in range(2, 5)]
+    kept = read_steps(write_steps(tmp_path / "s", *first, *again))
+    assert [(r.step, r.loss) for r in kept] == [(0, 1.0), (1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
+
+
+def test_steps_lost_by_going_back_do_not_count_before_they_are_done_again(tmp_path: Path) -> None:
+    records = [*(step_record(i, float(i)) for i in range(5)), step_record(2, 10.0)]
+    assert [r.step for r in read_steps(write_steps(tmp_path / "s", *records))] == [0, 1, 2]
+
+
+def test_a_late_record_of_an_earlier_step_drops_nothing(tmp_path: Path) -> None:
+    records = [step_record(0, 0.0), step_record(2, 2.0), step_record(1, 1.0)]
+    assert [r.step for r in read_steps(write_steps(tmp_path / "s", *records))] == [0, 1, 2]
+
+
+def test_a_step_record_without_its_fields_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text('{"step": 1}\n')
+    with pytest.raises(RecordError, match=r"steps\.jsonl:1"):
+        read_steps(path)
+
+
+def test_unicode_stays_readable(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    event = RunStarted(time=0.0, name="Läufer", layout={}, steps=1, start_step=0, versions={})
+    with EventLog(path) as log:
+        log.append(event)
+    assert "Läufer" in path.read_text(encoding="utf-8")
+    assert read_events(path) == [event]

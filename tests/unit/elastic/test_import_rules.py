@@ -1,0 +1,59 @@
+"""What the import linter cannot say: which parts of Ray, and what is imported with a module."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ("elastic", "trainer", "checkpointing", "health")
+RAY_INTERNALS = ("ray._private", "ray.train.v2._internal")
+ALLOWED = ROOT / "elastic" / "ray_compat.py"
+LIGHT_MODULES = ("events", "incidents", "report", "progress", "picture", "tensorboard")
+
+
+def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:
+    """Names that import statements among `nodes` bring in, as `module` or `module.name`."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_in(name: str, *packages: str) -> bool:
+    return any(name == p or name.startswith(p + ".") for p in packages)
+
+
+def uses_ray_internals(source: str) -> bool:
+    return any(is_in(n, *RAY_INTERNALS) for n in imported(ast.walk(ast.parse(source))))
+
+
+@pytest.mark.parametrize(
+    ("source", "internal"),
+    [
+        ("import ray._private.worker", True),
+        ("from ray import _private", True),
+        ("def f():\n    from ray.train.v2._internal.execution import context", True),
+        ("import ray.train.v2", False),
+        ("from ray.train import ScalingConfig", False),
+    ],
+)
+def test_the_check_sees_every_kind_of_import(source: str, internal: bool) -> None:
+    assert uses_ray_internals(source) is internal
+
+
+def test_only_ray_compat_imports_rays_internals() -> None:
+    files = [f for p in PACKAGES for f in (ROOT / p).rglob("*.py") if f != ALLOWED]
+    assert files
+    offenders = [f for f in files if uses_ray_internals(f.read_text(encoding="utf-8"))]
+    assert offenders == []
+
+
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_reading_a_report_needs_neither_ray_nor_torch(module: str) -> None:
+    tree = ast.parse((ROOT / "elastic" / f"{module}.py").read_text(encoding="utf-8"))
+    assert not [n for n in imported(iter(tree.body)) if is_in(n, "ray", "torch")]

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from elastic.events import (
+    CheckpointCommitted,
+    Event,
+    RegroupDone,
+    ReplicaHealed,
+    RunEnded,
+    RunStarted,
+    StepRecord,
+    WorkerLost,
+)
+from elastic.progress import (
+    ProgressPrinter,
+    ProgressState,
+    format_duration,
+    format_event,
+    format_progress,
+)
+
+STARTED = RunStarted(
+    time=99.0, name="r", layout={"replicas": 2}, steps=100, start_step=0, versions={}
+)
+LOST = WorkerLost(
+    time=103.0, worker="w3", node="n1", pid=4, slot="replica 1 shard 0 tensor 0", cause="crash",
+    detail="exit code -9",
+)  # fmt: skip
+DONE = RegroupDone(
+    time=103.75, generation=2, step=3, replicas=1, lanes={}, outcome="repeat", lost_steps=0,
+    repeated_steps=1,
+)  # fmt: skip
+ENDED = RunEnded(time=105.0, step=4, outcome="finished", error=None)
+CHECKPOINT = CheckpointCommitted(time=102.5, step=2, generation=1, bytes=10, seconds=0.5)
+
+
+def steps_at(*times: float, first: int = 0) -> list[StepRecord]:
+    return [
+        StepRecord(
+            step=first + i, loss=2.0, grad_norm=1.0, lr=1e-3, tokens=6000, time=t, generation=1,
+            replicas=2, sample_digests=[],
+        )
+        for i, t in enumerate(times)
+    ]  # fmt: skip
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_line_shows_what_is_known() -> None:
+    state = ProgressState(
+        step=60, steps=80, loss=2.12345, tokens_per_s=12_345.0, replicas=1, max_replicas=2,
+        generation=3, seconds_left=75.2,
+    )  # fmt: skip
+    assert format_progress(state) == (
+        "step 60/80 | loss 2.1235 | 12.3k tokens/s | replicas 1/2 | generation 3 | 1:15 left"
+    )
+    assert format_progress(ProgressState(steps=80)) == "step 0/80 | replicas 0/0 | generation 0"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (6.6, "0:07"), (754, "12:34"), (3723, "1:02:03")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_a_regroup_says_how_long_the_survivors_stood_still() -> None:
+    assert format_event(DONE, last_commit=102.25) == (
+        "generation 2: 1 replicas at step 3, repeat, 1 repeated, "
+        "stalled 1.50 s since the last commit"
+    )
+
+
+def test_everyday_events_have_no_line() -> None:
+    assert format_event(STARTED) is None
+    assert format_event(CHECKPOINT) is None
+
+
+def test_a_log_gets_a_line_per_interval_and_notable_events_at_once() -> None:
+    stream, clock = io.StringIO(), Clock()
+    printer = ProgressPrinter(stream, is_tty=False, interval_s=5.0, clock=clock)
+    printer.update(steps_at(100.0, 101.0), [STARTED])
+    clock.now = 1.0
+    printer.update(steps_at(102.0, first=2), [])
+    healed = ReplicaHealed(
+        time=104.0, generation=3, replica=1, source=0, bytes=2_000_000, seconds=0.25
+    )
+    printer.update([], [LOST, DONE, healed, CHECKPOINT])
+    clock.now = 5.0
+    printer.update(steps_at(104.5, first=3), [ENDED])
+    assert stream.getvalue().splitlines() == [
+        "step 2/100 | loss 2.0000 | 6.0k tokens/s | replicas 2/2 | generation 1 | 1:38 left",
+        "checkpoint of 2 steps committed in 0.50 s",
+        "lost w3 (replica 1 shard 0 tensor 0): crash, exit code -9",
+        "generation 2: 1 replicas at step 3, repeat, 1 repeated, "
+        "stalled 1.75 s since the last commit",
+        "replica 1 healed from replica 0: 2.0 MB in 0.25 s",
+        "run finished after 4 steps",
+        # 18,000 tokens in 4.5 s; steps of 1, 1 and 2.5 s, and 96 are left
+        "step 4/100 | loss 2.0000 | 4.0k tokens/s | replicas 2/2 | generation 1 | 1:36 left",
+    ]
+
+
+def test_a_terminal_line_is_rewritten_and_stays_below_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    stream, clock = io.StringIO(), Clock()
+    printer = ProgressPrinter(stream, is_tty=True, interval_s=0.0, clock=clock)
+    printer.update(steps_at(100.0, 101.0), [STARTED])
+    line = stream.getvalue().removeprefix("\r\x1b[K")
+    assert line == "step 2/100 | loss 2.0000 | 6.0k tokens/s"[:39]
+    printer.update([], [LOST, CHECKPOINT])
+    events = stream.getvalue().split("\r\x1b[K")[2]
+    assert events == f"lost w3 (replica 1 shard 0 tensor 0): crash, exit code -9\n{line}"
+    assert "checkpoint" not in stream.getvalue()
+    printer.close()
+    assert stream.getvalue().endswith(f"\r\x1b[K{line}\n")
+
+
+def test_speed_is_measured_anew_after_going_back() -> None:
+    stream = io.StringIO()
+    printer = ProgressPrinter(stream, is_tty=False, interval_s=0.0, clock=Clock())
+    printer.update(steps_at(100.0, 101.0, 102.0), [STARTED])
+    printer.update(steps_at(150.0, first=1), [])
+    assert stream.getvalue().splitlines()[-1] == (
+        "step 2/100 | loss 2.0000 | replicas 2/2 | generation 1"
+    )
+
+
+def test_nothing_is_printed_before_the_first_step() -> None:
+    stream = io.StringIO()
+    events: list[Event] = [STARTED]
+    printer = ProgressPrinter(stream)
+    printer.update([], events)
+    printer.close()
+    assert stream.getvalue() == ""

@@ -1,0 +1,185 @@
+"""A hand-written run of eleven steps of 1 s: a crash, a continuation; expectations are by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic.events import (
+    CheckpointCommitted,
+    Evaluated,
+    Event,
+    FaultFired,
+    RegroupCalled,
+    RegroupDone,
+    ReplicasCompared,
+    RunEnded,
+    RunOutcome,
+    RunStarted,
+    StepRecord,
+    StepSkipped,
+    WorkerLost,
+)
+from elastic.report import build_report, report_text, write_report
+
+LAYOUT = {"replicas": 2, "shard": 1, "tensor": 1, "lanes": 2, "spares": 0}
+
+
+def steps_at(*times: float) -> list[StepRecord]:
+    return [
+        StepRecord(
+            step=i, loss=4.0 - i / 4, grad_norm=1.0, lr=1e-3, tokens=100, time=t, generation=1,
+            replicas=2, sample_digests=[],
+        )
+        for i, t in enumerate(times)
+    ]  # fmt: skip
+
+
+def start(time: float, start_step: int = 0) -> list[Event]:
+    return [
+        RunStarted(time=time, name="run", layout=LAYOUT, steps=11, start_step=start_step,
+                   versions={"torch": "2.13.0"}),
+        RegroupCalled(time=time, generation=1, reason="start"),
+        RegroupDone(time=time + 1, generation=1, step=start_step, replicas=2, lanes={},
+                    outcome="start", lost_steps=0, repeated_steps=0),
+    ]  # fmt: skip
+
+
+def crash(time: float, generation: int, step: int, lost_steps: int = 0) -> list[Event]:
+    """Lost at `time`, called 0.25 s later, regrouped 0.5 s after that."""
+    return [
+        FaultFired(time=time - 0.25, fault=f"kill@{step}", step=step, worker="w1"),
+        WorkerLost(time=time, worker="w1", node="n", pid=1, slot="replica 1 shard 0 tensor 0",
+                   cause="crash", detail="gone"),
+        RegroupCalled(time=time + 0.25, generation=generation, reason="fault"),
+        RegroupDone(time=time + 0.75, generation=generation, step=step, replicas=1, lanes={},
+                    outcome="restore" if lost_steps else "repeat", lost_steps=lost_steps,
+                    repeated_steps=0 if lost_steps else 1),
+    ]  # fmt: skip
+
+
+def ended(time: float, step: int = 11, outcome: RunOutcome = "finished") -> RunEnded:
+    return RunEnded(time=time, step=step, outcome=outcome, error=None)
+
+
+# Steps 0-4 at 103..107, a crash in step 5, which is committed at 111 instead of 108; a stop after
+# step 6; continued 400 s later; step 8 takes 1.5 s for no reason.
+EVENTS: list[Event] = [
+    *start(100.0),
+    StepSkipped(time=104.5, step=2, loss=math.nan, grad_norm=1.0),
+    *crash(108.0, generation=2, step=5),
+    CheckpointCommitted(time=112.5, step=7, generation=2, bytes=10, seconds=0.1),
+    ended(113.0, step=7, outcome="interrupted"),
+    *start(500.0, start_step=7),
+    Evaluated(time=505.0, step=9, val_loss=2.25, tokens=50),
+    ReplicasCompared(time=505.0, step=9, equal=True),
+    ended(510.0),
+]
+STEPS = steps_at(103, 104, 105, 106, 107, 111, 112, 503, 504.5, 505.5, 506.5)
+
+
+def test_a_run_is_summed_up() -> None:
+    report = build_report(EVENTS, STEPS)
+    assert (report.name, report.outcome) == ("run", "finished")
+    assert (report.steps, report.planned_steps) == (11, 11)
+    assert (report.first_loss, report.final_loss, report.val_loss) == (4.0, 1.5, 2.25)
+    assert report.tokens == 1100
+    assert report.wall_s == 13.0 + 10.0
+    # Between commits: 4 x 1 s, 4 s, 1 s, then 1.5 s, 1 s, 1 s: 12.5 s for 9 steps.
+    assert report.median_step_s == 1.0
+    assert report.tokens_per_s == pytest.approx(900 / 12.5)
+    assert report.longest_stall_s == 3.0
+    assert report.effective_time == pytest.approx(1 - 3.0 / 12.5)
+    assert (report.regroups, report.repeated_steps, report.lost_steps) == (1, 1, 0)
+    assert (report.skipped_steps, report.faults_fired, report.checkpoints) == (1, 1, 1)
+    assert report.replicas_equal is True
+    assert [i.step for i in report.incidents] == [5]
+    assert (report.layout, report.versions) == (LAYOUT, {"torch": "2.13.0"})
+
+
+def test_jitter_does_not_count_against_an_undisturbed_run() -> None:
+    report = build_report([*start(100.0), ended(112.0)], steps_at(103, 104, 105.5, 106.2, 107.2))
+    assert report.effective_time == 1.0
+    assert report.longest_stall_s == pytest.approx(0.5)
+    assert report.incidents == ()
+
+
+def test_a_lost_spare_costs_nothing() -> None:
+    spare = WorkerLost(time=104.5, worker="s", node="n", pid=1, slot=None, cause="crash", detail="")
+    report = build_report([*start(100.0), spare], steps_at(103, 104, 105.2, 106.2, 107.2))
+    assert report.effective_time == 1.0
+    assert len(report.incidents) == 1
+    assert report.outcome == "unfinished"
+
+
+def test_the_time_of_lost_steps_is_not_effective() -> None:
+    # Steps 2 and 3 were committed at 105 and 106, lost at 106.5, done again at 109 and 110.
+    events = [*start(100.0), *crash(106.5, generation=2, step=2, lost_steps=2), ended(112.0)]
+    report = build_report(events, steps_at(103, 104, 109, 110, 111))
+    assert report.lost_steps == 2
+    assert report.longest_stall_s == 2.0  # 5 s, less step 2 and two lost steps
+    assert report.effective_time == pytest.approx(1 - 4.0 / 8.0)
+
+
+def test_a_regroup_for_growth_counts_as_disturbance() -> None:
+    grow: list[Event] = [
+        RegroupCalled(time=105.2, generation=2, reason="grow"),
+        RegroupDone(time=105.6, generation=2, step=3, replicas=2, lanes={}, outcome="boundary",
+                    lost_steps=0, repeated_steps=0),
+    ]  # fmt: skip
+    report = build_report([*start(100.0), *grow], steps_at(103, 104, 105, 106.5, 107.5))
+    assert report.effective_time == pytest.approx(1 - 0.5 / 4.5)
+    assert (report.regroups, report.incidents) == (1, ())
+
+
+def test_two_crashes_in_one_gap_count_once() -> None:
+    events = [*start(100.0), *crash(105.5, 2, step=3), *crash(106.5, 3, step=3)]
+    report = build_report(events, steps_at(103, 104, 105, 108, 109, 110))
+    assert len(report.incidents) == 2
+    assert report.effective_time == pytest.approx(1 - 2.0 / 7.0)
+
+
+def test_replicas_that_differ_once_are_not_equal() -> None:
+    compared: list[Event] = [
+        ReplicasCompared(time=1.0, step=i, equal=e) for i, e in enumerate([True, False, True])
+    ]
+    assert build_report(compared, []).replicas_equal is False
+
+
+def test_nothing_at_all_still_makes_a_report() -> None:
+    report = build_report([], [])
+    assert (report.outcome, report.steps, report.wall_s) == ("unfinished", 0, 0.0)
+    assert report.effective_time is None
+    assert "unfinished" in report_text(report)
+
+
+def test_the_text_names_the_facts_and_every_incident() -> None:
+    text = report_text(build_report(EVENTS, STEPS))
+    lines = text.splitlines()
+    assert lines[0] == "run: finished, 11 of 11 steps in 23.0 s"
+    assert "4.0000 → 1.5000, validation 2.2500" in text
+    assert "76.00 % of the time, longest stall 3.000 s" in text
+    row = lines[-1].split()
+    assert row[:2] == ["5", "crash"]
+    assert row[-1] == "1"
+    assert "0.250 s" in lines[-1] and "3.000 s" in lines[-1]
+
+
+def test_the_report_is_written_as_standard_json_and_text(tmp_path: Path) -> None:
+    report = replace(build_report(EVENTS, STEPS), final_loss=math.nan)
+    write_report(tmp_path, report)
+    write_report(tmp_path, report)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["report.json", "report.txt"]
+
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    data = json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)
+    assert data["final_loss"] == "nan"
+    assert data["incidents"][0]["slots"] == ["replica 1 shard 0 tensor 0"]
+    assert list(data)[:3] == ["name", "outcome", "steps"]
+    assert (tmp_path / "report.txt").read_text() == report_text(report)

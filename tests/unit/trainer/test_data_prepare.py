@@ -1,0 +1,225 @@
+"""Preparation: the right tokens on the right side, once, and never half-made."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from trainer.data.config import DataConfig
+from trainer.data.index import TokensCorruptError
+from trainer.data.prepare import PreparedData, prepare
+from trainer.data.split import plan_threshold
+from trainer.data.tokens import TokenSet
+from trainer.errors import ConfigError
+
+TEXTS = [f"def f{number}(x):\n    return x + {number}\n" for number in range(40)]
+
+
+def write_corpus(directory: Path, texts: list[str]) -> Path:
+    directory.mkdir(parents=True)
+    for number, text in enumerate(texts):
+        (directory / f"{number:03d}.py").write_text(text)
+    return directory
+
+
+def config_for(path: Path, **settings: object) -> DataConfig:
+    given = {"paths": (str(path),), "vocab_size": 300, "holdout": 0.2, "file_tokens": 64}
+    return DataConfig(**(given | settings))  # type: ignore[arg-type]
+
+
+def documents_of(prepared: PreparedData, side: str) -> list[str]:
+    ids = TokenSet.open(side, verify=True)
+    tokenizer = Tokenizer.from_file(prepared.tokenizer)
+    documents: list[list[int]] = [[]]
+    for token in ids.read(0, len(ids)).tolist():
+        if token == prepared.end_of_text_id:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    assert documents.pop() == []
+    return [tokenizer.decode(document) for document in documents]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_corpus(tmp_path / "corpus", TEXTS)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def test_every_document_is_on_one_side_in_order(corpus: Path, cache: Path) -> None:
+    prepared = prepare(config_for(corpus), str(cache))
+    train = documents_of(prepared, prepared.train)
+    val = documents_of(prepared, prepared.val)
+    assert train == [text for text in TEXTS if text in train]
+    assert val == [text for text in TEXTS if text not in train]
+    assert (len(train), len(val)) == (prepared.train_documents, prepared.val_documents)
+    assert 1 <= len(val) <= 20
+    assert prepared.train_tokens == len(TokenSet.open(prepared.train))
+    assert prepared.val_tokens == len(TokenSet.open(prepared.val))
+    assert len(TokenSet.open(prepared.train).index.files) > 1
+    assert prepared.vocab_size == Tokenizer.from_file(prepared.tokenizer).get_vocab_size()
+
+
+def test_the_tokenizer_has_not_seen_the_held_out_text(tmp_path: Path, cache: Path) -> None:
+    words = [f"{chr(97 + number) * 9}\n" for number in range(26)]
+    prepared = prepare(config_for(write_corpus(tmp_path / "words", words)), str(cache))
+    vocabulary = Tokenizer.from_file(prepared.tokenizer).get_vocab()
+    train, val = (documents_of(prepared, side) for side in (prepared.train, prepared.val))
+    assert all(word[:2] in vocabulary for word in train)
+    assert not any(word[:2] in vocabulary for word in val)
+
+
+def test_the_split_does_not_depend_on_order_or_on_other_documents(
+    corpus: Path, cache: Path, tmp_path: Path
+) -> None:
+    prepared = prepare(config_for(corpus), str(cache))
+    held_out = set(documents_of(prepared, prepared.val))
+    reordered = write_corpus(tmp_path / "reordered", ["x = 1\n", *TEXTS[::-1]])
+    other = prepare(config_for(reordered), str(cache))
+    assert set(documents_of(other, other.val)) - {"x = 1\n"} == held_out
+
+
+def test_the_three_formats_give_the_same_documents(tmp_path: Path, cache: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / "a.jsonl").write_text(lines)
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet")
+    places = [write_corpus(tmp_path / "a", TEXTS), tmp_path / "a.jsonl", tmp_path / "a.parquet"]
+    results = [prepare(config_for(place), str(cache)) for place in places]
+    assert len({result.train for result in results}) == 3
+    sets = [TokenSet.open(result.train) for result in results]
+    assert len({tokens.read(0, len(tokens)).tobytes() for tokens in sets}) == 1
+
+
+def test_a_result_is_reused_until_what_determines_it_changes(corpus: Path, cache: Path) -> None:
+    first = prepare(config_for(corpus), str(cache))
+    made = (Path(first.train) / "index.json").stat().st_mtime_ns
+    moved = corpus.rename(corpus.parent / "moved")
+    assert prepare(config_for(moved, cache_dir=str(cache)), "/nowhere") == first
+    assert (Path(first.train) / "index.json").stat().st_mtime_ns == made
+    for settings in ({"holdout": 0.3}, {"vocab_size": 290}, {"tokenizer": first.tokenizer}):
+        assert prepare(config_for(moved, **settings), str(cache)).train != first.train
+    (moved / "000.py").write_text(TEXTS[0].replace("f0", "g0"))
+    assert prepare(config_for(moved), str(cache)).train != first.train
+
+
+def test_a_given_tokenizer_is_used(corpus: Path, cache: Path, tmp_path: Path) -> None:
+    trained = prepare(config_for(corpus), str(cache))
+    other = write_corpus(tmp_path / "other", ["cats and dogs\n", "dogs and cats\n"])
+    prepared = prepare(config_for(other, tokenizer=trained.tokenizer), str(cache))
+    assert Path(prepared.tokenizer).read_bytes() == Path(trained.tokenizer).read_bytes()
+    index = TokenSet.open(prepared.train).index
+    assert index.tokenizer == TokenSet.open(trained.train).index.tokenizer
+
+
+def test_no_holdout_gives_an_empty_validation_set(corpus: Path, cache: Path) -> None:
+    prepared = prepare(config_for(corpus, holdout=0), str(cache))
+    assert (prepared.val_tokens, prepared.val_documents) == (0, 0)
+    assert documents_of(prepared, prepared.train) == TEXTS
+
+
+@pytest.mark.parametrize("texts", [["one\n"], ["same\n", "same\n"]])
+def test_one_document_cannot_be_split(tmp_path: Path, cache: Path, texts: list[str]) -> None:
+    corpus = write_corpus(tmp_path / "corpus", texts)
+    with pytest.raises(ConfigError, match="only one document") as caught:
+        prepare(config_for(corpus), str(cache))
+    assert caught.value.field == "train.data.holdout"
+    assert list(cache.iterdir()) == []
+
+
+@given(
+    hashes=st.sets(st.integers(0, 2**64 - 1), min_size=2, max_size=5),
+    holdout=st.floats(0, 1, exclude_max=True, exclude_min=True),
+)
+def test_the_threshold_leaves_a_document_on_each_side(hashes: set[int], holdout: float) -> None:
+    threshold = plan_threshold(min(hashes), max(hashes), holdout)
+    below = {value for value in hashes if value < threshold}
+    wanted = {value for value in hashes if value / 2**64 < holdout}
+    assert below
+    assert below != hashes
+    if 0 < len(wanted) < len(hashes) and below != wanted:
+        # Only rounding may tell the two apart.
+        assert all(abs(value / 2**64 - holdout) < 1e-15 for value in below ^ wanted)
+
+
+def test_an_error_leaves_nothing_behind(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\nbroken\n')
+    with pytest.raises(ConfigError, match="line 2, column 1"):
+        prepare(config_for(path), str(cache))
+    assert list(cache.iterdir()) == []
+
+
+CRASH = """
+import logging, os, sys
+from trainer.data.config import DataConfig
+from trainer.data.prepare import prepare
+class Crash(logging.Handler):
+    def emit(self, record):
+        if "trained" in record.msg:
+            os._exit(9)
+log = logging.getLogger("trainer.data.build")
+log.addHandler(Crash())
+log.setLevel("INFO")
+prepare(DataConfig(paths=(sys.argv[1],), vocab_size=300, holdout=0.2, file_tokens=64), sys.argv[2])
+"""
+
+
+def test_a_crash_half_way_leaves_nothing_that_counts(corpus: Path, cache: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", CRASH, str(corpus), str(cache)], check=False)
+    assert done.returncode == 9
+    (leftover,) = cache.iterdir()
+    assert leftover.name.startswith(".building-")
+    prepared = prepare(config_for(corpus), str(cache))
+    assert len(documents_of(prepared, prepared.train)) == prepared.train_documents
+    assert leftover.exists()
+
+
+class OnFirstRecord(logging.Handler):
+    """Does something in the middle of a build: at the first line it logs."""
+
+    def __init__(self, action: Callable[[], PreparedData]) -> None:
+        super().__init__()
+        self.action = action
+        self.result: PreparedData | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logging.getLogger("trainer.data.build").removeHandler(self)
+        self.result = self.action()
+
+
+def test_of_two_at_once_the_first_to_finish_wins(
+    corpus: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "trainer.data.build")
+    rival = OnFirstRecord(lambda: prepare(config_for(corpus), str(cache)))
+    logging.getLogger("trainer.data.build").addHandler(rival)
+    prepared = prepare(config_for(corpus), str(cache))
+    assert rival.result == prepared
+    assert sum("prepared in" in message for message in caplog.messages) == 2
+    assert [path.name for path in cache.iterdir()] == [Path(prepared.train).parent.name]
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"val_tokens": 1}'])
+def test_a_damaged_record_is_named(corpus: Path, cache: Path, damage: str) -> None:
+    prepared = prepare(config_for(corpus), str(cache))
+    record = Path(prepared.train).parent / "prepared.json"
+    record.write_text(damage)
+    with pytest.raises(TokensCorruptError) as caught:
+        prepare(config_for(corpus), str(cache))
+    assert caught.value.file == str(record)

@@ -1,0 +1,135 @@
+"""Documents out of files: formats, listing, and every complaint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trainer.data.config import DataConfig
+from trainer.data.text import PIECE_CHARS, find_files, read_documents
+from trainer.errors import ConfigError
+
+
+def texts_of(config: DataConfig) -> list[str]:
+    return [document.text for document in read_documents(find_files(config), config.field)]
+
+
+def config_for(*paths: Path | str, **settings: object) -> DataConfig:
+    return DataConfig(paths=tuple(map(str, paths)), **settings)  # type: ignore[arg-type]
+
+
+def write_jsonl(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_parquet(path: Path, **columns: list[object]) -> Path:
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def test_the_three_formats_by_suffix_in_path_order(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("plain")
+    write_jsonl(tmp_path / "a.jsonl", {"text": "one"}, {"text": ""}, {"text": "two", "id": 2})
+    write_parquet(tmp_path / "c.parquet", text=["three", "", "four"], id=[1, 2, 3])
+    assert texts_of(config_for(tmp_path)) == ["one", "two", "plain", "three", "four"]
+
+
+def test_a_configured_format_beats_the_suffix(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("{not json")
+    assert texts_of(config_for(path, format="text")) == ["{not json"]
+
+
+def test_another_field(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", {"body": "one"})
+    write_parquet(tmp_path / "b.parquet", body=["two"])
+    assert texts_of(config_for(tmp_path, field="body")) == ["one", "two"]
+
+
+def test_each_file_is_found_once_whatever_the_order_of_paths(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("b.py", "a.py", "sub/c.py", "sub/d.txt", ".hidden.py"):
+        (tmp_path / name).write_text(name)
+    files = find_files(
+        config_for(tmp_path / "*.py", tmp_path, tmp_path / "b.py", pattern="**/*.py")
+    )
+    assert [file.path.relative_to(tmp_path).as_posix() for file in files] == [
+        "a.py",
+        "b.py",
+        "sub/c.py",
+    ]
+
+
+def test_undecodable_bytes_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9\r\n")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "caf\xe9"}\n{"text": "\\ud800"}\n')
+    assert texts_of(config_for(tmp_path)) == ["caf\ufffd\r\n", "caf\ufffd", "?"]
+
+
+def test_a_long_text_file_is_cut_at_line_ends_and_loses_nothing(tmp_path: Path) -> None:
+    text = "".join(f"line {number}\n" for number in range(PIECE_CHARS // 3))
+    (tmp_path / "a.txt").write_text(text)
+    pieces = texts_of(config_for(tmp_path))
+    assert len(pieces) > 2
+    assert "".join(pieces) == text
+    assert all(piece.endswith("\n") and len(piece) < PIECE_CHARS + 100 for piece in pieces)
+
+
+def assert_rejected(config: DataConfig, field: str, *words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        texts_of(config)
+    assert caught.value.field == field
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_no_text_is_rejected(tmp_path: Path, text: str) -> None:
+    write_jsonl(tmp_path / "a.jsonl", {"text": ""})
+    (tmp_path / "b.jsonl").write_text(text)
+    assert_rejected(config_for(tmp_path), "train.data.paths", "no text in 2 files", "a.jsonl")
+
+
+def test_paths_that_lead_nowhere_are_rejected(tmp_path: Path) -> None:
+    missing = "train.data.paths"
+    assert_rejected(config_for(tmp_path / "none"), missing, str(tmp_path / "none"), "not exist")
+    assert_rejected(config_for(tmp_path / "*.txt"), missing, "*.txt", "matches no file")
+    assert_rejected(config_for(tmp_path, pattern="*.c"), missing, str(tmp_path), "'*.c'")
+
+
+def test_a_malformed_line_is_named_with_its_column(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n\n{"text": oops}\n')
+    assert_rejected(config_for(path), "train.data.paths", str(path), "line 3, column 10")
+
+
+@pytest.mark.parametrize(
+    ("record", "fact"),
+    [
+        ({"body": "x"}, "['body']"),
+        (["text"], "no such key"),
+        ({"text": 5}, "holds int"),
+        ({"text": None}, "holds NoneType"),
+    ],
+)
+def test_a_line_without_text_is_named(tmp_path: Path, record: object, fact: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", {"text": "fine"}, record)
+    assert_rejected(config_for(path), "train.data.field", f"{path}, line 2", fact)
+
+
+def test_a_parquet_file_without_text_is_named(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", body=["x"])
+    assert_rejected(config_for(path), "train.data.field", str(path), "['body']")
+    path = write_parquet(tmp_path / "b.parquet", text=["x"] * 300 + [None])
+    assert_rejected(config_for(path), "train.data.field", f"{path}, row 301", "NoneType")
+
+
+def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_text("plain")
+    assert_rejected(config_for(path), "train.data.paths", str(path), "parquet")

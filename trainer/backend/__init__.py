@@ -1,0 +1,1 @@
+"""Devices and process groups: the one place that knows Gloo from NCCL."""

@@ -1,0 +1,101 @@
+"""Process groups of a replica and across replicas, on Gloo (CPU) or NCCL (CUDA).
+
+The default group of a worker is its replica. Across replicas a raw group, unknown to c10d's registry, is made
+for each generation and thrown away with it. Rendezvous goes through one TCPStore, which the control plane
+hosts, under a prefix of its own for each group: no worker's death takes it along (ray #59989, pytorch #91943).
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+Device = Literal["cpu", "cuda"]
+
+_abandoned: list[Any] = []
+"""Groups and works left mid-collective: dropping the last reference can block until their timeout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where process groups meet."""
+
+    host: str
+    """Address of the control plane's TCPStore."""
+    port: int
+    """Its port."""
+    timeout_s: float
+    """Bound on rendezvous and on every collective."""
+
+    def store(self, prefix: str) -> dist.Store:
+        """A connection to the store that sees only keys below `prefix`."""
+        store = dist.TCPStore(self.host, self.port, is_master=False, timeout=self.timeout)
+        return dist.PrefixStore(prefix, store)
+
+    @property
+    def timeout(self) -> timedelta:
+        """`timeout_s` as torch wants it."""
+        return timedelta(seconds=self.timeout_s)
+
+
+def torch_device(device: Device) -> torch.device:
+    """This worker's device. Ray shows each worker only its own GPU, so that is always index 0."""
+    if device == "cuda":
+        torch.cuda.set_device(0)
+        return torch.device("cuda", 0)
+    return torch.device("cpu")
+
+
+def make_replica_group(
+    rendezvous: Rendezvous, prefix: str, *, rank: int, shard: int, tensor: int, device: Device
+) -> DeviceMesh:
+    """Makes the replica c10d's default group and returns its mesh ("shard", "tensor").
+
+    All ranks of the replica call it. `prefix` must be new each time a replica is formed.
+    """
+    options: dict[str, Any] = {"device_id": torch_device(device)} if device == "cuda" else {}
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=rendezvous.store(prefix),
+        rank=rank,
+        world_size=shard * tensor,
+        timeout=rendezvous.timeout,
+        **options,
+    )
+    return init_device_mesh(device, (shard, tensor), mesh_dim_names=("shard", "tensor"))
+
+
+def leave_replica_group() -> None:
+    """Closes the default group, if there is one, so that peers still waiting in it wake up."""
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+    gc.collect()
+
+
+def make_cross_group(
+    store: dist.Store, *, rank: int, size: int, device: Device, timeout: timedelta
+) -> Any:
+    """A raw process group over the same (shard, tensor) of all replicas. All of those workers call it."""
+    if device == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def abandon(group: Any, in_flight: list[Any]) -> None:
+    """Gives up a raw group without waiting for the works and buffers still `in_flight` in it."""
+    if isinstance(group, getattr(dist, "ProcessGroupNCCL", ())):
+        group.abort()
+    if in_flight:
+        _abandoned.append((group, in_flight))

@@ -1,0 +1,94 @@
+"""The commit vector: the few numbers that every worker agrees on before a step counts.
+
+One float64 vector is summed over the replica (shard x tensor) and then over the replicas:
+
+    [grad norm^2, failed, boundary, loss per lane ..., tokens per lane ..., sample digest per lane ...]
+
+Each lane's entries are set by the one replica that computed the lane and are zero elsewhere, so sums are
+exact and their order does not matter. The norm^2 is that of the already reduced gradient, equal on every
+replica, and is taken from the replica's own sum. `failed` says that a worker's cross-replica reduce did not
+come through; `boundary` that a worker has heard of a planned regroup. Design: design.md, "The step and its
+commit".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+HEADER = 3
+DIGEST_BITS = 40
+"""A float64 sum of up to 2**13 of these stays exact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneStats:
+    """What one worker counted in one lane of a step. Only tensor rank 0 of a shard fills it in."""
+
+    loss: float
+    """Sum of the losses, in nats."""
+    tokens: int
+    """Targets that the loss was summed over."""
+    digest: int
+    """`sample_digest` of the samples that this worker read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """The outcome of one committed step, equal on every worker."""
+
+    step: int
+    """Index of the step, 0-based."""
+    loss: float
+    """Mean loss over the step's tokens, in nats."""
+    grad_norm: float
+    """Norm of the mean gradient, before clipping."""
+    tokens: int
+    """Tokens in the step."""
+    digests: tuple[int, ...]
+    """Per lane, the sum of its workers' sample digests."""
+    boundary: bool
+    """Leave after this step: a planned regroup is due."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step may reach the weights."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+def sample_digest(ids: np.ndarray) -> int:
+    """A short digest of sample ids in order, to prove later which samples a lane consumed."""
+    raw = hashlib.sha256(np.ascontiguousarray(ids, dtype="<i8").tobytes()).digest()
+    return int.from_bytes(raw[:8], "little") >> (64 - DIGEST_BITS)
+
+
+def pack(
+    lanes: int, stats: dict[int, LaneStats], *, norm_squared: float, failed: bool, boundary: bool
+) -> list[float]:
+    """One worker's contribution to the commit vector, of length 3 + 3 * `lanes`."""
+    vector = [norm_squared, float(failed), float(boundary)] + [0.0] * (3 * lanes)
+    for lane, stat in stats.items():
+        for row, value in enumerate((stat.loss, stat.tokens, stat.digest)):
+            vector[HEADER + row * lanes + lane] = float(value)
+    return vector
+
+
+def unpack(vector: Sequence[float], *, step: int, lanes: int) -> Commit:
+    """Reads a summed vector. Losses are added in lane order, the same on every worker."""
+    norm_squared = vector[0]
+    loss, tokens, digests = (
+        vector[HEADER + row * lanes : HEADER + (row + 1) * lanes] for row in range(3)
+    )
+    total_tokens = int(sum(tokens))
+    return Commit(
+        step=step,
+        loss=sum(loss) / max(1, total_tokens),
+        grad_norm=math.sqrt(norm_squared) / max(1, total_tokens) if norm_squared >= 0 else math.nan,
+        tokens=total_tokens,
+        digests=tuple(int(digest) for digest in digests),
+        boundary=vector[2] > 0,
+    )

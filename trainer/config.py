@@ -1,0 +1,148 @@
+"""What to learn: the settings of the data plane.
+
+Imports without torch, so that a driver can check a configuration on a machine that has none.
+`TrainConfig.check` finds what can be known without building the model; the task adds its own checks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trainer.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with gradient clipping, linear warm-up and cosine decay."""
+
+    lr: float = 3e-4
+    """Peak learning rate, reached at the end of the warm-up."""
+    min_lr_ratio: float = 0.1
+    """Learning rate at the last step, as a share of `lr`."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's first and second moments."""
+    eps: float = 1e-8
+    """AdamW's denominator offset."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, applied to parameters of two or more dimensions."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
+
+    def check(self) -> None:
+        """Raises ConfigError where a value is out of its range."""
+        ranges: list[tuple[str, float, bool, str]] = [
+            ("lr", self.lr, self.lr > 0, "a positive learning rate"),
+            ("min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "a share, 0 to 1"),
+            ("warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "0 or more steps"),
+            ("weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more"),
+            ("clip_norm", self.clip_norm, self.clip_norm >= 0, "0 (off) or a positive norm"),
+        ]
+        for name, value, ok, wanted in ranges:
+            if not ok:
+                raise ConfigError(f"train.optimizer.{name}", value, "out of range", f"Use {wanted}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How one replica is split over its workers: `shard` x `tensor` of them hold one copy."""
+
+    shard: int = 1
+    """Fully sharded data parallel degree (FSDP2)."""
+    tensor: int = 1
+    """Tensor parallel degree, with sequence parallelism between the blocks."""
+
+    @property
+    def workers(self) -> int:
+        """Workers in one replica."""
+        return self.shard * self.tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What to learn, for how long, and how one replica is laid out."""
+
+    task: Any
+    """A `trainer.task.Task`: the model, its loss and its data (`CausalLM` or `CustomTask`)."""
+    steps: int
+    """Optimizer steps of the whole run."""
+    global_batch: int
+    """Samples in a step, whatever the number of replicas."""
+    micro_batch: int | None = None
+    """Samples a worker takes through the model at once; None: all it has of a lane."""
+    lanes: int | None = None
+    """Micro-batch sequences that make up the global batch; None: `scaling.max_replicas`."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How one replica is split over workers."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW, clipping and the learning-rate schedule."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the computation; parameters, reductions and optimizer state stay float32."""
+    reduction: Literal["exact", "fast"] = "exact"
+    """`exact`: lanes are summed in one fixed tree, the same bits at any number of replicas."""
+    seed: int = 0
+    """Seeds the weights, the order of the samples and dropout."""
+    eval_every: int | None = None
+    """Steps between evaluations on the held-out data; None: at the end only."""
+    eval_samples: int = 256
+    """Held-out samples that an evaluation looks at, at most."""
+
+    def lane_samples(self, lanes: int) -> int:
+        """Samples of one step in one lane on one shard rank."""
+        return self.global_batch // (lanes * self.parallel.shard)
+
+    def micro_samples(self, lanes: int) -> int:
+        """Samples of one micro-batch on one worker."""
+        return self.micro_batch or self.lane_samples(lanes)
+
+    def check(self, lanes: int) -> None:
+        """Checks every number that does not need the model or the data.
+
+        Args:
+            lanes: the number of lanes in force (`lanes`, or what the scaling config implies).
+
+        Raises:
+            ConfigError: naming the field, the value and the fix.
+        """
+        for name, value in [
+            ("steps", self.steps),
+            ("global_batch", self.global_batch),
+            ("lanes", lanes),
+            ("parallel.shard", self.parallel.shard),
+            ("parallel.tensor", self.parallel.tensor),
+            ("eval_samples", self.eval_samples),
+        ]:
+            if value < 1:
+                raise ConfigError(f"train.{name}", value, "must be at least 1", "Use 1 or more")
+        if self.precision not in ("float32", "bfloat16"):
+            raise ConfigError(
+                "train.precision", self.precision, "unknown", "Use 'float32' or 'bfloat16'"
+            )
+        if self.reduction not in ("exact", "fast"):
+            raise ConfigError(
+                "train.reduction", self.reduction, "unknown", "Use 'exact' or 'fast'"
+            )
+        self._check_batch(lanes)
+        self.optimizer.check()
+
+    def _check_batch(self, lanes: int) -> None:
+        streams = lanes * self.parallel.shard
+        if self.global_batch % streams:
+            down, up = self.global_batch // streams * streams, -(-self.global_batch // streams) * streams
+            raise ConfigError(
+                "train.global_batch",
+                self.global_batch,
+                f"{lanes} lanes x {self.parallel.shard} shard ranks = {streams} do not divide it",
+                f"Use a multiple of {streams}, such as {down or up} or {up}",
+            )
+        per_worker = self.lane_samples(lanes)
+        if self.micro_batch is not None and (self.micro_batch < 1 or per_worker % self.micro_batch):
+            raise ConfigError(
+                "train.micro_batch",
+                self.micro_batch,
+                f"it does not divide the {per_worker} samples that a worker has in a lane "
+                f"(global_batch {self.global_batch} / {streams})",
+                f"Use a divisor of {per_worker}, or None for all of them at once",
+            )

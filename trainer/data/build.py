@@ -1,0 +1,147 @@
+"""The making of a prepared directory: split, train a tokenizer if there is none, encode.
+
+The text is streamed three times (to place the split, to train the tokenizer, to encode), so memory
+does not grow with it. Everything in the directory follows from the `Recipe` alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from trainer.data.split import find_threshold, hash_of
+from trainer.data.text import Document, SourceFile, read_documents
+from trainer.data.tokenizer import (
+    encode_documents,
+    end_of_text_id,
+    fingerprint_of,
+    train_tokenizer,
+    vocab_size_of,
+)
+from trainer.data.tokens import TokenWriter
+
+logger = logging.getLogger(__name__)
+
+TRAIN_NAME, VAL_NAME, TOKENIZER_NAME = "train", "val", "tokenizer.json"
+
+BATCH_CHARS = 2**22
+"""Text encoded at once: enough to keep all cores busy, little enough to hold in memory."""
+
+LOG_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a prepared directory is made from."""
+
+    files: tuple[SourceFile, ...]
+    """The files, in order."""
+
+    field: str
+    """Key or column of the text."""
+
+    holdout: float
+    """Share of the documents to hold out."""
+
+    tokenizer: Tokenizer | None
+    """The tokenizer; None: train one."""
+
+    tokenizer_path: str | None
+    """Where it was loaded from."""
+
+    vocab_size: int
+    """Most tokens of the tokenizer to train."""
+
+    file_tokens: int
+    """Tokens per token file."""
+
+    fingerprint: str
+    """Of all the above."""
+
+    def documents(self) -> Iterator[Document]:
+        return read_documents(self.files, self.field)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How much a prepared directory holds."""
+
+    vocab_size: int
+    """Ids a model needs; every token is below it."""
+
+    end_of_text_id: int
+    """The token after every document."""
+
+    train_tokens: int
+    val_tokens: int
+    train_documents: int
+    val_documents: int
+
+
+def build(directory: Path, recipe: Recipe) -> Counts:
+    """Fill an empty directory: `train/`, `val/` and `tokenizer.json`."""
+    started_s = time.monotonic()
+    logger.info("preparing %d files in %s", len(recipe.files), directory)
+    threshold = find_threshold(recipe.documents(), recipe.holdout)
+    tokenizer = recipe.tokenizer
+    if tokenizer is None:
+        kept = (document for document in recipe.documents() if hash_of(document) >= threshold)
+        tokenizer = train_tokenizer(kept, recipe.vocab_size)
+        logger.info("trained a tokenizer after %.1f s", time.monotonic() - started_s)
+    tokenizer.save(str(directory / TOKENIZER_NAME))
+    counts = _encode(directory, recipe, tokenizer, threshold)
+    logger.info("prepared in %.1f s: %s", time.monotonic() - started_s, counts)
+    return counts
+
+
+def _encode(directory: Path, recipe: Recipe, tokenizer: Tokenizer, threshold: int) -> Counts:
+    end_id, vocab_size = end_of_text_id(tokenizer, recipe.tokenizer_path), vocab_size_of(tokenizer)
+    tokenizer_fingerprint = fingerprint_of(tokenizer)
+    train, val = (
+        TokenWriter(
+            directory / name,
+            vocab_size=vocab_size,
+            file_tokens=recipe.file_tokens,
+            tokenizer=tokenizer_fingerprint,
+            source=recipe.fingerprint,
+        )
+        for name in (TRAIN_NAME, VAL_NAME)
+    )
+    documents = {train: 0, val: 0}
+    logged_s = time.monotonic()
+    with train, val:
+        for batch in _batches(recipe.documents()):
+            encoded = encode_documents(tokenizer, batch, end_id)
+            for document, ids in zip(batch, encoded, strict=True):
+                side = val if hash_of(document) < threshold else train
+                side.write(ids)
+                documents[side] += 1
+            if time.monotonic() - logged_s > LOG_EVERY_S:
+                logged_s = time.monotonic()
+                logger.info("%d tokens, now at %s", train.tokens + val.tokens, batch[-1].source)
+    return Counts(
+        vocab_size=vocab_size,
+        end_of_text_id=end_id,
+        train_tokens=train.tokens,
+        val_tokens=val.tokens,
+        train_documents=documents[train],
+        val_documents=documents[val],
+    )
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    chars = 0
+    for document in documents:
+        batch.append(document)
+        chars += len(document.text)
+        if chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,132 @@
+"""Text in, token sets out: once for each text and setting, then reused.
+
+    find_files → fingerprint ─ there? ─► reuse
+                      └─ build() ─► .building-…/ ─ rename ─► <fingerprint>/
+
+The result is a directory named by a fingerprint of everything that determines it: the files' bytes
+in order (not their names), and the settings. It is built under a name of its own and renamed into
+place when complete. So a crash leaves nothing half-made under the final name; of two processes at
+once the first to finish wins and the other uses its result, which is the same. What a killed
+process leaves in a `.building-` directory is never looked at and can be deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tokenizers
+
+from trainer.data.build import TOKENIZER_NAME, TRAIN_NAME, VAL_NAME, Counts, Recipe, build
+from trainer.data.config import DataConfig
+from trainer.data.index import SCHEMA, TokensCorruptError, read_json, write_json
+from trainer.data.text import SourceFile, find_files
+from trainer.data.tokenizer import end_of_text_id, fingerprint_of, load_tokenizer
+from trainer.data.tokens import TokenSet, sha256_of
+from trainer.errors import ConfigError
+
+RECORD_NAME = "prepared.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedData(Counts):
+    """Where the prepared data is, and how much there is of it."""
+
+    train: str
+    """Directory of the training token set."""
+
+    val: str
+    """Directory of the held-out token set; it has no tokens when nothing was held out."""
+
+    tokenizer: str
+    """Path of the tokenizer.json."""
+
+
+def prepare(config: DataConfig, default_cache_dir: str) -> PreparedData:
+    """Turn the text of `config` into token sets, or find them already made.
+
+    Called by one process before the workers start, or by any number at once.
+
+    Args:
+        config: what to read and how.
+        default_cache_dir: where to keep the result if `config.cache_dir` is None.
+
+    Raises:
+        ConfigError: text, tokenizer or settings that cannot work.
+        TokensCorruptError: the result is there, but damaged.
+    """
+    recipe = _plan_recipe(config)
+    cache = Path(config.cache_dir or default_cache_dir).expanduser().absolute()
+    final = cache / recipe.fingerprint[:24]
+    if not final.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        _build_and_rename(final, recipe)
+    return _read_record(final)
+
+
+def _plan_recipe(config: DataConfig) -> Recipe:
+    files = find_files(config)
+    tokenizer, how = None, (config.vocab_size, tokenizers.__version__)
+    if config.tokenizer is not None:
+        tokenizer = load_tokenizer(config.tokenizer)
+        how = (end_of_text_id(tokenizer, config.tokenizer), fingerprint_of(tokenizer))
+    facts = {
+        "schema": SCHEMA,
+        "files": [_file_facts(file) for file in files],
+        "field": config.field,
+        "holdout": config.holdout,
+        "file_tokens": config.file_tokens,
+        "tokenizer": how,
+    }
+    return Recipe(
+        files=files,
+        field=config.field,
+        holdout=config.holdout,
+        tokenizer=tokenizer,
+        tokenizer_path=config.tokenizer,
+        vocab_size=config.vocab_size,
+        file_tokens=config.file_tokens,
+        fingerprint=hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(),
+    )
+
+
+def _file_facts(file: SourceFile) -> tuple[str, int, str]:
+    try:
+        return file.format, file.path.stat().st_size, sha256_of(file.path)
+    except OSError as error:
+        raise ConfigError(
+            "train.data.paths", str(file.path), f"cannot be read: {error}", "Leave the file out"
+        ) from error
+
+
+def _build_and_rename(final: Path, recipe: Recipe) -> None:
+    building = final.parent / f".building-{uuid.uuid4().hex}"
+    building.mkdir()
+    try:
+        write_json(building / RECORD_NAME, asdict(build(building, recipe)))
+        os.rename(building, final)
+    except OSError:
+        # A directory is not renamed onto one that has files: another process was first.
+        if not final.exists():
+            raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _read_record(directory: Path) -> PreparedData:
+    record = directory / RECORD_NAME
+    fields = read_json(record)
+    for field, name in (("train", TRAIN_NAME), ("val", VAL_NAME), ("tokenizer", TOKENIZER_NAME)):
+        fields[field] = str(directory / name)
+    try:
+        prepared = PreparedData(**fields)
+    except TypeError as error:
+        raise TokensCorruptError(str(record), f"not a record of prepared data: {error}") from error
+    TokenSet.open(prepared.train)
+    TokenSet.open(prepared.val)
+    return prepared

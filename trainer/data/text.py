@@ -1,0 +1,205 @@
+"""Documents out of plain text, JSONL and Parquet files.
+
+`find_files` says which files a configuration means, in sorted order; `read_documents` streams their
+documents, again and again in the same order. Empty documents are left out. A plain text file longer
+than `PIECE_CHARS` is several documents, cut at line ends: so memory stays bounded, one large file
+can be encoded on every core, and part of it can be held out.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainer.data.config import DataConfig
+from trainer.errors import ConfigError
+
+PIECE_CHARS = 2**16
+PARQUET_ROWS = 256
+
+_FORMAT_BY_SUFFIX = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """One file to read."""
+
+    path: Path
+    """Absolute path."""
+
+    format: str
+    """`"text"`, `"jsonl"` or `"parquet"`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One document: never empty, always encodable as UTF-8."""
+
+    source: str
+    """Where it came from: the file, and the line or row."""
+
+    text: str
+
+
+def find_files(config: DataConfig) -> tuple[SourceFile, ...]:
+    """List the files that `config.paths` mean, each once, sorted by absolute path.
+
+    Raises:
+        ConfigError: a path that does not exist, or a directory or glob that matches no file.
+    """
+    found: dict[str, Path] = {}
+    for path in config.paths:
+        for file in _expand(path, config.pattern):
+            found.setdefault(os.path.realpath(file), Path(os.path.abspath(file)))
+    return tuple(
+        SourceFile(path=path, format=_format_of(path, config.format))
+        for path in sorted(found.values(), key=Path.as_posix)
+    )
+
+
+def read_documents(files: Sequence[SourceFile], field: str) -> Iterator[Document]:
+    """Stream the non-empty documents of `files` in order.
+
+    Args:
+        field: key or column that holds the text in JSONL and Parquet files.
+
+    Raises:
+        ConfigError: a file that cannot be read, a line or row without text (names both), or no text
+            in any file.
+    """
+    found = False
+    for file in files:
+        try:
+            for document in _read(file, field):
+                found = True
+                yield document
+        except (OSError, pa.ArrowException) as error:
+            raise ConfigError(
+                "train.data.paths",
+                str(file.path),
+                f"cannot be read as {file.format}: {error}",
+                "Leave the file out, or set train.data.format",
+            ) from error
+    if not found:
+        raise ConfigError(
+            "train.data.paths",
+            [str(file.path) for file in files[:8]],
+            f"no text in {len(files)} files",
+            "Name files with text",
+        )
+
+
+def _expand(path: str, pattern: str) -> list[str]:
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        return _files_inside(path, pattern)
+    if os.path.exists(path):
+        return [path]
+    files = [match for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
+    if not files:
+        fact = "matches no file" if glob.has_magic(path) else "does not exist"
+        raise ConfigError("train.data.paths", path, fact, "Correct the path")
+    return files
+
+
+def _files_inside(directory: str, pattern: str) -> list[str]:
+    matches = glob.glob(pattern, root_dir=directory, recursive=True)
+    files = [path for name in matches if os.path.isfile(path := os.path.join(directory, name))]
+    if not files:
+        raise ConfigError(
+            "train.data.paths",
+            directory,
+            f"no file in this directory matches the pattern {pattern!r}",
+            "Correct the path or train.data.pattern",
+        )
+    return files
+
+
+def _format_of(path: Path, configured: str) -> str:
+    if configured != "auto":
+        return configured
+    return _FORMAT_BY_SUFFIX.get(path.suffix.lower(), "text")
+
+
+def _read(file: SourceFile, field: str) -> Iterator[Document]:
+    if file.format == "text":
+        return _read_text(file.path)
+    if file.format == "jsonl":
+        return _read_jsonl(file.path, field)
+    return _read_parquet(file.path, field)
+
+
+def _read_text(path: Path) -> Iterator[Document]:
+    line = 1
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        while lines := file.readlines(PIECE_CHARS):
+            yield Document(source=f"{path}:{line}", text="".join(lines))
+            line += len(lines)
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            line = raw.decode("utf-8", errors="replace")
+            if not line.strip():
+                continue
+            # JSON may escape half a surrogate pair, which is no text that UTF-8 can hold.
+            text = _field_of_line(path, number, line, field).encode("utf-8", "replace").decode()
+            if text:
+                yield Document(source=f"{path}:{number}", text=text)
+
+
+def _field_of_line(path: Path, number: int, line: str, field: str) -> str:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(
+            "train.data.paths",
+            str(path),
+            f"line {number}, column {getattr(error, 'colno', 1)} is not JSON: {error}",
+            'Write one JSON object a line, or set train.data.format = "text"',
+        ) from error
+    keys = sorted(value) if isinstance(value, dict) else []
+    if field not in keys:
+        raise ConfigError(
+            "train.data.field",
+            field,
+            f"{path}, line {number} has no such key; it has {keys}",
+            "Set train.data.field to the key that holds the text",
+        )
+    return _require_text(value[field], f"{path}, line {number}, column", field)
+
+
+def _read_parquet(path: Path, field: str) -> Iterator[Document]:
+    with pq.ParquetFile(path) as file:
+        columns = file.schema_arrow.names
+        if field not in columns:
+            raise ConfigError(
+                "train.data.field",
+                field,
+                f"{path} has no such column; it has {columns}",
+                "Set train.data.field to the column that holds the text",
+            )
+        batches = file.iter_batches(batch_size=PARQUET_ROWS, columns=[field])
+        values = (value for batch in batches for value in batch.column(0).to_pylist())
+        for row, value in enumerate(values, start=1):
+            if text := _require_text(value, f"{path}, row {row}, column", field):
+                yield Document(source=f"{path}:{row}", text=text)
+
+
+def _require_text(value: object, place: str, field: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(
+            "train.data.field",
+            field,
+            f"{place} {field!r} holds {type(value).__name__}, not text",
+            "Name a field of text, or drop this record",
+        )
+    return value

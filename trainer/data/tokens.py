@@ -1,0 +1,199 @@
+"""Token sets: a long sequence of token ids in fixed-size files that are mapped, not read.
+
+A `TokenWriter` streams into a new directory and writes the index last; a `TokenSet` opens it. Both
+hold no more than a file handle or a mapping: a set may be far larger than memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from trainer.data.index import (
+    TokenFile,
+    TokenIndex,
+    TokensCorruptError,
+    dtype_for,
+    file_name,
+    read_index,
+    write_index,
+)
+
+Tokens = np.ndarray[Any, np.dtype[Any]]
+
+CHUNK_TOKENS = 2**20
+
+
+class TokenWriter:
+    """Writes a token set; the set exists once the `with` block ends without an error.
+
+    Args:
+        directory: made here; must not exist.
+        vocab_size: every id must be below it; decides between uint16 and uint32.
+        file_tokens: tokens per file.
+        tokenizer: fingerprint of the tokenizer, for the index.
+        source: fingerprint of the text, for the index.
+    """
+
+    def __init__(
+        self, directory: Path, *, vocab_size: int, file_tokens: int, tokenizer: str, source: str
+    ) -> None:
+        self._directory = directory
+        self._vocab_size, self._file_tokens = vocab_size, file_tokens
+        self._tokenizer, self._source = tokenizer, source
+        self._dtype = np.dtype(dtype_for(vocab_size)).newbyteorder("<")
+        self._files: list[TokenFile] = []
+        self._file: BinaryIO | None = None
+        self._hash = hashlib.sha256()
+        self._tokens_in_file = 0
+        self.tokens = 0
+        directory.mkdir()
+
+    def write(self, ids: Tokens) -> None:
+        """Append token ids.
+
+        Raises:
+            ValueError: an id is not below the vocabulary size.
+        """
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
+            raise ValueError(
+                f"token ids {ids.min()}..{ids.max()} are not in a vocabulary of {self._vocab_size}"
+            )
+        self.tokens += len(ids)
+        while len(ids):
+            room = self._file_tokens - self._tokens_in_file
+            self._append(ids[:room].astype(self._dtype).tobytes())
+            self._tokens_in_file += min(room, len(ids))
+            if self._tokens_in_file == self._file_tokens:
+                self._finish_file()
+            ids = ids[room:]
+
+    def _append(self, data: bytes) -> None:
+        if self._file is None:
+            self._file = (self._directory / file_name(len(self._files))).open("xb")
+        self._file.write(data)
+        self._hash.update(data)
+
+    def _finish_file(self) -> None:
+        if self._file is None:
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._files.append(TokenFile(tokens=self._tokens_in_file, sha256=self._hash.hexdigest()))
+        self._file, self._hash, self._tokens_in_file = None, hashlib.sha256(), 0
+
+    def _finish(self) -> None:
+        self._finish_file()
+        index = TokenIndex(
+            dtype=dtype_for(self._vocab_size),
+            vocab_size=self._vocab_size,
+            file_tokens=self._file_tokens,
+            tokens=self.tokens,
+            files=tuple(self._files),
+            tokenizer=self._tokenizer,
+            source=self._source,
+        )
+        write_index(self._directory, index)
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._finish()
+        elif self._file is not None:
+            self._file.close()
+
+
+class TokenSet:
+    """A token set on disk, read through memory maps; make one with `TokenSet.open`."""
+
+    def __init__(self, directory: Path, index: TokenIndex) -> None:
+        self.directory, self.index = directory, index
+        self._maps: dict[int, Tokens] = {}
+
+    @classmethod
+    def open(cls, path: str | Path, verify: bool = False) -> TokenSet:
+        """Open a token set and check that every file has its size.
+
+        Args:
+            path: its directory.
+            verify: also check every file's checksum, which reads it all.
+
+        Raises:
+            TokensCorruptError: a check failed; names the file and the check.
+        """
+        tokens = cls(Path(path), read_index(Path(path)))
+        for number, file in enumerate(tokens.index.files):
+            tokens._check_file(number, file, verify)
+        return tokens
+
+    def __len__(self) -> int:
+        return self.index.tokens
+
+    def read(self, start: int, count: int) -> Tokens:
+        """Copy the tokens at `start` to `start + count`, across files where need be.
+
+        Shapes: returns (count,) in the stored type.
+
+        Raises:
+            IndexError: the range does not lie within the set.
+        """
+        if not 0 <= start <= start + count <= len(self):
+            raise IndexError(f"tokens {start}..{start + count} of a set of {len(self)}")
+        out = np.empty(count, dtype=self.index.dtype)
+        done = 0
+        while done < count:
+            number, offset = divmod(start + done, self.index.file_tokens)
+            part = self._map(number)[offset : offset + count - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+        return out
+
+    def chunks(self, start: int = 0, stop: int | None = None) -> Iterator[Tokens]:
+        """Stream the tokens from `start` to `stop` (default: the end) in pieces that fit memory."""
+        stop = len(self) if stop is None else stop
+        for position in range(start, stop, CHUNK_TOKENS):
+            yield self.read(position, min(CHUNK_TOKENS, stop - position))
+
+    def _map(self, number: int) -> Tokens:
+        # On first use: a process maps only so many files, and a worker needs few at a time.
+        if number not in self._maps:
+            path = self.directory / file_name(number)
+            self._maps[number] = np.memmap(path, dtype=self.index.stored_dtype, mode="r")
+        return self._maps[number]
+
+    def _check_file(self, number: int, file: TokenFile, verify: bool) -> None:
+        path = self.directory / file_name(number)
+        expected_bytes = file.tokens * self.index.stored_dtype.itemsize
+        found_bytes = path.stat().st_size if path.exists() else None
+        if found_bytes != expected_bytes:
+            found = "it is missing" if found_bytes is None else f"it has {found_bytes}"
+            raise TokensCorruptError(
+                str(path), f"size check: the index says {expected_bytes} bytes, {found}"
+            )
+        if verify and (found := sha256_of(path)) != file.sha256:
+            raise TokensCorruptError(
+                str(path), f"checksum: the index says sha256 {file.sha256}, it has {found}"
+            )
+
+
+def sha256_of(path: Path) -> str:
+    """Hash a file's bytes, a piece at a time."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()

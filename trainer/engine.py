@@ -1,0 +1,240 @@
+"""One worker's part of a replica: its slice of the model, its optimizer, and what leaves and enters them.
+
+The optimizer works on plain views of the local slices, and the reduced gradient is one flat buffer that the
+parameters' `.grad` are views of, so the step path has no loop over parameters beyond torch's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from checkpointing import Box, Reader, TensorSlice
+from trainer.backend.groups import Device, torch_device
+from trainer.config import TrainConfig
+from trainer.parallel.apply import (
+    fill,
+    local_slices,
+    local_tensor,
+    materialize,
+    parallelize,
+    tensor_dim,
+)
+from trainer.parallel.layout import Slot
+from trainer.schedule import learning_rate
+from trainer.task import PreparedTask
+
+PARAMETERS, MOMENTS = "param/", ("exp_avg/", "exp_avg_sq/")
+
+
+class Engine:
+    """The model and optimizer of one slot. All workers of the replica build it together.
+
+    Args:
+        task: what is learned.
+        train: the settings of the run.
+        slot: this worker's place.
+        mesh: the replica's mesh ("shard", "tensor").
+        device: "cpu" or "cuda".
+        max_replicas: gradient buffers are padded so that so many replicas can own equal pieces.
+    """
+
+    def __init__(
+        self,
+        task: PreparedTask,
+        train: TrainConfig,
+        *,
+        slot: Slot,
+        mesh: DeviceMesh,
+        device: Device,
+        max_replicas: int,
+    ) -> None:
+        self._spare, self._workers = max_replicas, train.parallel.workers
+        self.task, self.train_config, self.slot, self.mesh = task, train, slot, mesh
+        self.device = torch_device(device)
+        model, self._source = task.build(train.seed)
+        self.model: nn.Module = parallelize(
+            model,
+            mesh,
+            plan=getattr(model, "tp_plan", None) or {},
+            compute_dtype=getattr(torch, train.precision),
+        )
+        self.slices = local_slices(
+            self.model, slot, shard=train.parallel.shard, tensor=train.parallel.tensor
+        )
+        materialize(self.model, self.device)
+        self.model.train()
+        self._flatten()
+        self.optimizer = self._make_optimizer()
+
+    def _flatten(self) -> None:
+        """Lays the trainable local slices out in one flat gradient: those that count towards this worker's
+        norm first, those that a tensor rank before it already counts last."""
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        named.sort(key=lambda entry: self._counted_elsewhere(entry[1]))
+        self._names = [name for name, _ in named]
+        self._params = [param for _, param in named]
+        self._locals = [local_tensor(param) for param in self._params]
+        self._counts = [local.numel() for local in self._locals]
+        self.count = sum(self._counts)
+        self._own = sum(
+            count
+            for count, param in zip(self._counts, self._params, strict=True)
+            if not self._counted_elsewhere(param)
+        )
+        self.gradient = torch.zeros(self.count + self._spare, device=self.device)
+
+    def _counted_elsewhere(self, param: nn.Parameter) -> bool:
+        return self.slot.tensor > 0 and tensor_dim(param) is None
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a flat buffer of `count` numbers (or more), shaped like the local slices."""
+        parts = flat[: self.count].split(self._counts)
+        return [part.view(local.shape) for part, local in zip(parts, self._locals, strict=True)]
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        settings = self.train_config.optimizer
+        self._leaves = [nn.Parameter(local) for local in self._locals]
+        for leaf, grad in zip(self._leaves, self.views(self.gradient), strict=True):
+            leaf.grad = grad
+        decayed = [leaf for leaf in self._leaves if leaf.dim() >= 2 and leaf.numel()]
+        plain = [leaf for leaf in self._leaves if leaf.dim() < 2 and leaf.numel()]
+        groups = [
+            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]] or [{"params": [nn.Parameter(torch.zeros(1))]}],
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
+        )
+        for leaf in self._leaves:
+            optimizer.state[leaf] = {
+                "step": torch.zeros((), dtype=torch.float32, device=self.device),
+                "exp_avg": torch.zeros_like(leaf),
+                "exp_avg_sq": torch.zeros_like(leaf),
+            }
+        return optimizer
+
+    def initialize(self) -> None:
+        """Fills the weights from the seed or the pretrained files; the optimizer starts empty."""
+        fill(self.model, self.slices, self._source)
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def take_gradient(self, into: torch.Tensor) -> None:
+        """Moves the local gradients into the flat buffer `into`, and leaves the model without any."""
+        views, grads = self.views(into), [param.grad for param in self._params]
+        torch._foreach_copy_(
+            [view for view, grad in zip(views, grads, strict=True) if grad is not None],
+            [local_tensor(grad) for grad in grads if grad is not None],
+        )
+        for view, grad in zip(views, grads, strict=True):
+            if grad is None:
+                view.zero_()
+        self.model.zero_grad(set_to_none=True)
+
+    def norm_squared(self, gradient: torch.Tensor) -> float:
+        """This worker's part of the squared norm of the reduced flat gradient."""
+        norm = torch.linalg.vector_norm(gradient[: self._own], dtype=torch.float64)
+        return float(norm.square())
+
+    def through_leader(
+        self, vector: list[float], at_leader: Callable[[list[float]], list[float]]
+    ) -> list[float]:
+        """Sums a float64 vector at the replica's first worker, lets it act on the sum, and hands out the result."""
+        if self._workers == 1:
+            return at_leader(vector)
+        tensor = torch.tensor(vector, dtype=torch.float64, device=self.device)
+        dist.reduce(tensor, 0)
+        if dist.get_rank() == 0:
+            tensor.copy_(torch.tensor(at_leader(tensor.tolist()), dtype=torch.float64))
+        dist.broadcast(tensor, 0)
+        return tensor.tolist()
+
+    def sum_in_replica(self, vector: list[float]) -> list[float]:
+        """All-reduces a small float64 vector over the replica. Waits for the device."""
+        tensor = torch.tensor(vector, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    def apply(self, step: int, *, scale: float) -> None:
+        """The optimizer step on `gradient` times `scale`, at the learning rate of `step`."""
+        self.gradient.mul_(scale)
+        rate = learning_rate(self.train_config.optimizer, step, self.train_config.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+
+    # -- state ------------------------------------------------------------------------------------
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps that reached the weights; fewer than the committed ones where some were skipped."""
+        return int(self.optimizer.state[self._leaves[0]]["step"])
+
+    @optimizer_steps.setter
+    def optimizer_steps(self, steps: int) -> None:
+        for leaf in self._leaves:
+            self.optimizer.state[leaf]["step"].fill_(steps)
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the state by its name in a checkpoint: local slices, sharing their memory."""
+        frozen = {
+            PARAMETERS + name: local_tensor(param)
+            for name, param in self.model.named_parameters()
+            if not param.requires_grad
+        }
+        state = {PARAMETERS + n: local for n, local in zip(self._names, self._locals, strict=True)}
+        for prefix in MOMENTS:
+            key = prefix.rstrip("/")
+            for name, leaf in zip(self._names, self._leaves, strict=True):
+                state[prefix + name] = self.optimizer.state[leaf][key]
+        return {**frozen, **state}
+
+    def state_slices(self) -> dict[str, TensorSlice]:
+        """The box of the full tensor that each entry of `state_tensors` is."""
+        return {
+            name: replace(self.slices[name.split("/", 1)[1]], name=name)
+            for name in self.state_tensors()
+        }
+
+    def slices_to_save(self) -> list[tuple[TensorSlice, torch.Tensor]]:
+        """Copies on the host of what this worker writes: each unique slice once in the replica."""
+        tensors, slices = self.state_tensors(), self.state_slices()
+        replicated = {n for n, p in self.model.named_parameters() if self._counted_elsewhere(p)}
+        return [
+            (slices[name], tensor.detach().to("cpu", copy=True).reshape(slices[name].sizes))
+            for name, tensor in tensors.items()
+            if name.split("/", 1)[1] not in replicated and tensor.numel()
+        ]
+
+    def load(self, reader: Reader, *, optimizer_steps: int) -> None:
+        """Fills the state from a checkpoint, reading only this worker's boxes."""
+        slices = self.state_slices()
+        tensors = {name: tensor for name, tensor in self.state_tensors().items() if tensor.numel()}
+        boxes = [Box(name, slices[name].offsets, slices[name].sizes) for name in tensors]
+        with torch.no_grad():
+            for box, value in zip(boxes, reader.read_many(boxes), strict=True):
+                tensors[box.name].copy_(value.reshape(tensors[box.name].shape))
+        self.optimizer_steps = optimizer_steps
+
+    def digest(self) -> str:
+        """SHA-256 of this worker's state, to compare replicas."""
+        return _digest(tensor for _, tensor in sorted(self.state_tensors().items()))
+
+
+def _digest(tensors: Iterable[Any]) -> str:
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()

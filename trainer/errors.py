@@ -1,0 +1,54 @@
+"""Every error the data plane raises, as one tree.
+
+TrainerError
+├── ConfigError          what the user wrote cannot work; raised before anything starts
+├── NonFiniteError       too many steps in a row had a non-finite loss or gradient
+└── CrossGroupLost       a collective across replicas failed or was abandoned: a regroup is due
+
+A message is the fact, the numbers, and the next knob. All of them survive pickling, because they
+cross Ray: each keeps its constructor arguments in `args`.
+"""
+
+from __future__ import annotations
+
+
+class TrainerError(Exception):
+    """Base of all errors of the `trainer` package."""
+
+
+class ConfigError(TrainerError):
+    """A setting that cannot work, found before any worker starts.
+
+    Args:
+        field: dotted name of the setting, as the user writes it (`"train.global_batch"`).
+        value: what was given.
+        fact: why it cannot work, with the numbers.
+        fix: what to write instead.
+    """
+
+    def __init__(self, field: str, value: object, fact: str, fix: str) -> None:
+        super().__init__(field, value, fact, fix)
+        self.field, self.value, self.fact, self.fix = field, value, fact, fix
+
+    def __str__(self) -> str:
+        return f"{self.field} = {self.value!r}: {self.fact}. {self.fix}."
+
+
+class NonFiniteError(TrainerError):
+    """`count` steps in a row had a non-finite loss or gradient; none of them reached the weights."""
+
+    def __init__(self, step: int, count: int, samples: tuple[int, ...]) -> None:
+        super().__init__(step, count, samples)
+        self.step, self.count, self.samples = step, count, samples
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.samples[:16])) + (", …" if len(self.samples) > 16 else "")
+        return (
+            f"{self.count} steps in a row up to step {self.step} had a non-finite loss or gradient; "
+            f"the samples of step {self.step} are [{shown}]. Look at these samples, lower "
+            f"train.optimizer.lr, or raise health.max_nonfinite_steps."
+        )
+
+
+class CrossGroupLost(TrainerError):
+    """A collective across replicas failed or was abandoned: a regroup is due. Never leaves the loop."""

@@ -1,0 +1,89 @@
+"""Lanes and the one fixed binary tree in which their gradients are summed.
+
+Floating-point addition is commutative but not associative, so a sum is reproducible exactly when its
+tree is. The tree over lanes [lo, hi) splits at the largest power of two below its length; nothing about
+workers enters it. A replica adds the subtrees it holds whole and sends one buffer for each; whoever
+owns a piece of the gradient adds the rest in the same tree. Design: design.md, "The same bits at any
+size"; the idea for plain data parallelism: EasyScale, SC'23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+Node = tuple[int, int]
+"""A subtree: the half-open range of lanes (lo, hi) it sums."""
+
+T = TypeVar("T")
+
+
+def split(node: Node) -> tuple[Node, Node]:
+    """The two children of an inner node (hi - lo >= 2)."""
+    lo, hi = node
+    half = 1 << ((hi - lo - 1).bit_length() - 1)
+    return (lo, lo + half), (lo + half, hi)
+
+
+def blocks_of(lanes: Iterable[int], total: int) -> tuple[Node, ...]:
+    """The largest subtrees whose lanes are all in `lanes`, in lane order.
+
+    Args:
+        lanes: the lanes that one replica computes.
+        total: the number of lanes of the run.
+    """
+    mine = frozenset(lanes)
+
+    def cover(node: Node) -> tuple[Node, ...]:
+        held = sum(lane in mine for lane in range(*node))
+        if held == node[1] - node[0]:
+            return (node,)
+        if held == 0:
+            return ()
+        left, right = split(node)
+        return cover(left) + cover(right)
+
+    return cover((0, total))
+
+
+def sum_tree(parts: Mapping[Node, T], total: int, add: Callable[[T, T], T]) -> T:
+    """Adds the subtrees in `parts`, which together cover all lanes once, in tree order."""
+
+    def value(node: Node) -> T:
+        if node in parts:
+            return parts[node]
+        left, right = split(node)
+        return add(value(left), value(right))
+
+    return value((0, total))
+
+
+def deal_lanes(
+    total: int, replicas: tuple[int, ...], before: Mapping[int, tuple[int, ...]] | None = None
+) -> dict[int, tuple[int, ...]]:
+    """Deals the lanes out over the replicas, as evenly as whole lanes allow.
+
+    Args:
+        total: the number of lanes of the run.
+        replicas: indices of the replicas that compute, in order. More replicas than lanes: the last
+            ones get none.
+        before: what each replica had. Given after a fault: a replica keeps its lanes, whose gradients
+            it may hold already, and only the lost ones are dealt, each to the replica with the fewest.
+
+    Returns:
+        replica index -> its lanes in rising order.
+    """
+    if before is None:
+        base, extra = divmod(total, len(replicas))
+        sizes = [base + (position < extra) for position in range(len(replicas))]
+        starts = [sum(sizes[:position]) for position in range(len(replicas))]
+        return {
+            replica: tuple(range(start, start + size))
+            for replica, start, size in zip(replicas, starts, sizes, strict=True)
+        }
+    dealt = {replica: list(before.get(replica, ())) for replica in replicas}
+    kept = {lane for lanes in dealt.values() for lane in lanes}
+    for lane in sorted(set(range(total)) - kept):
+        fewest = min(replicas, key=lambda replica: (len(dealt[replica]), replica))
+        dealt[fewest].append(lane)
+    return {replica: tuple(sorted(lanes)) for replica, lanes in dealt.items()}

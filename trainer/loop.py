@@ -1,0 +1,306 @@
+"""One readable step, and the steps of one generation.
+
+    lanes: forward and backward of the lanes dealt to this replica (reduce-scatter inside it)
+    reduce: the lanes' gradients summed over the replicas
+    commit: a few numbers agreed on, first inside the replica, then across replicas
+    apply: clip, optimizer step, step += 1
+
+A worker that passes the commit knows that every worker holds the complete gradient of the step. Nothing before
+the commit changes the weights, so an interrupted step leaves no trace. Where the reduce fails because another
+replica is gone, the worker still enters the commit inside its own replica, saying so: no healthy replica ever
+blocks in itself. Design: design.md, "The step and its commit".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from trainer import commit as commits
+from trainer.commit import Commit, LaneStats
+from trainer.config import TrainConfig
+from trainer.data import SampleSource, sample_ids
+from trainer.engine import Engine
+from trainer.errors import CrossGroupLost, NonFiniteError
+from trainer.lane_sums import LaneSums
+from trainer.replicas import CrossGroup
+from trainer.schedule import learning_rate
+
+Outcome = Literal["finished", "boundary", "fault"]
+
+
+class Link(Protocol):
+    """What the loop needs from the control plane. Nothing here may block or make a call on the step path."""
+
+    def leave_now(self) -> bool:
+        """A fault was announced: abandon what waits for other replicas."""
+        ...
+
+    def leave_at_boundary(self) -> bool:
+        """A planned regroup was announced: leave together, after a commit."""
+        ...
+
+    def at_step(self, step: int, phase: str) -> None:
+        """The worker enters a phase of a step; heartbeats and injected faults hang here."""
+        ...
+
+    def committed(self, commit: Commit, lr: float, applied: bool) -> None:
+        """A step has been committed and, unless it was skipped as non-finite, applied."""
+        ...
+
+    def save(self, step: int, engine: Engine, training_state: dict[str, Any]) -> None:
+        """A checkpoint of the state before `step` is due on this worker."""
+        ...
+
+    def evaluated(self, step: int, loss: float, tokens: int) -> None:
+        """The mean loss on the held-out data before `step`."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where a worker's state is in the run. It travels with the state in heals and checkpoints."""
+
+    step: int = 0
+    """Steps committed so far; the index of the next one."""
+    skipped_in_a_row: int = 0
+    """Committed steps, up to the last one, whose loss or gradient was not finite."""
+    last: Commit | None = None
+    """Outcome of step - 1, where this worker was there."""
+    in_step: bool = False
+    """Whether work on `step` has begun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """What the loop needs to know beyond `TrainConfig`."""
+
+    lanes: int
+    """Lanes of the run."""
+    save_every: int | None
+    """Steps between checkpoints."""
+    max_nonfinite_steps: int
+    """Skipped steps in a row that end the run."""
+
+
+class TrainLoop:
+    """The steps of one worker in one generation.
+
+    Args:
+        engine: this worker's part of the model.
+        cross: the group across replicas.
+        sums: lane gradients, kept from generation to generation.
+        lanes: the lanes dealt to this replica.
+        progress: updated in place.
+        config: what holds for the whole run.
+        link: the control plane.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        cross: CrossGroup,
+        sums: LaneSums,
+        *,
+        lanes: Sequence[int],
+        progress: Progress,
+        config: LoopConfig,
+        link: Link,
+    ) -> None:
+        self.engine, self.cross, self.sums, self.link = engine, cross, sums, link
+        self.lanes, self.progress, self.config = lanes, progress, config
+        self.train: TrainConfig = engine.train_config
+        self.data: SampleSource = engine.task.train_data()
+
+    def run(self) -> Outcome:
+        """Runs steps until the last one, a planned regroup, or a fault in another replica.
+
+        Raises:
+            RuntimeError: a collective inside the replica failed: a peer of this replica is gone.
+            NonFiniteError: too many steps in a row were not finite.
+        """
+        while self.progress.step < self.train.steps:
+            commit = self.try_step()
+            if commit is None:
+                return "fault"
+            self.finish_step(commit)
+            self.save_and_evaluate()
+            if commit.boundary:
+                return "boundary"
+        return "finished"
+
+    def try_step(self) -> Commit | None:
+        """Computes and reduces the current step; None where another replica was lost before the commit."""
+        step = self.progress.step
+        self.progress.in_step = True
+        for lane in self.sums.begin(step, self.lanes):
+            self.compute_lane(step, lane)
+        self.link.at_step(step, "reduce")
+        try:
+            self.reduce()
+            failed = False
+        except CrossGroupLost:
+            failed = True
+        self.link.at_step(step, "commit")
+        return self.agree(step, failed)
+
+    def compute_lane(self, step: int, lane: int) -> None:
+        """Forward and backward of all micro-batches of a lane."""
+        ids = lane_ids(self.train, self.config.lanes, len(self.data), step, lane, self.engine.slot.shard)
+        micro = self.train.micro_samples(self.config.lanes)
+        loss_sum, tokens = 0.0, 0
+        for index, start in enumerate(range(0, len(ids), micro)):
+            torch.manual_seed(micro_seed(self.train.seed, step, lane, index, self.engine.slot.shard))
+            batch = to_device(self.data.batch(ids[start : start + micro]), self.engine.device)
+            self.link.at_step(step, "forward")
+            loss, count = self.engine.task.loss(self.engine.model, batch)
+            self.link.at_step(step, "backward")
+            loss.backward()
+            loss_sum, tokens = loss_sum + float(loss.detach()), tokens + count
+        gradient = self.sums.buffer()
+        self.engine.take_gradient(gradient)
+        counts = self.engine.slot.tensor == 0
+        digest = commits.sample_digest(ids)
+        stats = LaneStats(loss=loss_sum, tokens=tokens, digest=digest)
+        self.sums.add(lane, gradient, stats if counts else LaneStats(loss=0.0, tokens=0, digest=0))
+
+    def reduce(self) -> None:
+        """Sums the lanes' gradients over the replicas into the engine's gradient."""
+        exact = self.train.reduction == "exact"
+        reduce = self.cross.reduce_exact if exact else self.cross.reduce_fast
+        reduce(self.sums.blocks, self.engine.gradient)
+
+    def agree(self, step: int, failed: bool) -> Commit | None:
+        """The commit reduce; None: the step does not count (yet).
+
+        Summed inside the replica, then over the replicas by their first workers alone, then handed out inside the
+        replica: all workers of a replica always come to the same answer, so none waits for one that left.
+        """
+        vector = commits.pack(
+            self.config.lanes,
+            self.sums.stats,
+            norm_squared=0.0 if failed else self.engine.norm_squared(self.engine.gradient),
+            failed=failed,
+            boundary=self.link.leave_at_boundary(),
+        )
+        total = self.engine.through_leader(vector, self.sum_over_replicas)
+        if total[1] > 0:
+            return None
+        return commits.unpack(total, step=step, lanes=self.config.lanes)
+
+    def sum_over_replicas(self, replica: list[float]) -> list[float]:
+        """The leader's part of the commit: every replica's vector, added up."""
+        if replica[1] > 0:
+            return replica
+        try:
+            total = self.cross.sum(torch.tensor(replica, dtype=torch.float64, device=self.engine.device))
+        except CrossGroupLost:
+            return [replica[0], 1.0, *replica[2:]]
+        return [replica[0], *total.tolist()[1:]]
+
+    def finish_step(self, commit: Commit) -> None:
+        """Applies a committed step. Also called after a regroup, for a step that others saw committed.
+
+        Raises:
+            NonFiniteError: this was one skipped step too many.
+        """
+        if commit.finite:
+            clip = self.train.optimizer.clip_norm
+            factor = min(1.0, clip / (commit.grad_norm + 1e-6)) if clip else 1.0
+            self.engine.apply(commit.step, scale=factor / max(1, commit.tokens))
+        self.sums.clear()
+        self.progress.step = commit.step + 1
+        self.progress.skipped_in_a_row = 0 if commit.finite else self.progress.skipped_in_a_row + 1
+        self.progress.last, self.progress.in_step = commit, False
+        rate = learning_rate(self.train.optimizer, commit.step, self.train.steps)
+        self.link.committed(commit, rate, commit.finite)
+        if self.progress.skipped_in_a_row >= self.config.max_nonfinite_steps:
+            samples = step_ids(self.train, len(self.data), commit.step)
+            raise NonFiniteError(commit.step, self.progress.skipped_in_a_row, tuple(samples.tolist()))
+
+    def save_and_evaluate(self) -> None:
+        """What is due between two steps. The first replica saves; every replica evaluates for itself."""
+        step, last = self.progress.step, self.progress.step == self.train.steps
+        every = self.config.save_every
+        if self.cross.rank == 0 and (last or (every and step % every == 0)):
+            self.save()
+        if last or (self.train.eval_every and step % self.train.eval_every == 0):
+            self.evaluate()
+
+    def save(self) -> None:
+        """Hands a copy of the state to the checkpoint writer."""
+        state = {
+            "step": self.progress.step,
+            "optimizer_steps": self.engine.optimizer_steps,
+            "skipped_in_a_row": self.progress.skipped_in_a_row,
+            "seed": self.train.seed,
+            "lanes": self.config.lanes,
+            "global_batch": self.train.global_batch,
+        }
+        self.link.save(self.progress.step, self.engine, state)
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Mean loss over the held-out samples, split over the replica's shard ranks."""
+        data = self.engine.task.eval_data()
+        if data is None or len(data) == 0:
+            return
+        shard, shards = self.engine.slot.shard, self.train.parallel.shard
+        count = min(len(data), self.train.eval_samples)
+        micro = self.train.micro_samples(self.config.lanes)
+        self.engine.model.eval()
+        loss_sum, tokens = 0.0, 0
+        for start in range(0, count, micro * shards):
+            # Every rank runs every batch, as its peers need it in their collectives; none is counted twice.
+            ids = [start + shard * micro + offset for offset in range(micro)]
+            kept = [index for index in ids if index < count]
+            batch = to_device(data.batch(as_ids(kept or [0])), self.engine.device)
+            loss, terms = self.engine.task.loss(self.engine.model, batch)
+            if kept and self.engine.slot.tensor == 0:
+                loss_sum, tokens = loss_sum + float(loss), tokens + terms
+        self.engine.model.train()
+        loss_sum, total = self.engine.sum_in_replica([loss_sum, float(tokens)])
+        self.link.evaluated(self.progress.step, loss_sum / max(1.0, total), int(total))
+
+
+def as_ids(ids: Sequence[int]) -> Any:
+    """Sample ids as the int64 array that a SampleSource takes."""
+    import numpy as np
+
+    return np.asarray(ids, dtype=np.int64)
+
+
+def step_ids(train: TrainConfig, samples: int, step: int) -> Any:
+    """Ids of the samples of a step, in lane order."""
+    return sample_ids(train.seed, step * train.global_batch, train.global_batch, samples)
+
+
+def lane_ids(train: TrainConfig, lanes: int, samples: int, step: int, lane: int, shard: int) -> Any:
+    """Ids of the samples that one shard rank takes in one lane of a step. Pure; the worker does not matter."""
+    count = train.lane_samples(lanes)
+    start = step * train.global_batch + (lane * train.parallel.shard + shard) * count
+    return sample_ids(train.seed, start, count, samples)
+
+
+def micro_seed(*parts: int) -> int:
+    """A seed for a micro-batch's random numbers, from (seed, step, lane, micro-batch, shard)."""
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = ((state ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9 + 1) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 29
+    return state >> 1
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Moves a tensor, or each tensor in a list, tuple or dict, to `device`."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

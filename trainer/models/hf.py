@@ -1,0 +1,151 @@
+"""Any Hugging Face causal language model, by configuration or by path."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainer.models.init import WeightSource
+
+SUPPORTED_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"})
+"""Entries of a transformers tensor-parallel plan that `parallel/tensor.py` carries out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Hugging Face causal language model: an architecture with settings, or a local directory."""
+
+    architecture: str = "llama"
+    """The `model_type` of a transformers configuration; not used with `path`."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of that configuration (`hidden_size`, `num_hidden_layers`, …); with `path`, overrides."""
+    path: str | None = None
+    """A directory with `config.json`, and weights where `pretrained` is set."""
+    pretrained: bool = False
+    """Start from the safetensors weights in `path`, instead of from seeded ones."""
+
+    def resolve(self, vocab_size: int) -> dict[str, Any]:
+        """The complete transformers configuration as a plain dict, checked.
+
+        Args:
+            vocab_size: tokens that the data uses. A configuration that sets none gets this number,
+                rounded up to a multiple of 64.
+
+        Raises:
+            ConfigError: unknown architecture, missing directory, or a vocabulary larger than the model's.
+        """
+        from transformers import AutoConfig
+
+        settings = {"use_cache": False, **self.settings}
+        if self.path is not None:
+            settings = {**self._read_config(Path(self.path)), **settings}
+        architecture = settings.pop("model_type", self.architecture)
+        settings.setdefault("vocab_size", -(-vocab_size // 64) * 64)
+        if vocab_size > settings["vocab_size"]:
+            raise ConfigError(
+                "train.task.model.vocab_size",
+                settings["vocab_size"],
+                f"the tokenizer has {vocab_size} tokens, more than the model",
+                f"Set vocab_size to {vocab_size} or more, or use a tokenizer with a smaller vocabulary",
+            )
+        try:
+            config = AutoConfig.for_model(architecture, **settings)
+        except ValueError as error:
+            raise ConfigError(
+                "train.task.model.architecture",
+                architecture,
+                str(error).splitlines()[0][:200],
+                "Use the model_type of a transformers configuration, such as 'llama'",
+            ) from error
+        return dict(config.to_dict())
+
+    @staticmethod
+    def _read_config(directory: Path) -> dict[str, Any]:
+        file = directory / "config.json"
+        if not file.is_file():
+            raise ConfigError(
+                "train.task.model.path", str(directory), "it has no config.json", "Give a model directory"
+            )
+        return dict(json.loads(file.read_text()))
+
+
+def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
+    """The model with its parameters on the meta device and its buffers on the CPU.
+
+    Raises:
+        ConfigError: the architecture has no causal language model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from trainer.models.init import parameters_on_meta
+
+    settings = dict(config)
+    built = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    try:
+        with parameters_on_meta():
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                built, attn_implementation="sdpa", dtype=torch.float32
+            )
+    except ValueError as error:
+        raise ConfigError(
+            "train.task.model.architecture",
+            config["model_type"],
+            "transformers has no causal language model for it",
+            "Use a decoder architecture, such as 'llama', 'mistral' or 'qwen2'",
+        ) from error
+    return model
+
+
+def weights(config: Mapping[str, Any], model: Any, seed: int, pretrained_path: str | None) -> WeightSource:
+    """Where the initial weights come from: the files in `pretrained_path`, or the seed."""
+    if pretrained_path is not None:
+        from trainer.models.pretrained import PretrainedWeights
+
+        source = PretrainedWeights(pretrained_path)
+        source.check_names(name for name, _ in model.named_parameters())
+        return source
+    from trainer.models.init import SeededWeights, record_recipes
+
+    return SeededWeights(record_recipes(model, model._init_weights), seed)
+
+
+def check_tensor_parallel(config: Mapping[str, Any], model: Any, degree: int, seq_len: int) -> None:
+    """Checks that `degree` tensor ranks can share the model.
+
+    Raises:
+        ConfigError: the model has no usable plan, or a dimension does not divide.
+    """
+    if degree == 1:
+        return
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    unknown = sorted(set(plan.values()) - SUPPORTED_STYLES)
+    if not plan or unknown:
+        why = f"its plan uses {', '.join(unknown)}" if plan else "transformers has no plan for it"
+        raise ConfigError(
+            "train.parallel.tensor",
+            degree,
+            f"{config['model_type']} cannot be split over tensor ranks here: {why}",
+            "Use tensor = 1 and a larger shard degree",
+        )
+    divided = {
+        name: config[name]
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+        if isinstance(config.get(name), int)
+    }
+    for name, size in {**divided, "seq_len": seq_len}.items():
+        if size % degree:
+            raise ConfigError(
+                "train.parallel.tensor",
+                degree,
+                f"it does not divide {name} = {size}",
+                f"Use a divisor of {size}, or change {name}",
+            )

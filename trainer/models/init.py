@@ -1,0 +1,153 @@
+"""Seeded initial weights that do not depend on the layout.
+
+A model's own initialisation is run on the meta device while a dispatch mode records the in-place operations
+applied to each parameter. Every such operation is element-wise, so a worker can replay it on any part of the
+parameter: the flat tensor is cut into blocks of 65,536 numbers, each with a generator seeded by (seed, name,
+block), and a worker makes only the blocks that its slice touches. The same weights come out at any shard,
+tensor and replica degree, and no worker ever holds a full large tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.errors import ConfigError
+
+BLOCK = 65_536
+RANDOM = frozenset({"normal_", "uniform_"})
+ELEMENTWISE = RANDOM | {"zero_", "fill_", "mul_", "add_", "sub_", "div_", "clamp_", "erfinv_"}
+
+Recipe = tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
+"""In-place operations on one parameter, in order: (operator, arguments after the tensor, keywords)."""
+
+
+class WeightSource(Protocol):
+    """Gives the initial value of any box of any parameter; the same numbers on whichever worker asks."""
+
+    def read(
+        self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        """The box `offsets`, `sizes` of parameter `name`, whose full shape is `shape`, on the CPU."""
+        ...
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Within it, every parameter that a module registers goes to the meta device; buffers stay real."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the in-place operations applied to the parameters of one model."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names = names
+        self.recipes: dict[str, Recipe] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = self.names.get(id(args[0])) if args else None
+        operation = func.overloadpacket.__name__
+        if name is not None and operation.endswith("_"):
+            if operation not in ELEMENTWISE:
+                raise ConfigError(
+                    "train.task.model",
+                    name,
+                    f"its initialisation uses {operation}, which cannot be made slice by slice",
+                    "Use trainer.task.CustomTask, which initialises the whole model on the CPU",
+                )
+            before = () if operation in {"normal_", "uniform_", "zero_", "fill_"} else self.recipes.get(name, ())
+            self.recipes[name] = (*before, (func, tuple(args[1:]), dict(kwargs)))
+        return func(*args, **kwargs)
+
+
+def record_recipes(model: nn.Module, initialize: Any) -> dict[str, Recipe]:
+    """Runs `initialize(module)` over all modules of a meta model and returns each parameter's recipe.
+
+    Raises:
+        ConfigError: for an operation that is not element-wise, or a parameter left uninitialised.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    with torch.no_grad(), _Recorder(names) as recorder:
+        for module in model.modules():
+            initialize(module)
+    missing = sorted(set(names.values()) - set(recorder.recipes))
+    if missing:
+        raise ConfigError(
+            "train.task.model",
+            missing[0],
+            f"the model's own initialisation leaves it and {len(missing) - 1} others unset",
+            "Use trainer.task.CustomTask, which initialises the whole model on the CPU",
+        )
+    return recorder.recipes
+
+
+class SeededWeights:
+    """Replays recorded initialisations on any box of a parameter. Implements WeightSource."""
+
+    def __init__(self, recipes: dict[str, Recipe], seed: int) -> None:
+        self._recipes, self._seed = recipes, seed
+
+    def read(
+        self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        """See WeightSource. Makes whole rows, then cuts the other dimensions."""
+        if not shape:
+            return self._flat(name, 0, 1).reshape(())
+        row = math.prod(shape[1:])
+        flat = self._flat(name, offsets[0] * row, (offsets[0] + sizes[0]) * row)
+        rows = flat.reshape(sizes[0], *shape[1:])
+        cut = tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))
+        return rows[(slice(None), *cut)]
+
+    def _flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        blocks = [self._block(name, index) for index in range(first, last)]
+        if not blocks or stop <= start:
+            return torch.empty(0)
+        return torch.cat(blocks)[start - first * BLOCK : stop - first * BLOCK]
+
+    def _block(self, name: str, index: int) -> torch.Tensor:
+        key = hashlib.sha256(f"{self._seed}/{name}/{index}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+        block = torch.empty(BLOCK)
+        for func, args, kwargs in self._recipes[name]:
+            random = func.overloadpacket.__name__ in RANDOM
+            func(block, *args, **({**kwargs, "generator": generator} if random else kwargs))
+        return block
+
+
+class FullWeights:
+    """Boxes of tensors that are held whole. Implements WeightSource."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def read(
+        self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        """See WeightSource."""
+        box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+        return self._tensors[name][box]

@@ -1,0 +1,99 @@
+"""From a model on the meta device to this worker's sharded, filled model.
+
+Order: tensor parallelism, then FSDP2 round each block and the root, then real memory for just the local
+slices, then their initial values. All degrees 1 take the same road: FSDP2 over one rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from checkpointing import TensorSlice
+from trainer.models.init import WeightSource
+from trainer.parallel.layout import Slot, local_box
+from trainer.parallel.tensor import apply_tensor_parallel, decoder_layers
+
+
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, *, plan: dict[str, str], compute_dtype: torch.dtype
+) -> FSDPModule:
+    """Makes `model` (parameters on meta) tensor parallel and fully sharded over the replica's mesh, in place.
+
+    Gradients are summed over the shard ranks, not averaged: the loop divides by the global token count.
+
+    Args:
+        model: the whole model.
+        mesh: 2-D, dimensions "shard" and "tensor".
+        plan: transformers tensor-parallel plan; used where the tensor degree is above 1.
+        compute_dtype: number format of forward and backward; reductions stay float32.
+    """
+    if mesh["tensor"].size() > 1:
+        apply_tensor_parallel(model, mesh["tensor"], plan)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for name in decoder_layers(model):
+        fully_shard(model.get_submodule(name), mesh=mesh["shard"], mp_policy=policy)
+    root = fully_shard(model, mesh=mesh["shard"], mp_policy=policy)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+    return root
+
+
+def local_slices(model: nn.Module, slot: Slot, *, shard: int, tensor: int) -> dict[str, TensorSlice]:
+    """The box of each full parameter that the worker in `slot` holds, by parameter name."""
+    slices = {}
+    for name, param in model.named_parameters():
+        offsets, sizes = local_box(
+            tuple(param.shape),
+            tensor_dim=tensor_dim(param),
+            tensor_degree=tensor,
+            tensor_index=slot.tensor,
+            shard_degree=shard,
+            shard_index=slot.shard,
+        )
+        slices[name] = TensorSlice(
+            name=name,
+            global_shape=tuple(param.shape),
+            dtype=str(param.dtype).removeprefix("torch."),
+            offsets=offsets,
+            sizes=sizes,
+        )
+    return slices
+
+
+def tensor_dim(param: nn.Parameter) -> int | None:
+    """The dimension that tensor parallelism cuts, or None where every tensor rank holds the parameter."""
+    if not isinstance(param, DTensor) or param.device_mesh.ndim < 2:
+        return None
+    placement = param.placements[-1]
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Gives the sharded meta parameters real, unset memory; buffers keep their values."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def fill(model: nn.Module, slices: dict[str, TensorSlice], source: WeightSource) -> None:
+    """Sets every local slice to its initial value."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            box = slices[name]
+            local = local_tensor(param)
+            if local.numel():
+                local.copy_(source.read(name, box.global_shape, box.offsets, box.sizes))
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter or gradient that this worker holds, detached, sharing its memory."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()

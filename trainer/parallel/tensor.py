@@ -1,0 +1,112 @@
+"""Tensor parallelism with sequence parallelism, from a transformers tensor-parallel plan.
+
+Between the blocks each tensor rank holds its part of the sequence; a block gathers the sequence on entry
+(before its column-wise layers) and scatters the sums on exit (after its row-wise layer), so the norms and
+residuals work on 1/t of the tokens. transformers' plans name the column- and row-wise layers; the rest
+follows from the structure that its decoder models share. Source: Korthikanti et al., Reducing Activation
+Recomputation in Large Transformer Models, 2022.
+
+Shapes: x_BSD is (batch, sequence, model dim).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+SEQUENCE = Shard(1)
+
+
+class GatherSequence(ParallelStyle):
+    """On entry to a module, gathers the full sequence of its first input, x_BSD or `hidden_states`."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(x: Any) -> DTensor:
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, device_mesh, (SEQUENCE,), run_check=False)
+            return x.redistribute(placements=(Replicate(),))
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (gather(args[0]), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": gather(kwargs["hidden_states"])}
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        return module
+
+
+def tensor_styles(model: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle]:
+    """Which parallel style each module gets.
+
+    Args:
+        model: a transformers decoder model.
+        plan: its `tp_plan`, patterns of module names -> style names (`hf.SUPPORTED_STYLES`).
+    """
+    layers = decoder_layers(model)
+    styles: dict[str, ParallelStyle] = {}
+    for name, module in model.named_modules():
+        style = next((s for pattern, s in plan.items() if fnmatch.fnmatch(name, pattern)), None)
+        in_layer = any(name.startswith(layer + ".") for layer in layers)
+        if style == "colwise":
+            styles[name] = ColwiseParallel()
+            styles.setdefault(name.rsplit(".", 1)[0], GatherSequence())
+        elif style == "rowwise":
+            styles[name] = RowwiseParallel(output_layouts=SEQUENCE)
+        elif style == "colwise_gather_output":
+            styles[name] = ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Replicate())
+        elif style == "embedding_rowwise":
+            styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        elif _is_norm(module) and (in_layer or name.count(".") == layers[0].count(".") - 1):
+            styles[name] = SequenceParallel(use_local_output=not in_layer)
+    # The first block splits the full embeddings, so that positions and masks are computed on full shapes.
+    styles[layers[0]] = PrepareModuleInput(
+        input_layouts=(Replicate(),), desired_input_layouts=(SEQUENCE,), use_local_output=True
+    )
+    return styles
+
+
+def decoder_layers(model: nn.Module) -> list[str]:
+    """Names of the repeated blocks: the elements of the longest ModuleList, or [] where there is none."""
+    lists = [(len(m), name) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        return []
+    count, name = max(lists, key=lambda entry: entry[0])
+    return [f"{name}.{index}" for index in range(count)]
+
+
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
+    """Makes `model` tensor parallel over the 1-D `mesh`, in place. Tied parameters stay tied.
+
+    All ranks of the replica call it, with the parameters on the meta device.
+    """
+    tied = _tied_names(model)
+    parallelize_module(model, mesh, tensor_styles(model, plan))
+    for first, other in tied:
+        owner, leaf = other.rsplit(".", 1)
+        setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
+
+
+def _tied_names(model: nn.Module) -> list[tuple[str, str]]:
+    seen: dict[int, str] = {}
+    return [
+        (seen[id(param)], name)
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if seen.setdefault(id(param), name) != name
+    ]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    parameters = dict(module.named_parameters(recurse=False))
+    return type(module).__name__.endswith("Norm") and all(p.dim() == 1 for p in parameters.values())
