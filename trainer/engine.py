@@ -129,6 +129,11 @@ class Engine:
         """Fills the weights from the seed or the pretrained files; the optimizer starts empty."""
         fill(self.model, self.slices, self._source)
 
+    @property
+    def rank(self) -> int:
+        """Rank in the replica."""
+        return self.slot.shard * self.train_config.parallel.tensor + self.slot.tensor
+
     # -- the step ---------------------------------------------------------------------------------
 
     def take_gradient(self, into: torch.Tensor) -> None:
@@ -215,7 +220,7 @@ class Engine:
         return [
             (slices[name], tensor.detach().to("cpu", copy=True).reshape(slices[name].sizes))
             for name, tensor in tensors.items()
-            if name.split("/", 1)[1] not in replicated and tensor.numel()
+            if name.split("/", 1)[1] not in replicated
         ]
 
     def load(self, reader: Reader, *, optimizer_steps: int) -> None:

@@ -13,21 +13,22 @@ blocks in itself. Design: design.md, "The step and its commit".
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 
 from trainer import commit as commits
 from trainer.commit import Commit, LaneStats
 from trainer.config import TrainConfig
-from trainer.data import SampleSource, sample_ids
+from trainer.data import SampleSource
 from trainer.engine import Engine
 from trainer.errors import CrossGroupLost, NonFiniteError
 from trainer.lane_sums import LaneSums
 from trainer.replicas import CrossGroup
+from trainer.samples import lane_ids, micro_seed, step_ids
 from trainer.schedule import learning_rate
 
 Outcome = Literal["finished", "boundary", "fault"]
@@ -258,41 +259,13 @@ class TrainLoop:
             # Every rank runs every batch, as its peers need it in their collectives; none is counted twice.
             ids = [start + shard * micro + offset for offset in range(micro)]
             kept = [index for index in ids if index < count]
-            batch = to_device(data.batch(as_ids(kept or [0])), self.engine.device)
+            batch = to_device(data.batch(np.asarray(kept or [0], dtype=np.int64)), self.engine.device)
             loss, terms = self.engine.task.loss(self.engine.model, batch)
             if kept and self.engine.slot.tensor == 0:
                 loss_sum, tokens = loss_sum + float(loss), tokens + terms
         self.engine.model.train()
         loss_sum, total = self.engine.sum_in_replica([loss_sum, float(tokens)])
         self.link.evaluated(self.progress.step, loss_sum / max(1.0, total), int(total))
-
-
-def as_ids(ids: Sequence[int]) -> Any:
-    """Sample ids as the int64 array that a SampleSource takes."""
-    import numpy as np
-
-    return np.asarray(ids, dtype=np.int64)
-
-
-def step_ids(train: TrainConfig, samples: int, step: int) -> Any:
-    """Ids of the samples of a step, in lane order."""
-    return sample_ids(train.seed, step * train.global_batch, train.global_batch, samples)
-
-
-def lane_ids(train: TrainConfig, lanes: int, samples: int, step: int, lane: int, shard: int) -> Any:
-    """Ids of the samples that one shard rank takes in one lane of a step. Pure; the worker does not matter."""
-    count = train.lane_samples(lanes)
-    start = step * train.global_batch + (lane * train.parallel.shard + shard) * count
-    return sample_ids(train.seed, start, count, samples)
-
-
-def micro_seed(*parts: int) -> int:
-    """A seed for a micro-batch's random numbers, from (seed, step, lane, micro-batch, shard)."""
-    state = 0x9E3779B97F4A7C15
-    for part in parts:
-        state = ((state ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9 + 1) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 29
-    return state >> 1
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

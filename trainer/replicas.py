@@ -9,19 +9,21 @@ in itself.
 
 from __future__ import annotations
 
-import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from trainer.backend.groups import Device, Rendezvous, abandon, make_cross_group
+from trainer.backend.groups import (
+    Device,
+    Rendezvous,
+    abandon,
+    gather,
+    make_cross_group,
+    poll_until,
+)
 from trainer.errors import CrossGroupLost
 from trainer.lanes import Node, blocks_of, sum_tree
-
-_POLL_MIN_S, _POLL_MAX_S = 20e-6, 500e-6
-
 
 class CrossGroup:
     """The workers with one (shard, tensor) in all replicas of a roster, for one generation.
@@ -61,13 +63,11 @@ class CrossGroup:
     def _join(self, rendezvous: Rendezvous, prefix: str, device: Device) -> None:
         """Makes the group once everybody is there. A failure is noted and shows in the first collective."""
         try:
-            store = rendezvous.store(prefix)
-            store.set(f"here/{self.rank}", b"1")
-            self._wait(lambda: bool(store.check([f"here/{rank}" for rank in range(self.size)])))
+            gather(rendezvous.store(f"{prefix}/here"), self.rank, self.size, self._leave_now)
             self._group = make_cross_group(
-                store, rank=self.rank, size=self.size, device=device, timeout=rendezvous.timeout
+                rendezvous, prefix, rank=self.rank, size=self.size, device=device
             )
-        except (RuntimeError, CrossGroupLost) as error:
+        except RuntimeError as error:
             self._lost = str(error)
 
     def reduce_exact(self, mine: Mapping[Node, torch.Tensor], into: torch.Tensor) -> None:
@@ -111,27 +111,32 @@ class CrossGroup:
             self._run(lambda group: group.allreduce([tensor]), tensor)
         return tensor
 
-    def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
-        """Sends contiguous tensors to the same slot of replica rank `to`, each followed by its checksum."""
-        for tensor in tensors:
-            check = torch.tensor([checksum(tensor)], dtype=torch.int64, device=tensor.device)
-            for part in (tensor, check):
-                if part.numel():
-                    self._run(lambda group, part=part: group.send([part], to, 0), part)
+    def hand_over(
+        self, payload: torch.Tensor | None, pairs: Sequence[tuple[int, int]], count: int
+    ) -> torch.Tensor | None:
+        """Moves `count` bytes from a source to a target for each pair; all workers of the group call it.
 
-    def receive(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """Receives into `tensors` what rank `source` sends.
+        One all-to-all, because a point-to-point transfer on Gloo cannot be polled.
 
-        Raises:
-            CrossGroupLost: also where a checksum does not match: the state is not trusted.
+        Args:
+            payload: a source's bytes (uint8); None on the others.
+            pairs: (target rank, source rank).
+            count: bytes of every payload.
+
+        Returns:
+            The bytes that came to this rank, None where it is no target.
         """
-        for tensor in tensors:
-            check = torch.zeros(1, dtype=torch.int64, device=tensor.device)
-            for part in (tensor, check):
-                if part.numel():
-                    self._run(lambda group, part=part: group.recv([part], source, 0), part)
-            if checksum(tensor) != int(check):
-                raise CrossGroupLost(f"state from replica rank {source} failed its checksum")
+        targets = [target for target, source in pairs if source == self.rank]
+        sources = [source for target, source in pairs if target == self.rank]
+        sends = [count * (rank in targets) for rank in range(self.size)]
+        receives = [count * (rank in sources) for rank in range(self.size)]
+        empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+        outgoing = empty if payload is None else payload.repeat(len(targets))
+        incoming = empty.new_empty(sum(receives))
+        self._run(
+            lambda group: group.alltoall_base(incoming, outgoing, receives, sends), incoming, outgoing
+        )
+        return incoming if sources else None
 
     def close(self) -> None:
         """Leaves the group without waiting for anybody."""
@@ -154,24 +159,12 @@ class CrossGroup:
         try:
             work = start(self._group)
             try:
-                self._wait(work.is_completed)
-            except CrossGroupLost:
+                poll_until(work.is_completed, self._leave_now)
+            except RuntimeError:
                 self._kept.append((work, buffers))
                 raise
             work.wait()
-        except (RuntimeError, CrossGroupLost) as error:
+        except RuntimeError as error:
             self._lost = str(error)
             raise CrossGroupLost(self._lost) from error
 
-    def _wait(self, done: Callable[[], bool]) -> None:
-        pause = _POLL_MIN_S
-        while not done():
-            if self._leave_now():
-                raise CrossGroupLost("left for a regroup")
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_MAX_S)
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of a contiguous tensor's bytes."""
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())

@@ -8,6 +8,8 @@ hosts, under a prefix of its own for each group: no worker's death takes it alon
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -17,6 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Device = Literal["cpu", "cuda"]
+
+_POLL_MIN_S, _POLL_MAX_S = 20e-6, 500e-6
 
 _abandoned: list[Any] = []
 """Groups and works left mid-collective: dropping the last reference can block until their timeout."""
@@ -53,12 +57,23 @@ def torch_device(device: Device) -> torch.device:
 
 
 def make_replica_group(
-    rendezvous: Rendezvous, prefix: str, *, rank: int, shard: int, tensor: int, device: Device
+    rendezvous: Rendezvous,
+    prefix: str,
+    *,
+    rank: int,
+    shard: int,
+    tensor: int,
+    device: Device,
+    leave_now: Callable[[], bool] = lambda: False,
 ) -> DeviceMesh:
     """Makes the replica c10d's default group and returns its mesh ("shard", "tensor").
 
     All ranks of the replica call it. `prefix` must be new each time a replica is formed.
+
+    Raises:
+        RuntimeError: a peer went away meanwhile, or `leave_now` became true.
     """
+    gather(rendezvous.store(f"{prefix}/here"), rank, shard * tensor, leave_now)
     options: dict[str, Any] = {"device_id": torch_device(device)} if device == "cuda" else {}
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
@@ -69,6 +84,30 @@ def make_replica_group(
         **options,
     )
     return init_device_mesh(device, (shard, tensor), mesh_dim_names=("shard", "tensor"))
+
+
+def gather(store: dist.Store, rank: int, size: int, leave_now: Callable[[], bool]) -> None:
+    """Waits until all `size` ranks are here, so that making a group cannot wait for one that never comes.
+
+    Raises:
+        RuntimeError: `leave_now` became true.
+    """
+    store.set(str(rank), b"here")
+    poll_until(lambda: bool(store.check([str(peer) for peer in range(size)])), leave_now)
+
+
+def poll_until(done: Callable[[], bool], leave_now: Callable[[], bool]) -> None:
+    """Polls `done`, ever less often, up to twice a millisecond.
+
+    Raises:
+        RuntimeError: `leave_now` became true.
+    """
+    pause = _POLL_MIN_S
+    while not done():
+        if leave_now():
+            raise RuntimeError("left for a regroup")
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_MAX_S)
 
 
 def leave_replica_group() -> None:
@@ -83,14 +122,15 @@ def leave_replica_group() -> None:
 
 
 def make_cross_group(
-    store: dist.Store, *, rank: int, size: int, device: Device, timeout: timedelta
+    rendezvous: Rendezvous, prefix: str, *, rank: int, size: int, device: Device
 ) -> Any:
     """A raw process group over the same (shard, tensor) of all replicas. All of those workers call it."""
+    store = rendezvous.store(prefix)
     if device == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = rendezvous.timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+    return dist.ProcessGroupGloo(store, rank, size, rendezvous.timeout)
 
 
 def abandon(group: Any, in_flight: list[Any]) -> None:

@@ -1,0 +1,105 @@
+"""What the user writes about machines and health. Imports without torch and Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.config import ParallelConfig
+from trainer.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingConfig:
+    """How many replicas a run may have, and what a worker needs."""
+
+    max_replicas: int = 1
+    """Replicas the run works with when all its machines are there."""
+    min_replicas: int = 1
+    """Fewer than these, and the run keeps its state in memory and waits."""
+    spares: int = 0
+    """Live workers without a slot, ready to take a lost one's."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What a worker computes on: one CPU slot or one GPU."""
+    cpus_per_worker: float = 1.0
+    """CPUs that Ray reserves for a worker."""
+    wait_s: float = 60.0
+    """How long to wait at the start for the resources of the smallest layout."""
+
+    def check(self, parallel: ParallelConfig) -> None:
+        """Raises ConfigError where the numbers contradict each other."""
+        if self.max_replicas < 1:
+            raise ConfigError(
+                "scaling.max_replicas", self.max_replicas, "a run needs a replica", "Use 1 or more"
+            )
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise ConfigError(
+                "scaling.min_replicas",
+                self.min_replicas,
+                f"not between 1 and max_replicas = {self.max_replicas}",
+                f"Use 1 to {self.max_replicas}",
+            )
+        if self.spares < 0:
+            raise ConfigError("scaling.spares", self.spares, "negative", "Use 0 or more")
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError("scaling.device", self.device, "unknown", "Use 'cpu' or 'cuda'")
+        if self.cpus_per_worker < 0 or (self.cpus_per_worker == 0 and self.device == "cpu"):
+            raise ConfigError(
+                "scaling.cpus_per_worker", self.cpus_per_worker, "no CPU", "Use a positive number"
+            )
+
+    @property
+    def resources_per_worker(self) -> dict[str, float]:
+        """What Ray reserves for one worker."""
+        gpus = {"GPU": 1.0} if self.device == "cuda" else {}
+        return {"CPU": self.cpus_per_worker, **gpus}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    """How long to wait for whom, and how much to put up with."""
+
+    collective_timeout_s: float = 60.0
+    """Bound on a collective and on making a process group: the last net, for peers that freeze."""
+    regroup_timeout_s: float = 30.0
+    """A worker that does not follow a call to regroup within this time is killed."""
+    max_nonfinite_steps: int = 5
+    """Steps in a row with a non-finite loss or gradient that end the run; each one is skipped."""
+    max_losses_without_progress: int = 50
+    """Workers lost, spares included, with no step committed in between, that end the run."""
+    max_same_step_errors: int = 2
+    """Exceptions in user code at one step, on whichever worker, that end the run."""
+
+    def check(self) -> None:
+        """Raises ConfigError where a bound is not positive."""
+        for name, value in vars(self).items():
+            if value <= 0:
+                raise ConfigError(f"health.{name}", value, "not positive", "Use a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPlan:
+    """How many workers a run starts with."""
+
+    replicas: int
+    """Whole replicas."""
+    spares: int
+    """Workers beyond them."""
+
+
+def plan_workers(
+    scaling: ScalingConfig, parallel: ParallelConfig, fitting: int
+) -> WorkerPlan | None:
+    """The largest start that fits: replicas first, then spares; None where not even the least does.
+
+    Args:
+        scaling: what the user allows.
+        parallel: how large a replica is.
+        fitting: workers that the cluster has room for now.
+    """
+    replicas = min(scaling.max_replicas, fitting // parallel.workers)
+    if replicas < scaling.min_replicas:
+        return None
+    return WorkerPlan(
+        replicas=replicas, spares=min(scaling.spares, fitting - replicas * parallel.workers)
+    )

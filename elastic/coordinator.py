@@ -1,0 +1,392 @@
+"""The coordinator: one actor that knows who is there and keeps the run's records.
+
+It carries out what `membership.py` decides. Workers wait in `join` for an answer and in `watch` for a call; node agents
+report deaths; the lead worker reports committed steps; the replica that saves hands in receipts. Nothing of this is
+on the step path. All methods run on one event loop, so none needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from checkpointing import (
+    CheckpointConfig,
+    Keys,
+    Receipt,
+    commit,
+    delete_checkpoint,
+    list_steps,
+    open_store,
+    plan_retention,
+    sweep_uncommitted,
+)
+from elastic import events
+from elastic.config import HealthConfig
+from elastic.failure import Loss, decide_failure
+from elastic.membership import Effects, GroupConfig, Membership, Regrouped
+from elastic.messages import Answer, Identity, Report, Signal, Stop
+from elastic.ray_compat import host_store, start_node_agent
+from elastic.records import RunPaths
+
+log = logging.getLogger(__name__)
+
+_PEER_LOSS_PATIENCE_S = 1.0
+"""A peer's death is known within milliseconds of the exception that it causes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig:
+    """What the coordinator needs to know about the run."""
+
+    groups: GroupConfig
+    """Sizes."""
+    paths: RunPaths
+    """Where the records go."""
+    health: HealthConfig
+    """Bounds and budgets."""
+    checkpoint: CheckpointConfig
+    """Retention."""
+    generation: int
+    """The last generation that anything was written under."""
+    restore_step: int
+    """Step of the newest checkpoint; 0 without one."""
+    started: events.RunStarted
+    """The run's first event."""
+
+
+class Coordinator:
+    """See the module. An async Ray actor; the driver makes it and all workers know it."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self.config = config
+        self.membership = Membership(
+            config.groups, generation=config.generation, restore_step=config.restore_step
+        )
+        self.host, self.port, self._store = host_store()
+        self._answers: dict[str, asyncio.Future[Answer]] = {}
+        self._signals: dict[str, Signal] = {}
+        self._news = asyncio.Condition()
+        self._agents: dict[str, Any] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._losses: list[Loss] = []
+        self._fired: set[str] = set()
+        self._receipts: dict[tuple[int, int], dict[int, Receipt]] = {}
+        self._saved: set[int] = {config.restore_step} if config.restore_step else set()
+        self._digests: dict[str, str] = {}
+        self._short_of = 0
+        self.steps: list[events.StepRecord] = []
+        self.events: list[events.Event] = []
+        config.paths.root.mkdir(parents=True, exist_ok=True)
+        self._event_log = events.EventLog(config.paths.events)
+        self._step_log = events.EventLog(config.paths.steps)
+        self._note(config.started)
+
+    # -- workers ------------------------------------------------------------------------------------
+
+    async def rendezvous(self) -> tuple[str, int]:
+        """Host and port of the store where process groups meet."""
+        return self.host, self.port
+
+    async def join(self, report: Report) -> Answer:
+        """A worker reports what it has and waits for what to do."""
+        worker = report.identity.worker
+        if worker not in self.membership.members and self.membership.stopped is None:
+            self._welcome(report.identity)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[worker] = answer
+        self.membership.join(report)
+        await self._advance()
+        return await answer
+
+    async def watch(self, worker: str, seen: int) -> Signal | None:
+        """Waits for a call to `worker` later than signal `seen`; None when the run is over."""
+        async with self._news:
+            while self.membership.stopped is None:
+                signal = self._signals.get(worker)
+                if signal is not None and signal.serial > seen:
+                    return signal
+                await self._news.wait()
+        return None
+
+    async def trouble(self, worker: str, step: int | None, detail: str) -> str:
+        """A worker's own code raised. Was it the loss of a peer, or its own fault?
+
+        Returns:
+            "peer": join again; "own": the worker is written off and must exit.
+        """
+        async with self._news:
+            with contextlib.suppress(asyncio.TimeoutError):
+                broken = self._news.wait_for(lambda: self.membership.replica_broken(worker))
+                await asyncio.wait_for(broken, _PEER_LOSS_PATIENCE_S)
+        if self.membership.replica_broken(worker):
+            return "peer"
+        await self._lose(worker, "user_error", detail, step)
+        return "own"
+
+    async def fail(self, error: str) -> None:
+        """Ends the run with an error that no retry can mend."""
+        if self.membership.stopped is None:
+            self.membership.stopped = Stop(error=error)
+            await self._advance()
+
+    async def record(
+        self, worker: str, steps: list[events.StepRecord], happened: list[events.Event]
+    ) -> None:
+        """Committed steps from the lead worker, and events from any. Steps already known are passed over."""
+        for step in steps:
+            if step.step == self.membership.recorded:
+                self.membership.recorded += 1
+                self.membership.reached = max(self.membership.reached, step.step + 1)
+                self.steps.append(step)
+                self._step_log.append(step)
+        for event in happened:
+            self._note(event)
+
+    async def claim_fault(self, fault: str, step: int, worker: str) -> bool:
+        """Whether an injected fault should fire now: it does so once in a run."""
+        if fault in self._fired:
+            return False
+        self._fired.add(fault)
+        self._note(events.FaultFired(time=time.time(), fault=fault, step=step, worker=worker))
+        return True
+
+    # -- checkpoints --------------------------------------------------------------------------------
+
+    async def receipt(
+        self, receipt: Receipt, training_state: dict[str, Any], started: float
+    ) -> None:
+        """A saving worker has written its slices; the last one's receipt commits the checkpoint."""
+        attempt = (receipt.step, receipt.generation)
+        parts = self._receipts.setdefault(attempt, {})
+        parts[receipt.rank] = receipt
+        if len(parts) < self.config.groups.workers_per_replica or receipt.step in self._saved:
+            return
+        del self._receipts[attempt]
+        try:
+            size = await asyncio.to_thread(self._commit, list(parts.values()), training_state)
+        except Exception as error:
+            await self.save_failed(receipt.step, f"{type(error).__name__}: {error}")
+            return
+        self._saved.add(receipt.step)
+        self.membership.checkpointed(receipt.step)
+        self._note(
+            events.CheckpointCommitted(
+                time=time.time(),
+                step=receipt.step,
+                generation=receipt.generation,
+                bytes=size,
+                seconds=time.time() - started,
+            )
+        )
+        await self._advance()
+
+    def _commit(self, receipts: list[Receipt], training_state: dict[str, Any]) -> int:
+        store, keys = open_store(self.config.paths.checkpoints), Keys()
+        first = receipts[0]
+        manifest = commit(
+            store,
+            keys,
+            step=first.step,
+            generation=first.generation,
+            receipts=receipts,
+            training_state=training_state,
+            versions=self.config.started.versions,
+        )
+        settings = self.config.checkpoint
+        steps = list_steps(store, keys)
+        for step in plan_retention(steps, settings.keep_last, settings.keep_every, ()):
+            delete_checkpoint(store, keys, step)
+        sweep_uncommitted(store, keys, first.step)
+        return sum(segment.size_bytes for segment in manifest.segments.values())
+
+    async def save_failed(self, step: int, reason: str) -> None:
+        """A checkpoint could not be written. The run goes on without it, unless it was the last one."""
+        self._note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
+        if step >= self.config.groups.steps:
+            await self.fail(f"the last checkpoint could not be written: {reason}")
+
+    async def saved(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is committed."""
+        return step in self._saved
+
+    async def compare(self, slot: str, digest: str) -> None:
+        """A worker's state at the end. Equal (shard, tensor) of all replicas must have equal state."""
+        known = self._digests.setdefault(slot, digest)
+        if known != digest:
+            self._note(
+                events.ReplicasCompared(time=time.time(), step=self.config.groups.steps, equal=False)
+            )
+            await self.fail(f"replicas differ at the end of the run in {slot}: this is a bug")
+
+    # -- deaths -------------------------------------------------------------------------------------
+
+    async def worker_died(self, worker: str, detail: str) -> None:
+        """A node agent saw a worker's process end."""
+        await self._lose(worker, "crash", detail, None)
+
+    async def _lose(self, worker: str, cause: events.Cause, detail: str, step: int | None) -> None:
+        slot = self.membership.slot_name(worker)
+        identity = self.membership.lose(worker)
+        if identity is None or self.membership.stopped is not None:
+            return
+        self._answers.pop(worker, None)
+        self._note(
+            events.WorkerLost(
+                time=time.time(),
+                worker=worker,
+                node=identity.node,
+                pid=identity.pid,
+                slot=slot,
+                cause=cause,
+                detail=detail,
+            )
+        )
+        self._losses.append(Loss(
+                cause=cause, step=step, committed=self.membership.recorded, detail=detail
+            ))
+        error = decide_failure(self._losses, self.config.health)
+        if error is not None:
+            self.membership.stopped = Stop(error=error)
+        await self._advance()
+
+    def _welcome(self, identity: Identity) -> None:
+        self._note(
+            events.WorkerJoined(
+                time=time.time(), worker=identity.worker, node=identity.node, pid=identity.pid
+            )
+        )
+        if identity.node not in self._agents:
+            self._agents[identity.node] = start_node_agent(identity.node)
+            self._spawn(self._await_node(identity.node))
+        self._agents[identity.node].watch.remote(identity.worker, identity.pid)
+
+    async def _await_node(self, node: str) -> None:
+        """Ends when the node's agent does: its workers are lost with it."""
+        try:
+            await self._agents[node].wait.remote()
+        except Exception as error:
+            self._agents.pop(node, None)
+            for worker, identity in list(self.membership.members.items()):
+                if identity.node == node:
+                    await self._lose(worker, "node", type(error).__name__, None)
+
+    async def _kill_laggards(self, generation: int) -> None:
+        """Writes off the workers that did not follow a call in time, and ends their processes."""
+        timeout_s = self.config.health.regroup_timeout_s
+        await asyncio.sleep(timeout_s)
+        if self.membership.generation != generation or self.membership.call is None:
+            return
+        for worker in self.membership.absent():
+            node = self.membership.members[worker].node
+            if node in self._agents:
+                self._agents[node].kill.remote(worker)
+            await self._lose(
+                worker, "hang", f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)", None
+            )
+
+    # -- effects ------------------------------------------------------------------------------------
+
+    async def _advance(self) -> None:
+        try:
+            effects = self.membership.advance()
+        except Exception:
+            # A bug here must end the run with its traceback, not leave everybody waiting.
+            self.membership.stopped = Stop(error=f"the coordinator failed:\n{traceback.format_exc()}")
+            effects = self.membership.advance()
+        self._write_down(effects)
+        self._signals.update(effects.signals)
+        for worker, answer in effects.answers.items():
+            future = self._answers.pop(worker, None)
+            if future is not None and not future.done():
+                future.set_result(answer)
+        if effects.called == "fault":
+            self._spawn(self._kill_laggards(self.membership.generation))
+        async with self._news:
+            self._news.notify_all()
+
+    def _write_down(self, effects: Effects) -> None:
+        now = time.time()
+        if effects.called is not None:
+            self._note(
+                events.RegroupCalled(
+                    time=now,
+                    generation=self.membership.generation + (effects.regrouped is None),
+                    reason="fault" if effects.called == "fault" else "grow",
+                )
+            )
+        for replica in effects.formed:
+            self._note(
+                events.ReplicaForming(time=now, replica=replica.index, workers=list(replica.workers))
+            )
+        if effects.regrouped is not None:
+            self._note(_regroup_done(now, effects.regrouped))
+        if effects.short_of and effects.short_of != self._short_of:
+            self._note(self._below_minimum(now, effects.short_of))
+        self._short_of = effects.short_of
+
+    def _below_minimum(self, now: float, missing: int) -> events.BelowMinimum:
+        return events.BelowMinimum(
+            time=now,
+            alive=len(self.membership.members),
+            needed=self.config.groups.min_replicas * self.config.groups.workers_per_replica,
+            missing=f"{missing} workers, to have scaling.min_replicas = "
+            f"{self.config.groups.min_replicas} whole replicas",
+        )
+
+    def _note(self, event: events.Event) -> None:
+        self.events.append(event)
+        self._event_log.append(event)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- the driver ---------------------------------------------------------------------------------
+
+    async def observe(
+        self, steps: int, happened: int
+    ) -> tuple[list[events.StepRecord], list[events.Event]]:
+        """Step records and events from the given positions on."""
+        return self.steps[steps:], self.events[happened:]
+
+    async def verdict(self) -> Stop | None:
+        """How the run ended; None while it goes on."""
+        return self.membership.stopped
+
+    async def end(self, outcome: events.RunOutcome, error: str | None) -> None:
+        """Writes the last event and closes the records."""
+        stopped = self.membership.stopped
+        self.membership.stopped = stopped or Stop(error=f"the run was {outcome}")
+        if stopped is not None and stopped.error is None and self._digests:
+            self._note(
+                events.ReplicasCompared(time=time.time(), step=self.config.groups.steps, equal=True)
+            )
+        self._note(
+            events.RunEnded(
+                time=time.time(), step=self.membership.recorded, outcome=outcome, error=error
+            )
+        )
+        self._event_log.close()
+        self._step_log.close()
+
+
+def _regroup_done(now: float, regrouped: Regrouped) -> events.RegroupDone:
+    roster = regrouped.roster
+    return events.RegroupDone(
+        time=now,
+        generation=roster.generation,
+        step=regrouped.step,
+        replicas=len(roster.replicas),
+        lanes={str(index): list(lanes) for index, lanes in roster.lanes.items()},
+        outcome=regrouped.outcome,
+        lost_steps=regrouped.lost_steps,
+        repeated_steps=int(regrouped.outcome == "repeat"),
+    )
+

@@ -1,0 +1,49 @@
+"""From losses to a decision: go on, or end the run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic.config import HealthConfig
+from elastic.events import Cause
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A worker that was lost."""
+
+    cause: Cause
+    """Why."""
+    step: int | None
+    """The step it was in, where known."""
+    committed: int
+    """Steps that the run had committed by then."""
+    detail: str
+    """The evidence; the user's own traceback for an error in user code."""
+
+
+def decide_failure(losses: Sequence[Loss], health: HealthConfig) -> str | None:
+    """Why the run should end now, or None to go on.
+
+    An exception in user code that comes back at the same step on another worker is a bug, not bad luck.
+    """
+    if not losses:
+        return None
+    last = losses[-1]
+    if last.cause == "user_error":
+        same = [loss for loss in losses if loss.cause == "user_error" and loss.step == last.step]
+        if len(same) >= health.max_same_step_errors:
+            where = "before the first step" if last.step is None else f"at step {last.step}"
+            return (
+                f"user code failed {len(same)} times {where} "
+                f"(health.max_same_step_errors = {health.max_same_step_errors}):\n{last.detail}"
+            )
+    stuck = [loss for loss in losses if loss.committed == last.committed]
+    if len(stuck) >= health.max_losses_without_progress:
+        return (
+            f"{len(stuck)} workers were lost with {last.committed} steps committed and no progress "
+            f"(health.max_losses_without_progress = {health.max_losses_without_progress}); "
+            f"the last one: {last.cause}, {last.detail}"
+        )
+    return None

@@ -1,0 +1,36 @@
+"""What every worker of a run is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from checkpointing import CheckpointConfig
+from elastic.config import HealthConfig, ScalingConfig
+from elastic.faults import Fault
+from elastic.records import RunPaths
+from trainer.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A checked run, as it crosses to the workers."""
+
+    train: TrainConfig
+    """What to learn; its `task` is left out, `task` below is the prepared one."""
+    task: Any
+    """The prepared task."""
+    lanes: int
+    """Lanes of the run."""
+    scaling: ScalingConfig
+    """Sizes and the device."""
+    checkpoint: CheckpointConfig
+    """When to save."""
+    health: HealthConfig
+    """Bounds."""
+    paths: RunPaths
+    """The run directory."""
+    faults: tuple[Fault, ...]
+    """Faults to inject."""
+    coordinator: Any
+    """Handle of the coordinator actor."""

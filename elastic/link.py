@@ -1,0 +1,232 @@
+"""A worker's line to the coordinator. Implements the loop's `Link` without a call on the step path.
+
+Two threads do the talking: one waits in `watch` for calls and leaves their numbers in plain attributes, which the loop
+reads; one sends step records. A checkpoint is copied on the worker's own thread and written by another.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import ray
+
+from checkpointing import Keys, open_store, write_slices
+from elastic import events
+from elastic.faults import Fault
+from elastic.job import Job
+from elastic.messages import Answer, Identity, Report, Run
+from trainer.commit import Commit
+from trainer.engine import Engine
+
+log = logging.getLogger(__name__)
+
+_REPORT_INTERVAL_S = 0.2
+_RECORDS_KEPT = 100_000
+
+
+class CoordinatorLink:
+    """See the module.
+
+    Args:
+        coordinator: the run's coordinator actor.
+        identity: who this worker is.
+        job: what the run is about.
+    """
+
+    def __init__(self, coordinator: Any, identity: Identity, job: Job) -> None:
+        self._coordinator, self._identity, self._job = coordinator, identity, job
+        self._called = {"fault": 0, "boundary": 0}
+        self._settled = 0
+        self._run: Run | None = None
+        self._records: deque[events.StepRecord] = deque(maxlen=_RECORDS_KEPT)
+        self._events: deque[events.Event] = deque()
+        self._sending = threading.Lock()
+        self._writer: threading.Thread | None = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        threading.Thread(target=self._report, name="report", daemon=True).start()
+
+    # -- membership ---------------------------------------------------------------------------------
+
+    def join(self, report: Report) -> Answer:
+        """Waits in the coordinator for what to do next."""
+        answer: Answer = ray.get(self._coordinator.join.remote(report))
+        self._run = answer if isinstance(answer, Run) else None
+        if isinstance(answer, Run):
+            while self._records and self._records[0].step < answer.recorded:
+                self._records.popleft()
+            if answer.restore:
+                self._records.clear()
+        self._settled = getattr(answer, "serial", self._settled)
+        return answer
+
+    def trouble(self, step: int | None, detail: str) -> bool:
+        """Reports an exception. Returns whether it was only the loss of a peer."""
+        worker = self._identity.worker
+        return ray.get(self._coordinator.trouble.remote(worker, step, detail)) == "peer"
+
+    def fail(self, error: str) -> None:
+        """Ends the whole run."""
+        self.flush()
+        ray.get(self._coordinator.fail.remote(error))
+
+    def compare(self, slot: str, digest: str) -> None:
+        """Hands in this worker's state digest at the end of the run."""
+        ray.get(self._coordinator.compare.remote(slot, digest))
+
+    # -- Link: read by the loop ---------------------------------------------------------------------
+
+    def leave_now(self) -> bool:
+        """See Link."""
+        return self._called["fault"] > self._settled
+
+    def leave_at_boundary(self) -> bool:
+        """See Link."""
+        return self._called["boundary"] > self._settled
+
+    def at_step(self, step: int, phase: str) -> None:
+        """See Link."""
+        if self._job.faults and phase == "backward" and self._run is not None:
+            for fault in self._job.faults:
+                if fault.step == step and self._is_target(fault, self._run):
+                    self._fire(fault, step)
+
+    def committed(self, commit: Commit, lr: float, applied: bool) -> None:
+        """See Link."""
+        now, run = time.time(), self._run
+        assert run is not None
+        self._records.append(
+            events.StepRecord(
+                step=commit.step,
+                loss=commit.loss,
+                grad_norm=commit.grad_norm,
+                lr=lr,
+                tokens=commit.tokens,
+                time=now,
+                generation=run.generation,
+                replicas=len(run.lanes),
+                sample_digests=list(commit.digests),
+            )
+        )
+        if not applied and run.lead:
+            self.event(
+                events.StepSkipped(
+                    time=now, step=commit.step, loss=commit.loss, grad_norm=commit.grad_norm
+                )
+            )
+
+    def evaluated(self, step: int, loss: float, tokens: int) -> None:
+        """See Link."""
+        if self._run is not None and self._run.lead:
+            self.event(events.Evaluated(time=time.time(), step=step, val_loss=loss, tokens=tokens))
+
+    def save(self, step: int, engine: Engine, training_state: dict[str, Any]) -> None:
+        """See Link. A save that comes while the last one is being written is skipped, except at the end."""
+        assert self._run is not None
+        last = step >= self._job.train.steps
+        if last:
+            self.wait_for_writer()
+            if ray.get(self._coordinator.saved.remote(step)):
+                return
+        elif self._writer is not None and self._writer.is_alive():
+            if self._run.lead:
+                reason = "the checkpoint before it is still being written"
+                self.event(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
+            return
+        slices, started = engine.slices_to_save(), time.time()
+        self._writer = threading.Thread(
+            target=self._write,
+            args=(step, self._run.generation, engine.rank, slices, training_state, started),
+            name="checkpoint",
+            daemon=True,
+        )
+        self._writer.start()
+
+    # -- records ------------------------------------------------------------------------------------
+
+    def event(self, event: events.Event) -> None:
+        """Queues an event for the run's records."""
+        self._events.append(event)
+
+    def flush(self) -> None:
+        """Sends what is queued, and waits until the coordinator has it."""
+        with self._sending:
+            lead = self._run is not None and self._run.lead
+            steps = [self._records.popleft() for _ in range(len(self._records))] if lead else []
+            happened = [self._events.popleft() for _ in range(len(self._events))]
+            if steps or happened:
+                ray.get(self._coordinator.record.remote(self._identity.worker, steps, happened))
+
+    def wait_for_writer(self) -> None:
+        """Waits until a checkpoint that is being written is written."""
+        if self._writer is not None:
+            self._writer.join()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._closed.set()
+
+    # -- threads ------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        seen = 0
+        while not self._closed.is_set():
+            try:
+                call = ray.get(self._coordinator.watch.remote(self._identity.worker, seen))
+            except ray.exceptions.RayError:
+                return
+            if call is None:
+                return
+            seen = call.serial
+            self._called[call.kind] = call.serial
+
+    def _report(self) -> None:
+        while not self._closed.wait(_REPORT_INTERVAL_S):
+            try:
+                self.flush()
+            except ray.exceptions.RayError:
+                return
+
+    def _write(
+        self,
+        step: int,
+        generation: int,
+        rank: int,
+        slices: list[Any],
+        training_state: dict[str, Any],
+        started: float,
+    ) -> None:
+        try:
+            receipt = write_slices(
+                open_store(self._job.paths.checkpoints),
+                Keys(),
+                rank=rank,
+                step=step,
+                generation=generation,
+                attempt=0,
+                slices=slices,
+                segment_bytes=self._job.checkpoint.segment_bytes,
+            )
+            self.flush()  # the records of the steps that a checkpoint holds are kept before it counts
+            ray.get(self._coordinator.receipt.remote(receipt, training_state, started))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            ray.get(self._coordinator.save_failed.remote(step, reason))
+
+    # -- injected faults ----------------------------------------------------------------------------
+
+    def _is_target(self, fault: Fault, run: Run) -> bool:
+        number = run.replica * self._job.train.parallel.workers + run.rank
+        slots = self._job.scaling.max_replicas * self._job.train.parallel.workers
+        return number == fault.slot_number(slots)
+
+    def _fire(self, fault: Fault, step: int) -> None:
+        worker = self._identity.worker
+        if ray.get(self._coordinator.claim_fault.remote(str(fault), step, worker)):
+            os.kill(os.getpid(), signal.SIGKILL)

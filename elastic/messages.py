@@ -1,0 +1,107 @@
+"""What workers and the coordinator say to each other. Plain frozen data; it crosses Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.commit import Commit
+
+SignalKind = Literal["fault", "boundary"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who a worker is."""
+
+    worker: str
+    """Unique in the run; a replacement has a new one."""
+    rank: int
+    """World rank that Ray gave it: neighbours in rank are neighbours on the network."""
+    node: str
+    """Ray's id of its node."""
+    pid: int
+    """Its process on that node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a worker has when it joins."""
+
+    identity: Identity
+    """Who it is."""
+    built: int = 0
+    """Number of the formation whose process group and model it holds; 0: none."""
+    step: int | None = None
+    """Steps in its state; None: it has no state."""
+    in_step: bool = False
+    """Whether it had begun on step `step`."""
+    last: Commit | None = None
+    """The commit of step - 1, where it saw it."""
+    finished: bool = False
+    """It has done everything up to the end of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """Take this slot in a new replica: make its process group, build the model, join again."""
+
+    formed: int
+    """Number of the formation; unique in the run."""
+    replica: int
+    """Index of the replica."""
+    rank: int
+    """This worker's rank in it."""
+    serial: int
+    """Signals up to this one are settled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A worker's part of a new roster: train."""
+
+    generation: int
+    """Generation of the roster."""
+    replica: int
+    """Index of this worker's replica."""
+    rank: int
+    """This worker's rank in it."""
+    position: int
+    """Position of that replica in the roster: the rank across replicas."""
+    lanes: tuple[tuple[int, ...], ...]
+    """Lanes of each replica, by position."""
+    step: int
+    """Steps committed: where everybody goes on."""
+    commit: Commit | None
+    """Commit of step - 1: a worker at step - 1 holds that step's gradient and applies it."""
+    heals: tuple[tuple[int, int], ...]
+    """(position that has no state, position it gets it from)."""
+    restore: bool
+    """No replica has state: everybody reads checkpoint `step`, or starts from the seed at step 0."""
+    lead: bool
+    """Whether this worker reports the steps."""
+    recorded: int
+    """Steps that the coordinator has records of."""
+    serial: int
+    """Signals up to this one are settled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """The run is over."""
+
+    error: str | None
+    """Why it failed; None: it is finished."""
+
+
+Answer = Build | Run | Stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal:
+    """A call to a worker, while it works."""
+
+    serial: int
+    """Rising number, per worker."""
+    kind: SignalKind
+    """`fault`: leave now. `boundary`: leave together after a commit."""

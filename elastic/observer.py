@@ -1,0 +1,74 @@
+"""The driver's view of a run: the progress line and TensorBoard while it goes on, the report at its end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from typing import Any
+
+import ray
+
+from elastic.events import read_events, read_steps
+from elastic.picture import draw
+from elastic.progress import ProgressPrinter
+from elastic.records import RunPaths
+from elastic.report import Report, build_report, report_text, write_report
+from elastic.tensorboard import TensorBoardLog
+
+log = logging.getLogger(__name__)
+
+_INTERVAL_S = 0.25
+
+
+class Observer:
+    """Follows the coordinator's records on a thread of the driver.
+
+    Args:
+        coordinator: the run's coordinator actor.
+        paths: the run directory.
+    """
+
+    def __init__(self, coordinator: Any, paths: RunPaths) -> None:
+        self._coordinator = coordinator
+        self._printer = ProgressPrinter(sys.stderr)
+        self._board = TensorBoardLog(paths.tensorboard)
+        self._steps = self._events = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="observer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Takes in the last records and ends the thread."""
+        self._over.set()
+        self._thread.join()
+        self._look()
+        self._printer.close()
+        self._board.close()
+
+    def _follow(self) -> None:
+        while not self._over.wait(_INTERVAL_S):
+            if not self._look():
+                return
+
+    def _look(self) -> bool:
+        try:
+            steps, happened = ray.get(self._coordinator.observe.remote(self._steps, self._events))
+        except ray.exceptions.RayError as error:
+            log.warning("the coordinator does not answer: %s", error)
+            return False
+        self._steps, self._events = self._steps + len(steps), self._events + len(happened)
+        self._printer.update(steps, happened)
+        self._board.update(steps, happened)
+        return True
+
+
+def conclude(paths: RunPaths) -> Report:
+    """Writes `report.json`, `report.txt` and `run.png` from the records, and prints the report."""
+    happened, steps = read_events(paths.events), read_steps(paths.steps)
+    report = build_report(happened, steps)
+    write_report(paths.root, report)
+    if steps:
+        draw(paths.root, report, steps, happened)
+    print(report_text(report), file=sys.stderr, flush=True)
+    return report

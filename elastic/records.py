@@ -1,0 +1,48 @@
+"""The run directory: one object owns all its paths."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPaths:
+    """Where a run keeps what."""
+
+    root: Path
+    """`storage_path/name`; checkpoints lie in `checkpoints`, the rest beside it."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """The checkpoint store."""
+        return self.root / "checkpoints"
+
+    @property
+    def events(self) -> Path:
+        """What happened, a JSON object a line."""
+        return self.root / "events.jsonl"
+
+    @property
+    def steps(self) -> Path:
+        """The committed steps, a JSON object a line."""
+        return self.root / "steps.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's log directory."""
+        return self.root / "tensorboard"
+
+    def set_aside(self) -> Path | None:
+        """Moves an earlier run of this name out of the way; nothing of it is lost. Returns where to."""
+        if not self.root.exists():
+            return None
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        target = self.root.with_name(f"{self.root.name}.before-{stamp}")
+        serial = 1
+        while target.exists():
+            serial += 1
+            target = self.root.with_name(f"{self.root.name}.before-{stamp}-{serial}")
+        self.root.rename(target)
+        return target

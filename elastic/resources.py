@@ -1,0 +1,67 @@
+"""Waits until a cluster has room for a run, and decides how many workers it starts with."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+import ray
+
+from elastic.config import ScalingConfig, WorkerPlan, plan_workers
+from elastic.errors import ResourcesError
+from trainer.config import ParallelConfig
+
+log = logging.getLogger(__name__)
+
+_INTERVAL_S = 0.5
+
+
+def wait_for_workers(scaling: ScalingConfig, parallel: ParallelConfig) -> WorkerPlan:
+    """Waits up to `scaling.wait_s` for the resources of the smallest layout; takes what there is then.
+
+    Raises:
+        ResourcesError: not even the smallest layout fits.
+    """
+    deadline = time.monotonic() + scaling.wait_s
+    told = False
+    while True:
+        there = ray.available_resources()
+        plan = plan_workers(scaling, parallel, count_fitting(scaling, there))
+        if plan is not None:
+            return plan
+        if time.monotonic() >= deadline:
+            raise _too_little(scaling, parallel, there)
+        if not told:
+            log.warning("%s; waiting", _describe(scaling, there))
+            told = True
+        time.sleep(_INTERVAL_S)
+
+
+def count_fitting(scaling: ScalingConfig, there: dict[str, float]) -> int:
+    """Workers that the free resources of a cluster hold."""
+    needs = scaling.resources_per_worker
+    return min(
+        (math.floor(there.get(name, 0.0) / amount + 1e-9) for name, amount in needs.items() if amount),
+        default=0,
+    )
+
+
+def _describe(scaling: ScalingConfig, there: dict[str, float]) -> str:
+    names = scaling.resources_per_worker
+    return "the cluster has free " + ", ".join(f"{there.get(n, 0.0):g} {n}" for n in names)
+
+
+def _too_little(
+    scaling: ScalingConfig, parallel: ParallelConfig, there: dict[str, float]
+) -> ResourcesError:
+    workers = scaling.min_replicas * parallel.workers
+    each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.resources_per_worker.items())
+    return ResourcesError(
+        f"{workers} workers ({scaling.min_replicas} replicas x shard {parallel.shard} x tensor "
+        f"{parallel.tensor}) with {each} each",
+        _describe(scaling, there),
+        scaling.wait_s,
+        "Add nodes (or start Ray with a larger --num-cpus), lower scaling.min_replicas, or lower "
+        "scaling.cpus_per_worker",
+    )

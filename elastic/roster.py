@@ -1,0 +1,114 @@
+"""Rosters: which worker holds which slot. Pure.
+
+A replica is formed (its workers get slots, make a process group and build the model) before it enters a roster.
+A roster changes by losing replicas that are no longer whole and by gaining formed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from trainer.lanes import deal_lanes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """Workers that together hold one whole copy of the model."""
+
+    index: int
+    """Its number in the layout, 0 to max_replicas - 1."""
+    formed: int
+    """Number of its formation; unique in the run."""
+    workers: tuple[str, ...]
+    """By rank: shard major, tensor minor."""
+
+    def whole(self, live: Set[str]) -> bool:
+        """Whether all its workers live."""
+        return set(self.workers) <= live
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roster:
+    """The assignment worker -> slot of one generation."""
+
+    generation: int
+    """It only grows."""
+    replicas: tuple[Replica, ...]
+    """In order of position: the rank across replicas."""
+    lanes: Mapping[int, tuple[int, ...]]
+    """Replica index -> its lanes."""
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """All workers with a slot."""
+        return tuple(worker for replica in self.replicas for worker in replica.workers)
+
+    def replica_of(self, worker: str) -> Replica | None:
+        """The replica that `worker` is in."""
+        return next((r for r in self.replicas if worker in r.workers), None)
+
+
+def plan_formations(
+    *,
+    pool: Sequence[str],
+    taken: Set[int],
+    max_replicas: int,
+    workers_per_replica: int,
+    next_number: int,
+) -> tuple[Replica, ...]:
+    """Forms as many replicas as there is room and workers for.
+
+    Args:
+        pool: workers without a slot, neighbours on the network next to each other.
+        taken: indices of the replicas that exist or are forming.
+        max_replicas: most replicas of the run.
+        workers_per_replica: workers in one.
+        next_number: number of the first new formation.
+    """
+    free = [index for index in range(max_replicas) if index not in taken]
+    count = min(len(free), len(pool) // workers_per_replica)
+    return tuple(
+        Replica(
+            index=free[i],
+            formed=next_number + i,
+            workers=tuple(pool[i * workers_per_replica : (i + 1) * workers_per_replica]),
+        )
+        for i in range(count)
+    )
+
+
+def next_roster(
+    *,
+    generation: int,
+    staying: Sequence[Replica],
+    joining: Sequence[Replica],
+    total_lanes: int,
+    lanes_before: Mapping[int, tuple[int, ...]] | None,
+) -> Roster:
+    """The roster of `generation`: staying replicas and joining ones, in order of their index.
+
+    Args:
+        generation: its number.
+        staying: replicas of the last roster that are still whole.
+        joining: formed replicas that enter.
+        total_lanes: lanes of the run.
+        lanes_before: given where a step was interrupted: replicas keep the lanes they have computed.
+    """
+    replicas = tuple(sorted((*staying, *joining), key=lambda replica: replica.index))
+    indices = tuple(replica.index for replica in replicas)
+    kept = None
+    if lanes_before is not None:
+        kept = {replica.index: lanes_before.get(replica.index, ()) for replica in staying}
+    return Roster(
+        generation=generation, replicas=replicas, lanes=deal_lanes(total_lanes, indices, kept)
+    )
+
+
+def plan_heals(roster: Roster, joining: Set[int]) -> tuple[tuple[int, int], ...]:
+    """(position without state, position it heals from): the sources take turns."""
+    sources = [p for p, replica in enumerate(roster.replicas) if replica.index not in joining]
+    targets = [p for p, replica in enumerate(roster.replicas) if replica.index in joining]
+    if not sources:
+        return ()
+    return tuple((target, sources[i % len(sources)]) for i, target in enumerate(targets))

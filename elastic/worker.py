@@ -1,0 +1,256 @@
+"""What runs in every Ray Train worker: join, build, train, regroup.
+
+    join ──► Build: take a slot in a new replica ──► join
+         ──► Run: a part of a roster: heal or restore, train ──► join
+         ──► Stop
+
+Spares wait in `join`. A worker whose replica breaks drops its model and joins again as a spare would. A worker whose
+own code fails reports the traceback and exits: a crash is the one way out that every peer notices at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+import traceback
+import uuid
+from typing import Any
+
+import ray
+import torch
+
+from checkpointing import Keys, Reader, load_manifest, open_store
+from elastic import events
+from elastic.errors import RunFailedError
+from elastic.job import Job
+from elastic.link import CoordinatorLink
+from elastic.messages import Build, Identity, Report, Run, Stop
+from trainer.backend.groups import Rendezvous, leave_replica_group, make_replica_group
+from trainer.engine import Engine
+from trainer.errors import NonFiniteError
+from trainer.heal import give_state, take_state
+from trainer.lane_sums import LaneSums
+from trainer.loop import LoopConfig, Progress, TrainLoop
+from trainer.parallel.layout import slot_of
+from trainer.replicas import CrossGroup
+
+OWN_FAULT_EXIT_CODE = 70
+
+
+def train_worker(config: dict[str, Any]) -> None:
+    """The train function that Ray Train calls on every worker, with the Job in `config["job"]`."""
+    Worker(config["job"]).run()
+
+
+class Worker:
+    """One worker's life in a run."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        torch.set_num_threads(max(1, int(job.scaling.cpus_per_worker)))
+        rank = ray.train.get_context().get_world_rank()
+        self.identity = Identity(
+            worker=f"w{rank}-{uuid.uuid4().hex[:6]}",
+            rank=rank,
+            node=ray.get_runtime_context().get_node_id(),
+            pid=os.getpid(),
+        )
+        host, port = ray.get(job.coordinator.rendezvous.remote())
+        self.rendezvous = Rendezvous(
+            host=host, port=port, timeout_s=job.health.collective_timeout_s
+        )
+        self.link = CoordinatorLink(job.coordinator, self.identity, job)
+        self.engine: Engine | None = None
+        self.sums: LaneSums | None = None
+        self.progress: Progress | None = None
+        self.built = 0
+        self.finished = False
+        _warm_up()
+
+    def run(self) -> None:
+        """Works until the run is over.
+
+        Raises:
+            RunFailedError: the coordinator ended the run with an error.
+        """
+        while True:
+            answer = self.link.join(self.report())
+            if isinstance(answer, Stop):
+                self.stop(answer)
+                return
+            try:
+                if isinstance(answer, Build):
+                    self.build(answer)
+                else:
+                    self.train(answer)
+            except NonFiniteError as error:
+                self.link.fail(str(error))
+            except Exception:
+                self.recover(traceback.format_exc())
+
+    def report(self) -> Report:
+        """What this worker has now."""
+        progress = self.progress
+        return Report(
+            identity=self.identity,
+            built=self.built,
+            step=None if progress is None else progress.step,
+            in_step=progress is not None and progress.in_step,
+            last=None if progress is None else progress.last,
+            finished=self.finished,
+        )
+
+    def stop(self, answer: Stop) -> None:
+        """Leaves the run."""
+        self.link.close()
+        self.drop()
+        if answer.error is not None:
+            raise RunFailedError(answer.error)
+
+    def recover(self, detail: str) -> None:
+        """After an exception: joins again where a peer was lost, exits where it was this worker's own."""
+        step = None if self.progress is None else self.progress.step
+        if self.link.trouble(step, detail):
+            self.drop()
+            return
+        sys.stderr.write(f"{self.identity.worker} failed and leaves the run:\n{detail}")
+        sys.stderr.flush()
+        os._exit(OWN_FAULT_EXIT_CODE)
+
+    def drop(self) -> None:
+        """Lets go of the model and of the replica's process group."""
+        self.engine = self.sums = self.progress = None
+        self.built = 0
+        gc.collect()
+        leave_replica_group()
+
+    def build(self, answer: Build) -> None:
+        """Makes this worker's part of a new replica, without state. All workers of the replica do it at once."""
+        self.drop()
+        train = self.job.train
+        mesh = make_replica_group(
+            self.rendezvous,
+            f"replica/{answer.formed}",
+            rank=answer.rank,
+            shard=train.parallel.shard,
+            tensor=train.parallel.tensor,
+            device=self.job.scaling.device,
+            leave_now=self.link.leave_now,
+        )
+        self.engine = Engine(
+            self.job.task,
+            train,
+            slot=slot_of(answer.replica, answer.rank, train.parallel.tensor),
+            mesh=mesh,
+            device=self.job.scaling.device,
+            max_replicas=self.job.scaling.max_replicas,
+        )
+        self.sums = LaneSums(self.job.lanes, self.engine.gradient.numel(), self.engine.device)
+        self.built = answer.formed
+
+    def train(self, run: Run) -> None:
+        """This worker's part in one generation: gets its state up to date, then trains."""
+        assert self.engine is not None and self.sums is not None
+        cross = CrossGroup(
+            self.rendezvous,
+            f"cross/{run.generation}/{self.engine.rank}",
+            lanes=run.lanes,
+            total_lanes=self.job.lanes,
+            rank=run.position,
+            device=self.job.scaling.device,
+            leave_now=self.link.leave_now,
+        )
+        try:
+            self.catch_up(run, cross)
+            if not self.bring_up(run, cross):
+                return
+            assert self.progress is not None
+            self.finished = self.make_loop(run, cross, self.progress).run() == "finished"
+        finally:
+            cross.close()
+        if self.finished:
+            self.finish()
+
+    def catch_up(self, run: Run, cross: CrossGroup) -> None:
+        """Applies the last step where others saw it committed and this worker did not: it has the gradient."""
+        behind = self.progress is not None and self.progress.step == run.step - 1
+        if behind and run.commit is not None and not run.restore and self.progress is not None:
+            self.make_loop(run, cross, self.progress).finish_step(run.commit)
+
+    def bring_up(self, run: Run, cross: CrossGroup) -> bool:
+        """Sees to it that the new replicas have state. Returns whether this one has."""
+        assert self.engine is not None
+        source = dict(run.heals).get(run.position)
+        if run.restore:
+            self.progress = self.restore(self.engine, run.step)
+        elif source is not None:
+            return self.heal(self.engine, run, cross, source)
+        else:
+            assert self.progress is not None
+            if run.heals:
+                give_state(self.engine, cross, self.progress, run.heals)
+        return True
+
+    def heal(self, engine: Engine, run: Run, cross: CrossGroup, source: int) -> bool:
+        """Takes the state of a healthy replica."""
+        started, progress = time.time(), Progress(step=run.step, last=run.commit)
+        size = take_state(engine, cross, progress, run.heals)
+        if size is None:
+            return False
+        self.progress = progress
+        if engine.rank == 0:
+            self.link.event(
+                events.ReplicaHealed(
+                    time=time.time(),
+                    generation=run.generation,
+                    replica=run.replica,
+                    source=source,
+                    bytes=size,
+                    seconds=time.time() - started,
+                )
+            )
+        return True
+
+    def restore(self, engine: Engine, step: int) -> Progress:
+        """Loads checkpoint `step`, or starts from the seed at step 0."""
+        if step == 0:
+            engine.initialize()
+            engine.optimizer_steps = 0
+            return Progress()
+        store = open_store(self.job.paths.checkpoints)
+        manifest = load_manifest(store, Keys(), step)
+        state = manifest.training_state
+        engine.load(Reader(store, manifest), optimizer_steps=int(state["optimizer_steps"]))
+        return Progress(step=step, skipped_in_a_row=int(state["skipped_in_a_row"]))
+
+    def make_loop(self, run: Run, cross: CrossGroup, progress: Progress) -> TrainLoop:
+        """The loop of this generation."""
+        assert self.engine is not None and self.sums is not None
+        return TrainLoop(
+            self.engine,
+            cross,
+            self.sums,
+            lanes=run.lanes[run.position],
+            progress=progress,
+            config=LoopConfig(
+                lanes=self.job.lanes,
+                save_every=self.job.checkpoint.every_steps,
+                max_nonfinite_steps=self.job.health.max_nonfinite_steps,
+            ),
+            link=self.link,
+        )
+
+    def finish(self) -> None:
+        """Hands in everything that the run still needs from this worker."""
+        assert self.engine is not None
+        self.link.wait_for_writer()
+        self.link.flush()
+        slot = self.engine.slot
+        self.link.compare(f"shard {slot.shard} tensor {slot.tensor}", self.engine.digest())
+
+
+def _warm_up() -> None:
+    """Imports what a spare will need, so that it is quick when called."""
+    import transformers.models.llama.modeling_llama  # noqa: F401

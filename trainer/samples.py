@@ -1,0 +1,86 @@
+"""Which samples a step takes, and what its random numbers are seeded with. Pure; no worker enters into it.
+
+The samples of the run stand in one endless seeded order. A step takes the next `global_batch` of them, each lane an
+equal stretch of these, each shard rank an equal stretch of the lane's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.commit import sample_digest
+from trainer.config import TrainConfig
+from trainer.data import sample_ids
+from trainer.errors import TrainerError
+
+_MASK = 0xFFFFFFFFFFFFFFFF
+
+Ids = NDArray[np.int64]
+
+
+class LedgerError(TrainerError):
+    """The samples that a step committed are not the ones it should have taken."""
+
+    def __init__(self, step: int, lane: int) -> None:
+        super().__init__(step, lane)
+        self.step, self.lane = step, lane
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}, lane {self.lane}: the digest of the committed samples is not that of the "
+            f"samples due. The run used other data or another seed than this configuration says."
+        )
+
+
+def step_ids(train: TrainConfig, samples: int, step: int) -> Ids:
+    """Ids of the samples of a step, in lane order. `samples`: how many there are in the data."""
+    return sample_ids(train.seed, step * train.global_batch, train.global_batch, samples)
+
+
+def lane_ids(train: TrainConfig, lanes: int, samples: int, step: int, lane: int, shard: int) -> Ids:
+    """Ids of the samples that one shard rank takes in one lane of a step."""
+    count = train.lane_samples(lanes)
+    start = step * train.global_batch + (lane * train.parallel.shard + shard) * count
+    return sample_ids(train.seed, start, count, samples)
+
+
+def micro_seed(*parts: int) -> int:
+    """A seed for a micro-batch's random numbers, from (seed, step, lane, micro-batch, shard)."""
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = ((state ^ (part & _MASK)) * 0xBF58476D1CE4E5B9 + 1) & _MASK
+        state ^= state >> 29
+    return state >> 1
+
+
+def samples_sha256(
+    train: TrainConfig, lanes: int, samples: int, committed: Iterable[tuple[int, list[int]]]
+) -> str:
+    """SHA-256 over the ids of the committed samples in order, after holding each against the ledger.
+
+    Args:
+        train: the settings of the run.
+        lanes: lanes of the run.
+        samples: samples in the data.
+        committed: (step, per lane the digest that the workers computed from the ids they read), from step 0 on.
+
+    Raises:
+        LedgerError: a step is missing, or took other samples.
+    """
+    total = hashlib.sha256()
+    for expected, (step, digests) in enumerate(committed):
+        if step != expected:
+            raise LedgerError(expected, 0)
+        for lane in range(lanes):
+            shards = range(train.parallel.shard)
+            ids = [lane_ids(train, lanes, samples, step, lane, shard) for shard in shards]
+            if sum(map(sample_digest, ids)) != digests[lane]:
+                raise LedgerError(step, lane)
+            for part in ids:
+                total.update(part.astype("<i8").tobytes())
+    return total.hexdigest()
+
