@@ -50,12 +50,15 @@ _RECORDED_VERSIONS = ("torch", "ray", "transformers", "tokenizers", "numpy")
 
 
 class ElasticTrainer:
-    """Trains a model on a Ray cluster, through the loss of workers, to the weights of an undisturbed run.
+    """Trains a model on a Ray cluster, through the loss of workers, to the weights of an
+    undisturbed run.
 
     Args:
-        train: what to learn: task (model, loss, data), optimizer, steps, global batch, parallel layout.
+        train: what to learn: task (model, loss, data), optimizer, steps, global batch, parallel
+            layout.
         scaling: how many replicas and spares, on what device.
-        run_config: Ray Train's own: `name` and `storage_path` are used. Running the same name again continues it.
+        run_config: Ray Train's own: `name` and `storage_path` are used. Running the same name again
+            continues it.
         checkpoint: when to save, and whether to resume.
         health: timeouts and budgets.
         faults: faults to inject, to show recovery (`elastic.parse_faults`).
@@ -92,13 +95,14 @@ class ElasticTrainer:
         """Runs to the end.
 
         Returns:
-            Ray Train's Result; `metrics` holds the report's numbers, `checkpoint` the final one, `path` the run
-            directory with the report, the records and the checkpoints.
+            Ray Train's Result; `metrics` holds the report's numbers, `checkpoint` the final one,
+            `path` the run directory with the report, the records and the checkpoints.
 
         Raises:
             ConfigError: before any worker starts.
             ResourcesError: before any worker starts; the cluster has too little.
-            RunFailedError: the run ended with an error; the message holds it, user tracebacks included.
+            RunFailedError: the run ended with an error; the message holds it, user tracebacks
+                included.
         """
         paths = self._open_run_directory()
         task = self.train.task.prepare(self.train, self._cache_dir())
@@ -113,10 +117,11 @@ class ElasticTrainer:
             ray.kill(coordinator)
         return result
 
-    # -- before anything starts ---------------------------------------------------------------------
+    # -- before anything starts --------------------------------------------------------------------
 
     def _open_run_directory(self) -> RunPaths:
-        """Checks the storage, and sets an earlier run of this name aside where `resume="never"` asks for it."""
+        """Checks the storage, and sets an earlier run of this name aside where `resume="never"`
+        asks for it."""
         storage = str(self.run_config.storage_path)
         if "://" in storage and not storage.startswith("file://"):
             raise ConfigError(
@@ -125,7 +130,9 @@ class ElasticTrainer:
                 "this version stores in a local or shared directory",
                 "Use a directory that all nodes see",
             )
-        paths = RunPaths(root=Path(storage.removeprefix("file://"), str(self.run_config.name)).absolute())
+        paths = RunPaths(
+            root=Path(storage.removeprefix("file://"), str(self.run_config.name)).absolute()
+        )
         if self.checkpoint.resume == "never":
             try:
                 aside = paths.set_aside()
@@ -187,7 +194,8 @@ class ElasticTrainer:
                 raise ConfigError(
                     f"train.{field}",
                     now,
-                    f"the run to be continued has {field} = {before}, so samples would repeat or be left out",
+                    f"the run to be continued has {field} = {before}: samples would repeat or be "
+                    f"left out",
                     f"Use {before}, another run_config.name, or resume='never'",
                 )
 
@@ -230,7 +238,7 @@ class ElasticTrainer:
             ),
         )
 
-    # -- the run ------------------------------------------------------------------------------------
+    # -- the run -----------------------------------------------------------------------------------
 
     def _run(
         self, coordinator: Any, paths: RunPaths, task: PreparedTask, plan: WorkerPlan

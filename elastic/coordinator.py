@@ -1,8 +1,9 @@
 """The coordinator: one actor that knows who is there and keeps the run's records.
 
-It carries out what `membership.py` decides. Workers wait in `join` for an answer and in `watch` for a call; node agents
-report deaths; the lead worker reports committed steps; the replica that saves hands in receipts. Nothing of this is
-on the step path. All methods run on one event loop, so none needs a lock.
+It carries out what `membership.py` decides. Workers wait in `join` for an answer and in `watch` for
+a call; node agents report deaths; the lead worker reports committed steps; the replica that saves
+hands in receipts. Nothing of this is on the step path. All methods run on one event loop, so none
+needs a lock.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Coordinator:
         self._step_log = events.EventLog(config.paths.steps)
         self._note(config.started)
 
-    # -- workers ------------------------------------------------------------------------------------
+    # -- workers -----------------------------------------------------------------------------------
 
     async def rendezvous(self) -> tuple[str, int]:
         """Host and port of the store where process groups meet."""
@@ -138,7 +139,8 @@ class Coordinator:
     async def record(
         self, worker: str, steps: list[events.StepRecord], happened: list[events.Event]
     ) -> None:
-        """Committed steps from the lead worker, and events from any. Steps already known are passed over."""
+        """Committed steps from the lead worker, and events from any. Steps already known are passed
+        over."""
         for step in steps:
             if step.step == self.membership.recorded:
                 self.membership.recorded += 1
@@ -156,7 +158,7 @@ class Coordinator:
         self._note(events.FaultFired(time=time.time(), fault=fault, step=step, worker=worker))
         return True
 
-    # -- checkpoints --------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     async def receipt(
         self, receipt: Receipt, training_state: dict[str, Any], started: float
@@ -206,7 +208,8 @@ class Coordinator:
         return sum(segment.size_bytes for segment in manifest.segments.values())
 
     async def save_failed(self, step: int, reason: str) -> None:
-        """A checkpoint could not be written. The run goes on without it, unless it was the last one."""
+        """A checkpoint could not be written. The run goes on without it, unless it was the last
+        one."""
         self._note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
         if step >= self.config.groups.steps:
             await self.fail(f"the last checkpoint could not be written: {reason}")
@@ -216,15 +219,18 @@ class Coordinator:
         return step in self._saved
 
     async def compare(self, slot: str, digest: str) -> None:
-        """A worker's state at the end. Equal (shard, tensor) of all replicas must have equal state."""
+        """A worker's state at the end. Equal (shard, tensor) of all replicas must have equal
+        state."""
         known = self._digests.setdefault(slot, digest)
         if known != digest:
             self._note(
-                events.ReplicasCompared(time=time.time(), step=self.config.groups.steps, equal=False)
+                events.ReplicasCompared(
+                    time=time.time(), step=self.config.groups.steps, equal=False
+                )
             )
             await self.fail(f"replicas differ at the end of the run in {slot}: this is a bug")
 
-    # -- deaths -------------------------------------------------------------------------------------
+    # -- deaths ------------------------------------------------------------------------------------
 
     async def worker_died(self, worker: str, detail: str) -> None:
         """A node agent saw a worker's process end."""
@@ -247,9 +253,9 @@ class Coordinator:
                 detail=detail,
             )
         )
-        self._losses.append(Loss(
-                cause=cause, step=step, committed=self.membership.recorded, detail=detail
-            ))
+        self._losses.append(
+            Loss(cause=cause, step=step, committed=self.membership.recorded, detail=detail)
+        )
         error = decide_failure(self._losses, self.config.health)
         if error is not None:
             self.membership.stopped = Stop(error=error)
@@ -287,17 +293,22 @@ class Coordinator:
             if node in self._agents:
                 self._agents[node].kill.remote(worker)
             await self._lose(
-                worker, "hang", f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)", None
+                worker,
+                "hang",
+                f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)",
+                None,
             )
 
-    # -- effects ------------------------------------------------------------------------------------
+    # -- effects -----------------------------------------------------------------------------------
 
     async def _advance(self) -> None:
         try:
             effects = self.membership.advance()
         except Exception:
             # A bug here must end the run with its traceback, not leave everybody waiting.
-            self.membership.stopped = Stop(error=f"the coordinator failed:\n{traceback.format_exc()}")
+            self.membership.stopped = Stop(
+                error=f"the coordinator failed:\n{traceback.format_exc()}"
+            )
             effects = self.membership.advance()
         self._write_down(effects)
         self._signals.update(effects.signals)
@@ -322,7 +333,9 @@ class Coordinator:
             )
         for replica in effects.formed:
             self._note(
-                events.ReplicaForming(time=now, replica=replica.index, workers=list(replica.workers))
+                events.ReplicaForming(
+                    time=now, replica=replica.index, workers=list(replica.workers)
+                )
             )
         if effects.regrouped is not None:
             self._note(_regroup_done(now, effects.regrouped))
@@ -348,7 +361,7 @@ class Coordinator:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # -- the driver ---------------------------------------------------------------------------------
+    # -- the driver --------------------------------------------------------------------------------
 
     async def observe(
         self, steps: int, happened: int
@@ -389,4 +402,3 @@ def _regroup_done(now: float, regrouped: Regrouped) -> events.RegroupDone:
         lost_steps=regrouped.lost_steps,
         repeated_steps=int(regrouped.outcome == "repeat"),
     )
-

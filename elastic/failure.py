@@ -26,7 +26,8 @@ class Loss:
 def decide_failure(losses: Sequence[Loss], health: HealthConfig) -> str | None:
     """Why the run should end now, or None to go on.
 
-    An exception in user code that comes back at the same step on another worker is a bug, not bad luck.
+    An exception in user code that comes back at the same step on another worker is a bug, not bad
+    luck.
     """
     if not losses:
         return None

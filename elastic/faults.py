@@ -10,7 +10,8 @@ from trainer.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """SIGKILL of one worker in the middle of one step. It fires once, whoever holds the slot then."""
+    """SIGKILL of one worker in the middle of one step. It fires once, whoever holds the slot
+    then."""
 
     step: int
     """The step, 0-based, in whose backward pass the worker dies."""

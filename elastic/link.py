@@ -1,7 +1,8 @@
 """A worker's line to the coordinator. Implements the loop's `Link` without a call on the step path.
 
-Two threads do the talking: one waits in `watch` for calls and leaves their numbers in plain attributes, which the loop
-reads; one sends step records. A checkpoint is copied on the worker's own thread and written by another.
+Two threads do the talking: one waits in `watch` for calls and leaves their numbers in plain
+attributes, which the loop reads; one sends step records. A checkpoint is copied on the worker's own
+thread and written by another.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class CoordinatorLink:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         threading.Thread(target=self._report, name="report", daemon=True).start()
 
-    # -- membership ---------------------------------------------------------------------------------
+    # -- membership --------------------------------------------------------------------------------
 
     def join(self, report: Report) -> Answer:
         """Waits in the coordinator for what to do next."""
@@ -80,7 +81,7 @@ class CoordinatorLink:
         """Hands in this worker's state digest at the end of the run."""
         ray.get(self._coordinator.compare.remote(slot, digest))
 
-    # -- Link: read by the loop ---------------------------------------------------------------------
+    # -- Link: read by the loop --------------------------------------------------------------------
 
     def leave_now(self) -> bool:
         """See Link."""
@@ -127,7 +128,8 @@ class CoordinatorLink:
             self.event(events.Evaluated(time=time.time(), step=step, val_loss=loss, tokens=tokens))
 
     def save(self, step: int, engine: Engine, training_state: dict[str, Any]) -> None:
-        """See Link. A save that comes while the last one is being written is skipped, except at the end."""
+        """See Link. A save that comes while the last one is being written is skipped, except at the
+        end."""
         assert self._run is not None
         last = step >= self._job.train.steps
         if last:
@@ -148,7 +150,7 @@ class CoordinatorLink:
         )
         self._writer.start()
 
-    # -- records ------------------------------------------------------------------------------------
+    # -- records -----------------------------------------------------------------------------------
 
     def event(self, event: events.Event) -> None:
         """Queues an event for the run's records."""
@@ -172,7 +174,7 @@ class CoordinatorLink:
         """Ends the threads."""
         self._closed.set()
 
-    # -- threads ------------------------------------------------------------------------------------
+    # -- threads -----------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         seen = 0
@@ -213,13 +215,13 @@ class CoordinatorLink:
                 slices=slices,
                 segment_bytes=self._job.checkpoint.segment_bytes,
             )
-            self.flush()  # the records of the steps that a checkpoint holds are kept before it counts
+            self.flush()  # a checkpoint must not count before its steps are in the records
             ray.get(self._coordinator.receipt.remote(receipt, training_state, started))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             ray.get(self._coordinator.save_failed.remote(step, reason))
 
-    # -- injected faults ----------------------------------------------------------------------------
+    # -- injected faults ---------------------------------------------------------------------------
 
     def _is_target(self, fault: Fault, run: Run) -> bool:
         number = run.replica * self._job.train.parallel.workers + run.rank

@@ -1,14 +1,16 @@
 """The coordinator's state machine: who is there, who is called, and when the next roster stands.
 
-No Ray, no clock, no file in it: `join` and `lose` take in facts, and `advance` answers with what to do about them.
-So every order of arrivals and losses can be played through in a unit test.
+No Ray, no clock, no file in it: `join` and `lose` take in facts, and `advance` answers with what to
+do about them. So every order of arrivals and losses can be played through in a unit test.
 
     start ──► all formed replicas ready ──► roster
-    roster ── a member lost, or leaving by itself ──► call "fault" ──► whole replicas' workers are all here ──► roster
-    roster ── a formed replica is ready ──► call "boundary" ──► all here, after the same commit ──► roster
+    roster ── a member is lost, or leaves by itself ──► call "fault" ──► all of the whole replicas
+              are here ──► roster
+    roster ── a formed replica is ready ──► call "boundary" ──► all are here, after the same commit
+              ──► roster
 
-Workers without a slot (spares, survivors of a broken replica, replacements) wait in the pool; whenever the pool
-holds enough for a missing replica, one is formed while the others train.
+Workers without a slot (spares, survivors of a broken replica, replacements) wait in the pool;
+whenever the pool holds enough for a missing replica, one is formed while the others train.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class Membership:
         self._serials: dict[str, int] = {}
         self._dissolved: set[int] = set()
 
-    # -- facts --------------------------------------------------------------------------------------
+    # -- facts -------------------------------------------------------------------------------------
 
     def join(self, report: Report) -> None:
         """A worker is here and waits."""
@@ -133,7 +135,7 @@ class Membership:
         """Workers of whole replicas that were called and are not here yet."""
         return [w for r in self._standing() for w in r.workers if not self._arrived(w)]
 
-    # -- decisions ----------------------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------
 
     def advance(self) -> Effects:
         """Everything that follows from the facts so far."""
@@ -210,7 +212,7 @@ class Membership:
             self._signal_roster("boundary", effects)
 
     def _signal_roster(self, kind: SignalKind, effects: Effects) -> None:
-        """Calls everybody with a slot, survivors of broken replicas too: they may wait for the others."""
+        """Calls all who have a slot, survivors of broken replicas too: they may wait for others."""
         self.call = effects.called = kind
         for worker in self.roster.workers:
             if worker in self.members and not self._arrived(worker):
@@ -277,8 +279,11 @@ class Membership:
         }
 
     def _resolve(self, reports: list[Report]) -> tuple[int, Commit | None, Outcome]:
-        """Where everybody goes on. A step that one of the living saw committed is applied by all: whoever passed
-        the commit knows that every worker holds the complete gradient (design.md, "The step and its commit")."""
+        """Where everybody goes on.
+
+        A step that one of the living saw committed is applied by all: whoever passed the commit
+        knows that every worker holds the complete gradient (design.md, "The step and its commit").
+        """
         if not reports:
             return self.restore_step, None, "start" if self.call == "start" else "restore"
         furthest = max(reports, key=lambda report: report.step or 0)
@@ -288,11 +293,13 @@ class Membership:
         repeat = any(report.in_step for report in reports)
         return step, furthest.last, "repeat" if repeat else "boundary"
 
-    # -- helpers ------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     def _failed(self, replica: Replica) -> bool:
         """Whether a worker came back from building its part of `replica` without it."""
-        return any(self._arrived(w) and self.waiting[w].built != replica.formed for w in replica.workers)
+        return any(
+            self._arrived(w) and self.waiting[w].built != replica.formed for w in replica.workers
+        )
 
     def _arrived(self, worker: str) -> bool:
         return worker in self.waiting

@@ -77,7 +77,8 @@ class Run:
     heals: tuple[tuple[int, int], ...]
     """(position that has no state, position it gets it from)."""
     restore: bool
-    """No replica has state: everybody reads checkpoint `step`, or starts from the seed at step 0."""
+    """No replica has state: everybody reads checkpoint `step`, or starts from the seed at step
+    0."""
     lead: bool
     """Whether this worker reports the steps."""
     recorded: int

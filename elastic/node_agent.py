@@ -1,7 +1,7 @@
 """One actor per node that sees its workers' processes end, at once and without polling.
 
-The kernel makes a pidfd readable when its process ends, so a death reaches the coordinator within milliseconds,
-long before a socket timeout or Ray's own health check.
+The kernel makes a pidfd readable when its process ends, so a death reaches the coordinator within
+milliseconds, long before a socket timeout or Ray's own health check.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class NodeAgent:
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._coordinator.worker_died.remote(worker, "its process was gone when the watch began")
+            self._coordinator.worker_died.remote(
+                worker, "its process was gone when the watch began"
+            )
             return
         self._watched[fd] = (worker, pid)
         self._poll.register(fd, select.EPOLLIN)

@@ -1,4 +1,5 @@
-"""The driver's view of a run: the progress line and TensorBoard while it goes on, the report at its end."""
+"""The driver's view of a run: the progress line and TensorBoard while it goes on, the report at its
+end."""
 
 from __future__ import annotations
 

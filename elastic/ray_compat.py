@@ -1,6 +1,7 @@
 """Everything that leans on Ray's internals, in one place. Checked on Ray 2.60.
 
-- `ElasticBackendConfig` makes Ray Train's controller treat each worker as its own replica group: when one dies it
+- `ElasticBackendConfig` makes Ray Train's controller treat each worker as its own replica group:
+  when one dies it
   starts a new actor in the same bundle and leaves the others running.
 - `ElasticRayTrainer` puts our failure policy where `DataParallelTrainer.fit` would make its own.
 """
@@ -105,32 +106,31 @@ class ElasticRayTrainer(DataParallelTrainer):
 
 
 def start_coordinator(config: Any) -> Any:
-    """Starts the run's coordinator on the driver's node."""
+    """Starts the run's coordinator on the driver's node. Every worker has calls pending in it."""
     from elastic.coordinator import Coordinator
 
-    actor = ray.remote(num_cpus=0, max_concurrency=100_000)(Coordinator)
-    return actor.options(scheduling_strategy=_on_node(ray.get_runtime_context().get_node_id())).remote(
-        config
-    )
+    here = ray.get_runtime_context().get_node_id()
+    return _actor_on(here, Coordinator, max_concurrency=100_000).remote(config)
 
 
 def start_node_agent(node: str) -> Any:
     """Starts a node agent on `node`; called by the coordinator, which owns it."""
     from elastic.node_agent import NodeAgent
 
-    actor = ray.remote(num_cpus=0, max_concurrency=8)(NodeAgent)
-    return actor.options(scheduling_strategy=_on_node(node)).remote(
-        ray.get_runtime_context().current_actor
-    )
+    coordinator = ray.get_runtime_context().current_actor
+    return _actor_on(node, NodeAgent, max_concurrency=8).remote(coordinator)
 
 
 def host_store() -> tuple[str, int, Any]:
-    """Hosts a TCPStore in this process. Returns the address, the port, and what keeps it alive."""
-    from torch.distributed import TCPStore
+    """Hosts a TCPStore here. Returns the address, the port, and what keeps it alive."""
+    from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     return ray.util.get_node_ip_address(), store.port, store
 
 
-def _on_node(node: str) -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+def _actor_on(node: str, cls: type, *, max_concurrency: int) -> Any:
+    """An actor class that takes no CPU slot and lives on `node`."""
+    place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": max_concurrency}
+    return ray.remote(**options)(cls).options(scheduling_strategy=place)

@@ -35,7 +35,8 @@ class RunPaths:
         return self.root / "tensorboard"
 
     def set_aside(self) -> Path | None:
-        """Moves an earlier run of this name out of the way; nothing of it is lost. Returns where to."""
+        """Moves an earlier run of this name out of the way; nothing of it is lost. Returns where
+        to."""
         if not self.root.exists():
             return None
         stamp = time.strftime("%Y%m%d-%H%M%S")

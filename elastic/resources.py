@@ -18,7 +18,8 @@ _INTERVAL_S = 0.5
 
 
 def wait_for_workers(scaling: ScalingConfig, parallel: ParallelConfig) -> WorkerPlan:
-    """Waits up to `scaling.wait_s` for the resources of the smallest layout; takes what there is then.
+    """Waits up to `scaling.wait_s` for the resources of the smallest layout; takes what there is
+    then.
 
     Raises:
         ResourcesError: not even the smallest layout fits.
@@ -42,7 +43,11 @@ def count_fitting(scaling: ScalingConfig, there: dict[str, float]) -> int:
     """Workers that the free resources of a cluster hold."""
     needs = scaling.resources_per_worker
     return min(
-        (math.floor(there.get(name, 0.0) / amount + 1e-9) for name, amount in needs.items() if amount),
+        (
+            math.floor(there.get(name, 0.0) / amount + 1e-9)
+            for name, amount in needs.items()
+            if amount
+        ),
         default=0,
     )
 

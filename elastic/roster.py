@@ -1,7 +1,8 @@
 """Rosters: which worker holds which slot. Pure.
 
-A replica is formed (its workers get slots, make a process group and build the model) before it enters a roster.
-A roster changes by losing replicas that are no longer whole and by gaining formed ones.
+A replica is formed (its workers get slots, make a process group and build the model) before it
+enters a roster. A roster changes by losing replicas that are no longer whole and by gaining formed
+ones.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def next_roster(
         staying: replicas of the last roster that are still whole.
         joining: formed replicas that enter.
         total_lanes: lanes of the run.
-        lanes_before: given where a step was interrupted: replicas keep the lanes they have computed.
+        lanes_before: given where a step was interrupted: replicas keep the lanes they have
+            computed.
     """
     replicas = tuple(sorted((*staying, *joining), key=lambda replica: replica.index))
     indices = tuple(replica.index for replica in replicas)

@@ -4,8 +4,9 @@
          ──► Run: a part of a roster: heal or restore, train ──► join
          ──► Stop
 
-Spares wait in `join`. A worker whose replica breaks drops its model and joins again as a spare would. A worker whose
-own code fails reports the traceback and exits: a crash is the one way out that every peer notices at once.
+Spares wait in `join`. A worker whose replica breaks drops its model and joins again as a spare
+would. A worker whose own code fails reports the traceback and exits: a crash is the one way out
+that every peer notices at once.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class Worker:
             raise RunFailedError(answer.error)
 
     def recover(self, detail: str) -> None:
-        """After an exception: joins again where a peer was lost, exits where it was this worker's own."""
+        """After an exception: joins again where a peer was lost, exits where it was this worker's
+        own."""
         step = None if self.progress is None else self.progress.step
         if self.link.trouble(step, detail):
             self.drop()
@@ -127,7 +129,8 @@ class Worker:
         leave_replica_group()
 
     def build(self, answer: Build) -> None:
-        """Makes this worker's part of a new replica, without state. All workers of the replica do it at once."""
+        """Makes this worker's part of a new replica, without state. All workers of the replica do
+        it at once."""
         self.drop()
         train = self.job.train
         mesh = make_replica_group(
@@ -174,7 +177,8 @@ class Worker:
             self.finish()
 
     def catch_up(self, run: Run, cross: CrossGroup) -> None:
-        """Applies the last step where others saw it committed and this worker did not: it has the gradient."""
+        """Applies the last step where others saw it committed and this worker did not: it has the
+        gradient."""
         behind = self.progress is not None and self.progress.step == run.step - 1
         if behind and run.commit is not None and not run.restore and self.progress is not None:
             self.make_loop(run, cross, self.progress).finish_step(run.commit)

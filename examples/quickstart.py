@@ -2,9 +2,9 @@
 
     python examples/quickstart.py --fault kill@60
 
-Real text, found on every machine; a tokenizer of its own; 1% held out. The last line is `RESULT ` and a JSON object.
-Works on a laptop (it starts Ray by itself) and on a cluster (`ray job submit --working-dir . -- python
-examples/quickstart.py …` uses the cluster that the job runs on).
+Real text, found on every machine; a tokenizer of its own; 1% held out. The last line is `RESULT `
+and a JSON object. Works on a laptop (it starts Ray by itself) and on a cluster (`ray job submit
+--working-dir . -- python examples/quickstart.py …` uses the cluster that the job runs on).
 """
 
 from __future__ import annotations
@@ -140,7 +140,13 @@ def summarize(trainer: ElasticTrainer, result: Result) -> dict[str, Any]:
         "val_loss_unigram": unigram_cross_entropy(train, val, held_out * seq_len),
         **{
             key: metrics[key]
-            for key in ("repeated_steps", "lost_steps", "longest_stall_s", "tokens_per_s", "effective_time")
+            for key in (
+                "repeated_steps",
+                "lost_steps",
+                "longest_stall_s",
+                "tokens_per_s",
+                "effective_time",
+            )
         },
         "params_sha256": params_sha256(Reader(store, manifest), parameters),
         "samples_sha256": samples_sha256(

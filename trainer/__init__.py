@@ -1,1 +1,2 @@
-"""The data plane: what runs in every worker. It imports no Ray and runs under a debugger as it is."""
+"""The data plane: what runs in every worker. It imports no Ray and runs under a debugger as it
+is."""

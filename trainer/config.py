@@ -1,7 +1,8 @@
 """What to learn: the settings of the data plane.
 
 Imports without torch, so that a driver can check a configuration on a machine that has none.
-`TrainConfig.check` finds what can be known without building the model; the task adds its own checks.
+`TrainConfig.check` finds what can be known without building the model; the task adds its own
+checks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay, applied to parameters of two or more dimensions."""
     clip_norm: float = 1.0
-    """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
+    """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping
+    off."""
 
     def check(self) -> None:
         """Raises ConfigError where a value is out of its range."""
@@ -121,16 +123,17 @@ class TrainConfig:
                 "train.precision", self.precision, "unknown", "Use 'float32' or 'bfloat16'"
             )
         if self.reduction not in ("exact", "fast"):
-            raise ConfigError(
-                "train.reduction", self.reduction, "unknown", "Use 'exact' or 'fast'"
-            )
+            raise ConfigError("train.reduction", self.reduction, "unknown", "Use 'exact' or 'fast'")
         self._check_batch(lanes)
         self.optimizer.check()
 
     def _check_batch(self, lanes: int) -> None:
         streams = lanes * self.parallel.shard
         if self.global_batch % streams:
-            down, up = self.global_batch // streams * streams, -(-self.global_batch // streams) * streams
+            down, up = (
+                self.global_batch // streams * streams,
+                -(-self.global_batch // streams) * streams,
+            )
             raise ConfigError(
                 "train.global_batch",
                 self.global_batch,

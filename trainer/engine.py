@@ -1,7 +1,9 @@
-"""One worker's part of a replica: its slice of the model, its optimizer, and what leaves and enters them.
+"""One worker's part of a replica: its slice of the model, its optimizer, and what leaves and enters
+them.
 
-The optimizer works on plain views of the local slices, and the reduced gradient is one flat buffer that the
-parameters' `.grad` are views of, so the step path has no loop over parameters beyond torch's own.
+The optimizer works on plain views of the local slices, and the reduced gradient is one flat buffer
+that the parameters' `.grad` are views of, so the step path has no loop over parameters beyond
+torch's own.
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ class Engine:
         self.optimizer = self._make_optimizer()
 
     def _flatten(self) -> None:
-        """Lays the trainable local slices out in one flat gradient: those that count towards this worker's
-        norm first, those that a tensor rank before it already counts last."""
+        """Lays the trainable local slices out in one flat gradient: those that count towards this
+        worker's norm first, those that a tensor rank before it already counts last."""
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         named.sort(key=lambda entry: self._counted_elsewhere(entry[1]))
         self._names = [name for name, _ in named]
@@ -111,7 +113,8 @@ class Engine:
             {"params": plain, "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]] or [{"params": [nn.Parameter(torch.zeros(1))]}],
+            [group for group in groups if group["params"]]
+            or [{"params": [nn.Parameter(torch.zeros(1))]}],
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
@@ -137,7 +140,8 @@ class Engine:
     # -- the step ---------------------------------------------------------------------------------
 
     def take_gradient(self, into: torch.Tensor) -> None:
-        """Moves the local gradients into the flat buffer `into`, and leaves the model without any."""
+        """Moves the local gradients into the flat buffer `into`, and leaves the model without
+        any."""
         views, grads = self.views(into), [param.grad for param in self._params]
         torch._foreach_copy_(
             [view for view, grad in zip(views, grads, strict=True) if grad is not None],
@@ -156,7 +160,8 @@ class Engine:
     def through_leader(
         self, vector: list[float], at_leader: Callable[[list[float]], list[float]]
     ) -> list[float]:
-        """Sums a float64 vector at the replica's first worker, lets it act on the sum, and hands out the result."""
+        """Sums a float64 vector at the replica's first worker, lets it act on the sum, and hands
+        out the result."""
         if self._workers == 1:
             return at_leader(vector)
         tensor = torch.tensor(vector, dtype=torch.float64, device=self.device)
@@ -193,7 +198,8 @@ class Engine:
             self.optimizer.state[leaf]["step"].fill_(steps)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the state by its name in a checkpoint: local slices, sharing their memory."""
+        """Every tensor of the state by its name in a checkpoint: local slices, sharing their
+        memory."""
         frozen = {
             PARAMETERS + name: local_tensor(param)
             for name, param in self.model.named_parameters()

@@ -35,7 +35,8 @@ class ConfigError(TrainerError):
 
 
 class NonFiniteError(TrainerError):
-    """`count` steps in a row had a non-finite loss or gradient; none of them reached the weights."""
+    """`count` steps in a row had a non-finite loss or gradient; none of them reached the
+    weights."""
 
     def __init__(self, step: int, count: int, samples: tuple[int, ...]) -> None:
         super().__init__(step, count, samples)
@@ -44,11 +45,12 @@ class NonFiniteError(TrainerError):
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.samples[:16])) + (", …" if len(self.samples) > 16 else "")
         return (
-            f"{self.count} steps in a row up to step {self.step} had a non-finite loss or gradient; "
-            f"the samples of step {self.step} are [{shown}]. Look at these samples, lower "
+            f"{self.count} steps in a row up to step {self.step} had a non-finite loss or "
+            f"gradient; the samples of step {self.step} are [{shown}]. Look at them, lower "
             f"train.optimizer.lr, or raise health.max_nonfinite_steps."
         )
 
 
 class CrossGroupLost(TrainerError):
-    """A collective across replicas failed or was abandoned: a regroup is due. Never leaves the loop."""
+    """A collective across replicas failed or was abandoned: a regroup is due. Never leaves the
+    loop."""

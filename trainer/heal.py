@@ -1,8 +1,8 @@
 """Heal: the copy of model and optimizer state into a replica that has none.
 
-Every worker of the new replica receives from the worker with the same (shard, tensor) of a healthy one, in parallel,
-over the group across replicas. Each transfer carries a checksum. The new replica agrees inside itself whether all of it
-arrived, so that none of its workers goes on alone.
+Every worker of the new replica receives from the worker with the same (shard, tensor) of a healthy
+one, in parallel, over the group across replicas. Each transfer carries a checksum. The new replica
+agrees inside itself whether all of it arrived, so that none of its workers goes on alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def give_state(
 ) -> None:
     """A healthy worker's part: sends its state where it is a source, else just takes part.
 
-    A failure shows in the next collective of `cross`, so that the replica goes on in step until its commit.
+    A failure shows in the next collective of `cross`, so that the replica goes on in step until its
+    commit.
 
     Args:
         engine: this worker's state.
@@ -48,7 +49,8 @@ def take_state(
     """A new worker's part: receives its state. All workers of the new replica call it.
 
     Returns:
-        Bytes received by this worker, or None where a part did not reach the whole replica: it has no state.
+        Bytes received by this worker, or None where a part did not reach the whole replica: it has
+        no state.
     """
     try:
         payload = cross.hand_over(None, pairs, _size(engine))
@@ -86,4 +88,4 @@ def _header(payload: torch.Tensor) -> torch.Tensor:
 
 
 def _checksum(payload: torch.Tensor) -> int:
-    return zlib.crc32(payload[8 * _HEADER :].cpu().numpy())
+    return zlib.crc32(payload[8 * _HEADER :].cpu().numpy().data)

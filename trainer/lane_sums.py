@@ -1,7 +1,7 @@
 """Gradients of the lanes that one worker has computed in the current step.
 
-They outlive an interrupted step: after a regroup a replica computes only the lanes it does not have yet, so that
-a fault costs the lanes of the lost replica and nothing more.
+They outlive an interrupted step: after a regroup a replica computes only the lanes it does not have
+yet, so that a fault costs the lanes of the lost replica and nothing more.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LaneSums:
         """Starts or continues `step` with the lanes dealt to this replica.
 
         Returns:
-            The lanes still to be computed. Sums of another step, or with lanes that are no longer this
-            replica's, are dropped.
+            The lanes still to be computed. Sums of another step, or with lanes that are no longer
+            this replica's, are dropped.
         """
         if step != self.step or not set(self.stats) <= set(lanes):
             self.clear()

@@ -1,10 +1,10 @@
 """Lanes and the one fixed binary tree in which their gradients are summed.
 
-Floating-point addition is commutative but not associative, so a sum is reproducible exactly when its
-tree is. The tree over lanes [lo, hi) splits at the largest power of two below its length; nothing about
-workers enters it. A replica adds the subtrees it holds whole and sends one buffer for each; whoever
-owns a piece of the gradient adds the rest in the same tree. Design: design.md, "The same bits at any
-size"; the idea for plain data parallelism: EasyScale, SC'23.
+Floating-point addition is commutative but not associative, so a sum is reproducible exactly when
+its tree is. The tree over lanes [lo, hi) splits at the largest power of two below its length;
+nothing about workers enters it. A replica adds the subtrees it holds whole and sends one buffer for
+each; whoever owns a piece of the gradient adds the rest in the same tree. Design: design.md, "The
+same bits at any size"; the idea for plain data parallelism: EasyScale, SC'23.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ def deal_lanes(
         total: the number of lanes of the run.
         replicas: indices of the replicas that compute, in order. More replicas than lanes: the last
             ones get none.
-        before: what each replica had. Given after a fault: a replica keeps its lanes, whose gradients
-            it may hold already, and only the lost ones are dealt, each to the replica with the fewest.
+        before: what each replica had. Given after a fault: a replica keeps its lanes, whose
+            gradients
+            it may hold already, and only the lost ones are dealt, each to the replica with the
+            fewest.
 
     Returns:
         replica index -> its lanes in rising order.

@@ -5,10 +5,11 @@
     commit: a few numbers agreed on, first inside the replica, then across replicas
     apply: clip, optimizer step, step += 1
 
-A worker that passes the commit knows that every worker holds the complete gradient of the step. Nothing before
-the commit changes the weights, so an interrupted step leaves no trace. Where the reduce fails because another
-replica is gone, the worker still enters the commit inside its own replica, saying so: no healthy replica ever
-blocks in itself. Design: design.md, "The step and its commit".
+A worker that passes the commit knows that every worker holds the complete gradient of the step.
+Nothing before the commit changes the weights, so an interrupted step leaves no trace. Where the
+reduce fails because another replica is gone, the worker still enters the commit inside its own
+replica, saying so: no healthy replica ever blocks in itself. Design: design.md, "The step and its
+commit".
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Outcome = Literal["finished", "boundary", "fault"]
 
 
 class Link(Protocol):
-    """What the loop needs from the control plane. Nothing here may block or make a call on the step path."""
+    """What the loop needs from the control plane. Nothing here may block or make a call on the step
+    path."""
 
     def leave_now(self) -> bool:
         """A fault was announced: abandon what waits for other replicas."""
@@ -135,7 +137,8 @@ class TrainLoop:
         return "finished"
 
     def try_step(self) -> Commit | None:
-        """Computes and reduces the current step; None where another replica was lost before the commit."""
+        """Computes and reduces the current step; None where another replica was lost before the
+        commit."""
         step = self.progress.step
         self.progress.in_step = True
         for lane in self.sums.begin(step, self.lanes):
@@ -151,11 +154,15 @@ class TrainLoop:
 
     def compute_lane(self, step: int, lane: int) -> None:
         """Forward and backward of all micro-batches of a lane."""
-        ids = lane_ids(self.train, self.config.lanes, len(self.data), step, lane, self.engine.slot.shard)
+        ids = lane_ids(
+            self.train, self.config.lanes, len(self.data), step, lane, self.engine.slot.shard
+        )
         micro = self.train.micro_samples(self.config.lanes)
         loss_sum, tokens = 0.0, 0
         for index, start in enumerate(range(0, len(ids), micro)):
-            torch.manual_seed(micro_seed(self.train.seed, step, lane, index, self.engine.slot.shard))
+            torch.manual_seed(
+                micro_seed(self.train.seed, step, lane, index, self.engine.slot.shard)
+            )
             batch = to_device(self.data.batch(ids[start : start + micro]), self.engine.device)
             self.link.at_step(step, "forward")
             loss, count = self.engine.task.loss(self.engine.model, batch)
@@ -178,8 +185,10 @@ class TrainLoop:
     def agree(self, step: int, failed: bool) -> Commit | None:
         """The commit reduce; None: the step does not count (yet).
 
-        Summed inside the replica, then over the replicas by their first workers alone, then handed out inside the
-        replica: all workers of a replica always come to the same answer, so none waits for one that left.
+        Summed inside the replica, then over the replicas by their first workers alone, then handed
+        out inside the
+        replica: all workers of a replica always come to the same answer, so none waits for one that
+            left.
         """
         vector = commits.pack(
             self.config.lanes,
@@ -198,13 +207,16 @@ class TrainLoop:
         if replica[1] > 0:
             return replica
         try:
-            total = self.cross.sum(torch.tensor(replica, dtype=torch.float64, device=self.engine.device))
+            total = self.cross.sum(
+                torch.tensor(replica, dtype=torch.float64, device=self.engine.device)
+            )
         except CrossGroupLost:
             return [replica[0], 1.0, *replica[2:]]
         return [replica[0], *total.tolist()[1:]]
 
     def finish_step(self, commit: Commit) -> None:
-        """Applies a committed step. Also called after a regroup, for a step that others saw committed.
+        """Applies a committed step. Also called after a regroup, for a step that others saw
+        committed.
 
         Raises:
             NonFiniteError: this was one skipped step too many.
@@ -221,10 +233,13 @@ class TrainLoop:
         self.link.committed(commit, rate, commit.finite)
         if self.progress.skipped_in_a_row >= self.config.max_nonfinite_steps:
             samples = step_ids(self.train, len(self.data), commit.step)
-            raise NonFiniteError(commit.step, self.progress.skipped_in_a_row, tuple(samples.tolist()))
+            raise NonFiniteError(
+                commit.step, self.progress.skipped_in_a_row, tuple(samples.tolist())
+            )
 
     def save_and_evaluate(self) -> None:
-        """What is due between two steps. The first replica saves; every replica evaluates for itself."""
+        """What is due between two steps. The first replica saves; every replica evaluates for
+        itself."""
         step, last = self.progress.step, self.progress.step == self.train.steps
         every = self.config.save_every
         if self.cross.rank == 0 and (last or (every and step % every == 0)):
@@ -256,10 +271,12 @@ class TrainLoop:
         self.engine.model.eval()
         loss_sum, tokens = 0.0, 0
         for start in range(0, count, micro * shards):
-            # Every rank runs every batch, as its peers need it in their collectives; none is counted twice.
+            # Every rank runs every batch, for its peers' collectives; none is counted twice.
             ids = [start + shard * micro + offset for offset in range(micro)]
             kept = [index for index in ids if index < count]
-            batch = to_device(data.batch(np.asarray(kept or [0], dtype=np.int64)), self.engine.device)
+            batch = to_device(
+                data.batch(np.asarray(kept or [0], dtype=np.int64)), self.engine.device
+            )
             loss, terms = self.engine.task.loss(self.engine.model, batch)
             if kept and self.engine.slot.tensor == 0:
                 loss_sum, tokens = loss_sum + float(loss), tokens + terms

@@ -1,10 +1,10 @@
 """Everything that crosses replicas: the exact reduction, the commit, and heal.
 
-A collective here is started asynchronously and polled, because a Gloo collective whose peer is frozen or cut off
-cannot be woken from outside; on a fault signal the group, the work and its buffers are abandoned instead. A failed
-or abandoned collective raises `CrossGroupLost`, and the caller goes on with what its own replica still expects of
-it (the loop enters the in-replica part of the commit with the failure noted), so a healthy replica never blocks
-in itself.
+A collective here is started asynchronously and polled, because a Gloo collective whose peer is
+frozen or cut off cannot be woken from outside; on a fault signal the group, the work and its
+buffers are abandoned instead. A failed or abandoned collective raises `CrossGroupLost`, and the
+caller goes on with what its own replica still expects of it (the loop enters the in-replica part of
+the commit with the failure noted), so a healthy replica never blocks in itself.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from trainer.backend.groups import (
 )
 from trainer.errors import CrossGroupLost
 from trainer.lanes import Node, blocks_of, sum_tree
+
 
 class CrossGroup:
     """The workers with one (shard, tensor) in all replicas of a roster, for one generation.
@@ -61,7 +62,8 @@ class CrossGroup:
             self._join(rendezvous, prefix, device)
 
     def _join(self, rendezvous: Rendezvous, prefix: str, device: Device) -> None:
-        """Makes the group once everybody is there. A failure is noted and shows in the first collective."""
+        """Makes the group once everybody is there. A failure is noted and shows in the first
+        collective."""
         try:
             gather(rendezvous.store(f"{prefix}/here"), self.rank, self.size, self._leave_now)
             self._group = make_cross_group(
@@ -73,8 +75,9 @@ class CrossGroup:
     def reduce_exact(self, mine: Mapping[Node, torch.Tensor], into: torch.Tensor) -> None:
         """Sums the gradients of all lanes in the fixed tree; every replica gets the same bits.
 
-        Each replica owns one piece of the gradient: it receives all contributions to it (all-to-all), adds them in
-        tree order, and the pieces are gathered again. The traffic is that of a ring all-reduce.
+        Each replica owns one piece of the gradient: it receives all contributions to it
+        (all-to-all), adds them in tree order, and the pieces are gathered again. The traffic is
+        that of a ring all-reduce.
 
         Args:
             mine: this replica's subtrees -> flat gradients. They stay as they are.
@@ -91,7 +94,11 @@ class CrossGroup:
         receives = [len(blocks) * piece for blocks in self.blocks]
         outgoing = self._pack(held, piece)
         incoming = outgoing.new_empty(sum(receives))
-        self._run(lambda group: group.alltoall_base(incoming, outgoing, receives, sends), incoming, outgoing)
+        self._run(
+            lambda group: group.alltoall_base(incoming, outgoing, receives, sends),
+            incoming,
+            outgoing,
+        )
         nodes = [node for blocks in self.blocks for node in blocks]
         parts = dict(zip(nodes, incoming.split(piece), strict=True))
         own = sum_tree(parts, self.total_lanes, torch.add)
@@ -114,7 +121,8 @@ class CrossGroup:
     def hand_over(
         self, payload: torch.Tensor | None, pairs: Sequence[tuple[int, int]], count: int
     ) -> torch.Tensor | None:
-        """Moves `count` bytes from a source to a target for each pair; all workers of the group call it.
+        """Moves `count` bytes from a source to a target for each pair; all workers of the group
+        call it.
 
         One all-to-all, because a point-to-point transfer on Gloo cannot be polled.
 
@@ -134,7 +142,9 @@ class CrossGroup:
         outgoing = empty if payload is None else payload.repeat(len(targets))
         incoming = empty.new_empty(sum(receives))
         self._run(
-            lambda group: group.alltoall_base(incoming, outgoing, receives, sends), incoming, outgoing
+            lambda group: group.alltoall_base(incoming, outgoing, receives, sends),
+            incoming,
+            outgoing,
         )
         return incoming if sources else None
 
@@ -150,7 +160,9 @@ class CrossGroup:
             return held[0][:whole]
         if not held:
             return torch.empty(0, device=self._device)
-        return torch.stack([block[:whole].view(self.size, piece) for block in held], dim=1).flatten()
+        return torch.stack(
+            [block[:whole].view(self.size, piece) for block in held], dim=1
+        ).flatten()
 
     def _run(self, start: Callable[[Any], Any], *buffers: torch.Tensor) -> None:
         """Starts a collective and waits for it, watching for a fault."""
@@ -167,4 +179,3 @@ class CrossGroup:
         except RuntimeError as error:
             self._lost = str(error)
             raise CrossGroupLost(self._lost) from error
-

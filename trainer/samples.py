@@ -1,7 +1,8 @@
-"""Which samples a step takes, and what its random numbers are seeded with. Pure; no worker enters into it.
+"""Which samples a step takes, and what its random numbers are seeded with. Pure; no worker enters
+into it.
 
-The samples of the run stand in one endless seeded order. A step takes the next `global_batch` of them, each lane an
-equal stretch of these, each shard rank an equal stretch of the lane's.
+The samples of the run stand in one endless seeded order. A step takes the next `global_batch` of
+them, each lane an equal stretch of these, each shard rank an equal stretch of the lane's.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class LedgerError(TrainerError):
 
     def __str__(self) -> str:
         return (
-            f"step {self.step}, lane {self.lane}: the digest of the committed samples is not that of the "
-            f"samples due. The run used other data or another seed than this configuration says."
+            f"step {self.step}, lane {self.lane}: the digest of the committed samples is not that "
+            f"of the samples due. The run used other data or another seed than configured here."
         )
 
 
@@ -60,13 +61,15 @@ def micro_seed(*parts: int) -> int:
 def samples_sha256(
     train: TrainConfig, lanes: int, samples: int, committed: Iterable[tuple[int, list[int]]]
 ) -> str:
-    """SHA-256 over the ids of the committed samples in order, after holding each against the ledger.
+    """SHA-256 over the ids of the committed samples in order, after holding each against the
+    ledger.
 
     Args:
         train: the settings of the run.
         lanes: lanes of the run.
         samples: samples in the data.
-        committed: (step, per lane the digest that the workers computed from the ids they read), from step 0 on.
+        committed: (step, per lane the digest that the workers computed from the ids they read),
+            from step 0 on.
 
     Raises:
         LedgerError: a step is missing, or took other samples.
@@ -83,4 +86,3 @@ def samples_sha256(
             for part in ids:
                 total.update(part.astype("<i8").tobytes())
     return total.hexdigest()
-

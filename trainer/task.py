@@ -1,8 +1,8 @@
 """What is learned: a model, its loss and its data. Two ways in.
 
-`CausalLM` is the built-in task: a Hugging Face causal language model on text. `CustomTask` brings any
-`nn.Module` with its own loss and dataset. The driver calls `prepare`, which checks everything that can be
-wrong and leaves a `PreparedTask`; that crosses to the workers, which build from it.
+`CausalLM` is the built-in task: a Hugging Face causal language model on text. `CustomTask` brings
+any `nn.Module` with its own loss and dataset. The driver calls `prepare`, which checks everything
+that can be wrong and leaves a `PreparedTask`; that crosses to the workers, which build from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class PreparedTask(Protocol):
-    """A checked task, as it crosses to the workers. All workers call its methods with the same arguments."""
+    """A checked task, as it crosses to the workers. All workers call its methods with the same
+    arguments."""
 
     info: Mapping[str, Any]
     """Facts for the run's records (token counts, vocabulary, …), JSON values."""
@@ -37,7 +38,8 @@ class PreparedTask(Protocol):
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
-        """Sum of the losses of a batch (a scalar with gradient, in nats) and the number of targets in it."""
+        """Sum of the losses of a batch (a scalar with gradient, in nats) and the number of targets
+        in it."""
         ...
 
     def train_data(self) -> SampleSource:
@@ -53,7 +55,8 @@ class Task(Protocol):
     """What a user passes as `TrainConfig.task`."""
 
     def prepare(self, train: TrainConfig, cache_dir: str) -> PreparedTask:
-        """Checks the task and makes its data ready. The driver calls it once, before anything starts.
+        """Checks the task and makes its data ready. The driver calls it once, before anything
+        starts.
 
         Args:
             train: the settings of the run.
@@ -89,10 +92,14 @@ class CausalLM:
         model = build_on_meta(config)
         check_tensor_parallel(config, model, train.parallel.tensor, self.seq_len)
         if self.model.pretrained and self.model.path is None:
-            raise ConfigError("train.task.model.pretrained", True, "there is no path", "Set model.path")
+            raise ConfigError(
+                "train.task.model.pretrained", True, "there is no path", "Set model.path"
+            )
         pretrained = self.model.path if self.model.pretrained else None
         weights(config, model, train.seed, pretrained)
-        TokenDataset(data.train, self.seq_len)  # raises where there is too little text for one sample
+        TokenDataset(
+            data.train, self.seq_len
+        )  # raises where there is too little text for one sample
         return PreparedCausalLM(
             config=config,
             seq_len=self.seq_len,
@@ -135,7 +142,8 @@ class PreparedCausalLM:
         return model, weights(self.config, model, seed, self.pretrained)
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Cross-entropy summed over all targets; `batch` is int64 of shape (samples, seq_len + 1)."""
+        """Cross-entropy summed over all targets; `batch` is int64 of shape (samples, seq_len +
+        1)."""
         from torch.nn.functional import cross_entropy
 
         inputs, targets = batch[:, :-1], batch[:, 1:]
@@ -166,11 +174,11 @@ class CustomTask:
     """
 
     build_model: Callable[[], nn.Module]
-    """Makes the whole model on the CPU; it is called with torch's generator seeded by `train.seed`, on
-    every worker, so it must draw its random numbers from torch alone."""
+    """Makes the whole model on the CPU; it is called with torch's generator seeded by `train.seed`,
+    on every worker, so it must draw its random numbers from torch alone."""
     loss_function: Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
-    """(model, batch) -> (sum of the losses, number of terms in the sum). The gradient is divided by the
-    global number of terms."""
+    """(model, batch) -> (sum of the losses, number of terms in the sum). The gradient is divided by
+    the global number of terms."""
     dataset: Any
     """Samples to learn from: `__len__` and `__getitem__`, collated as `torch.utils.data` does."""
     eval_dataset: Any = None
@@ -181,7 +189,9 @@ class CustomTask:
     def prepare(self, train: TrainConfig, cache_dir: str) -> CustomTask:
         """See Task."""
         if len(self.dataset) == 0:
-            raise ConfigError("train.task.dataset", "0 samples", "it is empty", "Give at least one sample")
+            raise ConfigError(
+                "train.task.dataset", "0 samples", "it is empty", "Give at least one sample"
+            )
         model, _ = self.build(train.seed)
         if train.parallel.tensor > 1:
             raise ConfigError(
@@ -192,7 +202,10 @@ class CustomTask:
             )
         if not any(param.requires_grad for param in model.parameters()):
             raise ConfigError(
-                "train.task.build_model", type(model).__name__, "no trainable parameters", "Return a model with some"
+                "train.task.build_model",
+                type(model).__name__,
+                "no trainable parameters",
+                "Return a model with some",
             )
         return self
 
@@ -231,7 +244,8 @@ class CustomTask:
 
 
 def model_table(prepared: PreparedTask, seed: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name -> (shape, dtype) of every parameter: what a checkpoint must match to be resumed from."""
+    """Name -> (shape, dtype) of every parameter: what a checkpoint must match to be resumed
+    from."""
     model, _ = prepared.build(seed)
     return {
         name: (tuple(param.shape), str(param.dtype).removeprefix("torch."))
@@ -240,5 +254,6 @@ def model_table(prepared: PreparedTask, seed: int) -> dict[str, tuple[tuple[int,
 
 
 def default_cache_dir(storage_path: str) -> str:
-    """Where prepared data goes when the user names no place: beside the runs, so that all nodes see it."""
+    """Where prepared data goes when the user names no place: beside the runs, so that all nodes see
+    it."""
     return str(Path(storage_path) / ".data")

@@ -1,7 +1,7 @@
 """Runs the data plane without a cluster: one process per slot, one generation, no faults.
 
-What `elastic` does for a run (placement, rosters, records) is done here by hand, so that the arithmetic of
-layouts can be tested apart from recovery.
+What `elastic` does for a run (placement, rosters, records) is done here by hand, so that the
+arithmetic of layouts can be tested apart from recovery.
 """
 
 from __future__ import annotations
@@ -63,7 +63,15 @@ class WorkerResult:
     """Parameter name -> (offsets, sizes, this worker's slice) at the end."""
 
 
-def _worker(index: int, port: int, replicas: int, lanes: int, task: PreparedTask, train: TrainConfig, results: Any) -> None:
+def _worker(
+    index: int,
+    port: int,
+    replicas: int,
+    lanes: int,
+    task: PreparedTask,
+    train: TrainConfig,
+    results: Any,
+) -> None:
     torch.set_num_threads(1)
     rendezvous = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
     replica, rank = divmod(index, train.parallel.workers)
@@ -104,7 +112,11 @@ def _worker(index: int, port: int, replicas: int, lanes: int, task: PreparedTask
     except Exception as raised:
         error = raised
     local = {
-        name.removeprefix("param/"): (engine.state_slices()[name].offsets, engine.state_slices()[name].sizes, t.clone())
+        name.removeprefix("param/"): (
+            engine.state_slices()[name].offsets,
+            engine.state_slices()[name].sizes,
+            t.clone(),
+        )
         for name, t in engine.state_tensors().items()
         if name.startswith("param/")
     }
@@ -119,7 +131,8 @@ def _worker(index: int, port: int, replicas: int, lanes: int, task: PreparedTask
 
 
 def run_layout(task: PreparedTask, train: TrainConfig, *, replicas: int, lanes: int) -> list[Any]:
-    """Trains on `replicas` x shard x tensor processes; one WorkerResult, or the exception, for each worker."""
+    """Trains on `replicas` x shard x tensor processes; one WorkerResult, or the exception, for each
+    worker."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     workers = replicas * train.parallel.workers
     with mp.Manager() as manager:
@@ -136,5 +149,7 @@ def full_parameters(workers: list[WorkerResult]) -> dict[str, torch.Tensor]:
         shape = [max(o[d] + s[d] for o, s, _ in boxes) for d in range(len(boxes[0][0]))]
         full[name] = torch.full(shape, float("nan"))
         for offsets, sizes, value in boxes:
-            full[name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = value.reshape(sizes)
+            full[name][tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = (
+                value.reshape(sizes)
+            )
     return full

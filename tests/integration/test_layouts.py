@@ -1,4 +1,5 @@
-"""Every layout computes what one process computes, and any number of replicas computes the same bits."""
+"""Every layout computes what one process computes, and any number of replicas computes the same
+bits."""
 
 from __future__ import annotations
 
@@ -72,10 +73,16 @@ def prepared(tied: bool = False) -> PreparedCausalLM:
     return config.task.prepare(config, text_directory() + ".cache")
 
 
-def single_process(task: PreparedCausalLM, train: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The whole run in plain PyTorch: no FSDP, no lanes, no replicas; one batch, one backward a step."""
+def single_process(
+    task: PreparedCausalLM, train: TrainConfig
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The whole run in plain PyTorch: no FSDP, no lanes, no replicas; one batch, one backward a
+    step."""
     model, source = task.build(train.seed)
-    values = {n: source.read(n, tuple(p.shape), (0,) * p.dim(), tuple(p.shape)) for n, p in model.named_parameters()}
+    values = {
+        n: source.read(n, tuple(p.shape), (0,) * p.dim(), tuple(p.shape))
+        for n, p in model.named_parameters()
+    }
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device="cpu")
     model.load_state_dict(values, strict=False)
@@ -85,7 +92,10 @@ def single_process(task: PreparedCausalLM, train: TrainConfig) -> tuple[list[flo
     o = train.optimizer
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": o.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
     data, losses = task.train_data(), []
     for step in range(train.steps):
@@ -95,7 +105,10 @@ def single_process(task: PreparedCausalLM, train: TrainConfig) -> tuple[list[flo
         loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
-        rise, rest = (step + 1) / o.warmup_steps, (step - o.warmup_steps) / (train.steps - 1 - o.warmup_steps)
+        rise, rest = (
+            (step + 1) / o.warmup_steps,
+            (step - o.warmup_steps) / (train.steps - 1 - o.warmup_steps),
+        )
         cosine = o.min_lr_ratio + (1 - o.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * rest))
         for group in optimizer.param_groups:
             group["lr"] = o.lr * (rise if step < o.warmup_steps else cosine)
@@ -112,12 +125,24 @@ def reference(tied: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("replicas", "shard", "tensor", "tied"),
-    [(1, 1, 1, False), (2, 1, 1, False), (1, 2, 1, False), (1, 1, 2, False), (2, 2, 2, False), (1, 1, 2, True)],
+    [
+        (1, 1, 1, False),
+        (2, 1, 1, False),
+        (1, 2, 1, False),
+        (1, 1, 2, False),
+        (2, 2, 2, False),
+        (1, 1, 2, True),
+    ],
 )
-def test_layout_agrees_with_a_plain_loop(replicas: int, shard: int, tensor: int, tied: bool) -> None:
-    """Float32 sums in another order differ by a few units in the last place of each partial sum (2**-24 relative, over
-    a few hundred terms: about 1e-5); AdamW's division by the root of a small second moment widens that on weights."""
-    results = run_layout(prepared(tied), train_config(shard, tensor), replicas=replicas, lanes=LANES)
+def test_layout_agrees_with_a_plain_loop(
+    replicas: int, shard: int, tensor: int, tied: bool
+) -> None:
+    """Float32 sums in another order differ by a few units in the last place of each partial sum
+    (2**-24 relative, over a few hundred terms: about 1e-5); AdamW's division by the root of a small
+    second moment widens that on weights."""
+    results = run_layout(
+        prepared(tied), train_config(shard, tensor), replicas=replicas, lanes=LANES
+    )
     losses, parameters = reference(tied)
     for worker in results:
         assert isinstance(worker, WorkerResult), worker
@@ -125,11 +150,15 @@ def test_layout_agrees_with_a_plain_loop(replicas: int, shard: int, tensor: int,
     got = full_parameters(results[: shard * tensor])
     assert got.keys() == parameters.keys()
     for name, value in parameters.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got[name], value, rtol=1e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_the_number_of_replicas_does_not_change_a_bit() -> None:
-    runs = {n: run_layout(prepared(), train_config(), replicas=n, lanes=LANES) for n in (1, 2, 3, 4)}
+    runs = {
+        n: run_layout(prepared(), train_config(), replicas=n, lanes=LANES) for n in (1, 2, 3, 4)
+    }
     first = full_parameters(runs[1])
     for count, workers in runs.items():
         for worker in workers:
@@ -168,9 +197,13 @@ def fragile_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, i
 
 def test_a_non_finite_step_never_reaches_the_weights() -> None:
     task = CustomTask(
-        build_model=Fragile, loss_function=fragile_loss, dataset=[torch.tensor([float(i)]) for i in range(8)]
+        build_model=Fragile,
+        loss_function=fragile_loss,
+        dataset=[torch.tensor([float(i)]) for i in range(8)],
     )
-    config = TrainConfig(task=task, steps=6, global_batch=2, lanes=2, optimizer=OptimizerConfig(lr=0.1))
+    config = TrainConfig(
+        task=task, steps=6, global_batch=2, lanes=2, optimizer=OptimizerConfig(lr=0.1)
+    )
     (worker,) = run_layout(task, config, replicas=1, lanes=2)
     ids = [sample_ids(0, step * 2, 2, 8) for step in range(6)]
     assert [not math.isfinite(loss) for loss in worker.losses] == [3 in step for step in ids]
@@ -179,7 +212,9 @@ def test_a_non_finite_step_never_reaches_the_weights() -> None:
 
 
 def test_too_many_non_finite_steps_in_a_row_end_the_run_naming_step_and_samples() -> None:
-    task = CustomTask(build_model=Fragile, loss_function=fragile_loss, dataset=[torch.tensor([3.0])] * 4)
+    task = CustomTask(
+        build_model=Fragile, loss_function=fragile_loss, dataset=[torch.tensor([3.0])] * 4
+    )
     config = TrainConfig(task=task, steps=6, global_batch=2, lanes=2)
     (error,) = run_layout(task, config, replicas=1, lanes=2)
     assert isinstance(error, NonFiniteError)

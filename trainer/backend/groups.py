@@ -1,8 +1,9 @@
 """Process groups of a replica and across replicas, on Gloo (CPU) or NCCL (CUDA).
 
-The default group of a worker is its replica. Across replicas a raw group, unknown to c10d's registry, is made
-for each generation and thrown away with it. Rendezvous goes through one TCPStore, which the control plane
-hosts, under a prefix of its own for each group: no worker's death takes it along (ray #59989, pytorch #91943).
+The default group of a worker is its replica. Across replicas a raw group, unknown to c10d's
+registry, is made for each generation and thrown away with it. Rendezvous goes through one TCPStore,
+which the control plane hosts, under a prefix of its own for each group: no worker's death takes it
+along (ray #59989, pytorch #91943).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Device = Literal["cpu", "cuda"]
@@ -23,7 +25,8 @@ Device = Literal["cpu", "cuda"]
 _POLL_MIN_S, _POLL_MAX_S = 20e-6, 500e-6
 
 _abandoned: list[Any] = []
-"""Groups and works left mid-collective: dropping the last reference can block until their timeout."""
+"""Groups and works left mid-collective: dropping the last reference can block until their
+timeout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +40,10 @@ class Rendezvous:
     timeout_s: float
     """Bound on rendezvous and on every collective."""
 
-    def store(self, prefix: str) -> dist.Store:
+    def store(self, prefix: str) -> Store:
         """A connection to the store that sees only keys below `prefix`."""
-        store = dist.TCPStore(self.host, self.port, is_master=False, timeout=self.timeout)
-        return dist.PrefixStore(prefix, store)
+        store = TCPStore(self.host, self.port, is_master=False, timeout=self.timeout)
+        return PrefixStore(prefix, store)
 
     @property
     def timeout(self) -> timedelta:
@@ -86,13 +89,14 @@ def make_replica_group(
     return init_device_mesh(device, (shard, tensor), mesh_dim_names=("shard", "tensor"))
 
 
-def gather(store: dist.Store, rank: int, size: int, leave_now: Callable[[], bool]) -> None:
-    """Waits until all `size` ranks are here, so that making a group cannot wait for one that never comes.
+def gather(store: Store, rank: int, size: int, leave_now: Callable[[], bool]) -> None:
+    """Waits until all `size` ranks are here, so that making a group cannot wait for one that never
+    comes.
 
     Raises:
         RuntimeError: `leave_now` became true.
     """
-    store.set(str(rank), b"here")
+    store.set(str(rank), "here")
     poll_until(lambda: bool(store.check([str(peer) for peer in range(size)])), leave_now)
 
 
@@ -124,7 +128,8 @@ def leave_replica_group() -> None:
 def make_cross_group(
     rendezvous: Rendezvous, prefix: str, *, rank: int, size: int, device: Device
 ) -> Any:
-    """A raw process group over the same (shard, tensor) of all replicas. All of those workers call it."""
+    """A raw process group over the same (shard, tensor) of all replicas. All of those workers call
+    it."""
     store = rendezvous.store(prefix)
     if device == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -135,7 +140,7 @@ def make_cross_group(
 
 def abandon(group: Any, in_flight: list[Any]) -> None:
     """Gives up a raw group without waiting for the works and buffers still `in_flight` in it."""
-    if isinstance(group, getattr(dist, "ProcessGroupNCCL", ())):
+    if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
         group.abort()
     if in_flight:
         _abandoned.append((group, in_flight))

@@ -26,7 +26,8 @@ class ModelConfig:
     architecture: str = "llama"
     """The `model_type` of a transformers configuration; not used with `path`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of that configuration (`hidden_size`, `num_hidden_layers`, …); with `path`, overrides."""
+    """Fields of that configuration (`hidden_size`, `num_hidden_layers`, …); with `path`,
+    overrides."""
     path: str | None = None
     """A directory with `config.json`, and weights where `pretrained` is set."""
     pretrained: bool = False
@@ -40,7 +41,8 @@ class ModelConfig:
                 rounded up to a multiple of 64.
 
         Raises:
-            ConfigError: unknown architecture, missing directory, or a vocabulary larger than the model's.
+            ConfigError: unknown architecture, missing directory, or a vocabulary larger than the
+                model's.
         """
         from transformers import AutoConfig
 
@@ -54,7 +56,7 @@ class ModelConfig:
                 "train.task.model.vocab_size",
                 settings["vocab_size"],
                 f"the tokenizer has {vocab_size} tokens, more than the model",
-                f"Set vocab_size to {vocab_size} or more, or use a tokenizer with a smaller vocabulary",
+                f"Set vocab_size to {vocab_size} or more, or use a tokenizer with fewer tokens",
             )
         try:
             config = AutoConfig.for_model(architecture, **settings)
@@ -72,7 +74,10 @@ class ModelConfig:
         file = directory / "config.json"
         if not file.is_file():
             raise ConfigError(
-                "train.task.model.path", str(directory), "it has no config.json", "Give a model directory"
+                "train.task.model.path",
+                str(directory),
+                "it has no config.json",
+                "Give a model directory",
             )
         return dict(json.loads(file.read_text()))
 
@@ -105,7 +110,9 @@ def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def weights(config: Mapping[str, Any], model: Any, seed: int, pretrained_path: str | None) -> WeightSource:
+def weights(
+    config: Mapping[str, Any], model: Any, seed: int, pretrained_path: str | None
+) -> WeightSource:
     """Where the initial weights come from: the files in `pretrained_path`, or the seed."""
     if pretrained_path is not None:
         from trainer.models.pretrained import PretrainedWeights
@@ -138,7 +145,12 @@ def check_tensor_parallel(config: Mapping[str, Any], model: Any, degree: int, se
         )
     divided = {
         name: config[name]
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+        for name in (
+            "num_attention_heads",
+            "num_key_value_heads",
+            "intermediate_size",
+            "vocab_size",
+        )
         if isinstance(config.get(name), int)
     }
     for name, size in {**divided, "seq_len": seq_len}.items():

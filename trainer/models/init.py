@@ -1,10 +1,11 @@
 """Seeded initial weights that do not depend on the layout.
 
-A model's own initialisation is run on the meta device while a dispatch mode records the in-place operations
-applied to each parameter. Every such operation is element-wise, so a worker can replay it on any part of the
-parameter: the flat tensor is cut into blocks of 65,536 numbers, each with a generator seeded by (seed, name,
-block), and a worker makes only the blocks that its slice touches. The same weights come out at any shard,
-tensor and replica degree, and no worker ever holds a full large tensor.
+A model's own initialisation is run on the meta device while a dispatch mode records the in-place
+operations applied to each parameter. Every such operation is element-wise, so a worker can replay
+it on any part of the
+parameter: the flat tensor is cut into blocks of 65,536 numbers, each with a generator seeded by
+    (seed, name, block), and a worker makes only the blocks that its slice touches. The same weights
+    come out at any shard, tensor and replica degree, and no worker ever holds a full large tensor.
 """
 
 from __future__ import annotations
@@ -26,22 +27,26 @@ RANDOM = frozenset({"normal_", "uniform_"})
 ELEMENTWISE = RANDOM | {"zero_", "fill_", "mul_", "add_", "sub_", "div_", "clamp_", "erfinv_"}
 
 Recipe = tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
-"""In-place operations on one parameter, in order: (operator, arguments after the tensor, keywords)."""
+"""In-place operations on one parameter, in order: (operator, arguments after the tensor,
+keywords)."""
 
 
 class WeightSource(Protocol):
-    """Gives the initial value of any box of any parameter; the same numbers on whichever worker asks."""
+    """Gives the initial value of any box of any parameter; the same numbers on whichever worker
+    asks."""
 
     def read(
         self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
-        """The box `offsets`, `sizes` of parameter `name`, whose full shape is `shape`, on the CPU."""
+        """The box `offsets`, `sizes` of parameter `name`, whose full shape is `shape`, on the
+        CPU."""
         ...
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Within it, every parameter that a module registers goes to the meta device; buffers stay real."""
+    """Within it, every parameter that a module registers goes to the meta device; buffers stay
+    real."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -49,7 +54,7 @@ def parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -65,7 +70,11 @@ class _Recorder(TorchDispatchMode):
         self.recipes: dict[str, Recipe] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = self.names.get(id(args[0])) if args else None
@@ -78,13 +87,18 @@ class _Recorder(TorchDispatchMode):
                     f"its initialisation uses {operation}, which cannot be made slice by slice",
                     "Use trainer.task.CustomTask, which initialises the whole model on the CPU",
                 )
-            before = () if operation in {"normal_", "uniform_", "zero_", "fill_"} else self.recipes.get(name, ())
+            before = (
+                ()
+                if operation in {"normal_", "uniform_", "zero_", "fill_"}
+                else self.recipes.get(name, ())
+            )
             self.recipes[name] = (*before, (func, tuple(args[1:]), dict(kwargs)))
         return func(*args, **kwargs)
 
 
 def record_recipes(model: nn.Module, initialize: Any) -> dict[str, Recipe]:
-    """Runs `initialize(module)` over all modules of a meta model and returns each parameter's recipe.
+    """Runs `initialize(module)` over all modules of a meta model and returns each parameter's
+    recipe.
 
     Raises:
         ConfigError: for an operation that is not element-wise, or a parameter left uninitialised.

@@ -1,4 +1,5 @@
-"""Weights of a local Hugging Face model directory, read slice by slice from its safetensors files."""
+"""Weights of a local Hugging Face model directory, read slice by slice from its safetensors
+files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """From a model on the meta device to this worker's sharded, filled model.
 
-Order: tensor parallelism, then FSDP2 round each block and the root, then real memory for just the local
-slices, then their initial values. All degrees 1 take the same road: FSDP2 over one rank.
+Order: tensor parallelism, then FSDP2 round each block and the root, then real memory for just the
+    local slices, then their initial values. All degrees 1 take the same road: FSDP2 over one rank.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from trainer.parallel.tensor import apply_tensor_parallel, decoder_layers
 
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, *, plan: dict[str, str], compute_dtype: torch.dtype
-) -> FSDPModule:
-    """Makes `model` (parameters on meta) tensor parallel and fully sharded over the replica's mesh, in place.
+) -> nn.Module:
+    """Makes `model` (parameters on meta) tensor parallel and fully sharded over the replica's mesh,
+    in place.
 
-    Gradients are summed over the shard ranks, not averaged: the loop divides by the global token count.
+    Gradients are summed over the shard ranks, not averaged: the loop divides by the global token
+    count.
 
     Args:
         model: the whole model.
@@ -37,15 +39,17 @@ def parallelize(
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for name in decoder_layers(model):
         fully_shard(model.get_submodule(name), mesh=mesh["shard"], mp_policy=policy)
-    root = fully_shard(model, mesh=mesh["shard"], mp_policy=policy)
-    for module in root.modules():
+    fully_shard(model, mesh=mesh["shard"], mp_policy=policy)
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-    return root
+    return model
 
 
-def local_slices(model: nn.Module, slot: Slot, *, shard: int, tensor: int) -> dict[str, TensorSlice]:
+def local_slices(
+    model: nn.Module, slot: Slot, *, shard: int, tensor: int
+) -> dict[str, TensorSlice]:
     """The box of each full parameter that the worker in `slot` holds, by parameter name."""
     slices = {}
     for name, param in model.named_parameters():
@@ -68,7 +72,8 @@ def local_slices(model: nn.Module, slot: Slot, *, shard: int, tensor: int) -> di
 
 
 def tensor_dim(param: nn.Parameter) -> int | None:
-    """The dimension that tensor parallelism cuts, or None where every tensor rank holds the parameter."""
+    """The dimension that tensor parallelism cuts, or None where every tensor rank holds the
+    parameter."""
     if not isinstance(param, DTensor) or param.device_mesh.ndim < 2:
         return None
     placement = param.placements[-1]
@@ -96,4 +101,4 @@ def fill(model: nn.Module, slices: dict[str, TensorSlice], source: WeightSource)
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a parameter or gradient that this worker holds, detached, sharing its memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -21,7 +21,8 @@ class Slot:
 
 
 def slot_of(replica: int, rank: int, tensor_degree: int) -> Slot:
-    """The slot of `rank` within a replica; tensor peers have neighbouring ranks (one node's NVLink)."""
+    """The slot of `rank` within a replica; tensor peers have neighbouring ranks (one node's
+    NVLink)."""
     return Slot(replica=replica, shard=rank // tensor_degree, tensor=rank % tensor_degree)
 
 
@@ -46,15 +47,17 @@ def local_box(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The box of a full parameter that one worker holds.
 
-    Tensor parallelism cuts `tensor_dim` first (None: replicated over the tensor ranks); FSDP2 then cuts
-    dimension 0 of what is left.
+    Tensor parallelism cuts `tensor_dim` first (None: replicated over the tensor ranks); FSDP2 then
+    cuts dimension 0 of what is left.
 
     Returns:
         (offsets, sizes), one number per dimension.
     """
     offsets, sizes = [0] * len(shape), list(shape)
     if tensor_dim is not None:
-        offsets[tensor_dim], sizes[tensor_dim] = chunk(shape[tensor_dim], tensor_degree, tensor_index)
+        offsets[tensor_dim], sizes[tensor_dim] = chunk(
+            shape[tensor_dim], tensor_degree, tensor_index
+        )
     start, length = chunk(sizes[0], shard_degree, shard_index)
     offsets[0] += start
     sizes[0] = length

@@ -1,10 +1,10 @@
 """Tensor parallelism with sequence parallelism, from a transformers tensor-parallel plan.
 
-Between the blocks each tensor rank holds its part of the sequence; a block gathers the sequence on entry
-(before its column-wise layers) and scatters the sums on exit (after its row-wise layer), so the norms and
-residuals work on 1/t of the tokens. transformers' plans name the column- and row-wise layers; the rest
-follows from the structure that its decoder models share. Source: Korthikanti et al., Reducing Activation
-Recomputation in Large Transformer Models, 2022.
+Between the blocks each tensor rank holds its part of the sequence; a block gathers the sequence on
+entry (before its column-wise layers) and scatters the sums on exit (after its row-wise layer), so
+the norms and residuals work on 1/t of the tokens. transformers' plans name the column- and row-wise
+layers; the rest follows from the structure that its decoder models share. Source: Korthikanti et
+al., Reducing Activation Recomputation in Large Transformer Models, 2022.
 
 Shapes: x_BSD is (batch, sequence, model dim).
 """
@@ -30,7 +30,8 @@ SEQUENCE = Shard(1)
 
 
 class GatherSequence(ParallelStyle):
-    """On entry to a module, gathers the full sequence of its first input, x_BSD or `hidden_states`."""
+    """On entry to a module, gathers the full sequence of its first input, x_BSD or
+    `hidden_states`."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(x: Any) -> DTensor:
@@ -70,7 +71,7 @@ def tensor_styles(model: nn.Module, plan: dict[str, str]) -> dict[str, ParallelS
             styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
         elif _is_norm(module) and (in_layer or name.count(".") == layers[0].count(".") - 1):
             styles[name] = SequenceParallel(use_local_output=not in_layer)
-    # The first block splits the full embeddings, so that positions and masks are computed on full shapes.
+    # The first block splits the full embeddings: positions and masks need the full shapes.
     styles[layers[0]] = PrepareModuleInput(
         input_layouts=(Replicate(),), desired_input_layouts=(SEQUENCE,), use_local_output=True
     )
@@ -78,7 +79,8 @@ def tensor_styles(model: nn.Module, plan: dict[str, str]) -> dict[str, ParallelS
 
 
 def decoder_layers(model: nn.Module) -> list[str]:
-    """Names of the repeated blocks: the elements of the longest ModuleList, or [] where there is none."""
+    """Names of the repeated blocks: the elements of the longest ModuleList, or [] where there is
+    none."""
     lists = [(len(m), name) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     if not lists:
         return []
