@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 # What `make demo` does to the run; `make demo ARGS=--help` lists the choices.
-ARGS ?= --fault kill@60
+ARGS ?= --fault kill@60 --resume never
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench clean

@@ -22,7 +22,7 @@ class CheckpointConfig:
     """
 
     every_steps: int | None = 100
-    """Steps from one checkpoint to the next; None writes none."""
+    """Steps from one checkpoint to the next; None writes only the one at the end of the run."""
 
     keep_last: int = 2
     """How many of the newest checkpoints stay; the newest one always does."""

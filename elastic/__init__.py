@@ -1,18 +1,47 @@
 """ElasticTrainer: elastic, fault-tolerant training of large models on Ray.
 
-The public names; everything else is an implementation detail.
+The public names; everything else is an implementation detail. They load on first use, so that a
+node agent, which imports this package too, carries neither torch nor transformers.
 """
 
-from checkpointing import CheckpointConfig, CheckpointError
-from elastic.api import ElasticTrainer
-from elastic.config import HealthConfig, ScalingConfig
-from elastic.errors import ElasticError, ResourcesError, RunFailedError
-from elastic.faults import Fault, parse_faults
-from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
-from trainer.data.config import DataConfig
-from trainer.errors import ConfigError, TrainerError
-from trainer.models.hf import ModelConfig
-from trainer.task import CausalLM, CustomTask
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from checkpointing import CheckpointConfig, CheckpointError
+    from elastic.api import ElasticTrainer
+    from elastic.config import HealthConfig, ScalingConfig
+    from elastic.errors import ElasticError, ResourcesError, RunFailedError
+    from elastic.faults import Fault, parse_faults
+    from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
+    from trainer.data.config import DataConfig
+    from trainer.errors import ConfigError, TrainerError
+    from trainer.models.hf import ModelConfig
+    from trainer.task import CausalLM, CustomTask
+
+_HOMES = {
+    "CausalLM": "trainer.task",
+    "CheckpointConfig": "checkpointing",
+    "CheckpointError": "checkpointing",
+    "ConfigError": "trainer.errors",
+    "CustomTask": "trainer.task",
+    "DataConfig": "trainer.data.config",
+    "ElasticError": "elastic.errors",
+    "ElasticTrainer": "elastic.api",
+    "Fault": "elastic.faults",
+    "HealthConfig": "elastic.config",
+    "ModelConfig": "trainer.models.hf",
+    "OptimizerConfig": "trainer.config",
+    "ParallelConfig": "trainer.config",
+    "ResourcesError": "elastic.errors",
+    "RunFailedError": "elastic.errors",
+    "ScalingConfig": "elastic.config",
+    "TrainConfig": "trainer.config",
+    "TrainerError": "trainer.errors",
+    "parse_faults": "elastic.faults",
+}
 
 __all__ = [
     "CausalLM",
@@ -35,3 +64,9 @@ __all__ = [
     "TrainerError",
     "parse_faults",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

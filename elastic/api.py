@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.train import Checkpoint, Result, RunConfig
+from ray.train import Checkpoint, Result, RunConfig, TrainingFailedError
 
 from checkpointing import (
     CheckpointConfig,
@@ -36,7 +36,6 @@ from elastic.membership import GroupConfig
 from elastic.observer import Observer, conclude
 from elastic.ray_compat import ElasticRayTrainer, start_coordinator
 from elastic.records import RunPaths
-from elastic.report import Report
 from elastic.resources import wait_for_workers
 from elastic.worker import train_worker
 from trainer.config import TrainConfig
@@ -266,30 +265,25 @@ class ElasticTrainer:
         outcome: events.RunOutcome = "interrupted"
         error: str | None = None
         try:
-            result = trainer.fit()
+            trainer.fit()
             outcome = "finished"
-        except Exception as failure:
+        except TrainingFailedError as failure:
             verdict = ray.get(coordinator.verdict.remote())
-            outcome, error = "failed", str(failure)
-            if verdict is not None and verdict.error is not None:
-                error = verdict.error
+            if verdict is None:
+                outcome, error = "failed", str(failure)
+                raise
+            if verdict.error is not None:
+                outcome, error = "failed", verdict.error
                 raise RunFailedError(error) from None
-            raise
+            outcome = "finished"  # a worker lost just before the end was not replaced any more
         finally:
             ray.get(coordinator.end.remote(outcome, error))
             observer.close()
             report = conclude(paths)
-        return self._complete(result, paths, task, report)
-
-    def _complete(
-        self, result: Result, paths: RunPaths, task: PreparedTask, report: Report
-    ) -> Result:
-        """Fills Ray Train's result from ours."""
-        metrics = {**report.to_json(), "task": dict(task.info)}
-        return dataclasses.replace(
-            result,
-            metrics=metrics,
+        return Result(
+            metrics={**report.to_json(), "task": dict(task.info)},
             checkpoint=Checkpoint(str(paths.checkpoints)),
+            error=None,
             path=str(paths.root),
         )
 

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,7 @@ class Coordinator:
         self._signals: dict[str, Signal] = {}
         self._news = asyncio.Condition()
         self._agents: dict[str, Any] = {}
+        self._watches: dict[str, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._losses: list[Loss] = []
         self._fired: set[str] = set()
@@ -90,17 +92,32 @@ class Coordinator:
 
     # -- workers -----------------------------------------------------------------------------------
 
-    async def rendezvous(self) -> tuple[str, int]:
-        """Host and port of the store where process groups meet."""
+    async def hello(self, identity: Identity) -> tuple[str, int]:
+        """A worker has started: its process is watched from now on.
+
+        Returns:
+            Host and port of the store where process groups meet.
+        """
+        self._note(
+            events.WorkerJoined(
+                time=time.time(), worker=identity.worker, node=identity.node, pid=identity.pid
+            )
+        )
+        if identity.node not in self._agents:
+            self._agents[identity.node] = start_node_agent(identity.node)
+            self._spawn(self._await_node(identity.node))
+        watching = self._agents[identity.node].watch.remote(identity.worker, identity.pid)
+        self._watches[identity.worker] = watching
         return self.host, self.port
 
     async def join(self, report: Report) -> Answer:
-        """A worker reports what it has and waits for what to do."""
+        """A worker reports what it has and waits for what to do. No worker joins unwatched."""
         worker = report.identity.worker
-        if worker not in self.membership.members and self.membership.stopped is None:
-            self._welcome(report.identity)
+        if worker in self._watches:
+            await self._watches.pop(worker)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[worker] = answer
+        self._take_steps(report.recent)
         self.membership.join(report)
         await self._advance()
         return await answer
@@ -141,14 +158,17 @@ class Coordinator:
     ) -> None:
         """Committed steps from the lead worker, and events from any. Steps already known are passed
         over."""
+        self._take_steps(steps)
+        for event in happened:
+            self._note(event)
+
+    def _take_steps(self, steps: Sequence[events.StepRecord]) -> None:
         for step in steps:
-            if step.step == self.membership.recorded:
-                self.membership.recorded += 1
+            if step.step >= self.membership.recorded:
+                self.membership.recorded = step.step + 1
                 self.membership.reached = max(self.membership.reached, step.step + 1)
                 self.steps.append(step)
                 self._step_log.append(step)
-        for event in happened:
-            self._note(event)
 
     async def claim_fault(self, fault: str, step: int, worker: str) -> bool:
         """Whether an injected fault should fire now: it does so once in a run."""
@@ -261,17 +281,6 @@ class Coordinator:
             self.membership.stopped = Stop(error=error)
         await self._advance()
 
-    def _welcome(self, identity: Identity) -> None:
-        self._note(
-            events.WorkerJoined(
-                time=time.time(), worker=identity.worker, node=identity.node, pid=identity.pid
-            )
-        )
-        if identity.node not in self._agents:
-            self._agents[identity.node] = start_node_agent(identity.node)
-            self._spawn(self._await_node(identity.node))
-        self._agents[identity.node].watch.remote(identity.worker, identity.pid)
-
     async def _await_node(self, node: str) -> None:
         """Ends when the node's agent does: its workers are lost with it."""
         try:
@@ -340,17 +349,8 @@ class Coordinator:
         if effects.regrouped is not None:
             self._note(_regroup_done(now, effects.regrouped))
         if effects.short_of and effects.short_of != self._short_of:
-            self._note(self._below_minimum(now, effects.short_of))
+            self._note(_below_minimum(now, self.membership, effects.short_of))
         self._short_of = effects.short_of
-
-    def _below_minimum(self, now: float, missing: int) -> events.BelowMinimum:
-        return events.BelowMinimum(
-            time=now,
-            alive=len(self.membership.members),
-            needed=self.config.groups.min_replicas * self.config.groups.workers_per_replica,
-            missing=f"{missing} workers, to have scaling.min_replicas = "
-            f"{self.config.groups.min_replicas} whole replicas",
-        )
 
     def _note(self, event: events.Event) -> None:
         self.events.append(event)
@@ -401,4 +401,15 @@ def _regroup_done(now: float, regrouped: Regrouped) -> events.RegroupDone:
         outcome=regrouped.outcome,
         lost_steps=regrouped.lost_steps,
         repeated_steps=int(regrouped.outcome == "repeat"),
+    )
+
+
+def _below_minimum(now: float, membership: Membership, missing: int) -> events.BelowMinimum:
+    config = membership.config
+    return events.BelowMinimum(
+        time=now,
+        alive=membership.whole_replicas,
+        needed=config.min_replicas,
+        missing=f"{missing} workers (a replica has {config.workers_per_replica}); add machines or "
+        f"lower scaling.min_replicas",
     )

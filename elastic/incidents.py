@@ -186,6 +186,7 @@ def _losses(events: Sequence[Event]) -> list[_Loss]:
     """Group the losses of one start of the run into incidents."""
     found: list[_Loss] = []
     pending: _Loss | None = None
+    under_way: RegroupCalled | None = None  # survivors can notice a loss before the node agent does
     for event in events:
         if isinstance(event, RunEnded):
             break  # workers that leave after the end are no incident
@@ -195,13 +196,17 @@ def _losses(events: Sequence[Event]) -> list[_Loss]:
                 pending = None
             pending = _Loss(
                 lost=(*(pending.lost if pending else ()), event),
-                called=pending.called if pending else None,
+                called=pending.called if pending else under_way,
             )
-        elif pending and pending.slotted and isinstance(event, RegroupCalled):
-            pending = _Loss(lost=pending.lost, called=pending.called or event)
-        elif pending and isinstance(event, RegroupDone) and _ends(event, pending):
-            found.append(_Loss(lost=pending.lost, called=pending.called, done=event))
-            pending = None
+        elif isinstance(event, RegroupCalled):
+            under_way = event if event.reason == "fault" else None
+            if pending and pending.slotted:
+                pending = _Loss(lost=pending.lost, called=pending.called or event)
+        elif isinstance(event, RegroupDone):
+            under_way = None
+            if pending and _ends(event, pending):
+                found.append(_Loss(lost=pending.lost, called=pending.called, done=event))
+                pending = None
     return [*found, pending] if pending else found
 
 
@@ -235,7 +240,7 @@ def _incident(
         step=done.step if done else _step_in_progress(first.time, pace.steps),
         outcome=done.outcome if done else "unrecovered" if loss.slotted else "no_regroup",
         detect_s=detect_s,
-        decide_s=called.time - first.time if called else None,
+        decide_s=max(0.0, called.time - first.time) if called else None,
         regroup_s=done.time - called.time if called and done else None,
         first_step_s=after.time - done.time if after and done else None,
         stall_s=_stall_s(pace, begin, end),

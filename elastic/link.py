@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 0.2
 _RECORDS_KEPT = 100_000
+_RECENT_S, _RECENT_MOST = 10.0, 2_000
+"""Steps that a worker shows when it joins: more than the lead can have failed to send."""
 
 
 class CoordinatorLink:
@@ -57,7 +60,7 @@ class CoordinatorLink:
 
     def join(self, report: Report) -> Answer:
         """Waits in the coordinator for what to do next."""
-        answer: Answer = ray.get(self._coordinator.join.remote(report))
+        answer: Answer = ray.get(self._coordinator.join.remote(self._with_recent(report)))
         self._run = answer if isinstance(answer, Run) else None
         if isinstance(answer, Run):
             while self._records and self._records[0].step < answer.recorded:
@@ -149,6 +152,14 @@ class CoordinatorLink:
             daemon=True,
         )
         self._writer.start()
+
+    def _with_recent(self, report: Report) -> Report:
+        """Adds the steps of the last moments; one worker of a replica does it for all."""
+        if self._run is None or self._run.rank > 0:
+            return report
+        since = time.time() - _RECENT_S
+        recent = tuple(record for record in self._records if record.time >= since)
+        return replace(report, recent=recent[-_RECENT_MOST:])
 
     # -- records -----------------------------------------------------------------------------------
 

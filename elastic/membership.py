@@ -131,6 +131,11 @@ class Membership:
         whole = (*self._standing(), *self.forming)
         return not any(worker in replica.workers for replica in whole)
 
+    @property
+    def whole_replicas(self) -> int:
+        """Replicas that train, or would if there were enough of them."""
+        return len(self._standing()) + len(self.forming)
+
     def absent(self) -> list[str]:
         """Workers of whole replicas that were called and are not here yet."""
         return [w for r in self._standing() for w in r.workers if not self._arrived(w)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from elastic.events import StepRecord
 from trainer.commit import Commit
 
 SignalKind = Literal["fault", "boundary"]
@@ -40,6 +41,8 @@ class Report:
     """The commit of step - 1, where it saw it."""
     finished: bool = False
     """It has done everything up to the end of the run."""
+    recent: tuple[StepRecord, ...] = ()
+    """The latest steps it saw committed, should the lead worker have died before it sent them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,18 @@
 - `ElasticBackendConfig` makes Ray Train's controller treat each worker as its own replica group:
   when one dies it
   starts a new actor in the same bundle and leaves the others running.
-- `ElasticRayTrainer` puts our failure policy where `DataParallelTrainer.fit` would make its own.
+- `ElasticController` replaces several lost workers at once. The stock one, on 2.60, asks all
+  workers it believes
+  alive to clear a queue first; one more dead worker among them sends it into an endless loop over
+  the same error.
+- `ElasticRayTrainer` puts our controller and failure policy where `DataParallelTrainer` would make
+  its own.
 """
 
 from __future__ import annotations
 
-import os
+import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +22,19 @@ import ray
 from ray.train import Result, RunConfig
 from ray.train import ScalingConfig as RayScalingConfig
 from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.api.exceptions import TrainingFailedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-POLL_INTERVAL_VARIABLE = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
-POLL_INTERVAL_S = "0.5"
+log = logging.getLogger(__name__)
+
+POLL_OFTEN = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
+"""Unless the user says otherwise. A poll costs one small call a worker, off the step path."""
 
 
 class _ElasticBackend(Backend):
@@ -41,8 +52,23 @@ class ElasticBackendConfig(BackendConfig):
         return _ElasticBackend
 
 
+class ElasticController(TrainController):
+    """Ray Train's controller, able to replace workers while others die."""
+
+    def _replace_bad_workers(self, poll_status: Any) -> None:
+        group: Any = self._worker_group
+        failing = sorted(poll_status.failing_replica_group_indices)
+        for index in failing:  # from here on none of them counts as active
+            group.get_replica_groups()[index].shutdown()
+        for index in failing:
+            try:
+                group.replace_replica_group(index)
+            except (ray.exceptions.RayActorError, WorkerGroupStartupFailedError) as error:
+                log.warning("worker %d is replaced after the next poll: %s", index, error)
+
+
 class CoordinatorDecides(FailurePolicy):
-    """Every lost worker is replaced until the coordinator says that the run is over."""
+    """Every lost worker is replaced, until the coordinator says that the run is over."""
 
     def __init__(self, coordinator: Any) -> None:
         super().__init__(FailureConfig(max_failures=-1))
@@ -54,9 +80,7 @@ class CoordinatorDecides(FailurePolicy):
             verdict = ray.get(self._coordinator.verdict.remote())
         except ray.exceptions.RayError:
             return FailureDecision.RAISE
-        if verdict is not None and verdict.error is not None:
-            return FailureDecision.RAISE
-        return FailureDecision.RETRY
+        return FailureDecision.RETRY if verdict is None else FailureDecision.RAISE
 
 
 class ElasticRayTrainer(DataParallelTrainer):
@@ -96,13 +120,16 @@ class ElasticRayTrainer(DataParallelTrainer):
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
         arguments["failure_policy"] = CoordinatorDecides(self._coordinator)
-        before = os.environ.get(POLL_INTERVAL_VARIABLE)
-        os.environ.setdefault(POLL_INTERVAL_VARIABLE, POLL_INTERVAL_S)
-        try:
-            return super()._initialize_and_run_controller(**arguments)
-        finally:
-            if before is None:
-                del os.environ[POLL_INTERVAL_VARIABLE]
+        variables = {**POLL_OFTEN, **get_env_vars_to_propagate()}
+        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": variables}}
+        here = _on_node(ray.get_runtime_context().get_node_id())
+        actor: Any = ray.remote(**options)(ElasticController)
+        controller: Any = actor.options(scheduling_strategy=here).remote(**arguments)
+        if threading.current_thread() is threading.main_thread():
+            self._register_sigint_handler(controller)
+        ray.get(controller.run.remote())
+        result: Result = ray.get(controller.get_result.remote())
+        return result
 
 
 def start_coordinator(config: Any) -> Any:
@@ -131,6 +158,9 @@ def host_store() -> tuple[str, int, Any]:
 
 def _actor_on(node: str, cls: type, *, max_concurrency: int) -> Any:
     """An actor class that takes no CPU slot and lives on `node`."""
-    place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": max_concurrency}
-    return ray.remote(**options)(cls).options(scheduling_strategy=place)
+    return ray.remote(**options)(cls).options(scheduling_strategy=_on_node(node))
+
+
+def _on_node(node: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)

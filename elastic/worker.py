@@ -58,7 +58,7 @@ class Worker:
             node=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
         )
-        host, port = ray.get(job.coordinator.rendezvous.remote())
+        host, port = ray.get(job.coordinator.hello.remote(self.identity))
         self.rendezvous = Rendezvous(
             host=host, port=port, timeout_s=job.health.collective_timeout_s
         )

@@ -24,6 +24,7 @@ from checkpointing import Keys, Reader, newest, open_store, params_sha256
 from elastic import (
     CausalLM,
     CheckpointConfig,
+    CheckpointError,
     ConfigError,
     DataConfig,
     ElasticError,
@@ -165,7 +166,7 @@ def main(arguments: list[str]) -> int:
         trainer = build_trainer(options)
         start_ray(options)
         result = trainer.fit()
-    except (ConfigError, ElasticError) as error:
+    except (ConfigError, CheckpointError, ElasticError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     print("RESULT " + json.dumps(summarize(trainer, result)), flush=True)

@@ -7,6 +7,7 @@ checks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,11 +40,14 @@ class OptimizerConfig:
             ("lr", self.lr, self.lr > 0, "a positive learning rate"),
             ("min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "a share, 0 to 1"),
             ("warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "0 or more steps"),
+            ("betas[0]", self.betas[0], 0 <= self.betas[0] < 1, "0 or more, below 1"),
+            ("betas[1]", self.betas[1], 0 <= self.betas[1] < 1, "0 or more, below 1"),
+            ("eps", self.eps, self.eps > 0, "a small positive number"),
             ("weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more"),
             ("clip_norm", self.clip_norm, self.clip_norm >= 0, "0 (off) or a positive norm"),
         ]
         for name, value, ok, wanted in ranges:
-            if not ok:
+            if not ok or not math.isfinite(value):
                 raise ConfigError(f"train.optimizer.{name}", value, "out of range", f"Use {wanted}")
 
 
@@ -115,6 +119,7 @@ class TrainConfig:
             ("parallel.shard", self.parallel.shard),
             ("parallel.tensor", self.parallel.tensor),
             ("eval_samples", self.eval_samples),
+            ("eval_every", 1 if self.eval_every is None else self.eval_every),
         ]:
             if value < 1:
                 raise ConfigError(f"train.{name}", value, "must be at least 1", "Use 1 or more")
@@ -138,7 +143,7 @@ class TrainConfig:
                 "train.global_batch",
                 self.global_batch,
                 f"{lanes} lanes x {self.parallel.shard} shard ranks = {streams} do not divide it",
-                f"Use a multiple of {streams}, such as {down or up} or {up}",
+                f"Use a multiple of {streams}, such as {f'{down} or {up}' if down else up}",
             )
         per_worker = self.lane_samples(lanes)
         if self.micro_batch is not None and (self.micro_batch < 1 or per_worker % self.micro_batch):

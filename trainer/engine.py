@@ -91,7 +91,6 @@ class Engine:
             for count, param in zip(self._counts, self._params, strict=True)
             if not self._counted_elsewhere(param)
         )
-        self.gradient = torch.zeros(self.count + self._spare, device=self.device)
 
     def _counted_elsewhere(self, param: nn.Parameter) -> bool:
         return self.slot.tensor > 0 and tensor_dim(param) is None
@@ -104,8 +103,7 @@ class Engine:
     def _make_optimizer(self) -> torch.optim.AdamW:
         settings = self.train_config.optimizer
         self._leaves = [nn.Parameter(local) for local in self._locals]
-        for leaf, grad in zip(self._leaves, self.views(self.gradient), strict=True):
-            leaf.grad = grad
+        self.replace_gradient()
         decayed = [leaf for leaf in self._leaves if leaf.dim() >= 2 and leaf.numel()]
         plain = [leaf for leaf in self._leaves if leaf.dim() < 2 and leaf.numel()]
         groups = [
@@ -127,6 +125,13 @@ class Engine:
                 "exp_avg_sq": torch.zeros_like(leaf),
             }
         return optimizer
+
+    def replace_gradient(self) -> None:
+        """Takes a new buffer for the reduced gradient: an abandoned collective may still write to
+        the old."""
+        self.gradient = torch.zeros(self.count + self._spare, device=self.device)
+        for leaf, grad in zip(self._leaves, self.views(self.gradient), strict=True):
+            leaf.grad = grad
 
     def initialize(self) -> None:
         """Fills the weights from the seed or the pretrained files; the optimizer starts empty."""

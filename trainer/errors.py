@@ -3,6 +3,8 @@
 TrainerError
 ├── ConfigError          what the user wrote cannot work; raised before anything starts
 ├── NonFiniteError       too many steps in a row had a non-finite loss or gradient
+├── LedgerError          (samples.py) a step committed other samples than it should have
+├── TokensCorruptError   (data/index.py) a token file is not what its index says
 └── CrossGroupLost       a collective across replicas failed or was abandoned: a regroup is due
 
 A message is the fact, the numbers, and the next knob. All of them survive pickling, because they

@@ -148,6 +148,7 @@ class TrainLoop:
             self.reduce()
             failed = False
         except CrossGroupLost:
+            self.engine.replace_gradient()
             failed = True
         self.link.at_step(step, "commit")
         return self.agree(step, failed)

@@ -30,8 +30,10 @@ class PreparedTask(Protocol):
     """A checked task, as it crosses to the workers. All workers call its methods with the same
     arguments."""
 
-    info: Mapping[str, Any]
-    """Facts for the run's records (token counts, vocabulary, …), JSON values."""
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """Facts for the run's records (token counts, vocabulary, …), JSON values."""
+        ...
 
     def build(self, seed: int) -> tuple[nn.Module, WeightSource]:
         """The model with its parameters on the meta device, and where their values come from."""
@@ -219,11 +221,7 @@ class CustomTask:
             torch.manual_seed(seed)
             model = self.build_model()
         full = {name: param.detach().clone() for name, param in model.named_parameters()}
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        model.to("meta")
-        for name, buffer in buffers.items():
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = buffer
+        _move_parameters_to_meta(model)
         return model, FullWeights(full)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
@@ -241,6 +239,17 @@ class CustomTask:
         from trainer.data import MapDataset
 
         return None if self.eval_dataset is None else MapDataset(self.eval_dataset)
+
+
+def _move_parameters_to_meta(model: nn.Module) -> None:
+    """Leaves buffers where they are, and tied parameters tied."""
+    from torch import nn
+
+    moved: dict[int, nn.Parameter] = {}
+    for name, param in list(model.named_parameters(remove_duplicate=False)):
+        meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, moved.setdefault(id(param), meta))
 
 
 def model_table(prepared: PreparedTask, seed: int) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,17 @@ class ModelConfig:
         if self.path is not None:
             settings = {**self._read_config(Path(self.path)), **settings}
         architecture = settings.pop("model_type", self.architecture)
-        settings.setdefault("vocab_size", -(-vocab_size // 64) * 64)
+        if settings.get("vocab_size") is None:
+            settings["vocab_size"] = -(-vocab_size // 64) * 64
+        try:
+            config = AutoConfig.for_model(architecture, **settings)
+        except Exception as error:  # transformers raises errors of many kinds here
+            raise ConfigError(
+                "train.task.model.architecture",
+                architecture,
+                f"transformers refuses the configuration: {_brief(error)}",
+                "Use the model_type of a transformers configuration, such as 'llama', with its fields",
+            ) from error
         if vocab_size > settings["vocab_size"]:
             raise ConfigError(
                 "train.task.model.vocab_size",
@@ -58,15 +69,6 @@ class ModelConfig:
                 f"the tokenizer has {vocab_size} tokens, more than the model",
                 f"Set vocab_size to {vocab_size} or more, or use a tokenizer with fewer tokens",
             )
-        try:
-            config = AutoConfig.for_model(architecture, **settings)
-        except ValueError as error:
-            raise ConfigError(
-                "train.task.model.architecture",
-                architecture,
-                str(error).splitlines()[0][:200],
-                "Use the model_type of a transformers configuration, such as 'llama'",
-            ) from error
         return dict(config.to_dict())
 
     @staticmethod
@@ -79,7 +81,17 @@ class ModelConfig:
                 "it has no config.json",
                 "Give a model directory",
             )
-        return dict(json.loads(file.read_text()))
+        try:
+            config = json.loads(file.read_text())
+        except ValueError as error:
+            raise ConfigError(
+                "train.task.model.path", str(file), f"not JSON: {error}", "Save the model again"
+            ) from error
+        if not isinstance(config, dict) or "model_type" not in config:
+            raise ConfigError(
+                "train.task.model.path", str(file), "it names no model_type", "Save the model again"
+            )
+        return config
 
 
 def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
@@ -100,14 +112,21 @@ def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
             model: nn.Module = AutoModelForCausalLM.from_config(
                 built, attn_implementation="sdpa", dtype=torch.float32
             )
-    except ValueError as error:
+    except Exception as error:  # transformers raises errors of many kinds here
         raise ConfigError(
             "train.task.model.architecture",
             config["model_type"],
-            "transformers has no causal language model for it",
-            "Use a decoder architecture, such as 'llama', 'mistral' or 'qwen2'",
+            f"transformers cannot build a causal language model of it: {_brief(error)}",
+            "Use a decoder architecture, such as 'llama' or 'qwen2', with settings that fit it",
         ) from error
     return model
+
+
+def _brief(error: Exception) -> str:
+    """The beginning of an error's text on one line, with its type where the text is a single
+    word."""
+    text = str(error) if " " in str(error) else repr(error)
+    return textwrap.shorten(text, 150, placeholder=" …").rstrip(".")
 
 
 def weights(
@@ -118,7 +137,7 @@ def weights(
         from trainer.models.pretrained import PretrainedWeights
 
         source = PretrainedWeights(pretrained_path)
-        source.check_names(name for name, _ in model.named_parameters())
+        source.check({name: tuple(param.shape) for name, param in model.named_parameters()})
         return source
     from trainer.models.init import SeededWeights, record_recipes
 
@@ -129,14 +148,13 @@ def check_tensor_parallel(config: Mapping[str, Any], model: Any, degree: int, se
     """Checks that `degree` tensor ranks can share the model.
 
     Raises:
-        ConfigError: the model has no usable plan, or a dimension does not divide.
+        ConfigError: the model has no usable plan, the plan leaves modules out, or a dimension does
+            not divide.
     """
     if degree == 1:
         return
-    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
-    unknown = sorted(set(plan.values()) - SUPPORTED_STYLES)
-    if not plan or unknown:
-        why = f"its plan uses {', '.join(unknown)}" if plan else "transformers has no plan for it"
+    why = _why_not_split(model)
+    if why:
         raise ConfigError(
             "train.parallel.tensor",
             degree,
@@ -161,3 +179,19 @@ def check_tensor_parallel(config: Mapping[str, Any], model: Any, degree: int, se
                 f"it does not divide {name} = {size}",
                 f"Use a divisor of {size}, or change {name}",
             )
+
+
+def _why_not_split(model: Any) -> str | None:
+    """What keeps the model from tensor parallelism, None where nothing does."""
+    from trainer.parallel.tensor import unsplit_modules
+
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    if not plan:
+        return "transformers has no plan for it"
+    unknown = sorted(set(plan.values()) - SUPPORTED_STYLES)
+    if unknown:
+        return f"its plan uses {', '.join(unknown)}"
+    unsplit = unsplit_modules(model, plan)
+    if unsplit:
+        return f"its plan leaves out {', '.join(unsplit[:4])}{' and others' * (len(unsplit) > 4)}"
+    return None

@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,11 +25,34 @@ from trainer.errors import ConfigError
 
 BLOCK = 65_536
 RANDOM = frozenset({"normal_", "uniform_"})
-ELEMENTWISE = RANDOM | {"zero_", "fill_", "mul_", "add_", "sub_", "div_", "clamp_", "erfinv_"}
+CONSTANT = frozenset({"zero_", "fill_"})
+SETTING = RANDOM | CONSTANT
+ELEMENTWISE = SETTING | {"mul_", "add_", "sub_", "div_", "clamp_", "erfinv_"}
 
-Recipe = tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
-"""In-place operations on one parameter, in order: (operator, arguments after the tensor,
-keywords)."""
+
+@dataclass(frozen=True)
+class Operation:
+    """One recorded in-place operation on a parameter."""
+
+    function: Any
+    """The operator."""
+    args: tuple[Any, ...]
+    """Its arguments after the tensor."""
+    kwargs: dict[str, Any]
+    """Its keywords."""
+    start: int
+    """First number of the flat parameter that it applies to."""
+    stop: int
+    """Number after the last one."""
+
+    @property
+    def name(self) -> str:
+        """The operator's name, such as `normal_`."""
+        return str(self.function.overloadpacket.__name__)
+
+
+Recipe = tuple[Operation, ...]
+"""Operations on one parameter, in order; the first one sets all of it."""
 
 
 class WeightSource(Protocol):
@@ -62,11 +86,13 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the in-place operations applied to the parameters of one model."""
+    """Notes the in-place operations applied to the parameters of one model, and to stretches of
+    them."""
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.names = names
+        named = dict(model.named_parameters())
+        self._owners = {_storage(param): (name, param.numel()) for name, param in named.items()}
         self.recipes: dict[str, Recipe] = {}
 
     def __torch_dispatch__(
@@ -76,24 +102,42 @@ class _Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        name = self.names.get(id(args[0])) if args else None
-        operation = func.overloadpacket.__name__
-        if name is not None and operation.endswith("_"):
-            if operation not in ELEMENTWISE:
-                raise ConfigError(
-                    "train.task.model",
-                    name,
-                    f"its initialisation uses {operation}, which cannot be made slice by slice",
-                    "Use trainer.task.CustomTask, which initialises the whole model on the CPU",
-                )
-            before = (
-                ()
-                if operation in {"normal_", "uniform_", "zero_", "fill_"}
-                else self.recipes.get(name, ())
+        if func.overloadpacket.__name__.endswith("_"):
+            targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            for target in targets:
+                owner = self._owners.get(_storage(target))
+                if owner is not None:
+                    start = target.storage_offset()
+                    operation = Operation(
+                        func, tuple(args[1:]), kwargs or {}, start, start + target.numel()
+                    )
+                    self._record(*owner, operation, target.is_contiguous())
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, name: str, count: int, operation: Operation, contiguous: bool) -> None:
+        whole = (operation.start, operation.stop) == (0, count)
+        values = (*operation.args, *operation.kwargs.values())
+        replayable = (
+            operation.name in ELEMENTWISE
+            and contiguous
+            and not any(isinstance(value, (torch.Tensor, list)) for value in values)
+            and (whole or operation.name in CONSTANT)
+            and (name in self.recipes or (whole and operation.name in SETTING))
+        )
+        if not replayable:
+            raise ConfigError(
+                "train.task.model",
+                name,
+                f"its initialisation uses {operation.name} in a way that cannot be replayed slice "
+                f"by slice",
+                "Use trainer.task.CustomTask, which initialises the whole model on the CPU",
             )
-            self.recipes[name] = (*before, (func, tuple(args[1:]), dict(kwargs)))
-        return func(*args, **kwargs)
+        before = () if whole and operation.name in SETTING else self.recipes[name]
+        self.recipes[name] = (*before, operation)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def record_recipes(model: nn.Module, initialize: Any) -> dict[str, Recipe]:
@@ -103,11 +147,11 @@ def record_recipes(model: nn.Module, initialize: Any) -> dict[str, Recipe]:
     Raises:
         ConfigError: for an operation that is not element-wise, or a parameter left uninitialised.
     """
-    names = {id(param): name for name, param in model.named_parameters()}
-    with torch.no_grad(), _Recorder(names) as recorder:
+    names = [name for name, _ in model.named_parameters()]
+    with torch.no_grad(), _Recorder(model) as recorder:
         for module in model.modules():
             initialize(module)
-    missing = sorted(set(names.values()) - set(recorder.recipes))
+    missing = sorted(set(names) - set(recorder.recipes))
     if missing:
         raise ConfigError(
             "train.task.model",
@@ -147,10 +191,19 @@ class SeededWeights:
         key = hashlib.sha256(f"{self._seed}/{name}/{index}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
         block = torch.empty(BLOCK)
-        for func, args, kwargs in self._recipes[name]:
-            random = func.overloadpacket.__name__ in RANDOM
-            func(block, *args, **({**kwargs, "generator": generator} if random else kwargs))
+        for operation in self._recipes[name]:
+            part = block[_within(operation.start, index) : _within(operation.stop, index)]
+            random = {"generator": generator} if operation.name in RANDOM else {}
+            # A random operation applies to the whole parameter: it fills the block to its end, so that the
+            # numbers do not depend on where the parameter ends.
+            target = block if random else part
+            operation.function(target, *operation.args, **{**operation.kwargs, **random})
         return block
+
+
+def _within(position: int, index: int) -> int:
+    """A position of the flat parameter, as one in block `index`, cut to it."""
+    return min(max(position - index * BLOCK, 0), BLOCK)
 
 
 class FullWeights:

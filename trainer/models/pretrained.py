@@ -4,11 +4,11 @@ files."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from trainer.errors import ConfigError
 
@@ -29,8 +29,11 @@ class PretrainedWeights:
         if index.is_file():
             self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
         elif (self._directory / "model.safetensors").is_file():
-            with safe_open(self._directory / "model.safetensors", framework="pt") as file:
-                self._files = dict.fromkeys(file.keys(), "model.safetensors")
+            try:
+                with safe_open(self._directory / "model.safetensors", framework="pt") as file:
+                    self._files = dict.fromkeys(file.keys(), "model.safetensors")
+            except SafetensorError as error:
+                raise self._error(f"model.safetensors cannot be read: {error}") from error
         else:
             raise ConfigError(
                 "train.task.model.path",
@@ -39,29 +42,39 @@ class PretrainedWeights:
                 "Save the model with save_pretrained(..., safe_serialization=True)",
             )
 
-    def check_names(self, names: Iterable[str]) -> None:
-        """Raises ConfigError where a parameter of the model is not in the files."""
-        missing = sorted(set(names) - set(self._files))
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Checks from the files' headers that they hold every parameter of the model.
+
+        Args:
+            shapes: the model's parameters, name -> shape.
+
+        Raises:
+            ConfigError: names the first parameter that is missing or of another shape.
+        """
+        missing = sorted(set(shapes) - set(self._files))
         if missing:
-            raise ConfigError(
-                "train.task.model.path",
-                str(self._directory),
-                f"{len(missing)} parameters are not in its files, first {missing[0]!r}",
-                "Give a directory saved from the same architecture",
-            )
+            raise self._error(f"{len(missing)} parameters are not in it, first {missing[0]!r}")
+        for name, shape in shapes.items():
+            try:
+                with safe_open(self._directory / self._files[name], framework="pt") as file:
+                    stored = tuple(file.get_slice(name).get_shape())
+            except (OSError, SafetensorError) as error:
+                raise self._error(f"{self._files[name]} cannot be read: {error}") from error
+            if stored != shape:
+                raise self._error(f"{name} is {stored} in the files and {shape} in the model")
+
+    def _error(self, fact: str) -> ConfigError:
+        return ConfigError(
+            "train.task.model.path",
+            str(self._directory),
+            fact,
+            "Give a directory saved whole from the same architecture",
+        )
 
     def read(
         self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> torch.Tensor:
         """See WeightSource."""
         with safe_open(self._directory / self._files[name], framework="pt") as file:
-            stored = file.get_slice(name)
-            if tuple(stored.get_shape()) != shape:
-                raise ConfigError(
-                    "train.task.model.path",
-                    str(self._directory),
-                    f"{name} is {tuple(stored.get_shape())} in the files and {shape} in the model",
-                    "Give a directory whose config.json matches its weights",
-                )
             box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-            return stored[box].float() if box else file.get_tensor(name).float()
+            return file.get_slice(name)[box].float() if box else file.get_tensor(name).float()

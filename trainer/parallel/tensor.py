@@ -27,6 +27,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 SEQUENCE = Shard(1)
+DIVIDING = (ColwiseParallel, RowwiseParallel, SequenceParallel)
+"""Styles that take charge of a module's own parameters; the others only move its inputs."""
 
 
 class GatherSequence(ParallelStyle):
@@ -56,10 +58,11 @@ def tensor_styles(model: nn.Module, plan: dict[str, str]) -> dict[str, ParallelS
         plan: its `tp_plan`, patterns of module names -> style names (`hf.SUPPORTED_STYLES`).
     """
     layers = decoder_layers(model)
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()  # some plans leave it out
     styles: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         style = next((s for pattern, s in plan.items() if fnmatch.fnmatch(name, pattern)), None)
-        in_layer = any(name.startswith(layer + ".") for layer in layers)
+        in_layer = name.rpartition(".")[0] in layers
         if style == "colwise":
             styles[name] = ColwiseParallel()
             styles.setdefault(name.rsplit(".", 1)[0], GatherSequence())
@@ -67,15 +70,28 @@ def tensor_styles(model: nn.Module, plan: dict[str, str]) -> dict[str, ParallelS
             styles[name] = RowwiseParallel(output_layouts=SEQUENCE)
         elif style == "colwise_gather_output":
             styles[name] = ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Replicate())
-        elif style == "embedding_rowwise":
+        elif style == "embedding_rowwise" or module is embeddings:
             styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
         elif _is_norm(module) and (in_layer or name.count(".") == layers[0].count(".") - 1):
-            styles[name] = SequenceParallel(use_local_output=not in_layer)
+            styles[name] = SequenceParallel(use_local_output=True)
     # The first block splits the full embeddings: positions and masks need the full shapes.
     styles[layers[0]] = PrepareModuleInput(
         input_layouts=(Replicate(),), desired_input_layouts=(SEQUENCE,), use_local_output=True
     )
     return styles
+
+
+def unsplit_modules(model: nn.Module, plan: dict[str, str]) -> list[str]:
+    """Modules whose place in the scheme is unknown: norms, and modules with parameters of their
+    own, that `tensor_styles` does not divide. Their gradients might cover a part of the sequence
+    only, so a model with any cannot be split."""
+    styles = tensor_styles(model, plan)
+    return [
+        name
+        for name, module in model.named_modules()
+        if not isinstance(styles.get(name), DIVIDING)
+        and ("Norm" in type(module).__name__ or any(True for _ in module.parameters(recurse=False)))
+    ]
 
 
 def decoder_layers(model: nn.Module) -> list[str]:
@@ -111,4 +127,4 @@ def _tied_names(model: nn.Module) -> list[tuple[str, str]]:
 
 def _is_norm(module: nn.Module) -> bool:
     parameters = dict(module.named_parameters(recurse=False))
-    return type(module).__name__.endswith("Norm") and all(p.dim() == 1 for p in parameters.values())
+    return "Norm" in type(module).__name__ and all(p.dim() == 1 for p in parameters.values())

@@ -1,0 +1,77 @@
+"""A run whose workers are killed ends with the same weights and samples as one that nothing
+happened to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny import Outcome, fit, tiny_trainer
+
+STEPS = 12
+EARLY, MIDDLE, LAST = 1, 6, STEPS - 1
+
+Undisturbed = Callable[[int, int], Outcome]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The outcome of the layout 2 x shard x tensor when nothing happens, run once each."""
+    storage = tmp_path_factory.mktemp("undisturbed")
+
+    @functools.cache
+    def run(shard: int, tensor: int) -> Outcome:
+        name = f"{shard}x{tensor}"
+        return fit(tiny_trainer(text, storage, name=name, shard=shard, tensor=tensor, steps=STEPS))
+
+    return run
+
+
+def check_equal(broken: Outcome, whole: Outcome, faults: int) -> None:
+    assert broken.report["faults_fired"] == faults
+    assert broken.report["lost_steps"] == 0
+    assert broken.report["replicas_equal"] is True
+    assert broken.samples == whole.samples
+    assert broken.losses == whole.losses
+    assert broken.params == whole.params
+
+
+LAYOUTS = [(1, 1), (2, 1), (1, 2)]
+WORKERS = [(s, t, w) for s, t in LAYOUTS for w in range(2 * s * t)]
+
+
+@pytest.mark.parametrize(("shard", "tensor", "worker"), WORKERS)
+def test_killed_early_in_the_middle_and_at_the_last_step(
+    undisturbed: Undisturbed, text: Path, tmp_path: Path, shard: int, tensor: int, worker: int
+) -> None:
+    """With `min_replicas` 2 the run waits for the replica to be whole again, so that every kill
+    finds its target."""
+    broken = fit(
+        tiny_trainer(
+            text,
+            tmp_path,
+            shard=shard,
+            tensor=tensor,
+            min_replicas=2,
+            spares=3,
+            faults=",".join(f"kill@{step}:{worker}" for step in (EARLY, MIDDLE, LAST)),
+            steps=STEPS,
+        )
+    )
+    check_equal(broken, undisturbed(shard, tensor), faults=3)
+
+
+@pytest.mark.parametrize(("shard", "tensor"), LAYOUTS)
+def test_goes_on_with_one_replica_and_grows_back(
+    undisturbed: Undisturbed, text: Path, tmp_path: Path, shard: int, tensor: int
+) -> None:
+    """Without a spare and without waiting: the other replica takes over the lanes at once."""
+    broken = fit(
+        tiny_trainer(
+            text, tmp_path, shard=shard, tensor=tensor, faults=f"kill@{MIDDLE}", steps=STEPS
+        )
+    )
+    check_equal(broken, undisturbed(shard, tensor), faults=1)
+    assert broken.report["repeated_steps"] == 1

@@ -1,0 +1,150 @@
+"""A run that was stopped goes on where its newest checkpoint is, to the same weights, in any
+layout."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+from gated_run import HALF, gated_trainer
+from tiny import fit, tiny_trainer
+
+from checkpointing import CheckpointConfig, Keys, Reader, newest, open_store, params_sha256
+from elastic import ConfigError, ElasticTrainer
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120.0
+
+
+def weights_of(storage: Path) -> str:
+    store = open_store(storage / "gated" / "checkpoints")
+    manifest = newest(store, Keys())
+    assert manifest is not None
+    return params_sha256(Reader(store, manifest), [n for n in manifest.tensors if "param/" in n])
+
+
+def wait_until(what: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert process.poll() is None, f"the run ended by itself, exit status {process.returncode}"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def unstopped(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], str]:
+    storage = tmp_path_factory.mktemp("unstopped")
+
+    @functools.cache
+    def run() -> str:
+        gate = storage / "gate"
+        gate.touch()
+        gated_trainer(str(storage), str(gate), 2).fit()
+        return weights_of(storage)
+
+    return run
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_stopped_at_half_and_started_again(
+    unstopped: Callable[[], str], tmp_path: Path, before: int, after: int
+) -> None:
+    gate, root = tmp_path / "gate", tmp_path / "gated"
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "tests/gated_run.py", address, str(tmp_path), str(gate), str(before)]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths})
+    manifest = root / "checkpoints" / "m" / f"{HALF:012}.json"
+    wait_until(manifest.exists, process)
+    process.send_signal(signal.SIGINT)
+    process.wait(DEADLINE_S)
+    assert json.loads((root / "report.json").read_text())["outcome"] == "interrupted"
+    gate.touch()
+    result = gated_trainer(str(tmp_path), str(gate), after).fit()
+    assert result.metrics["outcome"] == "finished"
+    starts = [
+        json.loads(line)["start_step"]
+        for line in (root / "events.jsonl").read_text().splitlines()
+        if '"run_started"' in line
+    ]
+    assert starts == [0, HALF]
+    assert weights_of(tmp_path) == unstopped()
+
+
+def test_continues_in_other_layouts(cluster: None, text: Path, tmp_path: Path) -> None:
+    """Shard and tensor degrees change the order of float32 sums, so losses agree to about 1e-5 and
+    not in every bit."""
+    every_step = CheckpointConfig(every_steps=2)
+    whole = fit(tiny_trainer(text, tmp_path, name="whole", steps=6, checkpoint=every_step))
+    parts = [(2, 1, 1, 2), (1, 2, 1, 4), (1, 1, 2, 6)]
+    for replicas, shard, tensor, steps in parts:
+        # The learning rate depends on the number of steps, so each part is the whole run, cut short.
+        trainer = tiny_trainer(
+            text,
+            tmp_path,
+            name="parts",
+            replicas=replicas,
+            shard=shard,
+            tensor=tensor,
+            steps=6,
+            checkpoint=every_step,
+        )
+        if steps < 6:
+            stop_after(trainer, tmp_path / "parts", steps)
+        else:
+            outcome = fit(trainer)
+    assert outcome.losses == pytest.approx(whole.losses, rel=5e-5)
+    assert outcome.report["lost_steps"] == 0
+
+
+def stop_after(trainer: ElasticTrainer, root: Path, steps: int) -> None:
+    """Lets a run finish, then takes away what it did after `steps`."""
+    trainer.fit()
+    for manifest in (root / "checkpoints" / "m").iterdir():
+        if int(manifest.stem) > steps:
+            manifest.unlink()
+
+
+def test_never_starts_anew_and_keeps_the_earlier_run(
+    cluster: None, text: Path, tmp_path: Path
+) -> None:
+    first = fit(tiny_trainer(text, tmp_path, steps=3))
+    again = fit(
+        tiny_trainer(text, tmp_path, steps=3, seed=4, checkpoint=CheckpointConfig(resume="never"))
+    )
+    assert again.params != first.params
+    (aside,) = tmp_path.glob("run.before-*")
+    assert (aside / "report.json").exists()
+
+
+def test_a_finished_run_is_not_run_again(cluster: None, text: Path, tmp_path: Path) -> None:
+    first = fit(tiny_trainer(text, tmp_path, steps=3))
+    second = fit(tiny_trainer(text, tmp_path, steps=3))
+    assert (second.params, second.losses) == (first.params, first.losses)
+
+
+def test_refuses_another_model_and_other_data(cluster: None, text: Path, tmp_path: Path) -> None:
+    from tiny import tiny_task
+
+    fit(tiny_trainer(text, tmp_path, steps=2))
+    wider = tiny_trainer(text, tmp_path, steps=2, task=tiny_task(text, intermediate_size=96))
+    with pytest.raises(ConfigError, match=r"another model.*mlp.*\[96, 32\]"):
+        wider.fit()
+    with pytest.raises(ConfigError, match=r"train\.seed = 9.*seed = 3"):
+        tiny_trainer(text, tmp_path, steps=2, seed=9).fit()
+    with pytest.raises(ConfigError, match=r"train\.global_batch = 16.*global_batch = 8"):
+        tiny_trainer(text, tmp_path, steps=2, global_batch=16).fit()
+
+
+def test_must_resume_needs_a_checkpoint(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint in"):
+        tiny_trainer(text, tmp_path, checkpoint=CheckpointConfig(resume="must")).fit()

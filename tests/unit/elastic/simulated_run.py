@@ -1,0 +1,336 @@
+"""A run played through without machines: simulated workers round the real `Membership`.
+
+The world stands in for the rest of `elastic/coordinator.py`: it delivers answers, signals, deaths,
+receipts and replacements, each whenever a seeded random scheduler says so, and it does harm. What
+must hold is in `simulation_checks.py`; a state in which nobody can move is a deadlock, and fails.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import simulation_checks as checks
+from simulated_worker import Applied, Channel, Lost, SimWorker
+
+from elastic.membership import GroupConfig, Membership
+from elastic.messages import Report, Signal, Stop
+
+MOST_EVENTS = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One schedule: sizes, and how much goes wrong."""
+
+    seed: int
+    max_replicas: int
+    min_replicas: int
+    workers_per_replica: int
+    start_workers: int
+    lanes: int
+    steps: int
+    save_every: int | None
+    kills: int
+    """Times that one worker or several are killed."""
+    write_offs: int
+    """Workers that do not follow a call, and are written off before they are killed."""
+    flakes: int
+    """Collectives across replicas that fail, and heals that arrive damaged, with nobody dead."""
+    silent: bool
+    """A death does not wake those who wait across replicas: a signal has to."""
+    by_priority: bool
+    """Whoever has the highest (random, sometimes changing) priority moves, not just anyone."""
+
+    @staticmethod
+    def draw(seed: int) -> Plan:
+        """The schedule of a seed."""
+        rng = random.Random(seed)
+        most, each = rng.randint(1, 4), rng.randint(1, 2)
+        least = rng.randint(1, most)
+        start = rng.randint(least, most) * each + rng.randint(0, 2)
+        return Plan(
+            seed=seed,
+            max_replicas=most,
+            min_replicas=least,
+            workers_per_replica=each,
+            start_workers=start,
+            lanes=most + rng.choice([0, 0, 3]),
+            steps=rng.randint(2, 5),
+            save_every=rng.choice([None, 1, 2]),
+            kills=rng.randint(0, 4),
+            write_offs=rng.choice([0, 0, 2]),
+            flakes=rng.choice([0, 0, 2]),
+            silent=rng.random() < 0.5,
+            by_priority=rng.random() < 0.5,
+        )
+
+
+class World:
+    """The coordinator round `Membership`, the network, and the scheduler."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.rng = plan, random.Random(plan.seed)
+        self.config = GroupConfig(
+            max_replicas=plan.max_replicas,
+            min_replicas=plan.min_replicas,
+            workers_per_replica=plan.workers_per_replica,
+            tensor=self.rng.randint(1, plan.workers_per_replica),
+            lanes=plan.lanes,
+            steps=plan.steps,
+            start_workers=plan.start_workers,
+        )
+        self.membership = Membership(self.config, generation=0, restore_step=0)
+        self.channels: dict[tuple[Any, ...], Channel] = {}
+        self.workers: dict[str, SimWorker] = {}
+        self.posted: dict[str, Signal] = {}
+        self.dead: set[str] = set()
+        """Workers whose process has ended."""
+        self.lost: set[str] = set()
+        """Workers that the coordinator was told are gone."""
+        self.broken: set[int] = set()
+        """Formations that have lost a member."""
+        self.saved: dict[int, Applied] = {0: ()}
+        self.receipts: dict[tuple[int, int], dict[int, Applied]] = {}
+        self.log: list[int] = []
+        self.joins: dict[str, tuple[Report, list[tuple[int, int]]]] = {}
+        """Calls to join on their way."""
+        self.unnoticed: list[str] = []
+        """Dead workers that nobody has told the coordinator of."""
+        self.condemned: list[str] = []
+        """Workers written off, to be killed."""
+        self.vacant: list[int] = list(range(plan.start_workers))
+        """Ranks that Ray will start a worker for."""
+        self.kills, self.write_offs, self.flakes = plan.kills, plan.write_offs, plan.flakes
+        self.trace: list[str] = []
+        self.outcomes: list[str] = []
+        self._arrivals = 0
+        self._priorities: dict[Any, float] = {}
+
+    # -- the scheduler -----------------------------------------------------------------------------
+
+    def play(self) -> None:
+        """Plays the run to its end, and checks it."""
+        for _ in range(MOST_EVENTS):
+            self._do_harm()
+            if not self._one_event():
+                break
+        else:
+            raise AssertionError("the run does not come to an end")
+        checks.check_end(self)
+
+    def _one_event(self) -> bool:
+        events = list(self._events())
+        if self.plan.by_priority:
+            if self._priorities and self.rng.random() < 0.05:
+                self._priorities[self.rng.choice(list(self._priorities))] = self.rng.random()
+            events.sort(key=lambda e: self._priorities.setdefault(e[:2], self.rng.random()))
+        else:
+            self.rng.shuffle(events)
+        return any(event[2]() for event in events)
+
+    def _events(self) -> Iterator[tuple[str, Any, Callable[[], bool]]]:
+        """(kind, who, what happens; it returns whether anything did)."""
+        for name, worker in self.workers.items():
+            if worker.done or name in self.dead:
+                continue
+            yield "move", name, lambda worker=worker: self._move(worker)
+            if name in self.posted and self.posted[name].serial > worker.heard:
+                yield "hear", name, lambda worker=worker: self._hear(worker)
+            if worker.writing is not None:
+                yield "write", name, lambda worker=worker: self._written(worker)
+            if worker.records and worker.run is not None and worker.run.lead:
+                yield "flush", name, lambda worker=worker: self._flush(worker)
+        for name in self.joins:
+            yield "join", name, lambda name=name: self._join(name)
+        for name in self.unnoticed:
+            yield "notice", name, lambda name=name: self._notice(name)
+        for name in self.condemned:
+            yield "execute", name, lambda name=name: self._execute(name)
+        for rank in self.vacant:
+            yield "arrive", rank, lambda rank=rank: self._arrive(rank)
+        for attempt, parts in self.receipts.items():
+            if len(parts) == self.plan.workers_per_replica:
+                yield "commit", attempt, lambda attempt=attempt: self._checkpoint(attempt)
+
+    def _flush(self, worker: SimWorker) -> bool:
+        worker.flush()
+        return True
+
+    def _move(self, worker: SimWorker) -> bool:
+        wait = worker.wait
+        fails = wait.fails() or (wait.crosses and self.rng.random() < 0.05 and self.flake())
+        ready = wait.ready()
+        if not ready and not fails:
+            return False
+        fails = fails and (not ready or self.rng.random() < 0.5)
+        self.trace.append(f"{worker.name} {wait.what}{' LOST' if fails else ''}")
+        try:
+            if fails:
+                worker.wait = worker.life.throw(Lost())
+            else:
+                worker.wait = worker.life.send(None if wait.what == "birth" else wait.result())
+        except StopIteration:
+            worker.done = True
+        return True
+
+    # -- what goes wrong ---------------------------------------------------------------------------
+
+    def flake(self) -> bool:
+        """Whether something fails now for no reason."""
+        if self.flakes == 0 or self.rng.random() < 0.5:
+            return False
+        self.flakes -= 1
+        return True
+
+    def _do_harm(self) -> None:
+        if self.kills and self.rng.random() < 0.02:
+            self.kills -= 1
+            for name in self._victims():
+                self.kill(name)
+        if self.write_offs and self.membership.call == "fault" and self.rng.random() < 0.2:
+            absent = [name for name in self.membership.absent() if name not in self.dead]
+            if absent:
+                self.write_offs -= 1
+                self._write_off(self.rng.choice(absent))
+
+    def _victims(self) -> list[str]:
+        alive = [n for n, worker in self.workers.items() if n not in self.dead and not worker.done]
+        if not alive:
+            return []
+        chance = self.rng.random()
+        if chance < 0.1:
+            return alive
+        if chance < 0.3:
+            in_commit = [n for n in alive if "commit" in self.workers[n].wait.what]
+            return in_commit[:1] or alive[:1]
+        first = self.rng.choice(alive)
+        if chance < 0.5:
+            replica = self.membership.roster.replica_of(first)
+            return [n for n in (replica.workers if replica else (first,)) if n in alive]
+        return [first]
+
+    def kill(self, name: str) -> None:
+        worker = self.workers[name]
+        self.trace.append(f"KILL {name} in {worker.wait.what}")
+        self.dead.add(name)
+        worker.life.close()
+        self.unnoticed.append(name)
+        self.vacant.append(worker.rank)
+
+    def _write_off(self, name: str) -> None:
+        """As the coordinator's `_kill_laggards`: lost at once, killed a little later."""
+        self.trace.append(f"WRITE OFF {name}")
+        self.condemned.append(name)
+        self._lose(name)
+
+    def _execute(self, name: str) -> bool:
+        self.condemned.remove(name)
+        if name not in self.dead and not self.workers[name].done:
+            self.kill(name)
+        return True
+
+    def any_gone(self, channel: Channel) -> bool:
+        return any(name in self.dead or name in channel.closed for name in channel.members)
+
+    # -- elastic/coordinator.py --------------------------------------------------------------------
+
+    def send_join(self, worker: SimWorker) -> None:
+        self.joins[worker.name] = (worker.report(), worker.recent())
+
+    def _join(self, name: str) -> bool:
+        """A call to join arrives; its worker may be dead by now."""
+        report, recent = self.joins.pop(name)
+        self.record(recent)
+        self.membership.join(report)
+        self._advance()
+        return True
+
+    def record(self, steps: list[tuple[int, int]]) -> None:
+        """Steps of an older generation have been shown when their worker joined."""
+        for step, generation in steps:
+            if generation == self.membership.generation and step >= self.membership.recorded:
+                self.membership.recorded = step + 1
+                self.membership.reached = max(self.membership.reached, step + 1)
+                self.log.append(step)
+
+    def left(self, worker: SimWorker, stop: Stop) -> None:
+        """A worker returns from its train function; where it fails, Ray starts another one."""
+        if self.membership.stopped is None:
+            assert stop.error is not None and worker.name in self.lost
+            self.vacant.append(worker.rank)
+
+    def _arrive(self, rank: int) -> bool:
+        self.vacant.remove(rank)
+        self._arrivals += 1
+        name = f"w{self._arrivals}"
+        self.workers[name] = worker = SimWorker(self, name, rank)
+        worker.wait = next(worker.life)
+        return True
+
+    def _notice(self, name: str) -> bool:
+        self.trace.append(f"notice {name}")
+        self.unnoticed.remove(name)
+        self._lose(name)
+        return True
+
+    def _lose(self, name: str) -> None:
+        self.lost.add(name)
+        replicas = (*self.membership.roster.replicas, *self.membership.forming)
+        self.broken.update(replica.formed for replica in replicas if name in replica.workers)
+        if self.membership.lose(name) is not None and self.membership.stopped is None:
+            self._advance()
+
+    def _hear(self, worker: SimWorker) -> bool:
+        signal = self.posted[worker.name]
+        self.trace.append(f"{worker.name} hears {signal}")
+        worker.heard = worker.called[signal.kind] = signal.serial
+        return True
+
+    def _written(self, worker: SimWorker) -> bool:
+        assert worker.writing is not None
+        step, generation, rank, applied = worker.writing
+        worker.writing = None
+        worker.flush()
+        self.receipts.setdefault((step, generation), {})[rank] = applied
+        return True
+
+    def _checkpoint(self, attempt: tuple[int, int]) -> bool:
+        parts = self.receipts.pop(attempt)
+        if attempt[0] not in self.saved:
+            assert len(set(parts.values())) == 1, "a checkpoint of two states"
+            self.saved[attempt[0]] = parts[0]
+            self.membership.checkpointed(attempt[0])
+            self._advance()
+        return True
+
+    def _advance(self) -> None:
+        before = self.membership.generation
+        reports = dict(self.membership.waiting)
+        effects = self.membership.advance()
+        checks.check_effects(self, effects, reports, before)
+        for replica in effects.formed:
+            self.channels["replica", replica.formed] = Channel(replica.workers)
+        if effects.regrouped is not None:
+            roster = effects.regrouped.roster
+            self.trace.append(f"ROSTER {effects.regrouped}")
+            self.outcomes.append(effects.regrouped.outcome)
+            for rank in range(self.plan.workers_per_replica):
+                members = tuple(replica.workers[rank] for replica in roster.replicas)
+                self.channels["cross", roster.generation, rank] = Channel(members)
+        self.posted.update(effects.signals)
+        for name, answer in effects.answers.items():
+            self.workers[name].answer = answer
+
+
+def play(seed: int) -> World:
+    """Plays the schedule of `seed`; an AssertionError tells the seed and what led to it."""
+    world = World(Plan.draw(seed))
+    try:
+        world.play()
+    except AssertionError as error:
+        story = "\n".join(world.trace[-60:])
+        raise AssertionError(f"{error}\n{world.plan}\n{story}") from error
+    return world

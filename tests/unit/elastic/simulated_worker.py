@@ -1,0 +1,350 @@
+"""A simulated worker: a generator that follows `elastic/worker.py`, `trainer/loop.py`,
+`trainer/heal.py` and `elastic/link.py`, and yields what it waits for.
+
+What is known of the network: a collective inside a replica fails for its survivors once a member is
+gone. One across replicas may do so (Gloo), or may wait until a signal calls its worker away (NCCL,
+or a frozen peer); those who complete it get the same values. Waiting for a group to gather ends
+only when all are there, or with a signal. `simulated_run.py` decides who moves when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import simulation_checks as checks
+
+from elastic.messages import Answer, Build, Identity, Report, Run, Stop
+from trainer.commit import Commit
+
+if TYPE_CHECKING:
+    from simulated_run import World
+
+Applied = tuple[tuple[int, int], ...]
+"""A worker's state: (step, generation in which it was committed) of each step in it, in order."""
+Life = Generator["Wait", Any, Any]
+
+
+class Lost(Exception):
+    """A collective failed or was left."""
+
+
+@dataclass
+class Channel:
+    """A process group."""
+
+    members: tuple[str, ...]
+    closed: set[str] = field(default_factory=set)
+    """Members that have let go of it."""
+    entered: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    """Collective -> what each member brought."""
+
+
+@dataclass
+class Wait:
+    """What a worker waits for: it goes on once `ready`, with the value of `result`."""
+
+    what: str
+    ready: Callable[[], bool]
+    result: Callable[[], Any] = lambda: None
+    fails: Callable[[], bool] = lambda: False
+    """Whether it may fail now, with Lost."""
+    crosses: bool = False
+    """It is a collective across replicas."""
+
+
+@dataclass
+class Progress:
+    """As in `trainer.loop`."""
+
+    step: int
+    applied: Applied
+    last: Commit | None = None
+    in_step: bool = False
+
+
+class SimWorker:
+    """One worker's life."""
+
+    def __init__(self, world: World, name: str, rank: int) -> None:
+        self.world, self.name, self.rank = world, name, rank
+        self.identity = Identity(worker=name, rank=rank, node="n", pid=rank)
+        self.called = {"fault": 0, "boundary": 0}
+        self.heard = self.settled = self.built = 0
+        self.answer: Answer | None = None
+        self.run: Run | None = None
+        self.replica: Channel | None = None
+        self.progress: Progress | None = None
+        self.gradient: tuple[int, int] | None = None
+        """(step, generation) whose complete gradient it holds."""
+        self.finished = self.done = False
+        self.writing: tuple[int, int, int, Applied] | None = None
+        self.records: list[tuple[int, int]] = []
+        """(step, generation) of the steps it saw committed and has not reported."""
+        self.life = self._live()
+        self.wait = Wait("birth", lambda: True)
+
+    # -- elastic/worker.py -------------------------------------------------------------------------
+
+    def _live(self) -> Life:
+        yield self.wait
+        while True:
+            answer = yield from self._join()
+            if isinstance(answer, Stop):
+                self.world.left(self, answer)
+                return
+            try:
+                yield from self._build(answer) if isinstance(answer, Build) else self._train(answer)
+            except Lost:
+                checks.check_trouble(self.world, self)
+                yield Wait("trouble", lambda: self.world.membership.replica_broken(self.name))
+                self._drop()
+
+    def report(self) -> Report:
+        progress = self.progress
+        return Report(
+            identity=self.identity,
+            built=self.built,
+            step=None if progress is None else progress.step,
+            in_step=progress is not None and progress.in_step,
+            last=None if progress is None else progress.last,
+            finished=self.finished,
+        )
+
+    def _join(self) -> Life:
+        self.answer = None
+        self.world.send_join(self)
+        answer: Answer = yield Wait("answer", lambda: self.answer is not None, lambda: self.answer)
+        self.run = answer if isinstance(answer, Run) else None
+        if isinstance(answer, Run):
+            kept = [] if answer.restore else self.records
+            self.records = [record for record in kept if record[0] >= answer.recorded]
+        if not isinstance(answer, Stop):
+            self.settled = answer.serial
+        return answer
+
+    def _drop(self) -> None:
+        if self.replica is not None:
+            self.replica.closed.add(self.name)
+        self.replica = self.progress = self.gradient = None
+        self.built, self.finished = 0, False
+
+    def _build(self, answer: Build) -> Life:
+        checks.check_build(self.world, self)
+        self._drop()
+        self.replica = channel = self.world.channels["replica", answer.formed]
+        assert channel.members[answer.rank] == self.name
+        yield from self._gather(channel)
+        yield from self._inside("init")
+        self.built = answer.formed
+
+    def _train(self, run: Run) -> Life:
+        checks.check_run(self, run)
+        cross = Cross(self, run)
+        try:
+            yield from cross.join()
+            self._catch_up(run)
+            if not (yield from self._bring_up(run, cross)):
+                return
+            self.finished = (yield from self._loop(run, cross)) == "finished"
+        finally:
+            cross.channel.closed.add(self.name)
+        if self.finished:
+            yield self._writer_idle()
+            self.flush()
+
+    def _catch_up(self, run: Run) -> None:
+        behind = self.progress is not None and self.progress.step == run.step - 1
+        if behind and run.commit is not None and not run.restore:
+            self._finish_step(run.commit)
+
+    def _bring_up(self, run: Run, cross: Cross) -> Life:
+        source = dict(run.heals).get(run.position)
+        if run.restore:
+            self.progress = Progress(run.step, self.world.saved[run.step])
+        elif source is not None:
+            return (yield from self._heal(run, cross, source))
+        else:
+            assert self.progress is not None and self.progress.step == run.step
+            if run.heals:
+                with contextlib.suppress(Lost):
+                    yield from cross.collective("heal", self.progress.applied)
+        return True
+
+    def _heal(self, run: Run, cross: Cross, source: int) -> Life:
+        applied = None
+        with contextlib.suppress(Lost):
+            given = yield from cross.collective("heal")
+            applied = None if self.world.flake() else given[cross.channel.members[source]]
+        all_have = yield from self._inside(("healed", run.generation), applied is not None)
+        if applied is None or not all(all_have.values()):
+            return False
+        assert len(applied) == run.step, "a source without the state of the step"
+        self.progress = Progress(run.step, applied, last=run.commit)
+        return True
+
+    # -- trainer/loop.py ---------------------------------------------------------------------------
+
+    def _loop(self, run: Run, cross: Cross) -> Life:
+        assert self.progress is not None
+        if self.progress.step == self.world.plan.steps:
+            yield from self._save_and_evaluate(run)
+        while self.progress.step < self.world.plan.steps:
+            commit = yield from self._try_step(run, cross, self.progress)
+            if commit is None:
+                return "fault"
+            self._finish_step(commit)
+            yield from self._save_and_evaluate(run)
+            if commit.boundary:
+                return "boundary"
+        return "finished"
+
+    def _try_step(self, run: Run, cross: Cross, progress: Progress) -> Life:
+        step, failed = progress.step, False
+        progress.in_step = True
+        yield from self._inside(("lanes", run.generation, step))
+        self.gradient = None
+        try:
+            yield from cross.collective(("reduce", step))
+            self.gradient = (step, run.generation)
+        except Lost:
+            failed = True
+        return (yield from self._agree(run, cross, step, failed))
+
+    def _agree(self, run: Run, cross: Cross, step: int, failed: bool) -> Life:
+        assert self.replica is not None
+        leader = self.replica.members[0]
+        needs = self.replica.members if self.name == leader else (self.name,)
+        mine = (failed, self.called["boundary"] > self.settled)
+        votes = yield from self._inside(("votes", run.generation, step), mine, needs)
+        total = None
+        if self.name == leader:
+            total = tuple(map(any, zip(*votes.values(), strict=True)))
+            if not total[0]:
+                total = yield from self._sum_over_replicas(cross, step, total)
+        handed = yield from self._inside(
+            ("total", run.generation, step), total, (leader, self.name)
+        )
+        lost, boundary = handed[leader]
+        if lost:
+            return None
+        return Commit(
+            step=step, loss=0.0, grad_norm=0.0, tokens=run.generation, digests=(), boundary=boundary
+        )
+
+    def _sum_over_replicas(self, cross: Cross, step: int, mine: tuple[bool, ...]) -> Life:
+        try:
+            totals = yield from cross.collective(("commit", step), mine)
+        except Lost:
+            return True, mine[1]
+        return tuple(map(any, zip(*totals.values(), strict=True)))
+
+    def _finish_step(self, commit: Commit) -> None:
+        progress = self.progress
+        assert progress is not None and progress.step == commit.step
+        assert self.gradient == (commit.step, commit.tokens), "applied without its gradient"
+        progress.applied += (self.gradient,)
+        progress.step, progress.last, progress.in_step = commit.step + 1, commit, False
+        self.gradient = None
+        assert self.run is not None
+        self.records.append((commit.step, self.run.generation))
+
+    def _save_and_evaluate(self, run: Run) -> Life:
+        assert self.progress is not None
+        step, plan = self.progress.step, self.world.plan
+        last = step == plan.steps
+        due = last or (plan.save_every is not None and step % plan.save_every == 0)
+        if run.position == 0 and due:
+            if last:
+                yield self._writer_idle()
+            if self.writing is None and step not in self.world.saved:
+                self.writing = (step, run.generation, run.rank, self.progress.applied)
+        if last:
+            yield from self._inside(("evaluate", run.generation, step))
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def leave_now(self) -> bool:
+        return self.called["fault"] > self.settled
+
+    def flush(self) -> None:
+        """The lead reports the steps."""
+        if self.run is not None and self.run.lead:
+            self.world.record(self.records)
+            self.records = []
+
+    def recent(self) -> list[tuple[int, int]]:
+        """The steps that it shows when it joins; one worker of a replica does it for all."""
+        return self.records if self.run is not None and self.run.rank == 0 else []
+
+    def _writer_idle(self) -> Wait:
+        return Wait("writer", lambda: self.writing is None)
+
+    def _gather(self, channel: Channel) -> Life:
+        here = channel.entered.setdefault("here", {})
+        here[self.name] = True
+        yield Wait("gather", lambda: len(here) == len(channel.members), fails=self.leave_now)
+
+    def _inside(self, key: Any, value: Any = None, needs: tuple[str, ...] | None = None) -> Life:
+        """A collective of the replica; it completes once `needs` (default: all) have entered."""
+        channel = self.replica
+        assert channel is not None
+        if len(channel.members) == 1:
+            yield Wait("moment", lambda: True)
+            return {self.name: value}
+        there = channel.entered.setdefault(key, {})
+        there[self.name] = value
+        needs = needs or channel.members
+        return (
+            yield Wait(
+                str(key),
+                lambda: all(name in there for name in needs),
+                lambda: there,
+                fails=lambda: self.world.any_gone(channel),
+            )
+        )
+
+
+class Cross:
+    """As `trainer.replicas.CrossGroup`: one worker's group across replicas in one generation."""
+
+    def __init__(self, worker: SimWorker, run: Run) -> None:
+        self.worker, self.lost = worker, False
+        self.channel = worker.world.channels["cross", run.generation, run.rank]
+        assert self.channel.members[run.position] == worker.name
+        assert len(self.channel.members) == len(run.lanes)
+
+    def join(self) -> Life:
+        if len(self.channel.members) == 1:
+            return
+        world = self.worker.world
+        try:
+            yield from self.worker._gather(self.channel)
+            yield Wait("connect", lambda: True, fails=lambda: world.any_gone(self.channel))
+        except Lost:
+            self.lost = True
+
+    def collective(self, key: Any, value: Any = None) -> Life:
+        worker, channel = self.worker, self.channel
+        if len(channel.members) == 1:
+            return {worker.name: value}
+        if self.lost:
+            raise Lost
+        there = channel.entered.setdefault(key, {})
+        there[worker.name] = value
+        wakes = not worker.world.plan.silent
+        try:
+            return (
+                yield Wait(
+                    str(key),
+                    lambda: len(there) == len(channel.members),
+                    lambda: there,
+                    fails=lambda: worker.leave_now() or (wakes and worker.world.any_gone(channel)),
+                    crosses=True,
+                )
+            )
+        except Lost:
+            self.lost = True
+            raise

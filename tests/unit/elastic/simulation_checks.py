@@ -1,0 +1,111 @@
+"""What must hold in every simulated run, whatever dies whenever."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from elastic.membership import Effects, Regrouped
+from elastic.messages import Report, Run, Stop
+
+if TYPE_CHECKING:
+    from simulated_run import World
+    from simulated_worker import SimWorker
+
+
+def check_effects(
+    world: World, effects: Effects, reports: Mapping[str, Report], before: int
+) -> None:
+    """After each decision. `reports` waited before it; `before` was the generation then."""
+    membership = world.membership
+    runs = {name: a for name, a in effects.answers.items() if isinstance(a, Run)}
+    assert set(effects.answers) <= set(reports)
+    if membership.stopped is not None:
+        assert set(effects.answers) == set(reports), "somebody is left waiting"
+        return
+    forming = [worker for replica in membership.forming for worker in replica.workers]
+    assert not set(forming) & set(membership.absent()), "a worker is forming and standing"
+    placed = list(forming)
+    if effects.regrouped is None:
+        assert membership.generation == before and not runs
+    else:
+        assert membership.generation == before + 1
+        placed += membership.roster.workers
+        check_roster(world, effects.regrouped, runs, reports)
+    assert len(placed) == len(set(placed)), "a worker in two replicas"
+    assert set(placed) <= membership.members.keys(), "a slot without a live worker"
+
+
+def check_roster(
+    world: World, regrouped: Regrouped, runs: Mapping[str, Run], reports: Mapping[str, Report]
+) -> None:
+    """At each regroup: slots, lanes, and where everybody goes on."""
+    roster, step = regrouped.roster, regrouped.step
+    indices = [replica.index for replica in roster.replicas]
+    assert len(indices) == len(set(indices)) >= world.plan.min_replicas
+    assert set(indices) <= set(range(world.plan.max_replicas))
+    assert not world.broken & {replica.formed for replica in roster.replicas}
+    assert set(runs) == set(roster.workers)
+    for position, replica in enumerate(roster.replicas):
+        assert len(replica.workers) == world.plan.workers_per_replica
+        places = [(runs[worker].position, runs[worker].rank) for worker in replica.workers]
+        assert places == [(position, rank) for rank in range(len(replica.workers))]
+    dealt = [lane for index in indices for lane in roster.lanes[index]]
+    assert sorted(dealt) == list(range(world.plan.lanes))
+    assert sum(run.lead for run in runs.values()) == 1
+    known = [s for s in (reports[worker].step for worker in roster.workers) if s is not None]
+    assert step == (max(known) if known else max(world.saved)), "a committed step is repeated"
+    # One ahead: its only witness told of the step, and died.
+    assert world.membership.recorded <= step + 1, "steps recorded that are not done"
+    assert (regrouped.outcome in ("start", "restore")) == (not known)
+    sources = {run.position: dict(run.heals).get(run.position) for run in runs.values()}
+    for name, run in runs.items():
+        needs_state = reports[name].step is None and not run.restore
+        assert needs_state == (sources[run.position] is not None)
+        assert not needs_state or sources[sources[run.position]] is None, "a source without state"
+
+
+def check_build(world: World, worker: SimWorker) -> None:
+    """Nobody who works in a whole replica is made to build again."""
+    channel = worker.replica
+    assert channel is None or any(
+        name in world.lost or name in channel.closed for name in channel.members
+    ), f"{worker.name} must build again without need"
+
+
+def check_run(worker: SimWorker, run: Run) -> None:
+    """Each committed step is applied once: nobody skips one, nobody goes back but for a restore."""
+    progress, heals = worker.progress, run.position in dict(run.heals)
+    if run.restore:
+        assert not heals
+        return
+    assert heals == (progress is None)
+    if progress is not None:
+        assert progress.step in (run.step, run.step - 1)
+        assert progress.step == run.step or run.commit is not None
+
+
+def check_trouble(world: World, worker: SimWorker) -> None:
+    """A worker whose replica did not break would be taken for the culprit and sent home."""
+    assert worker.replica is not None
+    broken = world.membership.replica_broken(worker.name)
+    assert broken or any(name in world.dead for name in worker.replica.members), (
+        f"{worker.name} is blamed for an error in {worker.wait.what}"
+    )
+
+
+def check_end(world: World) -> None:
+    """Nobody can move any more: the run must be over, complete, and known to all."""
+    alive = [worker for name, worker in world.workers.items() if name not in world.dead]
+    stuck = {worker.name: worker.wait.what for worker in alive if not worker.done}
+    assert not stuck, f"a deadlock: {stuck}, call {world.membership.call}"
+    assert world.membership.stopped == Stop(error=None)
+    assert world.plan.steps in world.saved
+    assert world.membership.recorded == world.plan.steps
+    assert set(world.log) == set(range(world.plan.steps)), "steps unrecorded"
+    whole = [r for r in world.membership.roster.replicas if not world.lost & set(r.workers)]
+    holders = [world.workers[name] for replica in whole for name in replica.workers]
+    states = {w.progress.applied if w.progress else () for w in holders}
+    assert len(states) <= 1, "replicas differ"
+    for applied in (*states, world.saved[world.plan.steps]):
+        assert [step for step, _ in applied] == list(range(world.plan.steps))

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from elastic.config import HealthConfig, ScalingConfig, WorkerPlan, plan_workers
+from trainer.config import ParallelConfig
+from trainer.errors import ConfigError
+
+ONE = ParallelConfig()
+FOUR = ParallelConfig(shard=2, tensor=2)
+
+
+def test_the_defaults_are_sound() -> None:
+    ScalingConfig().check(ONE)
+    HealthConfig().check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"max_replicas": 0},
+            "scaling.max_replicas = 0: a run needs a replica. Use 1 or more.",
+        ),
+        (
+            {"max_replicas": 2, "min_replicas": 3},
+            "scaling.min_replicas = 3: not between 1 and max_replicas = 2. Use 1 to 2.",
+        ),
+        (
+            {"max_replicas": 2, "min_replicas": 0},
+            "scaling.min_replicas = 0: not between 1 and max_replicas = 2. Use 1 to 2.",
+        ),
+        ({"spares": -1}, "scaling.spares = -1: negative. Use 0 or more."),
+        ({"device": "tpu"}, "scaling.device = 'tpu': unknown. Use 'cpu' or 'cuda'."),
+        (
+            {"cpus_per_worker": 0},
+            "scaling.cpus_per_worker = 0: no CPU. Use a positive number.",
+        ),
+        (
+            {"cpus_per_worker": -1, "device": "cuda"},
+            "scaling.cpus_per_worker = -1: no CPU. Use a positive number.",
+        ),
+    ],
+)
+def test_a_number_that_cannot_work_is_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ScalingConfig(**settings).check(ONE)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(HealthConfig)])
+@pytest.mark.parametrize("value", [0, -1.5])
+def test_every_bound_of_health_must_be_positive(name: str, value: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        HealthConfig(**{name: value}).check()  # type: ignore[arg-type]
+    assert str(caught.value) == f"health.{name} = {value}: not positive. Use a positive number."
+
+
+def test_what_ray_reserves_for_a_worker() -> None:
+    assert ScalingConfig(cpus_per_worker=2).resources_per_worker == {"CPU": 2}
+    gpu = ScalingConfig(device="cuda", cpus_per_worker=0)
+    gpu.check(ONE)
+    assert gpu.resources_per_worker == {"CPU": 0, "GPU": 1}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "fitting", "plan"),
+    [
+        (ONE, 100, WorkerPlan(replicas=4, spares=2)),
+        (ONE, 5, WorkerPlan(replicas=4, spares=1)),
+        (ONE, 3, WorkerPlan(replicas=3, spares=0)),
+        (ONE, 2, WorkerPlan(replicas=2, spares=0)),
+        (ONE, 1, None),
+        (ONE, 0, None),
+        (FOUR, 100, WorkerPlan(replicas=4, spares=2)),
+        (FOUR, 17, WorkerPlan(replicas=4, spares=1)),
+        (FOUR, 15, WorkerPlan(replicas=3, spares=2)),
+        (FOUR, 8, WorkerPlan(replicas=2, spares=0)),
+        (FOUR, 7, None),
+    ],
+)
+def test_replicas_come_before_spares(
+    parallel: ParallelConfig, fitting: int, plan: WorkerPlan | None
+) -> None:
+    scaling = ScalingConfig(max_replicas=4, min_replicas=2, spares=2)
+    assert plan_workers(scaling, parallel, fitting) == plan

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pickle
+import pickletools
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+
+from elastic import messages
+from elastic.events import StepRecord
+from elastic.messages import Build, Identity, Report, Run, Signal, Stop
+from trainer.commit import Commit
+
+COMMIT = Commit(
+    step=4, loss=2.5, grad_norm=float("inf"), tokens=64, digests=(2**40 - 1, 0), boundary=True
+)
+RECORD = StepRecord(
+    step=4, loss=2.5, grad_norm=1.0, lr=1e-3, tokens=64, time=1.0, generation=2, replicas=2,
+    sample_digests=[2**40 - 1, 0],
+)  # fmt: skip
+IDENTITY = Identity(worker="w0-abc", rank=0, node="f00", pid=42)
+ALL = [
+    IDENTITY,
+    Report(identity=IDENTITY),
+    Report(
+        identity=IDENTITY, built=3, step=5, in_step=True, last=COMMIT, finished=True,
+        recent=(RECORD,),
+    ),
+    Build(formed=3, replica=1, rank=2, serial=4),
+    Run(
+        generation=2, replica=1, rank=0, position=1, lanes=((0, 2), (1,), ()), step=5,
+        commit=COMMIT, heals=((2, 0),), restore=False, lead=False, recorded=4, serial=9,
+    ),
+    Stop(error=None),
+    Stop(error="user code failed"),
+    Signal(serial=1, kind="boundary"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", ALL, ids=lambda m: type(m).__name__)
+def test_a_message_crosses_ray_as_it_is(message: Any) -> None:
+    assert pickle.loads(pickle.dumps(message)) == message
+
+
+@pytest.mark.parametrize("message", ALL, ids=lambda m: type(m).__name__)
+def test_a_message_is_plain_data(message: Any) -> None:
+    strings = [arg for _, arg, _ in pickletools.genops(pickle.dumps(message, protocol=4))]
+    modules = {arg for arg in strings if isinstance(arg, str) and arg.split(".")[0] == "torch"}
+    assert modules == set(), "reading it would import torch"
+    with pytest.raises(FrozenInstanceError):
+        setattr(message, fields(message)[0].name, None)
+
+
+def test_every_message_is_tried() -> None:
+    defined = {
+        c for c in vars(messages).values() if getattr(c, "__module__", "") == messages.__name__
+    }
+    assert {type(message) for message in ALL} == defined
+
+
+def test_a_worker_that_has_nothing_says_so() -> None:
+    report = Report(identity=IDENTITY)
+    assert (report.built, report.step, report.in_step, report.finished) == (0, None, False, False)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from elastic.config import HealthConfig
+from elastic.events import Cause
+from elastic.failure import Loss, decide_failure
+
+HEALTH = HealthConfig(max_same_step_errors=2, max_losses_without_progress=4)
+
+
+def loss(
+    cause: Cause = "crash", step: int | None = None, committed: int = 0, detail: str = "killed"
+) -> Loss:
+    return Loss(cause=cause, step=step, committed=committed, detail=detail)
+
+
+def user_error(step: int | None, committed: int = 0) -> Loss:
+    return loss("user_error", step, committed, "Traceback: ZeroDivisionError")
+
+
+def test_without_losses_the_run_goes_on() -> None:
+    assert decide_failure([], HEALTH) is None
+
+
+def test_losses_with_progress_in_between_never_end_a_run() -> None:
+    assert decide_failure([loss(committed=step) for step in range(100)], HEALTH) is None
+
+
+def test_too_many_losses_without_progress_end_it() -> None:
+    losses = [loss(committed=1), *(loss(committed=7) for _ in range(3))]
+    assert decide_failure(losses, HEALTH) is None
+    assert decide_failure([*losses, loss("hang", committed=7, detail="frozen")], HEALTH) == (
+        "4 workers were lost with 7 steps committed and no progress "
+        "(health.max_losses_without_progress = 4); the last one: hang, frozen"
+    )
+
+
+def test_the_same_error_at_the_same_step_ends_it() -> None:
+    assert decide_failure([user_error(3)], HEALTH) is None
+    assert decide_failure([user_error(3), loss(step=3), user_error(3)], HEALTH) == (
+        "user code failed 2 times at step 3 (health.max_same_step_errors = 2):\n"
+        "Traceback: ZeroDivisionError"
+    )
+
+
+def test_an_error_before_the_first_step_is_named_so() -> None:
+    reason = decide_failure([user_error(None), user_error(None)], HEALTH)
+    assert reason is not None and reason.startswith("user code failed 2 times before the first")
+
+
+def test_errors_at_different_steps_and_crashes_at_one_are_bad_luck() -> None:
+    assert decide_failure([user_error(3, 3), user_error(4, 4), user_error(5, 5)], HEALTH) is None
+    assert decide_failure([loss(step=3), loss(step=3)], HEALTH) is None
+
+
+def test_a_crash_after_an_error_does_not_repeat_the_error() -> None:
+    health = HealthConfig(max_same_step_errors=1)
+    assert decide_failure([user_error(3)], health) is not None
+    assert decide_failure([user_error(3), loss(committed=1)], health) is None

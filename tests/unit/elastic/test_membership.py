@@ -1,0 +1,444 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from simulated_run import World, play
+
+from elastic.membership import Effects, GroupConfig, Membership
+from elastic.messages import Build, Identity, Report, Run, Signal, Stop
+from trainer.commit import Commit
+
+STEPS = 100
+
+
+def commit(step: int, boundary: bool = False) -> Commit:
+    return Commit(step=step, loss=2.0, grad_norm=1.0, tokens=10, digests=(), boundary=boundary)
+
+
+class Group:
+    """A membership, and the reports of its workers: `a0` is worker `a` with world rank 0."""
+
+    def __init__(
+        self,
+        *,
+        replicas: int,
+        each: int = 1,
+        least: int = 1,
+        start: int | None = None,
+        lanes: int | None = None,
+        generation: int = 0,
+        restore_step: int = 0,
+    ) -> None:
+        config = GroupConfig(
+            max_replicas=replicas,
+            min_replicas=least,
+            workers_per_replica=each,
+            tensor=each,
+            lanes=lanes or replicas,
+            steps=STEPS,
+            start_workers=replicas * each if start is None else start,
+        )
+        self.membership = Membership(config, generation=generation, restore_step=restore_step)
+        self.built: dict[str, int] = {}
+
+    def join(self, worker: str, step: int | None = None, **more: Any) -> Effects:
+        """A worker joins with what it built last."""
+        identity = Identity(worker=worker, rank=int(worker[1:]), node="n", pid=1)
+        built = more.pop("built", self.built.get(worker, 0))
+        report = Report(identity=identity, built=built, step=step, **more)
+        self.membership.join(report)
+        return self._advance()
+
+    def lose(self, worker: str) -> Effects:
+        self.membership.lose(worker)
+        return self._advance()
+
+    def checkpointed(self, step: int) -> Effects:
+        self.membership.checkpointed(step)
+        return self._advance()
+
+    def build(self, *workers: str) -> Effects:
+        """They have built what they were told to, and join again."""
+        for worker in workers:
+            effects = self.join(worker)
+        return effects
+
+    def start(self, *workers: str) -> Effects:
+        """Brings the workers to their first roster; those too many become spares."""
+        for worker in workers:
+            self.join(worker)
+        return self.build(*self.built)
+
+    def _advance(self) -> Effects:
+        effects = self.membership.advance()
+        for worker, answer in effects.answers.items():
+            if isinstance(answer, Build):
+                self.built[worker] = answer.formed
+        return effects
+
+
+def layout(effects: Effects) -> dict[int, tuple[str, ...]]:
+    """Replica index -> workers, in order of position."""
+    assert effects.regrouped is not None
+    return {replica.index: replica.workers for replica in effects.regrouped.roster.replicas}
+
+
+def run_of(effects: Effects, worker: str) -> Run:
+    answer = effects.answers[worker]
+    assert isinstance(answer, Run)
+    return answer
+
+
+def signals(effects: Effects) -> dict[str, str]:
+    return {worker: signal.kind for worker, signal in effects.signals.items()}
+
+
+# -- the start -------------------------------------------------------------------------------------
+
+
+def test_the_start_waits_for_everybody_and_puts_neighbours_together() -> None:
+    group = Group(replicas=2, each=2, start=5, lanes=3)
+    for worker in ("c3", "a1", "e4", "b0"):
+        assert group.join(worker) == Effects()
+    effects = group.join("d2")
+    assert {w: (b.replica, b.rank) for w, b in effects.answers.items() if isinstance(b, Build)} == {
+        "b0": (0, 0), "a1": (0, 1), "d2": (1, 0), "c3": (1, 1),
+    }  # fmt: skip
+    assert group.build("c3", "b0", "d2").answers == {}
+    effects = group.build("a1")
+    assert layout(effects) == {0: ("b0", "a1"), 1: ("d2", "c3")}
+    assert set(effects.answers) == {"b0", "a1", "d2", "c3"}, "the spare goes on waiting"
+    run = run_of(effects, "c3")
+    assert (run.generation, run.replica, run.rank, run.position) == (1, 1, 1, 1)
+    assert run.lanes == ((0, 1), (2,))
+    assert (run.step, run.restore, run.commit, run.heals) == (0, True, None, ())
+    assert [w for w in effects.answers if run_of(effects, w).lead] == ["b0"]
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.lost_steps) == ("start", 0)
+
+
+def test_a_continued_run_starts_at_its_checkpoint_in_a_new_generation() -> None:
+    effects = Group(replicas=1, generation=7, restore_step=12).start("a0")
+    run = run_of(effects, "a0")
+    assert (run.generation, run.step, run.restore, run.recorded) == (8, 12, True, 12)
+
+
+def test_the_first_roster_has_all_replicas_that_are_forming() -> None:
+    group = Group(replicas=2)
+    group.join("a0")
+    group.join("b1")
+    assert group.build("a0").regrouped is None
+    assert layout(group.build("b1")) == {0: ("a0",), 1: ("b1",)}
+
+
+# -- losses ----------------------------------------------------------------------------------------
+
+
+def test_a_spare_takes_a_dead_workers_place_while_the_others_train() -> None:
+    group = Group(replicas=2, start=3, lanes=4)
+    group.start("a0", "b1", "c2")
+    effects = group.lose("b1")
+    assert effects.called == "fault" and signals(effects) == {"a0": "fault"}
+    assert [(r.index, r.workers) for r in effects.formed] == [(1, ("c2",))]
+    assert effects.regrouped is None
+
+    effects = group.join("a0", step=3, in_step=True, last=commit(2))
+    run = run_of(effects, "a0")
+    assert (run.step, run.lanes, run.heals, run.restore) == (3, ((0, 1, 2, 3),), (), False)
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.lost_steps) == ("repeat", 0)
+
+    effects = group.build("c2")
+    assert effects.called == "boundary" and signals(effects) == {"a0": "boundary"}
+    effects = group.join("a0", step=5, last=commit(4, boundary=True))
+    assert layout(effects) == {0: ("a0",), 1: ("c2",)}
+    run = run_of(effects, "c2")
+    assert run.lanes == ((0, 1), (2, 3)), "dealt anew at a boundary"
+    assert (run.step, run.heals, run.restore) == (5, ((1, 0),), False)
+    assert run.commit == commit(4, boundary=True)
+    assert effects.regrouped is not None and effects.regrouped.outcome == "boundary"
+
+
+def test_without_a_spare_the_replacement_grows_the_run_again() -> None:
+    group = Group(replicas=2)
+    group.start("a0", "b1")
+    assert group.lose("b1").formed == []
+    assert layout(group.join("a0", step=3, in_step=True)) == {0: ("a0",)}
+    effects = group.join("c1")
+    assert [(r.index, r.workers) for r in effects.formed] == [(1, ("c1",))]
+    assert effects.called is None
+    assert group.build("c1").called == "boundary"
+
+
+def test_a_fault_leaves_lanes_that_are_computed_where_they_are() -> None:
+    group = Group(replicas=3, lanes=6)
+    group.start("a0", "b1", "c2")
+    group.lose("a0")
+    group.join("b1", step=3, in_step=True)
+    effects = group.join("c2", step=3, in_step=True)
+    assert run_of(effects, "b1").lanes == ((0, 2, 3), (1, 4, 5))
+
+
+def test_the_death_of_a_spare_calls_nobody() -> None:
+    group = Group(replicas=1, start=2)
+    group.start("a0", "b1")
+    effects = group.lose("b1")
+    assert effects == Effects()
+    assert group.membership.members.keys() == {"a0"}
+
+
+def test_a_death_while_forming_frees_the_others_for_a_new_formation() -> None:
+    group = Group(replicas=1, each=2, start=3)
+    for worker in ("a0", "b1", "c2"):
+        group.join(worker)
+    first = group.built["a0"]
+    effects = group.lose("b1")
+    assert signals(effects) == {"a0": "fault"} and effects.called is None
+    assert group.membership.replica_broken("a0")
+    effects = group.join("a0", built=0)
+    assert effects.formed[0].workers == ("a0", "c2") and effects.formed[0].formed > first
+    answer = effects.answers["a0"]
+    assert isinstance(answer, Build) and answer.serial == 1, "the call is settled"
+    assert layout(group.build("a0", "c2")) == {0: ("a0", "c2")}
+
+
+def test_a_worker_that_is_ready_when_its_formation_breaks_builds_again() -> None:
+    group = Group(replicas=1, each=2)
+    group.join("a0")
+    group.join("b1")
+    group.build("a0")
+    assert group.lose("b1").signals == {}, "it waits: nothing to call it away from"
+    assert group.join("c1").formed[0].workers == ("a0", "c1")
+
+
+def test_survivors_of_two_replicas_make_one() -> None:
+    group = Group(replicas=3, each=2)
+    group.start("a0", "b1", "c2", "d3", "e4", "f5")
+    assert signals(group.lose("b1")) == dict.fromkeys(("a0", "c2", "d3", "e4", "f5"), "fault")
+    assert group.lose("c2").called is None, "they are called already"
+    group.join("a0", built=0)
+    effects = group.join("d3", built=0)
+    assert [(r.index, r.workers) for r in effects.formed] == [(0, ("a0", "d3"))]
+    group.join("e4", step=3, in_step=True)
+    assert layout(group.join("f5", step=3, in_step=True)) == {2: ("e4", "f5")}
+
+
+def test_when_all_die_the_run_goes_back_to_the_checkpoint() -> None:
+    group = Group(replicas=2, each=1)
+    group.start("a0", "b1")
+    group.membership.recorded = group.membership.reached = 7
+    group.checkpointed(4)
+    group.lose("a0")
+    group.lose("b1")
+    group.join("c0")
+    group.join("d1")
+    group.build("c0")
+    effects = group.build("d1")
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.lost_steps) == ("restore", 3)
+    assert layout(effects) == {0: ("c0",), 1: ("d1",)}
+    run = run_of(effects, "d1")
+    assert (run.step, run.restore, run.recorded, run.heals) == (4, True, 4, ())
+
+
+def test_fewer_than_the_minimum_wait_and_say_how_many_are_missing() -> None:
+    group = Group(replicas=3, each=2, least=2)
+    group.start("a0", "b1", "c2", "d3", "e4", "f5")
+    for worker in ("a0", "b1", "c2", "d3"):
+        group.lose(worker)
+    assert group.join("e4", step=3, in_step=True).short_of == 0, "not known before all are here"
+    effects = group.join("f5", step=3, in_step=True)
+    assert effects.regrouped is None and effects.short_of == 2
+    effects = group.join("g0")
+    assert effects.regrouped is None and effects.short_of == 1
+    effects = group.join("h1")
+    assert effects.short_of == 0 and len(effects.formed) == 1
+    effects = group.build("g0", "h1")
+    assert layout(effects) == {0: ("g0", "h1"), 2: ("e4", "f5")}
+    run = run_of(effects, "e4")
+    assert (run.step, run.restore) == (3, False), "the state was kept in memory"
+
+
+def test_a_lost_worker_stays_lost() -> None:
+    group = Group(replicas=2, each=2)
+    group.start("a0", "b1", "c2", "d3")
+    assert group.membership.lose("d3") is not None
+    assert group.membership.lose("d3") is None
+    group._advance()
+    effects = group.join("d3", step=3, in_step=True)
+    stop = effects.answers["d3"]
+    assert isinstance(stop, Stop) and stop.error is not None
+    assert "d3" not in group.membership.members
+    assert group.membership.replica_broken("c2")
+
+
+def test_a_call_to_join_may_arrive_after_the_news_of_its_death() -> None:
+    group = Group(replicas=1)
+    group.membership.lose("a0")
+    assert group.join("a0").formed == []
+    assert group.join("b0").formed[0].workers == ("b0",)
+
+
+def test_a_worker_without_its_model_dissolves_its_replica() -> None:
+    group = Group(replicas=1, each=2, start=2)
+    group.start("a0", "b1")
+    effects = group.join("a0", built=0)
+    assert signals(effects) == {"b1": "fault"}
+    assert group.membership.replica_broken("b1") and effects.formed == []
+    assert group.join("b1", built=0).formed[0].workers == ("a0", "b1")
+
+
+# -- commits that not all have seen ----------------------------------------------------------------
+
+
+def test_a_commit_that_one_replica_saw_is_handed_to_those_behind() -> None:
+    group = Group(replicas=3)
+    group.start("a0", "b1", "c2")
+    group.lose("c2")
+    group.join("a0", step=3, in_step=True, last=commit(2))
+    effects = group.join("b1", step=4, in_step=True, last=commit(3))
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.step) == ("finish_step", 4)
+    assert run_of(effects, "a0").commit == commit(3)
+
+
+def test_new_replicas_heal_from_old_ones_in_turn() -> None:
+    group = Group(replicas=4, start=2, least=2)
+    group.start("a0", "b1")
+    group.join("c2")
+    group.join("d3")
+    group.build("c2")
+    group.build("d3")
+    group.join("a0", step=6)
+    effects = group.join("b1", step=6)
+    places = {run_of(effects, w).replica: run_of(effects, w).position for w in effects.answers}
+    heals = run_of(effects, "d3").heals
+    assert {target for target, _ in heals} == {places[2], places[3]}
+    assert {source for _, source in heals} == {places[0], places[1]}
+
+
+def test_a_heal_that_failed_is_repeated_even_when_a_boundary_was_called() -> None:
+    group = Group(replicas=3, start=2, least=1)
+    group.start("a0", "b1")
+    group.lose("b1")
+    group.join("a0", step=3, in_step=True)
+    group.join("c1")
+    group.build("c1")
+    group.join("a0", step=5)
+    group.join("d2")
+    assert group.build("d2").called == "boundary"
+    effects = group.join("c1", step=None)
+    assert effects.called == "fault" and signals(effects) == {"a0": "fault"}
+    effects = group.join("a0", step=5, in_step=True)
+    place = {worker: run_of(effects, worker).position for worker in effects.answers}
+    heals = dict(run_of(effects, "c1").heals)
+    assert heals == {place["c1"]: place["a0"], place["d2"]: place["a0"]}
+
+
+def test_a_worker_that_leaves_by_itself_calls_the_others() -> None:
+    group = Group(replicas=2)
+    group.start("a0", "b1")
+    effects = group.join("a0", step=3, in_step=True)
+    assert effects.called == "fault" and signals(effects) == {"b1": "fault"}
+    effects = group.join("b1", step=3, in_step=True)
+    assert effects.regrouped is not None and effects.regrouped.outcome == "repeat"
+
+
+def test_a_fault_overrules_a_boundary() -> None:
+    group = Group(replicas=3, start=2)
+    group.start("a0", "b1")
+    group.join("c2")
+    assert signals(group.build("c2")) == {"a0": "boundary", "b1": "boundary"}
+    effects = group.lose("b1")
+    assert effects.signals == {"a0": Signal(serial=2, kind="fault")}
+    effects = group.join("a0", step=3, in_step=True)
+    assert layout(effects).keys() == {0, 2}
+    assert run_of(effects, "a0").serial == 2, "both calls are settled"
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def test_the_run_is_over_when_all_are_done_and_the_checkpoint_stands() -> None:
+    group = Group(replicas=2, start=3)
+    group.start("a0", "b1", "c2")
+    assert group.join("a0", step=STEPS, finished=True) == Effects()
+    assert group.join("b1", step=STEPS, finished=True) == Effects()
+    effects = group.checkpointed(STEPS)
+    assert effects.answers == dict.fromkeys(("a0", "b1", "c2"), Stop(error=None))
+    assert group.join("d0").answers == {"d0": Stop(error=None)}, "a late one"
+
+
+def test_when_the_saving_replica_dies_at_the_end_another_one_is_asked_to_finish() -> None:
+    group = Group(replicas=2)
+    group.start("a0", "b1")
+    group.join("b1", step=STEPS, finished=True, last=commit(STEPS - 1))
+    effects = group.lose("a0")
+    run = run_of(effects, "b1")
+    assert (run.position, run.step, run.restore, run.lead) == (0, STEPS, False, True)
+    group.checkpointed(STEPS)
+    effects = group.join("b1", step=STEPS, finished=True)
+    assert effects.answers == {"b1": Stop(error=None)}
+
+
+def test_a_replica_that_is_done_is_not_called_to_a_boundary() -> None:
+    group = Group(replicas=3, start=2)
+    group.start("a0", "b1")
+    group.join("a0", step=STEPS, finished=True)
+    group.join("c2")
+    assert group.build("c2").called is None
+
+
+def test_a_finished_worker_that_is_formed_anew_is_not_called_away_from_it() -> None:
+    group = Group(replicas=1, each=2, start=3)
+    group.start("a0", "b1", "c2")
+    group.join("a0", step=STEPS, finished=True)
+    effects = group.lose("b1")
+    assert effects.formed[0].workers == ("a0", "c2")
+    assert effects.signals == {}, "a call would break the formation that it has just been given"
+
+
+@pytest.mark.parametrize("error", [None, "user code failed"])
+def test_at_the_end_nobody_is_left_waiting_for_one_that_is_gone(error: str | None) -> None:
+    group = Group(replicas=2, each=1, start=1)
+    group.start("a0")
+    group.join("b1")
+    group.membership.stopped = Stop(error=error)
+    effects = group.join("c2")
+    assert effects.answers == {"c2": Stop(error=error)}
+    assert signals(effects) == {"a0": "fault", "b1": "fault"}
+    assert group.membership.replica_broken("b1"), "not its own fault"
+
+
+# -- what the coordinator asks ---------------------------------------------------------------------
+
+
+def test_names_of_slots_and_who_is_awaited() -> None:
+    group = Group(replicas=2, each=2, start=5)
+    group.start("a0", "b1", "c2", "d3", "e4")
+    assert group.membership.slot_name("d3") == "replica 1 shard 0 tensor 1"
+    assert group.membership.slot_name("e4") is None
+    group.lose("b1")
+    group.join("c2", step=1, in_step=True)
+    assert group.membership.absent() == ["d3"]
+    assert not group.membership.replica_broken("c2")
+    assert group.membership.replica_broken("a0")
+
+
+# -- every order of events -------------------------------------------------------------------------
+
+BATCHES, BATCH = 10, 200
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_any_order_of_events_ends_well(batch: int) -> None:
+    outcomes: Counter[str] = Counter()
+    worlds: list[World] = []
+    for seed in range(batch * BATCH, (batch + 1) * BATCH):
+        worlds.append(play(seed))
+        outcomes.update(worlds[-1].outcomes)
+    assert set(outcomes) == {"start", "repeat", "finish_step", "boundary", "restore"}
+    for harm in ("kills", "write_offs", "flakes"):
+        assert any(getattr(w, harm) < getattr(w.plan, harm) for w in worlds), f"no {harm}"

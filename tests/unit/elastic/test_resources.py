@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+
+from elastic.config import ScalingConfig
+from elastic.resources import count_fitting
+
+CPU = ScalingConfig(cpus_per_worker=1)
+GPU = ScalingConfig(device="cuda", cpus_per_worker=4)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "there", "workers"),
+    [
+        (CPU, {"CPU": 3.0, "memory": 1e9}, 3),
+        (CPU, {"CPU": 3.9}, 3),
+        (CPU, {"CPU": 0.5}, 0),
+        (CPU, {}, 0),
+        (ScalingConfig(cpus_per_worker=0.1), {"CPU": 0.3}, 3),  # 0.3 / 0.1 is a hair below 3
+        (ScalingConfig(cpus_per_worker=1.5), {"CPU": 4.0}, 2),
+        (GPU, {"CPU": 96.0, "GPU": 8.0}, 8),
+        (GPU, {"CPU": 9.0, "GPU": 8.0}, 2),
+        (GPU, {"CPU": 96.0}, 0),
+        (ScalingConfig(device="cuda", cpus_per_worker=0), {"GPU": 2.0}, 2),
+    ],
+)
+def test_the_scarcest_resource_decides(
+    scaling: ScalingConfig, there: dict[str, float], workers: int
+) -> None:
+    assert count_fitting(scaling, there) == workers

@@ -1,0 +1,92 @@
+"""A worker's lane gradients: kept through an interruption, dropped when they no longer count."""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.commit import LaneStats
+from trainer.lane_sums import LaneSums
+
+LENGTH = 4
+
+
+def make(total: int = 4) -> LaneSums:
+    return LaneSums(total, LENGTH, torch.device("cpu"))
+
+
+def add(sums: LaneSums, *lanes: int) -> None:
+    """Lane n's gradient is 10**n in the first three places; the fourth is padding."""
+    for lane in lanes:
+        buffer = sums.buffer()
+        buffer[:3] = 10.0**lane
+        sums.add(lane, buffer, LaneStats(loss=float(lane), tokens=1, digest=lane))
+
+
+def values(sums: LaneSums) -> dict[tuple[int, int], float]:
+    assert all(
+        block[3] == 0 and len(set(block[:3].tolist())) == 1 for block in sums.blocks.values()
+    )
+    return {node: block[0].item() for node, block in sums.blocks.items()}
+
+
+def test_whole_subtrees_are_added_up_as_they_become_whole() -> None:
+    sums = make()
+    sums.begin(0, (0, 1, 2, 3))
+    add(sums, 1)
+    assert values(sums) == {(1, 2): 10}
+    add(sums, 2)
+    assert values(sums) == {(1, 2): 10, (2, 3): 100}
+    add(sums, 0)
+    assert values(sums) == {(0, 2): 11, (2, 3): 100}
+    add(sums, 3)
+    assert values(sums) == {(0, 4): 1111}
+
+
+def test_a_repeated_step_asks_for_the_missing_lanes_only() -> None:
+    sums = make()
+    assert sums.begin(5, (0, 1)) == [0, 1]
+    add(sums, 0)
+    assert sums.begin(5, (0, 1, 3)) == [1, 3]
+    add(sums, 1, 3)
+    assert sums.begin(5, (0, 1, 3)) == []
+    assert values(sums) == {(0, 2): 11, (3, 4): 1000}
+    assert {lane: stats.digest for lane, stats in sums.stats.items()} == {0: 0, 1: 1, 3: 3}
+
+
+def test_another_step_starts_anew() -> None:
+    sums = make()
+    sums.begin(5, (0, 1))
+    add(sums, 0, 1)
+    assert sums.begin(6, (0, 1)) == [0, 1]
+    assert (sums.blocks, sums.stats, sums.step) == ({}, {}, 6)
+    add(sums, 1)
+    assert values(sums) == {(1, 2): 10}
+
+
+def test_sums_with_a_lane_of_somebody_else_are_dropped() -> None:
+    sums = make()
+    sums.begin(5, (0, 1))
+    add(sums, 0, 1)
+    assert sums.begin(5, (1, 2)) == [1, 2]
+    assert (sums.blocks, sums.stats) == ({}, {})
+
+
+def test_a_cleared_step_is_computed_again() -> None:
+    sums = make()
+    sums.begin(5, (0,))
+    add(sums, 0)
+    sums.clear()
+    assert sums.begin(5, (0,)) == [0]
+
+
+def test_a_step_of_eight_lanes_takes_four_buffers_and_later_steps_reuse_them() -> None:
+    sums, places = make(8), set()
+    for step in range(3):
+        sums.begin(step, range(8))
+        for lane in range(8):
+            buffer = sums.buffer()
+            places.add(buffer.data_ptr())
+            buffer[:3] = 1.0
+            sums.add(lane, buffer, LaneStats(loss=0.0, tokens=0, digest=0))
+        assert values(sums) == {(0, 8): 8}
+    assert len(places) == 4

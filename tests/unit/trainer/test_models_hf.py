@@ -1,0 +1,159 @@
+"""Hugging Face models by configuration or path, and what tensor parallelism asks of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.errors import ConfigError
+from trainer.models.hf import ModelConfig, build_on_meta, check_tensor_parallel, weights
+
+TINY = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 8,
+}
+
+
+def resolve(used: int = 300, **settings: Any) -> dict[str, Any]:
+    return ModelConfig(settings={**TINY, **settings}).resolve(used)
+
+
+def write_model(directory: Path, **settings: Any) -> str:
+    config = {"model_type": "mistral", "vocab_size": 100, **TINY, **settings}
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+@pytest.mark.parametrize(("used", "vocab_size"), [(1, 64), (64, 64), (65, 128), (300, 320)])
+def test_the_vocabulary_is_rounded_up_to_a_multiple_of_64(used: int, vocab_size: int) -> None:
+    assert resolve(used)["vocab_size"] == vocab_size
+
+
+def test_a_configuration_is_complete_and_plain() -> None:
+    config = resolve(rope_theta=5e5)
+    assert (config["model_type"], config["hidden_size"]) == ("llama", 48)
+    assert config["rms_norm_eps"] == 1e-6  # a default of transformers' Llama
+    assert config["use_cache"] is False
+    assert json.loads(json.dumps(config))["num_hidden_layers"] == 2
+    assert resolve(use_cache=True)["use_cache"] is True
+
+
+def test_a_vocabulary_that_is_set_is_kept() -> None:
+    assert resolve(300, vocab_size=301)["vocab_size"] == 301
+    assert resolve(300, vocab_size=300)["vocab_size"] == 300
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the tokenizer has 300 tokens") as caught:
+        resolve(300, vocab_size=299)
+    assert (caught.value.field, caught.value.value) == ("train.task.model.vocab_size", 299)
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(ConfigError, match="transformer-9") as caught:
+        ModelConfig(architecture="transformer-9").resolve(300)
+    assert caught.value.field == "train.task.model.architecture"
+    assert len(caught.value.fact) <= 200
+
+
+def test_a_directory_gives_the_configuration_and_settings_override_it(tmp_path: Path) -> None:
+    path = write_model(tmp_path)
+    config = ModelConfig(path=path, settings={"num_hidden_layers": 1}).resolve(90)
+    assert (config["model_type"], config["vocab_size"]) == ("mistral", 100)
+    assert (config["hidden_size"], config["num_hidden_layers"]) == (48, 1)
+    with pytest.raises(ConfigError, match="101 tokens"):
+        ModelConfig(path=path).resolve(101)
+
+
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_a_directory_without_a_configuration_is_refused(tmp_path: Path, name: str) -> None:
+    place = str(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"no config\.json") as caught:
+        ModelConfig(path=place).resolve(300)
+    assert (caught.value.field, caught.value.value) == ("train.task.model.path", place)
+
+
+def test_a_model_is_built_without_memory_for_its_parameters() -> None:
+    model = build_on_meta(resolve())
+    assert all(param.is_meta and param.dtype == torch.float32 for param in model.parameters())
+    buffers = dict(model.named_buffers())
+    inverse = buffers["model.rotary_emb.inv_freq"]
+    expected = 10_000.0 ** -(torch.arange(0, 8, 2) / 8)  # rotary positions, RoFormer, 2021
+    torch.testing.assert_close(inverse, expected)
+
+
+def test_an_architecture_without_a_causal_language_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no causal language model") as caught:
+        build_on_meta(ModelConfig(architecture="vit").resolve(64))
+    assert (caught.value.field, caught.value.value) == ("train.task.model.architecture", "vit")
+
+
+def test_seeded_weights_are_transformers_own() -> None:
+    config = resolve(initializer_range=0.5)
+    model = build_on_meta(config)
+    source = weights(config, model, 0, None)
+    shape = tuple(model.get_parameter("lm_head.weight").shape)
+    head = source.read("lm_head.weight", shape, (0, 0), shape)
+    assert head.std().item() == pytest.approx(0.5, rel=0.05)
+    norm = source.read("model.norm.weight", (48,), (0,), (48,))
+    assert torch.equal(norm, torch.ones(48))
+
+
+@functools.cache
+def llama() -> tuple[dict[str, Any], nn.Module]:
+    config = resolve(vocab_size=384)
+    return config, build_on_meta(config)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 6])
+def test_a_degree_that_divides_everything_is_accepted(degree: int) -> None:
+    config, model = llama()
+    check_tensor_parallel(config, model, degree, 24)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("num_attention_heads", 8),
+        ("num_key_value_heads", 2),
+        ("intermediate_size", 97),
+        ("vocab_size", 385),
+        ("seq_len", 25),
+    ],
+)
+def test_every_dimension_must_divide(name: str, size: int) -> None:
+    config, model = llama()
+    seq_len = size if name == "seq_len" else 24
+    given = {**config, name: size} if name != "seq_len" else config
+    with pytest.raises(ConfigError, match=f"does not divide {name} = {size}") as caught:
+        check_tensor_parallel(given, model, 3, seq_len)
+    assert (caught.value.field, caught.value.value) == ("train.parallel.tensor", 3)
+    check_tensor_parallel(given, model, 1, seq_len)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "why"),
+    [
+        ("gpt2", {"n_embd": 16, "n_layer": 1, "n_head": 2}, "transformers has no plan for it"),
+        ("qwen3", {**TINY, "num_hidden_layers": 1}, "its plan uses replicated_with_grad_allreduce"),
+    ],
+)
+def test_a_model_without_a_usable_plan_is_refused(
+    architecture: str, settings: dict[str, Any], why: str
+) -> None:
+    config = ModelConfig(architecture=architecture, settings=settings).resolve(64)
+    model = build_on_meta(config)
+    with pytest.raises(ConfigError, match=f"{architecture} cannot be split .*{why}") as caught:
+        check_tensor_parallel(config, model, 2, 16)
+    assert caught.value.field == "train.parallel.tensor"
+    check_tensor_parallel(config, model, 1, 16)

@@ -1,0 +1,68 @@
+"""Layout arithmetic against `torch.chunk`, which FSDP2 and DTensor cut with."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.parallel.layout import Slot, chunk, local_box, slot_of
+
+
+def test_tensor_peers_are_neighbours() -> None:
+    slots = [slot_of(7, rank, 2) for rank in range(4)]
+    assert [(slot.shard, slot.tensor) for slot in slots] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {slot.replica for slot in slots} == {7}
+
+
+def test_a_slot_reads_like_a_place() -> None:
+    assert str(Slot(replica=1, shard=2, tensor=3)) == "replica 1 shard 2 tensor 3"
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 50), parts=st.integers(1, 12))
+def test_chunks_are_those_of_torch(size: int, parts: int) -> None:
+    expected = [piece.tolist() for piece in torch.arange(size).chunk(parts)]
+    expected += [[]] * (parts - len(expected))
+    found = [chunk(size, parts, index) for index in range(parts)]
+    assert [list(range(start, start + length)) for start, length in found] == expected
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], int | None, int, int]:
+    """(shape, tensor dimension, tensor degree, shard degree)."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    tensor_dim = draw(st.none() | st.integers(0, len(shape) - 1))
+    return shape, tensor_dim, draw(st.integers(1, 4)), draw(st.integers(1, 4))
+
+
+@settings(deadline=None)
+@given(layout=layouts())
+def test_a_box_is_the_chunk_of_a_chunk(
+    layout: tuple[tuple[int, ...], int | None, int, int],
+) -> None:
+    shape, tensor_dim, tensor, shard = layout
+    full = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    for t, s in itertools.product(range(tensor), range(shard)):
+        offsets, sizes = local_box(
+            shape,
+            tensor_dim=tensor_dim,
+            tensor_degree=tensor,
+            tensor_index=t,
+            shard_degree=shard,
+            shard_index=s,
+        )
+        box = full[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+        expected = nth_chunk(nth_chunk(full, tensor, t, tensor_dim), shard, s, 0)
+        assert box.tolist() == expected.tolist()
+        assert box.shape == sizes
+
+
+def nth_chunk(tensor: torch.Tensor, parts: int, index: int, dim: int | None) -> torch.Tensor:
+    """Part `index` of `torch.chunk`, an empty one where there are fewer; `dim` None: all of it."""
+    if dim is None:
+        return tensor
+    pieces = tensor.chunk(parts, dim)
+    return pieces[index] if index < len(pieces) else tensor.narrow(dim, 0, 0)

@@ -1,0 +1,126 @@
+"""Which samples a step takes, and the ledger that proves it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.config import ParallelConfig, TrainConfig
+from trainer.data import sample_ids
+from trainer.samples import LedgerError, lane_ids, micro_seed, samples_sha256, step_ids
+
+SAMPLES = 50
+
+
+def config_with(shard: int = 2, **changes: Any) -> TrainConfig:
+    settings = {"task": None, "steps": 10, "global_batch": 24, "seed": 5, **changes}
+    return TrainConfig(parallel=ParallelConfig(shard=shard), **settings)
+
+
+def digest_of(ids: list[int]) -> int:
+    """As the commit's docstring defines it: the top 40 of the hash's first 64 bits."""
+    raw = hashlib.sha256(struct.pack(f"<{len(ids)}q", *ids)).digest()
+    return int.from_bytes(raw[:8], "little") >> 24
+
+
+def ledger(train: TrainConfig, lanes: int, steps: int) -> list[tuple[int, list[int]]]:
+    """What the workers would have committed, cut out of the run's one order of samples."""
+    order = sample_ids(train.seed, 0, steps * train.global_batch, SAMPLES).tolist()
+    size = train.global_batch // (lanes * train.parallel.shard)
+    pieces = [order[start : start + size] for start in range(0, len(order), size)]
+    digests = iter(map(digest_of, pieces))
+    shards = range(train.parallel.shard)
+    return [
+        (step, [sum(next(digests) for _ in shards) for _ in range(lanes)]) for step in range(steps)
+    ]
+
+
+@settings(deadline=None)
+@given(
+    lanes=st.integers(1, 6),
+    shard=st.integers(1, 3),
+    size=st.integers(1, 3),
+    samples=st.integers(1, 60),
+    step=st.integers(0, 100),
+)
+def test_lanes_and_shards_take_the_step_apart(
+    lanes: int, shard: int, size: int, samples: int, step: int
+) -> None:
+    train = config_with(shard, global_batch=lanes * shard * size)
+    parts = [
+        lane_ids(train, lanes, samples, step, lane, index).tolist()
+        for lane in range(lanes)
+        for index in range(shard)
+    ]
+    assert {len(part) for part in parts} == {size}
+    assert list(itertools.chain(*parts)) == step_ids(train, samples, step).tolist()
+
+
+def test_an_epoch_takes_every_sample_once() -> None:
+    train = config_with(global_batch=10)
+    epoch = [number for step in range(5) for number in step_ids(train, SAMPLES, step).tolist()]
+    assert sorted(epoch) == list(range(SAMPLES))
+
+
+def test_another_seed_takes_other_samples() -> None:
+    one, other = (step_ids(config_with(seed=seed), 1000, 0).tolist() for seed in (0, 1))
+    assert one != other
+
+
+def test_micro_seeds_differ_in_every_part_and_suit_torch() -> None:
+    parts = list(itertools.product(range(4), range(6), range(6), range(4), range(4)))
+    seeds = {micro_seed(*part) for part in parts}
+    assert len(seeds) == len(parts)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    torch.manual_seed(max(seeds))
+
+
+def test_a_micro_seed_is_a_function_of_its_parts() -> None:
+    assert micro_seed(1, 2, 3) == micro_seed(1, 2, 3)
+    assert len({micro_seed(*part) for part in itertools.permutations((1, 2, 3))}) == 6
+    assert micro_seed(-1, 0) == micro_seed(2**64 - 1, 0)
+
+
+@pytest.mark.parametrize(("lanes", "shard"), [(1, 1), (4, 1), (2, 2), (3, 4)])
+def test_the_hash_is_that_of_the_samples_in_order(lanes: int, shard: int) -> None:
+    train = config_with(shard)
+    order = sample_ids(5, 0, 3 * 24, SAMPLES).tolist()
+    expected = hashlib.sha256(struct.pack("<72q", *order)).hexdigest()
+    assert samples_sha256(train, lanes, SAMPLES, ledger(train, lanes, 3)) == expected
+
+
+def test_no_steps_hash_to_the_empty_hash() -> None:
+    assert samples_sha256(config_with(), 2, SAMPLES, []) == hashlib.sha256().hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("kept", "missing"), [([0, 2, 3], 1), ([1, 2], 0), ([0, 1, 1, 2], 2), ([1, 0], 0)]
+)
+def test_a_missing_step_is_found(kept: list[int], missing: int) -> None:
+    train = config_with()
+    committed = ledger(train, 2, 4)
+    with pytest.raises(LedgerError) as caught:
+        samples_sha256(train, 2, SAMPLES, [committed[step] for step in kept])
+    assert caught.value.step == missing
+
+
+def test_other_samples_are_found() -> None:
+    train = config_with()
+    committed = ledger(train, 3, 4)
+    committed[2][1][1] += 1
+    with pytest.raises(LedgerError, match="step 2, lane 1"):
+        samples_sha256(train, 3, SAMPLES, committed)
+
+
+@pytest.mark.parametrize("changes", [{"seed": 6}, {"shard": 1}])
+def test_a_ledger_of_another_run_is_refused(changes: dict[str, int]) -> None:
+    committed = ledger(config_with(), 3, 2)
+    with pytest.raises(LedgerError, match="step 0, lane 0"):
+        samples_sha256(config_with(**changes), 3, SAMPLES, committed)

@@ -1,0 +1,336 @@
+"""Tasks: what `prepare` refuses, what it leaves, and what the workers build from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trainer.config import ParallelConfig, TrainConfig
+from trainer.data import DataConfig
+from trainer.errors import ConfigError
+from trainer.models.hf import ModelConfig
+from trainer.task import CausalLM, CustomTask, PreparedCausalLM, default_cache_dir, model_table
+
+SETTINGS: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+}
+SEQ_LEN = 8
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("texts")
+    for number in range(12):
+        (directory / f"{number:02}.txt").write_text(f"{number} times {number} is {number**2}\n" * 3)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def prepared(texts: Path, cache: str) -> PreparedCausalLM:
+    return prepare(task_for(texts), cache)
+
+
+def task_for(
+    texts: Path, *, model: dict[str, Any] | None = None, seq_len: int = SEQ_LEN, **data: Any
+) -> CausalLM:
+    given = {"paths": (str(texts),), "vocab_size": 300, "holdout": 0.2, **data}
+    return CausalLM(
+        data=DataConfig(**given),
+        seq_len=seq_len,
+        model=ModelConfig(**{"settings": SETTINGS, **(model or {})}),
+    )
+
+
+def prepare(task: Any, cache: str, **parallel: int) -> Any:
+    train = TrainConfig(
+        task=task, steps=1, global_batch=1, parallel=ParallelConfig(**parallel), seed=3
+    )
+    return task.prepare(train, cache)
+
+
+def refusal(task: Any, cache: str, **parallel: int) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        prepare(task, cache, **parallel)
+    return caught.value
+
+
+def test_a_prepared_task_says_what_it_holds(prepared: PreparedCausalLM) -> None:
+    info = prepared.info
+    assert json.loads(json.dumps(info)) == info
+    assert info["vocab_size"] == Tokenizer.from_file(info["tokenizer"]).get_vocab_size() <= 300
+    assert len(prepared.train_data()) == (info["train_tokens"] - 1) // SEQ_LEN
+    held_out = prepared.eval_data()
+    assert held_out is not None
+    assert len(held_out) == (info["val_tokens"] - 1) // SEQ_LEN
+    h, i, kv, v = 16, 32, 8, 320
+    attention, mlp, norms = 2 * h * h + 2 * h * kv, 3 * h * i, 3 * h
+    assert info["parameters"] == 2 * v * h + attention + mlp + norms
+    assert info["model"]["model_type"] == "llama"
+
+
+def test_workers_build_the_same_model(prepared: PreparedCausalLM) -> None:
+    model, source = prepared.build(3)
+    assert all(param.is_meta for param in model.parameters())
+    for name, param in model.named_parameters():
+        shape = tuple(param.shape)
+        value = source.read(name, shape, (0,) * len(shape), shape)
+        assert value.shape == shape
+        assert torch.isfinite(value).all()
+
+
+def test_the_loss_is_the_summed_cross_entropy_of_the_next_tokens(
+    prepared: PreparedCausalLM,
+) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SETTINGS))
+    batch = prepared.train_data().batch(np.array([0, 2]))
+    assert isinstance(batch, torch.Tensor)
+    loss, count = prepared.loss(model, batch)
+    assert count == 2 * SEQ_LEN
+    assert loss.requires_grad
+    probabilities = model(batch[:, :-1]).logits.softmax(-1)
+    expected = sum(
+        -probabilities[row, place, batch[row, place + 1]].log().item()
+        for row in range(2)
+        for place in range(SEQ_LEN)
+    )
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_held_out_text_shorter_than_a_sample_is_no_held_out_data(texts: Path, cache: str) -> None:
+    long = prepare(task_for(texts, holdout=0.2, seq_len=1), cache)
+    seq_len = long.info["val_tokens"]
+    assert seq_len < long.info["train_tokens"]
+    assert prepare(task_for(texts, seq_len=seq_len), cache).eval_data() is None
+    exact = prepare(task_for(texts, seq_len=seq_len - 1), cache).eval_data()
+    assert exact is not None
+    assert len(exact) == 1
+    assert prepare(task_for(texts, holdout=0), cache).eval_data() is None
+
+
+@pytest.mark.parametrize("seq_len", [0, -1])
+def test_a_sample_has_a_token(texts: Path, cache: str, seq_len: int) -> None:
+    error = refusal(task_for(texts, seq_len=seq_len), cache)
+    assert (error.field, error.value) == ("train.task.seq_len", seq_len)
+
+
+def test_too_little_text_for_a_sample_is_refused(texts: Path, cache: str) -> None:
+    error = refusal(task_for(texts, seq_len=100_000), cache)
+    assert error.field == "train.data.paths"
+    assert "100001 needed" in error.fact
+
+
+def test_text_that_is_not_there_is_refused(texts: Path, cache: str) -> None:
+    error = refusal(task_for(texts / "missing"), cache)
+    assert (error.field, error.value) == ("train.data.paths", str(texts / "missing"))
+
+
+def test_a_model_with_too_small_a_vocabulary_is_refused_before_text_is_read(
+    texts: Path, tmp_path: Path
+) -> None:
+    model = {"settings": {**SETTINGS, "vocab_size": 299}}
+    error = refusal(task_for(texts / "missing", model=model), str(tmp_path / "cache"))
+    assert (error.field, error.value) == ("train.task.model.vocab_size", 299)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_given_tokenizer_must_fit_the_model(
+    texts: Path, cache: str, prepared: PreparedCausalLM
+) -> None:
+    size = prepared.info["vocab_size"]
+    settings = {**SETTINGS, "vocab_size": size - 1}
+    tokenizer = prepared.info["tokenizer"]
+    error = refusal(task_for(texts, model={"settings": settings}, tokenizer=tokenizer), cache)
+    assert error.field == "train.task.model.vocab_size"
+    fitting = {"settings": {**SETTINGS, "vocab_size": size}}
+    assert (
+        prepare(task_for(texts, model=fitting, tokenizer=tokenizer), cache).info["vocab_size"]
+        == size
+    )
+
+
+def test_a_model_without_a_vocabulary_size_gets_the_tokenizers(
+    texts: Path, cache: str, prepared: PreparedCausalLM
+) -> None:
+    settings = {name: value for name, value in SETTINGS.items() if name != "vocab_size"}
+    task = task_for(texts, model={"settings": settings}, tokenizer=prepared.info["tokenizer"])
+    used = prepared.info["vocab_size"]
+    assert prepare(task, cache).config["vocab_size"] == (used + 63) // 64 * 64
+
+
+@pytest.mark.parametrize("architecture", ["transformer-9", "vit"])
+def test_an_architecture_that_is_no_language_model_is_refused(
+    texts: Path, cache: str, architecture: str
+) -> None:
+    error = refusal(task_for(texts, model={"architecture": architecture, "settings": {}}), cache)
+    assert (error.field, error.value) == ("train.task.model.architecture", architecture)
+
+
+@pytest.mark.parametrize(
+    ("degree", "seq_len", "name"), [(4, 8, "num_key_value_heads = 2"), (2, 7, "seq_len = 7")]
+)
+def test_a_tensor_degree_that_does_not_divide_is_refused(
+    texts: Path, cache: str, degree: int, seq_len: int, name: str
+) -> None:
+    error = refusal(task_for(texts, seq_len=seq_len), cache, tensor=degree)
+    assert (error.field, error.value) == ("train.parallel.tensor", degree)
+    assert name in error.fact
+
+
+def test_pretrained_weights_need_a_path(texts: Path, cache: str) -> None:
+    error = refusal(task_for(texts, model={"pretrained": True}), cache)
+    assert error.field == "train.task.model.pretrained"
+
+
+def test_a_pretrained_model_needs_its_weights(texts: Path, cache: str, tmp_path: Path) -> None:
+    task = task_for(texts, model={"path": str(tmp_path), "pretrained": True, "settings": {}})
+    assert "config.json" in refusal(task, cache).fact
+    LlamaConfig(**SETTINGS).save_pretrained(tmp_path)
+    error = refusal(task, cache)
+    assert (error.field, error.value) == ("train.task.model.path", str(tmp_path))
+    assert "safetensors" in error.fact
+    LlamaForCausalLM(LlamaConfig(**{**SETTINGS, "tie_word_embeddings": True})).save_pretrained(
+        tmp_path
+    )
+    untied = {"tie_word_embeddings": False}
+    error = refusal(
+        task_for(texts, model={"path": str(tmp_path), "pretrained": True, "settings": untied}),
+        cache,
+    )
+    assert "first 'lm_head.weight'" in error.fact
+
+
+def test_a_pretrained_model_starts_from_its_weights(
+    texts: Path, cache: str, tmp_path: Path
+) -> None:
+    saved = LlamaForCausalLM(LlamaConfig(**SETTINGS))
+    saved.save_pretrained(tmp_path)
+    task = task_for(texts, model={"path": str(tmp_path), "pretrained": True, "settings": {}})
+    model, source = prepare(task, cache).build(3)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    shape = tuple(model.get_parameter(name).shape)
+    assert torch.equal(source.read(name, shape, (2, 0), (3, 16)), saved.get_parameter(name)[2:5])
+
+
+class Noisy(nn.Module):
+    """Draws random numbers on the way to its parameters, and has a buffer of its own."""
+
+    def __init__(self, *, trainable: bool = True) -> None:
+        super().__init__()
+        torch.rand(7)
+        self.linear = nn.Linear(3, 2)
+        self.linear.requires_grad_(trainable)
+        self.norm = nn.BatchNorm1d(2)
+        self.norm.requires_grad_(trainable)
+        self.norm.get_buffer("running_mean").fill_(0.5)
+
+
+def summed_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model.get_submodule("linear")(batch).sum(), len(batch)
+
+
+def custom(**changes: Any) -> CustomTask:
+    samples = [torch.full((3,), float(number)) for number in range(5)]
+    given = {"build_model": Noisy, "loss_function": summed_loss, "dataset": samples, **changes}
+    return CustomTask(**given)
+
+
+def test_a_custom_task_is_its_own_preparation(tmp_path: Path) -> None:
+    task = custom(info={"name": "mine"})
+    assert prepare(task, str(tmp_path), shard=2) is task
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "field"),
+    [
+        ({"dataset": []}, 1, "train.task.dataset"),
+        ({}, 2, "train.parallel.tensor"),
+        ({"build_model": lambda: Noisy(trainable=False)}, 1, "train.task.build_model"),
+        ({"build_model": nn.ReLU}, 1, "train.task.build_model"),
+    ],
+)
+def test_a_custom_task_that_cannot_work_is_refused(
+    tmp_path: Path, changes: dict[str, Any], tensor: int, field: str
+) -> None:
+    assert refusal(custom(**changes), str(tmp_path), tensor=tensor).field == field
+
+
+def test_a_custom_model_is_built_from_the_seed() -> None:
+    torch.manual_seed(11)
+    plain = dict(Noisy().named_parameters())
+    model, source = custom().build(11)
+    _, other = custom().build(12)
+    assert [name for name, _ in model.named_parameters()] == list(plain)
+    for name, param in model.named_parameters():
+        assert param.is_meta
+        shape = tuple(param.shape)
+        box = ((0,) * len(shape), shape)
+        assert torch.equal(source.read(name, shape, *box), plain[name])
+    weight = ("linear.weight", (2, 3), (0, 0), (2, 3))
+    assert not torch.equal(source.read(*weight), other.read(*weight))
+
+
+def test_building_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    custom().build(11)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_custom_model_keeps_its_buffers() -> None:
+    model, _ = custom().build(0)
+    buffers = dict(model.named_buffers())
+    assert set(buffers) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert buffers["norm.running_mean"].tolist() == [0.5, 0.5]
+    assert set(model.state_dict()) == set(Noisy().state_dict())
+
+
+def test_a_custom_task_passes_on_its_loss_and_data() -> None:
+    task = custom(eval_dataset=[torch.ones(3)])
+    batch = task.train_data().batch(np.array([4, 1]))
+    assert isinstance(batch, torch.Tensor)
+    assert batch.tolist() == [[4.0] * 3, [1.0] * 3]
+    model = Noisy()
+    loss, count = task.loss(model, batch)
+    assert count == 2
+    assert torch.equal(loss, model.linear(batch).sum())
+    held_out = task.eval_data()
+    assert held_out is not None
+    assert len(held_out) == 1
+    assert custom().eval_data() is None
+
+
+def test_the_table_of_a_model_names_shapes_and_types(prepared: PreparedCausalLM) -> None:
+    assert model_table(custom(), 0) == {
+        "linear.weight": ((2, 3), "float32"),
+        "linear.bias": ((2,), "float32"),
+        "norm.weight": ((2,), "float32"),
+        "norm.bias": ((2,), "float32"),
+    }
+    table = model_table(prepared, 0)
+    assert table["model.embed_tokens.weight"] == ((320, 16), "float32")
+    assert sum(int(np.prod(shape)) for shape, _ in table.values()) == prepared.info["parameters"]
+    half = custom(build_model=lambda: nn.Linear(3, 1).bfloat16())
+    assert model_table(half, 0)["bias"] == ((1,), "bfloat16")
+
+
+def test_prepared_data_lies_beside_the_runs() -> None:
+    assert default_cache_dir("/runs") == "/runs/.data"

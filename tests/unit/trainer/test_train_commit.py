@@ -1,0 +1,120 @@
+"""The commit vector: what goes in comes out, in whatever order it is summed."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.commit import DIGEST_BITS, LaneStats, pack, sample_digest, unpack
+
+
+def test_the_layout_of_the_vector() -> None:
+    stats = {
+        2: LaneStats(loss=1.5, tokens=7, digest=99),
+        0: LaneStats(loss=0.5, tokens=3, digest=11),
+    }
+    vector = pack(3, stats, norm_squared=4.0, failed=False, boundary=True)
+    assert vector == [4.0, 0.0, 1.0, 0.5, 0.0, 1.5, 3.0, 0.0, 7.0, 11.0, 0.0, 99.0]
+    assert pack(2, {}, norm_squared=0.0, failed=True, boundary=False) == [0.0, 1.0, *[0.0] * 7]
+
+
+def test_a_summed_vector_is_read() -> None:
+    commit = unpack([36.0, 0.0, 0.0, 2.0, 4.0, 1.0, 2.0, 8.0, 9.0], step=17, lanes=2)
+    assert (commit.step, commit.tokens, commit.digests) == (17, 3, (8, 9))
+    assert commit.loss == 2.0  # 6 nats over 3 tokens
+    assert commit.grad_norm == 2.0  # root of 36 over 3 tokens
+    assert commit.finite
+    assert not commit.boundary
+
+
+lane_stats = st.builds(
+    LaneStats,
+    loss=st.floats(0, 1e6),
+    tokens=st.integers(0, 2**20),
+    digest=st.integers(0, 2**DIGEST_BITS - 1),
+)
+
+
+@settings(deadline=None)
+@given(
+    stats=st.lists(lane_stats, min_size=1, max_size=9),
+    replicas=st.integers(1, 4),
+    shift=st.integers(0, 3),
+    data=st.data(),
+)
+def test_the_order_of_the_replicas_does_not_matter(
+    stats: list[LaneStats], replicas: int, shift: int, data: st.DataObject
+) -> None:
+    lanes = len(stats)
+    vectors = [
+        pack(
+            lanes,
+            {lane: stats[lane] for lane in range(lanes) if (lane + shift) % replicas == replica},
+            norm_squared=0.0,
+            failed=False,
+            boundary=replica == 1,
+        )
+        for replica in range(replicas)
+    ]
+    order = data.draw(st.permutations(vectors))
+    commit = unpack(np.sum(order, axis=0).tolist(), step=0, lanes=lanes)
+    tokens = sum(stat.tokens for stat in stats)
+    assert commit.tokens == tokens
+    assert commit.digests == tuple(stat.digest for stat in stats)
+    assert commit.loss == sum(stat.loss for stat in stats) / max(1, tokens)
+    assert commit.boundary == (replicas > 1)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_bad_loss_in_one_lane_makes_the_step_non_finite(loss: float) -> None:
+    vectors = [
+        pack(
+            2,
+            {lane: LaneStats(loss=value, tokens=5, digest=lane + 1)},
+            norm_squared=float(lane),
+            failed=False,
+            boundary=False,
+        )
+        for lane, value in ((0, 1.0), (1, loss))
+    ]
+    commit = unpack(np.sum(vectors, axis=0).tolist(), step=0, lanes=2)
+    assert not commit.finite
+    assert (commit.tokens, commit.digests) == (10, (1, 2))
+
+
+@pytest.mark.parametrize("norm_squared", [math.nan, math.inf, -1.0])
+def test_a_bad_gradient_makes_the_step_non_finite(norm_squared: float) -> None:
+    assert not unpack([norm_squared, 0, 0, 1, 1, 1], step=0, lanes=1).finite
+
+
+def test_a_step_without_tokens_has_a_loss_of_zero() -> None:
+    commit = unpack([0.0] * 6, step=0, lanes=1)
+    assert (commit.loss, commit.grad_norm, commit.finite) == (0.0, 0.0, True)
+
+
+def test_the_digest_is_the_top_forty_bits_of_a_hash() -> None:
+    ids = [3, 2**40, 0]
+    word = int.from_bytes(hashlib.sha256(struct.pack("<3q", *ids)).digest()[:8], "little")
+    assert sample_digest(np.array(ids)) == word // 2**24
+    assert sample_digest(np.array(ids)) < 2**DIGEST_BITS == 2**40
+
+
+def test_the_digest_depends_on_the_ids_and_their_order_alone() -> None:
+    ids = np.arange(10)
+    assert sample_digest(ids[::2]) == sample_digest(np.array([0, 2, 4, 6, 8], dtype=np.int32))
+    assert sample_digest(ids) != sample_digest(ids[::-1])
+    assert sample_digest(ids) != sample_digest(ids[:9])
+
+
+def test_the_digests_of_many_workers_add_up_exactly() -> None:
+    digests = [2**DIGEST_BITS - 1 - number for number in range(2**13)]
+    total = 0.0
+    for digest in digests:
+        total += float(digest)
+    assert int(total) == sum(digests)

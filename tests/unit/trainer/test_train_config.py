@@ -1,0 +1,139 @@
+"""The training settings: what is accepted, what is refused, and how a step is divided."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
+from trainer.errors import ConfigError
+
+
+def config_with(**changes: Any) -> TrainConfig:
+    """Valid with 4 lanes: 4 x 2 streams of 3 samples each."""
+    return TrainConfig(
+        **{
+            "task": None,
+            "steps": 10,
+            "global_batch": 24,
+            "parallel": ParallelConfig(shard=2, tensor=3),
+            **changes,
+        }
+    )
+
+
+def refusal(config: TrainConfig, lanes: int = 4) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        config.check(lanes)
+    return caught.value
+
+
+def test_a_valid_configuration_passes() -> None:
+    config_with().check(4)
+    config_with(micro_batch=1, precision="bfloat16", reduction="fast").check(4)
+    TrainConfig(task=None, steps=1, global_batch=1, eval_samples=1).check(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"steps": 0}, "train.steps", 0),
+        ({"steps": -3}, "train.steps", -3),
+        ({"global_batch": 0}, "train.global_batch", 0),
+        ({"parallel": ParallelConfig(shard=0)}, "train.parallel.shard", 0),
+        ({"parallel": ParallelConfig(tensor=-1)}, "train.parallel.tensor", -1),
+        ({"eval_samples": 0}, "train.eval_samples", 0),
+        ({"precision": "float16"}, "train.precision", "float16"),
+        ({"reduction": "tree"}, "train.reduction", "tree"),
+        ({"global_batch": 25}, "train.global_batch", 25),
+        ({"global_batch": 28}, "train.global_batch", 28),
+        ({"micro_batch": 0}, "train.micro_batch", 0),
+        ({"micro_batch": -1}, "train.micro_batch", -1),
+        ({"micro_batch": 2}, "train.micro_batch", 2),
+        ({"micro_batch": 6}, "train.micro_batch", 6),
+        ({"optimizer": OptimizerConfig(lr=0)}, "train.optimizer.lr", 0),
+        ({"optimizer": OptimizerConfig(min_lr_ratio=-0.1)}, "train.optimizer.min_lr_ratio", -0.1),
+        ({"optimizer": OptimizerConfig(min_lr_ratio=1.1)}, "train.optimizer.min_lr_ratio", 1.1),
+        ({"optimizer": OptimizerConfig(warmup_steps=-1)}, "train.optimizer.warmup_steps", -1),
+        ({"optimizer": OptimizerConfig(weight_decay=-1)}, "train.optimizer.weight_decay", -1),
+        ({"optimizer": OptimizerConfig(clip_norm=-1)}, "train.optimizer.clip_norm", -1),
+    ],
+)
+def test_a_value_that_cannot_work_is_named(
+    changes: dict[str, Any], field: str, value: object
+) -> None:
+    error = refusal(config_with(**changes))
+    assert (error.field, error.value) == (field, value)
+    assert error.fix.startswith("Use ")
+
+
+def test_the_lanes_in_force_are_checked() -> None:
+    assert refusal(config_with(lanes=4), lanes=0).field == "train.lanes"
+    assert refusal(config_with(), lanes=5).field == "train.global_batch"
+
+
+def test_a_rate_that_is_not_a_number_is_refused() -> None:
+    error = refusal(config_with(optimizer=OptimizerConfig(lr=float("nan"))))
+    assert error.field == "train.optimizer.lr"
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        OptimizerConfig(min_lr_ratio=0, warmup_steps=0, weight_decay=0, clip_norm=0),
+        OptimizerConfig(min_lr_ratio=1, warmup_steps=10**6),
+    ],
+)
+def test_the_ends_of_the_ranges_are_allowed(optimizer: OptimizerConfig) -> None:
+    optimizer.check()
+
+
+def test_the_batch_to_use_instead_is_suggested() -> None:
+    error = refusal(config_with(global_batch=30))
+    assert "4 lanes x 2 shard ranks = 8" in error.fact
+    assert error.fix == "Use a multiple of 8, such as 24 or 32"
+    assert "such as 8" in refusal(config_with(global_batch=3)).fix
+
+
+def test_the_micro_batch_to_use_instead_is_suggested() -> None:
+    error = refusal(config_with(micro_batch=2))
+    assert "3 samples" in error.fact
+    assert "divisor of 3" in error.fix
+
+
+@settings(deadline=None)
+@given(
+    lanes=st.integers(1, 9), shard=st.integers(1, 4), micros=st.integers(1, 4), size=st.integers(1)
+)
+def test_an_accepted_batch_falls_into_equal_parts(
+    lanes: int, shard: int, micros: int, size: int
+) -> None:
+    config = config_with(
+        global_batch=lanes * shard * micros * size,
+        micro_batch=size,
+        parallel=ParallelConfig(shard=shard),
+    )
+    config.check(lanes)
+    assert config.lane_samples(lanes) == micros * size
+    assert config.micro_samples(lanes) == size
+
+
+def test_without_a_micro_batch_a_worker_takes_all_of_its_lane() -> None:
+    assert config_with().micro_samples(4) == config_with().lane_samples(4) == 3
+
+
+def test_a_replica_has_shard_times_tensor_workers() -> None:
+    assert ParallelConfig(shard=2, tensor=3).workers == 6
+    assert ParallelConfig().workers == 1
+
+
+def test_a_configuration_is_made_without_torch() -> None:
+    code = (
+        "import sys, trainer.config; assert not {'torch', 'transformers', 'ray'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

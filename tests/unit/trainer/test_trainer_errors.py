@@ -1,0 +1,52 @@
+"""The error tree of the data plane: every error in it survives pickling and says what to do."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from trainer.data.index import TokensCorruptError
+from trainer.errors import ConfigError, CrossGroupLost, NonFiniteError, TrainerError
+from trainer.samples import LedgerError
+
+ALL: list[TrainerError] = [
+    ConfigError("train.steps", 0, "must be at least 1", "Use 1 or more"),
+    NonFiniteError(7, 3, (4, 5, 6)),
+    CrossGroupLost("left for a regroup"),
+    LedgerError(12, 3),
+    TokensCorruptError("/data/00000.bin", "4 bytes, 8 expected"),
+]
+
+
+@pytest.mark.parametrize("error", ALL, ids=lambda error: type(error).__name__)
+def test_survives_pickling(error: TrainerError) -> None:
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is type(error)
+    assert back.args == error.args
+    assert vars(back) == vars(error)
+    assert str(back) == str(error)
+
+
+def test_all_of_the_tree_is_tried() -> None:
+    tree = {cls for cls in TrainerError.__subclasses__() if cls.__module__.startswith("trainer.")}
+    assert {type(error) for error in ALL} == tree
+
+
+def test_a_config_error_names_field_value_fact_and_fix() -> None:
+    error = ConfigError("train.precision", "fp8", "unknown", "Use 'float32' or 'bfloat16'")
+    assert str(error) == "train.precision = 'fp8': unknown. Use 'float32' or 'bfloat16'."
+    assert (error.field, error.value) == ("train.precision", "fp8")
+
+
+@pytest.mark.parametrize(("count", "shown"), [(2, "[0, 1]"), (16, "15]"), (17, "15, …]")])
+def test_a_non_finite_error_shows_the_first_sixteen_samples(count: int, shown: str) -> None:
+    text = str(NonFiniteError(41, 5, tuple(range(count))))
+    assert shown in text
+    assert ", 16" not in text
+    assert "5 steps in a row up to step 41" in text
+    assert "train.optimizer.lr" in text
+
+
+def test_a_ledger_error_names_step_and_lane() -> None:
+    assert "step 12, lane 3" in str(LedgerError(12, 3))

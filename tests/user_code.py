@@ -1,0 +1,20 @@
+"""User code that goes wrong, in a module that Ray's workers can import."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def model() -> nn.Module:
+    return nn.Linear(1, 1)
+
+
+def failing_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    if (batch == 5).any():
+        raise ValueError("sample 5 is not to my taste")
+    return model(batch).square().sum(), batch.numel()
+
+
+def endless_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (model(batch) / 0).sum(), batch.numel()
