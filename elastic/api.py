@@ -106,6 +106,7 @@ class ElasticTrainer:
         paths = self._open_run_directory()
         task = self.train.task.prepare(self.train, self._cache_dir())
         manifest = self._find_checkpoint(paths, task)
+        self._take_lanes(manifest)
         if not ray.is_initialized():
             ray.init()
         plan = wait_for_workers(self.scaling, self.train.parallel)
@@ -197,6 +198,20 @@ class ElasticTrainer:
                     f"left out",
                     f"Use {before}, another run_config.name, or resume='never'",
                 )
+
+    def _take_lanes(self, manifest: Manifest | None) -> None:
+        """Lanes belong to the run: a run that is continued keeps its own, or the bits would
+        change."""
+        before = self.lanes if manifest is None else int(manifest.training_state["lanes"])
+        if self.train.lanes is not None and self.train.lanes != before:
+            raise ConfigError(
+                "train.lanes",
+                self.train.lanes,
+                f"the run to be continued has {before} lanes",
+                f"Use {before}, None, another run_config.name, or resume='never'",
+            )
+        self.lanes = before
+        self.train.check(self.lanes)
 
     def _coordinator_config(
         self, paths: RunPaths, manifest: Manifest | None, plan: WorkerPlan

@@ -78,8 +78,9 @@ class Coordinator:
         self._watches: dict[str, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._losses: list[Loss] = []
-        self._fired: set[str] = set()
+        self._fired: dict[str, int] = {}
         self._receipts: dict[tuple[int, int], dict[int, Receipt]] = {}
+        self._committing = asyncio.Lock()
         self._saved: set[int] = {config.restore_step} if config.restore_step else set()
         self._digests: dict[str, str] = {}
         self._short_of = 0
@@ -125,12 +126,13 @@ class Coordinator:
     async def watch(self, worker: str, seen: int) -> Signal | None:
         """Waits for a call to `worker` later than signal `seen`; None when the run is over."""
         async with self._news:
-            while self.membership.stopped is None:
+            while True:
                 signal = self._signals.get(worker)
                 if signal is not None and signal.serial > seen:
                     return signal
+                if self.membership.stopped is not None:
+                    return None
                 await self._news.wait()
-        return None
 
     async def trouble(self, worker: str, step: int | None, detail: str) -> str:
         """A worker's own code raised. Was it the loss of a peer, or its own fault?
@@ -164,17 +166,19 @@ class Coordinator:
 
     def _take_steps(self, steps: Sequence[events.StepRecord]) -> None:
         for step in steps:
-            if step.step >= self.membership.recorded:
+            # Steps of older generations were shown when their worker joined for this one.
+            current = step.generation == self.membership.generation
+            if current and step.step >= self.membership.recorded:
                 self.membership.recorded = step.step + 1
                 self.membership.reached = max(self.membership.reached, step.step + 1)
                 self.steps.append(step)
                 self._step_log.append(step)
 
     async def claim_fault(self, fault: str, step: int, worker: str) -> bool:
-        """Whether an injected fault should fire now: it does so once in a run."""
-        if fault in self._fired:
+        """Whether an injected fault should fire now: each does so once, and one in a generation."""
+        if fault in self._fired or self.membership.generation in self._fired.values():
             return False
-        self._fired.add(fault)
+        self._fired[fault] = self.membership.generation
         self._note(events.FaultFired(time=time.time(), fault=fault, step=step, worker=worker))
         return True
 
@@ -190,20 +194,25 @@ class Coordinator:
         if len(parts) < self.config.groups.workers_per_replica or receipt.step in self._saved:
             return
         del self._receipts[attempt]
+        async with self._committing:  # two attempts at the last step must not race each other
+            if receipt.step not in self._saved:
+                await self._publish(list(parts.values()), training_state, started)
+
+    async def _publish(
+        self, receipts: list[Receipt], training_state: dict[str, Any], started: float
+    ) -> None:
+        step, generation = receipts[0].step, receipts[0].generation
         try:
-            size = await asyncio.to_thread(self._commit, list(parts.values()), training_state)
+            size = await asyncio.to_thread(self._commit, receipts, training_state)
         except Exception as error:
-            await self.save_failed(receipt.step, f"{type(error).__name__}: {error}")
+            await self.save_failed(step, f"{type(error).__name__}: {error}")
             return
-        self._saved.add(receipt.step)
-        self.membership.checkpointed(receipt.step)
+        now = time.time()
+        self._saved.add(step)
+        self.membership.checkpointed(step)
         self._note(
             events.CheckpointCommitted(
-                time=time.time(),
-                step=receipt.step,
-                generation=receipt.generation,
-                bytes=size,
-                seconds=time.time() - started,
+                time=now, step=step, generation=generation, bytes=size, seconds=now - started
             )
         )
         await self._advance()
@@ -325,7 +334,7 @@ class Coordinator:
             future = self._answers.pop(worker, None)
             if future is not None and not future.done():
                 future.set_result(answer)
-        if effects.called == "fault":
+        if effects.called == "fault" and effects.regrouped is None:
             self._spawn(self._kill_laggards(self.membership.generation))
         async with self._news:
             self._news.notify_all()

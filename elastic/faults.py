@@ -49,11 +49,11 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 def check_faults(faults: tuple[Fault, ...], *, steps: int, slots: int) -> None:
     """Raises ConfigError for a fault that could never fire in a run of `steps` and `slots`."""
     for fault in faults:
-        if fault.step >= steps:
+        if not 0 <= fault.step < steps:
             raise ConfigError(
                 "fault", str(fault), f"the run has steps 0 to {steps - 1}", "Name one of them"
             )
-        if fault.slot_number(slots) >= slots:
+        if not 0 <= fault.slot_number(slots) < slots:
             raise ConfigError(
                 "fault", str(fault), f"the layout has workers 0 to {slots - 1}", "Name one of them"
             )

@@ -96,7 +96,7 @@ class CoordinatorLink:
 
     def at_step(self, step: int, phase: str) -> None:
         """See Link."""
-        if self._job.faults and phase == "backward" and self._run is not None:
+        if self._job.faults and phase in ("backward", "reduce") and self._run is not None:
             for fault in self._job.faults:
                 if fault.step == step and self._is_target(fault, self._run):
                     self._fire(fault, step)
@@ -134,12 +134,11 @@ class CoordinatorLink:
         """See Link. A save that comes while the last one is being written is skipped, except at the
         end."""
         assert self._run is not None
-        last = step >= self._job.train.steps
-        if last:
+        if step >= self._job.train.steps:
             self.wait_for_writer()
             if ray.get(self._coordinator.saved.remote(step)):
                 return
-        elif self._writer is not None and self._writer.is_alive():
+        elif self._replica_still_writes(engine):
             if self._run.lead:
                 reason = "the checkpoint before it is still being written"
                 self.event(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
@@ -160,6 +159,12 @@ class CoordinatorLink:
         since = time.time() - _RECENT_S
         recent = tuple(record for record in self._records if record.time >= since)
         return replace(report, recent=recent[-_RECENT_MOST:])
+
+    def _replica_still_writes(self, engine: Engine) -> bool:
+        """Whether a worker of the replica is busy with an earlier checkpoint: then all skip this
+        one."""
+        busy = self._writer is not None and self._writer.is_alive()
+        return engine.sum_in_replica([float(busy)])[0] > 0
 
     # -- records -----------------------------------------------------------------------------------
 

@@ -99,19 +99,21 @@ class Membership:
         self.stopped: Stop | None = None
         self._formations = 0
         self._serials: dict[str, int] = {}
-        self._dissolved: set[int] = set()
+        self._lost: set[str] = set()
 
     # -- facts -------------------------------------------------------------------------------------
 
     def join(self, report: Report) -> None:
         """A worker is here and waits."""
         worker = report.identity.worker
-        self.members[worker] = report.identity
         self.waiting[worker] = report
-        self.reached = max(self.reached, report.step or 0)
+        if worker not in self._lost:
+            self.members[worker] = report.identity
+            self.reached = max(self.reached, report.step or 0)
 
     def lose(self, worker: str) -> Identity | None:
-        """A worker is gone. Returns who it was, None where that was known already."""
+        """A worker is gone, for good. Returns who it was, None where it was no member."""
+        self._lost.add(worker)
         self.waiting.pop(worker, None)
         return self.members.pop(worker, None)
 
@@ -129,7 +131,7 @@ class Membership:
     def replica_broken(self, worker: str) -> bool:
         """Whether the replica that `worker` works in, standing or forming, is no more."""
         whole = (*self._standing(), *self.forming)
-        return not any(worker in replica.workers for replica in whole)
+        return self.stopped is not None or not any(worker in r.workers for r in whole)
 
     @property
     def whole_replicas(self) -> int:
@@ -149,12 +151,14 @@ class Membership:
             self.stopped = Stop(error=None)
         if self.stopped is not None:
             effects.answers = dict.fromkeys(self.waiting, self.stopped)
+            for worker in self.members.keys() - self.waiting.keys():
+                self._signal(worker, "fault", effects)  # it may wait for one that is gone
             self.waiting.clear()
             return effects
-        self._dissolve()
+        self._turn_away(effects)
         self._drop_broken_formations(effects)
-        self._form(effects)
         self._call(effects)
+        self._form(effects)
         self._conclude(effects)
         return effects
 
@@ -167,12 +171,14 @@ class Membership:
             and self.restore_step >= self.config.steps
         )
 
-    def _dissolve(self) -> None:
-        """A replica whose worker came back without its group and model is no replica any more."""
-        self._dissolved.update(r.formed for r in self._standing() if self._failed(r))
+    def _turn_away(self, effects: Effects) -> None:
+        """A worker that was written off but lives (or whose join outlived it) must leave."""
+        for worker in self.waiting.keys() & self._lost:
+            effects.answers[worker] = Stop(error="this worker was written off; it is replaced")
+            del self.waiting[worker]
 
     def _drop_broken_formations(self, effects: Effects) -> None:
-        broken = [r for r in self.forming if not r.whole(self.members.keys()) or self._failed(r)]
+        broken = [r for r in self.forming if not r.whole(self.members.keys())]
         for replica in broken:
             self.forming.remove(replica)
             for worker in replica.workers:
@@ -209,9 +215,10 @@ class Membership:
         standing = self._standing()
         here = [self.waiting[w] for r in standing for w in r.workers if self._arrived(w)]
         broken = len(standing) < len(self.roster.replicas)
+        unhealed = any(report.step is None for report in here)
         left = any(not r.finished and (r.in_step or self.call is None) for r in here)
         finishing = any(report.finished for report in here)
-        if self.call in (None, "boundary") and (broken or left):
+        if self.call in (None, "boundary") and (broken or left or unhealed):
             self._signal_roster("fault", effects)
         elif self.call is None and self._ready() and not finishing:
             self._signal_roster("boundary", effects)
@@ -300,22 +307,12 @@ class Membership:
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _failed(self, replica: Replica) -> bool:
-        """Whether a worker came back from building its part of `replica` without it."""
-        return any(
-            self._arrived(w) and self.waiting[w].built != replica.formed for w in replica.workers
-        )
-
     def _arrived(self, worker: str) -> bool:
         return worker in self.waiting
 
     def _standing(self) -> list[Replica]:
         """Replicas of the roster that are still whole."""
-        return [
-            replica
-            for replica in self.roster.replicas
-            if replica.whole(self.members.keys()) and replica.formed not in self._dissolved
-        ]
+        return [r for r in self.roster.replicas if r.whole(self.members.keys())]
 
     def _pool(self) -> list[str]:
         placed = {w for r in (*self._standing(), *self.forming) for w in r.workers}

@@ -124,7 +124,7 @@ class Worker:
     def drop(self) -> None:
         """Lets go of the model and of the replica's process group."""
         self.engine = self.sums = self.progress = None
-        self.built = 0
+        self.built, self.finished = 0, False
         gc.collect()
         leave_replica_group()
 
@@ -174,7 +174,7 @@ class Worker:
         finally:
             cross.close()
         if self.finished:
-            self.finish()
+            self.finish(run)
 
     def catch_up(self, run: Run, cross: CrossGroup) -> None:
         """Applies the last step where others saw it committed and this worker did not: it has the
@@ -246,13 +246,14 @@ class Worker:
             link=self.link,
         )
 
-    def finish(self) -> None:
+    def finish(self, run: Run) -> None:
         """Hands in everything that the run still needs from this worker."""
         assert self.engine is not None
         self.link.wait_for_writer()
         self.link.flush()
         slot = self.engine.slot
-        self.link.compare(f"shard {slot.shard} tensor {slot.tensor}", self.engine.digest())
+        where = f"generation {run.generation} shard {slot.shard} tensor {slot.tensor}"
+        self.link.compare(where, self.engine.digest())
 
 
 def _warm_up() -> None:

@@ -6,6 +6,7 @@ arithmetic of layouts can be tested apart from recovery.
 
 from __future__ import annotations
 
+import multiprocessing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,6 +129,10 @@ def _worker(
         local=local,
     )
     dist.destroy_process_group()
+
+
+# Processes are forked from one that has imported all this already.
+multiprocessing.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
 
 
 def run_layout(task: PreparedTask, train: TrainConfig, *, replicas: int, lanes: int) -> list[Any]:

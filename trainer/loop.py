@@ -29,7 +29,7 @@ from trainer.engine import Engine
 from trainer.errors import CrossGroupLost, NonFiniteError
 from trainer.lane_sums import LaneSums
 from trainer.replicas import CrossGroup
-from trainer.samples import lane_ids, micro_seed, step_ids
+from trainer.samples import lane_ids, lane_start, micro_seed, step_ids
 from trainer.schedule import learning_rate
 
 Outcome = Literal["finished", "boundary", "fault"]
@@ -126,6 +126,8 @@ class TrainLoop:
             RuntimeError: a collective inside the replica failed: a peer of this replica is gone.
             NonFiniteError: too many steps in a row were not finite.
         """
+        if self.progress.step == self.train.steps:
+            self.save_and_evaluate()  # whoever was to do it at the end may be gone
         while self.progress.step < self.train.steps:
             commit = self.try_step()
             if commit is None:
@@ -173,7 +175,8 @@ class TrainLoop:
         gradient = self.sums.buffer()
         self.engine.take_gradient(gradient)
         counts = self.engine.slot.tensor == 0
-        digest = commits.sample_digest(ids)
+        first = lane_start(self.train, self.config.lanes, lane, self.engine.slot.shard)
+        digest = commits.sample_digest(ids, first)
         stats = LaneStats(loss=loss_sum, tokens=tokens, digest=digest)
         self.sums.add(lane, gradient, stats if counts else LaneStats(loss=0.0, tokens=0, digest=0))
 

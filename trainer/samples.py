@@ -44,9 +44,13 @@ def step_ids(train: TrainConfig, samples: int, step: int) -> Ids:
 
 def lane_ids(train: TrainConfig, lanes: int, samples: int, step: int, lane: int, shard: int) -> Ids:
     """Ids of the samples that one shard rank takes in one lane of a step."""
-    count = train.lane_samples(lanes)
-    start = step * train.global_batch + (lane * train.parallel.shard + shard) * count
-    return sample_ids(train.seed, start, count, samples)
+    start = step * train.global_batch + lane_start(train, lanes, lane, shard)
+    return sample_ids(train.seed, start, train.lane_samples(lanes), samples)
+
+
+def lane_start(train: TrainConfig, lanes: int, lane: int, shard: int) -> int:
+    """Position in the step of the first sample that one shard rank takes in one lane."""
+    return (lane * train.parallel.shard + shard) * train.lane_samples(lanes)
 
 
 def micro_seed(*parts: int) -> int:
@@ -61,28 +65,26 @@ def micro_seed(*parts: int) -> int:
 def samples_sha256(
     train: TrainConfig, lanes: int, samples: int, committed: Iterable[tuple[int, list[int]]]
 ) -> str:
-    """SHA-256 over the ids of the committed samples in order, after holding each against the
-    ledger.
+    """SHA-256 over the ids of the committed samples, in order, each held against the ledger.
 
     Args:
         train: the settings of the run.
         lanes: lanes of the run.
         samples: samples in the data.
         committed: (step, per lane the digest that the workers computed from the ids they read),
-            from step 0 on.
+            every step of the run once and in order.
 
     Raises:
         LedgerError: a step is missing, or took other samples.
     """
     total = hashlib.sha256()
-    for expected, (step, digests) in enumerate(committed):
-        if step != expected:
-            raise LedgerError(expected, 0)
-        for lane in range(lanes):
-            shards = range(train.parallel.shard)
-            ids = [lane_ids(train, lanes, samples, step, lane, shard) for shard in shards]
-            if sum(map(sample_digest, ids)) != digests[lane]:
+    size, ledger = train.global_batch // lanes, list(committed)
+    for step in range(train.steps):
+        if step >= len(ledger) or ledger[step][0] != step or len(ledger[step][1]) != lanes:
+            raise LedgerError(step, 0)
+        ids = step_ids(train, samples, step)
+        for lane, digest in enumerate(ledger[step][1]):
+            if sample_digest(ids[lane * size : (lane + 1) * size], lane * size) != digest:
                 raise LedgerError(step, lane)
-            for part in ids:
-                total.update(part.astype("<i8").tobytes())
+        total.update(ids.astype("<i8").tobytes())
     return total.hexdigest()

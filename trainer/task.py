@@ -88,20 +88,19 @@ class CausalLM:
 
         if self.seq_len < 1:
             raise ConfigError("train.task.seq_len", self.seq_len, "no tokens", "Use 1 or more")
+        if self.model.pretrained and self.model.path is None:
+            raise ConfigError(
+                "train.task.model.pretrained", True, "there is no path", "Set model.path"
+            )
         config = self.model.resolve(self.data.vocab_size if self.data.tokenizer is None else 0)
         data = prepare(self.data, cache_dir)
         config = self.model.resolve(data.vocab_size)
         model = build_on_meta(config)
         check_tensor_parallel(config, model, train.parallel.tensor, self.seq_len)
-        if self.model.pretrained and self.model.path is None:
-            raise ConfigError(
-                "train.task.model.pretrained", True, "there is no path", "Set model.path"
-            )
         pretrained = self.model.path if self.model.pretrained else None
         weights(config, model, train.seed, pretrained)
-        TokenDataset(
-            data.train, self.seq_len
-        )  # raises where there is too little text for one sample
+        # Raises where there is too little text for one sample.
+        TokenDataset(data.train, self.seq_len)
         return PreparedCausalLM(
             config=config,
             seq_len=self.seq_len,

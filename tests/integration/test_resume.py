@@ -6,17 +6,19 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from gated_run import HALF, gated_trainer
-from tiny import fit, tiny_trainer
+from tiny import Outcome, fit, tiny_task, tiny_trainer
 
 from checkpointing import CheckpointConfig, Keys, Reader, newest, open_store, params_sha256
 from elastic import ConfigError, ElasticTrainer
@@ -80,69 +82,72 @@ def test_stopped_at_half_and_started_again(
     assert weights_of(tmp_path) == unstopped()
 
 
-def test_continues_in_other_layouts(cluster: None, text: Path, tmp_path: Path) -> None:
-    """Shard and tensor degrees change the order of float32 sums, so losses agree to about 1e-5 and
-    not in every bit."""
-    every_step = CheckpointConfig(every_steps=2)
-    whole = fit(tiny_trainer(text, tmp_path, name="whole", steps=6, checkpoint=every_step))
-    parts = [(2, 1, 1, 2), (1, 2, 1, 4), (1, 1, 2, 6)]
-    for replicas, shard, tensor, steps in parts:
-        # The learning rate depends on the number of steps, so each part is the whole run, cut short.
-        trainer = tiny_trainer(
-            text,
-            tmp_path,
-            name="parts",
-            replicas=replicas,
-            shard=shard,
-            tensor=tensor,
-            steps=6,
-            checkpoint=every_step,
-        )
-        if steps < 6:
-            stop_after(trainer, tmp_path / "parts", steps)
-        else:
-            outcome = fit(trainer)
-    assert outcome.losses == pytest.approx(whole.losses, rel=5e-5)
-    assert outcome.report["lost_steps"] == 0
+@pytest.fixture(scope="module")
+def finished(
+    cluster: None, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Outcome]:
+    """A finished run of six steps with all its checkpoints, for tests to copy."""
+    storage = tmp_path_factory.mktemp("finished")
+    return storage, fit(six_steps(text, storage))
 
 
-def stop_after(trainer: ElasticTrainer, root: Path, steps: int) -> None:
-    """Lets a run finish, then takes away what it did after `steps`."""
-    trainer.fit()
-    for manifest in (root / "checkpoints" / "m").iterdir():
+def six_steps(text: Path, storage: Path, **changes: Any) -> ElasticTrainer:
+    keep_all = CheckpointConfig(every_steps=2, keep_last=10)
+    return tiny_trainer(text, storage, **{"steps": 6, "checkpoint": keep_all, **changes})
+
+
+def cut_back(storage: Path, steps: int) -> None:
+    """Takes away the checkpoints that a run wrote after `steps`, as if it had been stopped there."""
+    for manifest in (storage / "run" / "checkpoints" / "m").iterdir():
         if int(manifest.stem) > steps:
             manifest.unlink()
 
 
-def test_never_starts_anew_and_keeps_the_earlier_run(
-    cluster: None, text: Path, tmp_path: Path
+def test_continues_in_other_layouts(
+    finished: tuple[Path, Outcome], text: Path, tmp_path: Path
 ) -> None:
-    first = fit(tiny_trainer(text, tmp_path, steps=3))
-    again = fit(
-        tiny_trainer(text, tmp_path, steps=3, seed=4, checkpoint=CheckpointConfig(resume="never"))
-    )
-    assert again.params != first.params
+    """Shard and tensor degrees change the order of float32 sums: losses agree to about 1e-5."""
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    cut_back(tmp_path, 2)
+    fit(six_steps(text, tmp_path, replicas=1, shard=2))
+    cut_back(tmp_path, 4)
+    outcome = fit(six_steps(text, tmp_path, replicas=1, tensor=2))
+    assert outcome.losses == pytest.approx(finished[1].losses, rel=5e-5)
+    assert outcome.samples == finished[1].samples
+
+
+def test_never_starts_anew_and_keeps_the_earlier_run(
+    finished: tuple[Path, Outcome], text: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    anew = CheckpointConfig(resume="never")
+    again = fit(six_steps(text, tmp_path, replicas=1, seed=4, checkpoint=anew))
+    assert again.params != finished[1].params
     (aside,) = tmp_path.glob("run.before-*")
     assert (aside / "report.json").exists()
 
 
-def test_a_finished_run_is_not_run_again(cluster: None, text: Path, tmp_path: Path) -> None:
-    first = fit(tiny_trainer(text, tmp_path, steps=3))
-    second = fit(tiny_trainer(text, tmp_path, steps=3))
-    assert (second.params, second.losses) == (first.params, first.losses)
+def test_a_finished_run_is_not_run_again(
+    finished: tuple[Path, Outcome], text: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    second = fit(six_steps(text, tmp_path))
+    assert (second.params, second.losses) == (finished[1].params, finished[1].losses)
 
 
-def test_refuses_another_model_and_other_data(cluster: None, text: Path, tmp_path: Path) -> None:
-    from tiny import tiny_task
-
-    fit(tiny_trainer(text, tmp_path, steps=2))
-    wider = tiny_trainer(text, tmp_path, steps=2, task=tiny_task(text, intermediate_size=96))
+def test_refuses_another_model_and_other_data(
+    finished: tuple[Path, Outcome], text: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    wider = six_steps(text, tmp_path, task=tiny_task(text, intermediate_size=96))
     with pytest.raises(ConfigError, match=r"another model.*mlp.*\[96, 32\]"):
         wider.fit()
     with pytest.raises(ConfigError, match=r"train\.seed = 9.*seed = 3"):
-        tiny_trainer(text, tmp_path, steps=2, seed=9).fit()
+        six_steps(text, tmp_path, seed=9).fit()
     with pytest.raises(ConfigError, match=r"train\.global_batch = 16.*global_batch = 8"):
-        tiny_trainer(text, tmp_path, steps=2, global_batch=16).fit()
+        six_steps(text, tmp_path, global_batch=16).fit()
+    with pytest.raises(ConfigError, match=r"train\.lanes = 4: .*has 2 lanes"):
+        six_steps(text, tmp_path, lanes=4).fit()
 
 
 def test_must_resume_needs_a_checkpoint(text: Path, tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ class ModelConfig:
                 "train.task.model.architecture",
                 architecture,
                 f"transformers refuses the configuration: {_brief(error)}",
-                "Use the model_type of a transformers configuration, such as 'llama', with its fields",
+                "Use the model_type of a transformers configuration, such as 'llama', and settings "
+                "that it has",
             ) from error
         if vocab_size > settings["vocab_size"]:
             raise ConfigError(

@@ -1,11 +1,11 @@
 """Seeded initial weights that do not depend on the layout.
 
 A model's own initialisation is run on the meta device while a dispatch mode records the in-place
-operations applied to each parameter. Every such operation is element-wise, so a worker can replay
-it on any part of the
-parameter: the flat tensor is cut into blocks of 65,536 numbers, each with a generator seeded by
-    (seed, name, block), and a worker makes only the blocks that its slice touches. The same weights
-    come out at any shard, tensor and replica degree, and no worker ever holds a full large tensor.
+operations applied to each parameter, and to stretches of it. Every such operation is element-wise,
+so a worker can replay it on any part of the parameter: the flat tensor is cut into blocks of 65,536
+numbers, each with a generator seeded by (seed, name, block), and a worker makes only the blocks
+that its slice touches. The same weights come out at any shard, tensor and replica degree, and no
+worker ever holds a full large tensor.
 """
 
 from __future__ import annotations
@@ -102,19 +102,18 @@ class _Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func.overloadpacket.__name__.endswith("_"):
-            targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            for target in targets:
-                owner = self._owners.get(_storage(target))
-                if owner is not None:
-                    start = target.storage_offset()
-                    operation = Operation(
-                        func, tuple(args[1:]), kwargs or {}, start, start + target.numel()
-                    )
-                    self._record(*owner, operation, target.is_contiguous())
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        for target in _written(func, args, kwargs):
+            owner = self._owners.get(_storage(target))
+            if owner is not None:
+                start = int(target.storage_offset())
+                operation = Operation(func, args[1:], kwargs, start, start + target.numel())
+                self._record(*owner, operation, target.is_contiguous())
+        return func(*args, **kwargs)
 
     def _record(self, name: str, count: int, operation: Operation, contiguous: bool) -> None:
+        """Adds the operation to the recipe of `name`, a parameter of `count` numbers, if it can be
+        replayed on a part: element-wise with plain numbers, and random only over the whole."""
         whole = (operation.start, operation.stop) == (0, count)
         values = (*operation.args, *operation.kwargs.values())
         replayable = (
@@ -136,6 +135,16 @@ class _Recorder(TorchDispatchMode):
         self.recipes[name] = (*before, operation)
 
 
+def _written(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[torch.Tensor]:
+    """The tensors that a call writes to, by the operator's schema."""
+    for place, argument in enumerate(function._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        if argument.is_write and value is not None:
+            yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
@@ -147,11 +156,16 @@ def record_recipes(model: nn.Module, initialize: Any) -> dict[str, Recipe]:
     Raises:
         ConfigError: for an operation that is not element-wise, or a parameter left uninitialised.
     """
-    names = [name for name, _ in model.named_parameters()]
+    storages = {name: param.untyped_storage() for name, param in model.named_parameters()}
     with torch.no_grad(), _Recorder(model) as recorder:
         for module in model.modules():
             initialize(module)
-    missing = sorted(set(names) - set(recorder.recipes))
+    # What was done to a parameter's data before or after they were replaced is not in its recipe.
+    missing = sorted(
+        name
+        for name, param in model.named_parameters()
+        if name not in recorder.recipes or _storage(param) != storages[name]._cdata
+    )
     if missing:
         raise ConfigError(
             "train.task.model",
@@ -194,10 +208,11 @@ class SeededWeights:
         for operation in self._recipes[name]:
             part = block[_within(operation.start, index) : _within(operation.stop, index)]
             random = {"generator": generator} if operation.name in RANDOM else {}
-            # A random operation applies to the whole parameter: it fills the block to its end, so that the
-            # numbers do not depend on where the parameter ends.
-            target = block if random else part
-            operation.function(target, *operation.args, **{**operation.kwargs, **random})
+            # A random operation fills the block to its end, so that the numbers do not depend on
+            # where the parameter ends.
+            operation.function(
+                block if random else part, *operation.args, **{**operation.kwargs, **random}
+            )
         return block
 
 

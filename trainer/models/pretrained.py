@@ -12,6 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.errors import ConfigError
 
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
 
 class PretrainedWeights:
     """Boxes of the parameters in a directory with safetensors weights. Implements WeightSource.
@@ -20,27 +23,31 @@ class PretrainedWeights:
         directory: holds `model.safetensors`, or shards with `model.safetensors.index.json`.
 
     Raises:
-        ConfigError: the directory holds no safetensors weights (pickled ones are never read).
+        ConfigError: the directory holds no safetensors weights (pickled ones are never read), or
+            none that can be read.
     """
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
-        index = self._directory / "model.safetensors.index.json"
-        if index.is_file():
-            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif (self._directory / "model.safetensors").is_file():
-            try:
-                with safe_open(self._directory / "model.safetensors", framework="pt") as file:
-                    self._files = dict.fromkeys(file.keys(), "model.safetensors")
-            except SafetensorError as error:
-                raise self._error(f"model.safetensors cannot be read: {error}") from error
-        else:
+        found = [name for name in (INDEX, SINGLE) if (self._directory / name).is_file()]
+        if not found:
             raise ConfigError(
                 "train.task.model.path",
                 directory,
-                "no model.safetensors or model.safetensors.index.json in it",
-                "Save the model with save_pretrained(..., safe_serialization=True)",
+                f"no {SINGLE} or {INDEX} in it",
+                "Save the model with save_pretrained(...), which writes safetensors",
             )
+        try:
+            self._files = self._read_index() if found[0] == INDEX else self._read_names()
+        except (ValueError, LookupError, TypeError, SafetensorError) as error:
+            raise self._error(f"{found[0]} cannot be read: {error}") from error
+
+    def _read_index(self) -> dict[str, str]:
+        return dict(json.loads((self._directory / INDEX).read_text())["weight_map"])
+
+    def _read_names(self) -> dict[str, str]:
+        with safe_open(self._directory / SINGLE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Checks from the files' headers that they hold every parameter of the model.

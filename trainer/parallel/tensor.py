@@ -12,8 +12,9 @@ Shapes: x_BSD is (batch, sequence, model dim).
 from __future__ import annotations
 
 import fnmatch
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -36,10 +37,9 @@ class GatherSequence(ParallelStyle):
     `hidden_states`."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(x: Any) -> DTensor:
-            if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, device_mesh, (SEQUENCE,), run_check=False)
-            return x.redistribute(placements=(Replicate(),))
+        def gather(x: torch.Tensor) -> DTensor:
+            part = DTensor.from_local(x, device_mesh, (SEQUENCE,), run_check=False)
+            return part.redistribute(placements=(Replicate(),))
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if args:
@@ -58,11 +58,11 @@ def tensor_styles(model: nn.Module, plan: dict[str, str]) -> dict[str, ParallelS
         plan: its `tp_plan`, patterns of module names -> style names (`hf.SUPPORTED_STYLES`).
     """
     layers = decoder_layers(model)
-    embeddings = getattr(model, "get_input_embeddings", lambda: None)()  # some plans leave it out
+    norms = _norms(model, layers)
+    embeddings = cast(Any, model).get_input_embeddings()  # some plans leave them out
     styles: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         style = next((s for pattern, s in plan.items() if fnmatch.fnmatch(name, pattern)), None)
-        in_layer = name.rpartition(".")[0] in layers
         if style == "colwise":
             styles[name] = ColwiseParallel()
             styles.setdefault(name.rsplit(".", 1)[0], GatherSequence())
@@ -72,7 +72,7 @@ def tensor_styles(model: nn.Module, plan: dict[str, str]) -> dict[str, ParallelS
             styles[name] = ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Replicate())
         elif style == "embedding_rowwise" or module is embeddings:
             styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-        elif _is_norm(module) and (in_layer or name.count(".") == layers[0].count(".") - 1):
+        elif name in norms:
             styles[name] = SequenceParallel(use_local_output=True)
     # The first block splits the full embeddings: positions and masks need the full shapes.
     styles[layers[0]] = PrepareModuleInput(
@@ -90,7 +90,7 @@ def unsplit_modules(model: nn.Module, plan: dict[str, str]) -> list[str]:
         name
         for name, module in model.named_modules()
         if not isinstance(styles.get(name), DIVIDING)
-        and ("Norm" in type(module).__name__ or any(True for _ in module.parameters(recurse=False)))
+        and (_is_norm(module) or next(module.parameters(recurse=False), None) is not None)
     ]
 
 
@@ -125,6 +125,16 @@ def _tied_names(model: nn.Module) -> list[tuple[str, str]]:
     ]
 
 
+def _norms(model: nn.Module, layers: list[str]) -> set[str]:
+    """The norms that work on parts of the sequence: those directly in a block, and the one beside
+    the list of blocks. Where there are several beside it, some come before the first block."""
+    parents = {n: n.rpartition(".")[0] for n, m in model.named_modules() if _is_norm(m)}
+    beside = layers[0].rpartition(".")[0].rpartition(".")[0]
+    final = {name for name, parent in parents.items() if parent == beside}
+    inside = {name for name, parent in parents.items() if parent in layers}
+    return inside | (final if len(final) == 1 else set())
+
+
 def _is_norm(module: nn.Module) -> bool:
-    parameters = dict(module.named_parameters(recurse=False))
-    return "Norm" in type(module).__name__ and all(p.dim() == 1 for p in parameters.values())
+    parameters = module.parameters(recurse=False)
+    return "Norm" in type(module).__name__ and all(param.dim() == 1 for param in parameters)

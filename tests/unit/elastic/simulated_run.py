@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import simulation_checks as checks
@@ -136,24 +137,24 @@ class World:
         for name, worker in self.workers.items():
             if worker.done or name in self.dead:
                 continue
-            yield "move", name, lambda worker=worker: self._move(worker)
+            yield "move", name, partial(self._move, worker)
             if name in self.posted and self.posted[name].serial > worker.heard:
-                yield "hear", name, lambda worker=worker: self._hear(worker)
+                yield "hear", name, partial(self._hear, worker)
             if worker.writing is not None:
-                yield "write", name, lambda worker=worker: self._written(worker)
+                yield "write", name, partial(self._written, worker)
             if worker.records and worker.run is not None and worker.run.lead:
-                yield "flush", name, lambda worker=worker: self._flush(worker)
+                yield "flush", name, partial(self._flush, worker)
         for name in self.joins:
-            yield "join", name, lambda name=name: self._join(name)
+            yield "join", name, partial(self._join, name)
         for name in self.unnoticed:
-            yield "notice", name, lambda name=name: self._notice(name)
+            yield "notice", name, partial(self._notice, name)
         for name in self.condemned:
-            yield "execute", name, lambda name=name: self._execute(name)
+            yield "execute", name, partial(self._execute, name)
         for rank in self.vacant:
-            yield "arrive", rank, lambda rank=rank: self._arrive(rank)
+            yield "arrive", rank, partial(self._arrive, rank)
         for attempt, parts in self.receipts.items():
             if len(parts) == self.plan.workers_per_replica:
-                yield "commit", attempt, lambda attempt=attempt: self._checkpoint(attempt)
+                yield "commit", attempt, partial(self._checkpoint, attempt)
 
     def _flush(self, worker: SimWorker) -> bool:
         worker.flush()

@@ -60,9 +60,10 @@ def check_roster(
     assert (regrouped.outcome in ("start", "restore")) == (not known)
     sources = {run.position: dict(run.heals).get(run.position) for run in runs.values()}
     for name, run in runs.items():
+        source = sources[run.position]
         needs_state = reports[name].step is None and not run.restore
-        assert needs_state == (sources[run.position] is not None)
-        assert not needs_state or sources[sources[run.position]] is None, "a source without state"
+        assert needs_state == (source is not None)
+        assert source is None or sources[source] is None, "a source without state"
 
 
 def check_build(world: World, worker: SimWorker) -> None:

@@ -281,15 +281,6 @@ def test_a_call_to_join_may_arrive_after_the_news_of_its_death() -> None:
     assert group.join("b0").formed[0].workers == ("b0",)
 
 
-def test_a_worker_without_its_model_dissolves_its_replica() -> None:
-    group = Group(replicas=1, each=2, start=2)
-    group.start("a0", "b1")
-    effects = group.join("a0", built=0)
-    assert signals(effects) == {"b1": "fault"}
-    assert group.membership.replica_broken("b1") and effects.formed == []
-    assert group.join("b1", built=0).formed[0].workers == ("a0", "b1")
-
-
 # -- commits that not all have seen ----------------------------------------------------------------
 
 

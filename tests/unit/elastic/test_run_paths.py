@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
 
-from elastic import records
 from elastic.records import RunPaths
 
 
@@ -43,7 +43,7 @@ def test_an_earlier_run_is_moved_whole(paths: RunPaths) -> None:
 def test_runs_set_aside_in_one_second_do_not_overwrite_each_other(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records.time, "strftime", lambda _: "20261120-101500")
+    monkeypatch.setattr(time, "strftime", lambda _: "20261120-101500")
     names = []
     for text in ("first", "second", "third"):
         fill(paths, text)

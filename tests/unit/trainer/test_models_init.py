@@ -22,16 +22,19 @@ from trainer.models.init import (
 )
 
 BLOCK = 65_536
+PADDING = 131
+"""A row of 500 numbers that begins in one block and ends in the next."""
 
 Index = tuple[int, ...]
 
 
 class Mixed(nn.Module):
-    """Parameters of 0 to 3 dimensions, two of them longer than a block, one of no elements."""
+    """Parameters of 0 to 3 dimensions, three of them longer than a block, one of no elements."""
 
     def __init__(self) -> None:
         super().__init__()
         self.matrix = nn.Parameter(torch.zeros(300, 500))
+        self.padded = nn.Parameter(torch.zeros(300, 500))
         self.cube = nn.Parameter(torch.zeros(40, 50, 60))
         self.vector = nn.Parameter(torch.zeros(100))
         self.scalar = nn.Parameter(torch.zeros(()))
@@ -45,6 +48,8 @@ def initialize(module: nn.Module) -> None:
     assert isinstance(module, Mixed)
     nn.init.uniform_(module.matrix)
     nn.init.normal_(module.matrix, std=0.02)
+    nn.init.normal_(module.padded, std=0.02)
+    module.padded[PADDING].fill_(7)
     module.cube.uniform_(-1, 1).erfinv_().mul_(0.5).add_(1).clamp_(0.5, 1.5)
     nn.init.uniform_(module.vector, -3, 3)
     nn.init.normal_(module.scalar)
@@ -96,6 +101,14 @@ def test_a_block_is_the_operations_replayed_on_its_own_generator() -> None:
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") // 2)
         expected.append(torch.empty(BLOCK).normal_(0.0, 0.02, generator=generator))
     assert torch.equal(full("matrix").flatten(), torch.cat(expected)[:150_000])
+
+
+def test_a_row_that_is_filled_after_the_rest_lies_where_it_should() -> None:
+    assert PADDING * 500 < BLOCK < (PADDING + 1) * 500
+    recipes = {"padded": source()._recipes["matrix"]}
+    expected = SeededWeights(recipes, 1).read("padded", (300, 500), (0, 0), (300, 500))
+    expected[PADDING] = 7
+    assert torch.equal(full("padded"), expected)
 
 
 def test_seeds_names_and_blocks_differ() -> None:
@@ -164,13 +177,46 @@ def test_outside_of_it_parameters_are_real_again() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-def record(operation: Callable[[torch.Tensor], object]) -> ConfigError:
+Operation = Callable[[torch.Tensor], object]
+
+
+def seeded(*operations: Operation) -> torch.Tensor:
+    """The weight that `operations`, one after the other, make on a meta parameter of 4 x 4."""
+    with parameters_on_meta():
+        model = nn.Linear(4, 4, bias=False)
+
+    def initialize(module: nn.Linear) -> None:
+        for operation in operations:
+            operation(module.weight)
+
+    recipes = record_recipes(model, initialize)
+    return SeededWeights(recipes, 0).read("weight", (4, 4), (0, 0), (4, 4))
+
+
+def test_operations_on_the_data_of_a_parameter_count() -> None:
+    normal = seeded(torch.Tensor.normal_)
+    assert torch.equal(seeded(lambda weight: weight.data.normal_()), normal)
+    assert torch.equal(seeded(torch.Tensor.normal_, lambda weight: weight.data.mul_(3)), 3 * normal)
+    assert torch.equal(seeded(lambda weight: weight.view(-1).normal_()), normal)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(1, 3), slice(3, 4)])
+def test_a_part_may_be_set_to_a_constant(rows: slice) -> None:
+    expected = seeded(torch.Tensor.normal_)
+    expected[rows] = 0
+    assert torch.equal(seeded(torch.Tensor.normal_, lambda w: w.data[rows].zero_()), expected)
+    again = seeded(torch.Tensor.zero_, lambda w: w[rows].fill_(2), torch.Tensor.normal_)
+    assert torch.equal(again, seeded(torch.Tensor.normal_))
+
+
+def record(*operations: Operation) -> ConfigError:
     with parameters_on_meta():
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
 
     def initialize(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            operation(module.weight)
+            for operation in operations:
+                operation(module.weight)
 
     with pytest.raises(ConfigError) as caught:
         record_recipes(model, initialize)
@@ -186,26 +232,62 @@ def record(operation: Callable[[torch.Tensor], object]) -> ConfigError:
         (lambda weight: weight.copy_(torch.eye(4)), "copy_"),
         (lambda weight: weight.exponential_(), "exponential_"),
         (lambda weight: weight.normal_().t_(), "t_"),
+        (lambda weight: torch._foreach_zero_([weight]), "_foreach_zero_"),
+        (lambda weight: torch.mul(weight, 2, out=weight), "mul"),
+        (nn.init.orthogonal_, "copy_"),
+        (nn.init.eye_, "eye"),
     ],
 )
-def test_an_operation_that_is_not_elementwise_is_refused(
-    operation: Callable[[torch.Tensor], object], name: str
-) -> None:
-    assert f"its initialisation uses {name}," in record(operation).fact
+def test_an_operation_that_is_not_elementwise_is_refused(operation: Operation, name: str) -> None:
+    assert f"its initialisation uses {name} in a way" in record(operation).fact
 
 
 @pytest.mark.parametrize(
-    "operation",
-    [nn.init.orthogonal_, nn.init.eye_, lambda weight: weight.data.normal_(), torch.Tensor.numel],
+    ("operation", "name"),
+    [
+        (lambda weight: weight.mul_(torch.ones(4, 4, device="meta")), "mul_"),
+        (lambda weight: weight.mul_(torch.tensor(2.0)), "mul_"),
+        (lambda weight: weight.add_(weight), "add_"),
+        (lambda weight: weight.clamp_(max=weight), "clamp_"),
+        (lambda weight: weight.t().zero_(), "zero_"),
+        (lambda weight: weight[:, 0].zero_(), "zero_"),
+        (lambda weight: weight[0].normal_(), "normal_"),
+        (lambda weight: weight[0].mul_(2), "mul_"),
+    ],
 )
-def test_a_parameter_that_no_recipe_makes_is_refused(
-    operation: Callable[[torch.Tensor], object],
+def test_an_operation_with_tensors_or_on_an_uneven_part_is_refused(
+    operation: Operation, name: str
 ) -> None:
-    assert record(operation).fact
+    error = record(torch.Tensor.normal_, operation)
+    assert f"its initialisation uses {name} in a way" in error.fact
 
 
-def test_the_first_of_the_unset_parameters_is_named_and_the_others_counted() -> None:
-    assert "leaves it and 1 others unset" in record(torch.Tensor.numel).fact
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        (lambda weight: weight.mul_(3), "mul_"),
+        (lambda weight: weight.add_(3), "add_"),
+        (lambda weight: weight[0].zero_(), "zero_"),
+    ],
+)
+def test_the_first_operation_must_set_all_of_the_parameter(operation: Operation, name: str) -> None:
+    assert f"its initialisation uses {name} in a way" in record(operation).fact
+
+
+def replace_data(weight: torch.Tensor) -> None:
+    weight.data = torch.ones(4, 4, device="meta")
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [
+        (torch.Tensor.numel,),
+        (torch.Tensor.normal_, replace_data),
+        (torch.Tensor.normal_, replace_data, torch.Tensor.zero_),
+    ],
+)
+def test_a_parameter_that_no_recipe_makes_is_refused(operations: tuple[Operation, ...]) -> None:
+    assert "leaves it and 1 others unset" in record(*operations).fact
 
 
 def test_whole_tensors_are_cut_into_boxes() -> None:

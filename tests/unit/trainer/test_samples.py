@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.commit import sample_digest
 from trainer.config import ParallelConfig, TrainConfig
 from trainer.data import sample_ids
 from trainer.samples import LedgerError, lane_ids, micro_seed, samples_sha256, step_ids
@@ -24,22 +25,17 @@ def config_with(shard: int = 2, **changes: Any) -> TrainConfig:
     return TrainConfig(parallel=ParallelConfig(shard=shard), **settings)
 
 
-def digest_of(ids: list[int]) -> int:
-    """As the commit's docstring defines it: the top 40 of the hash's first 64 bits."""
-    raw = hashlib.sha256(struct.pack(f"<{len(ids)}q", *ids)).digest()
-    return int.from_bytes(raw[:8], "little") >> 24
-
-
 def ledger(train: TrainConfig, lanes: int, steps: int) -> list[tuple[int, list[int]]]:
     """What the workers would have committed, cut out of the run's one order of samples."""
-    order = sample_ids(train.seed, 0, steps * train.global_batch, SAMPLES).tolist()
-    size = train.global_batch // (lanes * train.parallel.shard)
-    pieces = [order[start : start + size] for start in range(0, len(order), size)]
-    digests = iter(map(digest_of, pieces))
-    shards = range(train.parallel.shard)
-    return [
-        (step, [sum(next(digests) for _ in shards) for _ in range(lanes)]) for step in range(steps)
-    ]
+    order = sample_ids(train.seed, 0, steps * train.global_batch, SAMPLES)
+    size, shards = train.global_batch // (lanes * train.parallel.shard), train.parallel.shard
+
+    def lane(step: int, index: int) -> int:
+        firsts = range(index * shards * size, (index + 1) * shards * size, size)
+        start = step * train.global_batch
+        return sum(sample_digest(order[start + f : start + f + size], f) for f in firsts)
+
+    return [(step, [lane(step, index) for index in range(lanes)]) for step in range(steps)]
 
 
 @settings(deadline=None)
@@ -90,21 +86,23 @@ def test_a_micro_seed_is_a_function_of_its_parts() -> None:
 
 @pytest.mark.parametrize(("lanes", "shard"), [(1, 1), (4, 1), (2, 2), (3, 4)])
 def test_the_hash_is_that_of_the_samples_in_order(lanes: int, shard: int) -> None:
-    train = config_with(shard)
+    train = config_with(shard, steps=3)
     order = sample_ids(5, 0, 3 * 24, SAMPLES).tolist()
     expected = hashlib.sha256(struct.pack("<72q", *order)).hexdigest()
     assert samples_sha256(train, lanes, SAMPLES, ledger(train, lanes, 3)) == expected
 
 
 def test_no_steps_hash_to_the_empty_hash() -> None:
-    assert samples_sha256(config_with(), 2, SAMPLES, []) == hashlib.sha256().hexdigest()
+    empty = hashlib.sha256().hexdigest()
+    assert samples_sha256(config_with(steps=0), 2, SAMPLES, []) == empty
 
 
 @pytest.mark.parametrize(
-    ("kept", "missing"), [([0, 2, 3], 1), ([1, 2], 0), ([0, 1, 1, 2], 2), ([1, 0], 0)]
+    ("kept", "missing"),
+    [([0, 2, 3], 1), ([1, 2], 0), ([0, 1, 1, 2], 2), ([1, 0], 0), ([0, 1, 2], 3), ([], 0)],
 )
 def test_a_missing_step_is_found(kept: list[int], missing: int) -> None:
-    train = config_with()
+    train = config_with(steps=4)
     committed = ledger(train, 2, 4)
     with pytest.raises(LedgerError) as caught:
         samples_sha256(train, 2, SAMPLES, [committed[step] for step in kept])
@@ -119,8 +117,15 @@ def test_other_samples_are_found() -> None:
         samples_sha256(train, 3, SAMPLES, committed)
 
 
-@pytest.mark.parametrize("changes", [{"seed": 6}, {"shard": 1}])
-def test_a_ledger_of_another_run_is_refused(changes: dict[str, int]) -> None:
-    committed = ledger(config_with(), 3, 2)
+@pytest.mark.parametrize(
+    ("changes", "lanes"), [({"seed": 6}, 3), ({}, 2), ({"global_batch": 12}, 3)]
+)
+def test_a_ledger_of_another_run_is_refused(changes: dict[str, int], lanes: int) -> None:
+    committed = ledger(config_with(steps=2), 3, 2)
     with pytest.raises(LedgerError, match="step 0, lane 0"):
-        samples_sha256(config_with(**changes), 3, SAMPLES, committed)
+        samples_sha256(config_with(steps=2, **changes), lanes, SAMPLES, committed)
+
+
+def test_the_ledger_does_not_depend_on_the_shard_degree() -> None:
+    one, two = (ledger(config_with(shard, steps=2), 3, 2) for shard in (1, 2))
+    assert one == two
