@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
 import platform
 import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.train import Checkpoint, Result, RunConfig, TrainingFailedError
 
-from checkpointing import (
-    CheckpointConfig,
-    IncompatibleError,
-    Keys,
-    Manifest,
-    StoreError,
-    check_compatible,
-    delete_checkpoint,
-    list_steps,
-    newest,
-    open_store,
-)
+from checkpointing import CheckpointConfig, Manifest
 from elastic import events
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordinator import CoordinatorConfig
@@ -37,13 +23,16 @@ from elastic.observer import Observer, conclude
 from elastic.ray_compat import ElasticRayTrainer, start_coordinator
 from elastic.records import RunPaths
 from elastic.resources import wait_for_workers
+from elastic.resume import (
+    check_continues,
+    drop_unreadable,
+    find_checkpoint,
+    local_path,
+    open_run_directory,
+)
 from elastic.worker import train_worker
 from trainer.config import TrainConfig
-from trainer.engine import MOMENTS, PARAMETERS
-from trainer.errors import ConfigError
-from trainer.task import PreparedTask, default_cache_dir, model_table
-
-log = logging.getLogger(__name__)
+from trainer.task import PreparedTask, default_cache_dir
 
 _RECORDED_VERSIONS = ("torch", "ray", "transformers", "tokenizers", "numpy")
 
@@ -103,10 +92,14 @@ class ElasticTrainer:
             RunFailedError: the run ended with an error; the message holds it, user tracebacks
                 included.
         """
-        paths = self._open_run_directory()
-        task = self.train.task.prepare(self.train, self._cache_dir())
-        manifest = self._find_checkpoint(paths, task)
-        self._take_lanes(manifest)
+        paths = open_run_directory(self.run_config, self.checkpoint.resume)
+        task = self.train.task.prepare(self.train, default_cache_dir(local_path(self.run_config)))
+        manifest = find_checkpoint(paths, self.checkpoint.resume)
+        if manifest is not None:
+            check_continues(manifest, self.train, task, str(self.run_config.name))
+            self.lanes = int(manifest.training_state["lanes"])  # they belong to the run
+            self.train.check(self.lanes)
+        drop_unreadable(paths, manifest)
         if not ray.is_initialized():
             ray.init()
         plan = wait_for_workers(self.scaling, self.train.parallel)
@@ -116,102 +109,6 @@ class ElasticTrainer:
         finally:
             ray.kill(coordinator)
         return result
-
-    # -- before anything starts --------------------------------------------------------------------
-
-    def _open_run_directory(self) -> RunPaths:
-        """Checks the storage, and sets an earlier run of this name aside where `resume="never"`
-        asks for it."""
-        storage = str(self.run_config.storage_path)
-        if "://" in storage and not storage.startswith("file://"):
-            raise ConfigError(
-                "run_config.storage_path",
-                storage,
-                "this version stores in a local or shared directory",
-                "Use a directory that all nodes see",
-            )
-        paths = RunPaths(
-            root=Path(storage.removeprefix("file://"), str(self.run_config.name)).absolute()
-        )
-        if self.checkpoint.resume == "never":
-            try:
-                aside = paths.set_aside()
-            except OSError as error:
-                raise _not_writable(storage, error) from error
-            if aside is not None:
-                log.warning("resume='never': the earlier run was moved to %s", aside)
-        try:
-            open_store(paths.checkpoints).check_writable()
-        except StoreError as error:
-            raise _not_writable(storage, error) from error
-        return paths
-
-    def _cache_dir(self) -> str:
-        return default_cache_dir(str(self.run_config.storage_path).removeprefix("file://"))
-
-    def _find_checkpoint(self, paths: RunPaths, task: PreparedTask) -> Manifest | None:
-        """The checkpoint to go on from, checked against this run; None for a new run."""
-        store, keys = open_store(paths.checkpoints), Keys()
-        manifest = newest(store, keys)
-        if manifest is None:
-            if self.checkpoint.resume == "must":
-                raise ConfigError(
-                    "checkpoint.resume",
-                    "must",
-                    f"there is no checkpoint in {paths.checkpoints}",
-                    "Check run_config.name and storage_path, or use resume='auto'",
-                )
-            return None
-        self._check_same_model(manifest, task)
-        self._check_same_data(manifest)
-        for step in list_steps(store, keys):
-            if step > manifest.step:  # passed over as unreadable; its steps are done again
-                delete_checkpoint(store, keys, step)
-        return manifest
-
-    def _check_same_model(self, manifest: Manifest, task: PreparedTask) -> None:
-        table = model_table(task, self.train.seed)
-        tensors = {
-            prefix + name: entry
-            for name, entry in table.items()
-            for prefix in (PARAMETERS, *MOMENTS)
-            if prefix + name in manifest.tensors or prefix == PARAMETERS
-        }
-        try:
-            check_compatible(manifest, tensors)
-        except IncompatibleError as error:
-            raise ConfigError(
-                "run_config.name",
-                self.run_config.name,
-                f"its checkpoint of step {manifest.step} is of another model: {error}",
-                "Use another name, the same model, or resume='never'",
-            ) from error
-
-    def _check_same_data(self, manifest: Manifest) -> None:
-        for field in ("seed", "global_batch"):
-            before, now = manifest.training_state[field], getattr(self.train, field)
-            if before != now:
-                raise ConfigError(
-                    f"train.{field}",
-                    now,
-                    f"the run to be continued has {field} = {before}: samples would repeat or be "
-                    f"left out",
-                    f"Use {before}, another run_config.name, or resume='never'",
-                )
-
-    def _take_lanes(self, manifest: Manifest | None) -> None:
-        """Lanes belong to the run: a run that is continued keeps its own, or the bits would
-        change."""
-        before = self.lanes if manifest is None else int(manifest.training_state["lanes"])
-        if self.train.lanes is not None and self.train.lanes != before:
-            raise ConfigError(
-                "train.lanes",
-                self.train.lanes,
-                f"the run to be continued has {before} lanes",
-                f"Use {before}, None, another run_config.name, or resume='never'",
-            )
-        self.lanes = before
-        self.train.check(self.lanes)
 
     def _coordinator_config(
         self, paths: RunPaths, manifest: Manifest | None, plan: WorkerPlan
@@ -301,12 +198,3 @@ class ElasticTrainer:
             error=None,
             path=str(paths.root),
         )
-
-
-def _not_writable(storage: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        "run_config.storage_path",
-        storage,
-        f"it cannot be written: {error}",
-        f"Use a directory that user {os.getuid()} may write",
-    )

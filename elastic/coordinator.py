@@ -17,22 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checkpointing import (
-    CheckpointConfig,
-    Keys,
-    Receipt,
-    commit,
-    delete_checkpoint,
-    list_steps,
-    open_store,
-    plan_retention,
-    sweep_uncommitted,
-)
+from checkpointing import CheckpointConfig, Receipt
 from elastic import events
 from elastic.config import HealthConfig
 from elastic.failure import Loss, decide_failure
 from elastic.membership import Effects, GroupConfig, Membership, Regrouped
 from elastic.messages import Answer, Identity, Report, Signal, Stop
+from elastic.publisher import Publisher
 from elastic.ray_compat import host_store, start_node_agent
 from elastic.records import RunPaths
 
@@ -79,9 +70,13 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._losses: list[Loss] = []
         self._fired: dict[str, int] = {}
-        self._receipts: dict[tuple[int, int], dict[int, Receipt]] = {}
-        self._committing = asyncio.Lock()
-        self._saved: set[int] = {config.restore_step} if config.restore_step else set()
+        self._publisher = Publisher(
+            config.paths,
+            config.checkpoint,
+            versions=config.started.versions,
+            workers=config.groups.workers_per_replica,
+            newest=config.restore_step,
+        )
         self._digests: dict[str, str] = {}
         self._short_of = 0
         self.steps: list[events.StepRecord] = []
@@ -188,68 +183,38 @@ class Coordinator:
         self, receipt: Receipt, training_state: dict[str, Any], started: float
     ) -> None:
         """A saving worker has written its slices; the last one's receipt commits the checkpoint."""
-        attempt = (receipt.step, receipt.generation)
-        parts = self._receipts.setdefault(attempt, {})
-        parts[receipt.rank] = receipt
-        if len(parts) < self.config.groups.workers_per_replica or receipt.step in self._saved:
-            return
-        del self._receipts[attempt]
-        async with self._committing:  # two attempts at the last step must not race each other
-            if receipt.step not in self._saved:
-                await self._publish(list(parts.values()), training_state, started)
-
-    async def _publish(
-        self, receipts: list[Receipt], training_state: dict[str, Any], started: float
-    ) -> None:
-        step, generation = receipts[0].step, receipts[0].generation
         try:
-            size = await asyncio.to_thread(self._commit, receipts, training_state)
+            size = await self._publisher.take(receipt, training_state)
         except Exception as error:
-            await self.save_failed(step, f"{type(error).__name__}: {error}")
+            await self.save_failed(receipt.step, f"{type(error).__name__}: {error}")
+            return
+        if size is None:
             return
         now = time.time()
-        self._saved.add(step)
-        self.membership.checkpointed(step)
+        self.membership.checkpointed(receipt.step)
         self._note(
             events.CheckpointCommitted(
-                time=now, step=step, generation=generation, bytes=size, seconds=now - started
+                time=now,
+                step=receipt.step,
+                generation=receipt.generation,
+                bytes=size,
+                seconds=now - started,
             )
         )
         await self._advance()
 
-    def _commit(self, receipts: list[Receipt], training_state: dict[str, Any]) -> int:
-        store, keys = open_store(self.config.paths.checkpoints), Keys()
-        first = receipts[0]
-        manifest = commit(
-            store,
-            keys,
-            step=first.step,
-            generation=first.generation,
-            receipts=receipts,
-            training_state=training_state,
-            versions=self.config.started.versions,
-        )
-        settings = self.config.checkpoint
-        steps = list_steps(store, keys)
-        for step in plan_retention(steps, settings.keep_last, settings.keep_every, ()):
-            delete_checkpoint(store, keys, step)
-        sweep_uncommitted(store, keys, first.step)
-        return sum(segment.size_bytes for segment in manifest.segments.values())
-
     async def save_failed(self, step: int, reason: str) -> None:
-        """A checkpoint could not be written. The run goes on without it, unless it was the last
-        one."""
+        """A checkpoint could not be written. Unless it was the last one, the run goes on."""
         self._note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
         if step >= self.config.groups.steps:
             await self.fail(f"the last checkpoint could not be written: {reason}")
 
     async def saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is committed."""
-        return step in self._saved
+        return self._publisher.saved(step)
 
     async def compare(self, slot: str, digest: str) -> None:
-        """A worker's state at the end. Equal (shard, tensor) of all replicas must have equal
-        state."""
+        """A worker's state at the end: the workers in `slot` of all replicas must agree."""
         known = self._digests.setdefault(slot, digest)
         if known != digest:
             self._note(

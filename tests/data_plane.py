@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from trainer.backend.groups import Rendezvous, make_replica_group
+from trainer.backend.groups import Device, Rendezvous, make_replica_group
 from trainer.commit import Commit
 from trainer.config import TrainConfig
 from trainer.engine import Engine
@@ -71,6 +71,7 @@ def _worker(
     lanes: int,
     task: PreparedTask,
     train: TrainConfig,
+    device: Device,
     results: Any,
 ) -> None:
     torch.set_num_threads(1)
@@ -83,9 +84,9 @@ def _worker(
         rank=rank,
         shard=train.parallel.shard,
         tensor=train.parallel.tensor,
-        device="cpu",
+        device=device,
     )
-    engine = Engine(task, train, slot=slot, mesh=mesh, device="cpu", max_replicas=replicas)
+    engine = Engine(task, train, slot=slot, mesh=mesh, device=device, max_replicas=replicas)
     engine.initialize()
     dealt = deal_lanes(lanes, tuple(range(replicas)))
     cross = CrossGroup(
@@ -94,7 +95,7 @@ def _worker(
         lanes=[dealt[r] for r in range(replicas)],
         total_lanes=lanes,
         rank=replica,
-        device="cpu",
+        device=device,
         leave_now=lambda: False,
     )
     link, progress = QuietLink(), Progress()
@@ -116,7 +117,7 @@ def _worker(
         name.removeprefix("param/"): (
             engine.state_slices()[name].offsets,
             engine.state_slices()[name].sizes,
-            t.clone(),
+            t.cpu().clone(),
         )
         for name, t in engine.state_tensors().items()
         if name.startswith("param/")
@@ -135,14 +136,17 @@ def _worker(
 multiprocessing.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
 
 
-def run_layout(task: PreparedTask, train: TrainConfig, *, replicas: int, lanes: int) -> list[Any]:
+def run_layout(
+    task: PreparedTask, train: TrainConfig, *, replicas: int, lanes: int, device: Device = "cpu"
+) -> list[Any]:
     """Trains on `replicas` x shard x tensor processes; one WorkerResult, or the exception, for each
     worker."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     workers = replicas * train.parallel.workers
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(_worker, args=(store.port, replicas, lanes, task, train, results), nprocs=workers)
+        arguments = (store.port, replicas, lanes, task, train, device, results)
+        mp.start_processes(_worker, args=arguments, nprocs=workers, start_method="forkserver")
         return [results[index] for index in range(workers)]
 
 

@@ -260,6 +260,7 @@ class TrainLoop:
             "seed": self.train.seed,
             "lanes": self.config.lanes,
             "global_batch": self.train.global_batch,
+            "samples": len(self.data),
         }
         self.link.save(self.progress.step, self.engine, state)
 

@@ -12,65 +12,41 @@ import numpy as np
 import pytest
 import torch
 from data_plane import WorkerResult, full_parameters, run_layout
+from tiny import SEQ_LEN, tiny_task, tiny_train
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
-from trainer.data import DataConfig, sample_ids
+from trainer.config import OptimizerConfig, TrainConfig
+from trainer.data import sample_ids
 from trainer.errors import NonFiniteError
-from trainer.models.hf import ModelConfig
-from trainer.task import CausalLM, CustomTask, PreparedCausalLM
+from trainer.task import CustomTask, PreparedCausalLM
 
-LANES, BATCH, STEPS, SEQ_LEN = 4, 8, 4, 16
-
-
-@functools.cache
-def text_directory() -> str:
-    import tempfile
-
-    directory = tempfile.mkdtemp()
-    rng = np.random.default_rng(7)
-    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
-    for index in range(40):
-        text = " ".join(words[i] for i in rng.integers(0, len(words), 300))
-        Path(directory, f"{index:02}.txt").write_text(text)
-    return directory
+LANES, STEPS = 4, 4
 
 
-def train_config(shard: int = 1, tensor: int = 1, **changes: Any) -> TrainConfig:
-    directory = text_directory()
-    return TrainConfig(
-        task=CausalLM(
-            model=ModelConfig(
-                settings={
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 2,
-                    "vocab_size": 320,
-                    "max_position_embeddings": 64,
-                    **changes.pop("settings", {}),
-                }
-            ),
-            data=DataConfig(paths=(directory,), vocab_size=300, holdout=0.2),
-            seq_len=SEQ_LEN,
-        ),
-        steps=STEPS,
-        global_batch=BATCH,
-        micro_batch=1,
-        lanes=LANES,
-        parallel=ParallelConfig(shard=shard, tensor=tensor),
-        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, clip_norm=0.5),
-        seed=3,
-        **changes,
-    )
+@pytest.fixture(scope="module")
+def lab(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(text, str(tmp_path_factory.mktemp("cache")))
 
 
-@functools.cache
-def prepared(tied: bool = False) -> PreparedCausalLM:
-    config = train_config(settings={"tie_word_embeddings": tied})
-    return config.task.prepare(config, text_directory() + ".cache")
+class Lab:
+    """The run under test in its layouts, and what a plain loop makes of it; each made once."""
+
+    def __init__(self, text: Path, cache: str) -> None:
+        self.text, self.cache = text, cache
+        self.task = functools.cache(self._task)
+        self.reference = functools.cache(self._reference)
+
+    def train(self, shard: int = 1, tensor: int = 1, **changes: Any) -> TrainConfig:
+        settings = {"steps": STEPS, "lanes": LANES, "micro_batch": 1, **changes}
+        return tiny_train(self.text, shard=shard, tensor=tensor, **settings)
+
+    def _task(self, tied: bool) -> PreparedCausalLM:
+        task = tiny_task(self.text, tie_word_embeddings=tied)
+        return task.prepare(self.train(), self.cache)
+
+    def _reference(self, tied: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+        return single_process(self.task(tied), self.train())
 
 
 def single_process(
@@ -118,11 +94,6 @@ def single_process(
     return losses, {name: param.detach() for name, param in model.named_parameters()}
 
 
-@functools.cache
-def reference(tied: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    return single_process(prepared(tied), train_config())
-
-
 @pytest.mark.parametrize(
     ("replicas", "shard", "tensor", "tied"),
     [
@@ -135,15 +106,14 @@ def reference(tied: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     ],
 )
 def test_layout_agrees_with_a_plain_loop(
-    replicas: int, shard: int, tensor: int, tied: bool
+    lab: Lab, replicas: int, shard: int, tensor: int, tied: bool
 ) -> None:
     """Float32 sums in another order differ by a few units in the last place of each partial sum
     (2**-24 relative, over a few hundred terms: about 1e-5); AdamW's division by the root of a small
     second moment widens that on weights."""
-    results = run_layout(
-        prepared(tied), train_config(shard, tensor), replicas=replicas, lanes=LANES
-    )
-    losses, parameters = reference(tied)
+    task, train = lab.task(tied), lab.train(shard, tensor)
+    results = run_layout(task, train, replicas=replicas, lanes=LANES)
+    losses, parameters = lab.reference(tied)
     for worker in results:
         assert isinstance(worker, WorkerResult), worker
         np.testing.assert_allclose(worker.losses, losses, rtol=2e-5)
@@ -155,9 +125,9 @@ def test_layout_agrees_with_a_plain_loop(
         )
 
 
-def test_the_number_of_replicas_does_not_change_a_bit() -> None:
+def test_the_number_of_replicas_does_not_change_a_bit(lab: Lab) -> None:
     runs = {
-        n: run_layout(prepared(), train_config(), replicas=n, lanes=LANES) for n in (1, 2, 3, 4)
+        n: run_layout(lab.task(False), lab.train(), replicas=n, lanes=LANES) for n in (1, 2, 3, 4)
     }
     first = full_parameters(runs[1])
     for count, workers in runs.items():
@@ -169,14 +139,14 @@ def test_the_number_of_replicas_does_not_change_a_bit() -> None:
                 assert torch.equal(value, first[name]), (count, name)
 
 
-def test_evaluation_covers_every_sample_once_in_every_layout() -> None:
+def test_evaluation_covers_every_sample_once_in_every_layout(lab: Lab) -> None:
     results = [
-        run_layout(prepared(), train_config(shard, 1, eval_samples=37), replicas=1, lanes=LANES)[0]
+        run_layout(lab.task(False), lab.train(shard, eval_samples=37), replicas=1, lanes=LANES)[0]
         for shard in (1, 2)
     ]
     (step, loss, tokens), (_, other_loss, other_tokens) = (r.evaluations[-1] for r in results)
     assert step == STEPS
-    assert tokens == other_tokens == min(37, len(prepared().eval_data() or [])) * SEQ_LEN
+    assert tokens == other_tokens == min(37, len(lab.task(False).eval_data() or [])) * SEQ_LEN
     assert loss == pytest.approx(other_loss, rel=2e-5)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from trainer.errors import ConfigError
 from trainer.models.hf import ModelConfig, build_on_meta, check_tensor_parallel, weights
+from trainer.models.init import WeightSource
 
 TINY = {
     "hidden_size": 48,
@@ -66,6 +67,28 @@ def test_an_unknown_architecture_is_refused() -> None:
     assert len(caught.value.fact) <= 200
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"hidden_size": "a"}, "'hidden_size' expected int, got str"),
+        ({"vocab_size": "a"}, "'vocab_size' expected int, got str"),
+        ({"num_attention_heads": 5}, "(48) is not a multiple of the number of attention heads (5)"),
+    ],
+)
+def test_settings_that_transformers_refuses_are_told_with_its_reason(
+    settings: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match="transformers refuses the configuration") as caught:
+        resolve(**settings)
+    assert (caught.value.field, caught.value.value) == ("train.task.model.architecture", "llama")
+    assert told in caught.value.fact
+    assert "\n" not in caught.value.fact
+
+
+def test_a_vocabulary_of_none_is_one_that_is_not_set() -> None:
+    assert resolve(65, vocab_size=None)["vocab_size"] == 128
+
+
 def test_a_directory_gives_the_configuration_and_settings_override_it(tmp_path: Path) -> None:
     path = write_model(tmp_path)
     config = ModelConfig(path=path, settings={"num_hidden_layers": 1}).resolve(90)
@@ -83,6 +106,17 @@ def test_a_directory_without_a_configuration_is_refused(tmp_path: Path, name: st
     assert (caught.value.field, caught.value.value) == ("train.task.model.path", place)
 
 
+@pytest.mark.parametrize(
+    ("text", "told"), [("{", "not JSON"), ("[]", "names no model_type"), ("{}", "names no model")]
+)
+def test_a_configuration_that_is_none_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=told) as caught:
+        ModelConfig(path=str(tmp_path)).resolve(64)
+    assert caught.value.field == "train.task.model.path"
+    assert caught.value.value == str(tmp_path / "config.json")
+
+
 def test_a_model_is_built_without_memory_for_its_parameters() -> None:
     model = build_on_meta(resolve())
     assert all(param.is_meta and param.dtype == torch.float32 for param in model.parameters())
@@ -93,9 +127,32 @@ def test_a_model_is_built_without_memory_for_its_parameters() -> None:
 
 
 def test_an_architecture_without_a_causal_language_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no causal language model") as caught:
+    with pytest.raises(ConfigError, match="cannot build a causal language model") as caught:
         build_on_meta(ModelConfig(architecture="vit").resolve(64))
     assert (caught.value.field, caught.value.value) == ("train.task.model.architecture", "vit")
+    assert "Unrecognized configuration class" in caught.value.fact
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "told"),
+    [
+        ("gemma2", {}, "Gemma2ForCausalLM does not support an attention implementation"),
+        ("llama", {"hidden_act": "bogus"}, "KeyError('bogus')"),
+        ("llama", {"pad_token_id": 64}, "Padding_idx must be within num_embeddings"),
+    ],
+)
+def test_a_model_that_transformers_cannot_build_is_told_with_its_reason(
+    architecture: str, settings: dict[str, Any], told: str
+) -> None:
+    config = ModelConfig(architecture=architecture, settings={**TINY, **settings}).resolve(64)
+    with pytest.raises(ConfigError) as caught:
+        build_on_meta(config)
+    assert (caught.value.field, caught.value.value) == (
+        "train.task.model.architecture",
+        architecture,
+    )
+    assert told in caught.value.fact
+    assert len(caught.value.fact) <= 210
 
 
 def test_seeded_weights_are_transformers_own() -> None:
@@ -107,6 +164,34 @@ def test_seeded_weights_are_transformers_own() -> None:
     assert head.std().item() == pytest.approx(0.5, rel=0.05)
     norm = source.read("model.norm.weight", (48,), (0,), (48,))
     assert torch.equal(norm, torch.ones(48))
+
+
+def padded(padding: int) -> WeightSource:
+    config = resolve(vocab_size=320, pad_token_id=padding)
+    return weights(config, build_on_meta(config), 0, None)
+
+
+@pytest.mark.parametrize("padding", [0, 7, 319])
+@pytest.mark.parametrize(("start", "stop"), [(0, 320), (0, 1), (0, 8), (7, 9), (1, 7), (160, 320)])
+def test_the_row_of_the_padding_token_is_zero_in_any_box(
+    padding: int, start: int, stop: int
+) -> None:
+    box = ((start, 3), (stop - start, 40))
+    found = padded(padding).read("model.embed_tokens.weight", (320, 48), *box)
+    expected = seeded_rows()[start:stop, 3:43].clone()
+    if start <= padding < stop:
+        expected[padding - start] = 0
+    assert torch.equal(found, expected)
+
+
+@functools.cache
+def seeded_rows() -> torch.Tensor:
+    """The embeddings of the same model without a padding token: no row is zero."""
+    config = resolve(vocab_size=320)
+    source = weights(config, build_on_meta(config), 0, None)
+    rows = source.read("model.embed_tokens.weight", (320, 48), (0, 0), (320, 48))
+    assert rows.abs().amax(1).min() > 0
+    return rows
 
 
 @functools.cache
@@ -139,6 +224,57 @@ def test_every_dimension_must_divide(name: str, size: int) -> None:
         check_tensor_parallel(given, model, 3, seq_len)
     assert (caught.value.field, caught.value.value) == ("train.parallel.tensor", 3)
     check_tensor_parallel(given, model, 1, seq_len)
+
+
+DIVISIBLE = {"num_key_value_heads": 2, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("mistral", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("gemma", {"tie_word_embeddings": True}),
+        ("granite", {"tie_word_embeddings": True}),
+        ("olmo", {}),
+        ("starcoder2", {"use_bias": True, "tie_word_embeddings": True}),
+        ("phi", {}),
+        ("gpt_neox", {}),
+        ("gpt_neox", {"tie_word_embeddings": True}),
+        ("nemotron", {}),
+        ("hyperclovax", {"use_post_norm": True}),
+    ],
+)
+def test_the_supported_families_can_be_split(architecture: str, settings: dict[str, Any]) -> None:
+    given = {**TINY, **DIVISIBLE, **settings}
+    config = ModelConfig(architecture=architecture, settings=given).resolve(64)
+    model = build_on_meta(config)
+    tied = len(dict(model.named_parameters(remove_duplicate=False))) - len(list(model.parameters()))
+    assert tied == given["tie_word_embeddings"]
+    check_tensor_parallel(config, model, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "left_out"),
+    [
+        ("nanochat", {}, "model.layers.0.self_attn.q_norm, model.layers.0.self_attn.k_norm"),
+        ("cohere", {"use_qk_norm": True}, "model.layers.0.self_attn.q_norm, "),
+        ("phi", {"qk_layernorm": True}, "model.layers.0.self_attn.q_layernorm, "),
+        ("doge", {}, "model.layers.0, model.layers.0.self_attn, .* and others"),
+    ],
+)
+def test_a_model_with_modules_of_unknown_place_is_refused(
+    architecture: str, settings: dict[str, Any], left_out: str
+) -> None:
+    given = {**TINY, **DIVISIBLE, **settings}
+    config = ModelConfig(architecture=architecture, settings=given).resolve(64)
+    model = build_on_meta(config)
+    with pytest.raises(ConfigError, match=f"{architecture} cannot .* leaves out {left_out}") as e:
+        check_tensor_parallel(config, model, 2, 16)
+    assert (e.value.field, e.value.value) == ("train.parallel.tensor", 2)
+    check_tensor_parallel(config, model, 1, 16)
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,6 @@ def record(*operations: Operation) -> ConfigError:
         (lambda weight: weight.normal_().t_(), "t_"),
         (lambda weight: torch._foreach_zero_([weight]), "_foreach_zero_"),
         (lambda weight: torch.mul(weight, 2, out=weight), "mul"),
-        (nn.init.orthogonal_, "copy_"),
         (nn.init.eye_, "eye"),
     ],
 )
@@ -282,6 +281,7 @@ def replace_data(weight: torch.Tensor) -> None:
     "operations",
     [
         (torch.Tensor.numel,),
+        (nn.init.orthogonal_,),  # does nothing on the meta device
         (torch.Tensor.normal_, replace_data),
         (torch.Tensor.normal_, replace_data, torch.Tensor.zero_),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -66,30 +67,95 @@ def test_every_box_is_the_slice_of_the_parameter(
     assert torch.equal(found, parameters[name].detach()[where])
 
 
+def test_a_box_of_no_numbers_is_empty(directory: Path) -> None:
+    weights = PretrainedWeights(str(directory))
+    assert weights.read("model.norm.weight", (16,), (16,), (0,)).shape == (0,)
+    assert weights.read("lm_head.weight", (64, 16), (64, 0), (0, 16)).shape == (0, 16)
+
+
+def shapes_of(model: LlamaForCausalLM) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+
+
+def refusal(directory: Path, shapes: dict[str, tuple[int, ...]]) -> str:
+    """What is said of weights in `directory` that cannot be those of a model of `shapes`."""
+    with pytest.raises(ConfigError) as caught:
+        PretrainedWeights(str(directory)).check(shapes)
+    assert (caught.value.field, caught.value.value) == ("train.task.model.path", str(directory))
+    return caught.value.fact
+
+
 def test_all_parameters_of_the_same_architecture_are_there(
     directory: Path, model: LlamaForCausalLM
 ) -> None:
-    PretrainedWeights(str(directory)).check_names(name for name, _ in model.named_parameters())
+    PretrainedWeights(str(directory)).check(shapes_of(model))
 
 
 def test_missing_parameters_are_counted_and_the_first_is_named(directory: Path) -> None:
-    with pytest.raises(ConfigError, match="2 parameters are not in its files, first 'bias'") as e:
-        PretrainedWeights(str(directory)).check_names(["model.norm.weight", "scale", "bias"])
-    assert (e.value.field, e.value.value) == ("train.task.model.path", str(directory))
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (16,), "scale": (1,), "bias": (1,)}
+    assert refusal(directory, shapes) == "2 parameters are not in it, first 'bias'"
 
 
-def test_a_parameter_of_another_shape_is_refused(directory: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is \(16,\) in the files and \(32,\) in the model"):
-        PretrainedWeights(str(directory)).read("model.norm.weight", (32,), (0,), (8,))
+@pytest.mark.parametrize("shape", [(32,), (16, 1), ()])
+def test_a_parameter_of_another_shape_is_refused(
+    directory: Path, model: LlamaForCausalLM, shape: tuple[int, ...]
+) -> None:
+    fact = refusal(directory, {**shapes_of(model), "model.norm.weight": shape})
+    assert fact == f"model.norm.weight is (16,) in the files and {shape} in the model"
+
+
+def test_a_shard_that_is_missing_or_cut_off_is_named(
+    model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path, max_shard_size=FULL_SIZE["shards"])
+    shard = next(tmp_path.glob("model-00002*"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    assert f"{shard.name} cannot be read: " in refusal(tmp_path, shapes_of(model))
+    shard.unlink()
+    assert f"{shard.name} cannot be read: " in refusal(tmp_path, shapes_of(model))
+    shard.write_bytes(whole)
+    PretrainedWeights(str(tmp_path)).check(shapes_of(model))
+
+
+def test_an_index_that_names_the_wrong_shard_is_refused(
+    model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path, max_shard_size=FULL_SIZE["shards"])
+    index = tmp_path / "model.safetensors.index.json"
+    entries = json.loads(index.read_text())
+    first, last = (
+        entries["weight_map"][n] for n in ("model.embed_tokens.weight", "lm_head.weight")
+    )
+    assert first != last
+    entries["weight_map"]["lm_head.weight"] = first
+    index.write_text(json.dumps(entries))
+    assert f"{first} cannot be read: " in refusal(tmp_path, shapes_of(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", b"junk"),
+        ("model.safetensors", b""),
+        ("model.safetensors.index.json", b"{"),
+        ("model.safetensors.index.json", b"\xff"),
+        ("model.safetensors.index.json", b"{}"),
+        ("model.safetensors.index.json", b"[]"),
+        ("model.safetensors.index.json", b'{"weight_map": 3}'),
+    ],
+)
+def test_a_file_that_is_no_weights_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert refusal(tmp_path, {}).startswith(f"{name} cannot be read: ")
 
 
 def test_a_tied_parameter_is_stored_once_and_found(tmp_path: Path) -> None:
     model = tiny_llama(tied=True)
     model.save_pretrained(tmp_path)
     weights = PretrainedWeights(str(tmp_path))
-    weights.check_names(name for name, _ in model.named_parameters())
-    with pytest.raises(ConfigError, match=r"first 'lm_head\.weight'"):
-        weights.check_names(["lm_head.weight"])
+    weights.check(shapes_of(model))
+    assert "first 'lm_head.weight'" in refusal(tmp_path, {"lm_head.weight": (64, 16)})
 
 
 def test_stored_numbers_become_float32(tmp_path: Path) -> None:

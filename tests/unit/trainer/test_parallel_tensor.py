@@ -1,11 +1,13 @@
-"""Which module of a Llama gets which parallel style. Needs no process group."""
+"""Which module gets which parallel style, and which has none. Needs no process group."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -17,7 +19,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainer.models.hf import ModelConfig, build_on_meta
-from trainer.parallel.tensor import GatherSequence, _tied_names, decoder_layers, tensor_styles
+from trainer.parallel.tensor import (
+    GatherSequence,
+    _tied_names,
+    decoder_layers,
+    tensor_styles,
+    unsplit_modules,
+)
 
 COLWISE = (
     "self_attn.q_proj",
@@ -30,17 +38,21 @@ ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-@functools.cache
-def llama(tied: bool = False) -> nn.Module:
-    settings = {
+def tiny(architecture: str = "llama", **settings: Any) -> nn.Module:
+    given = {
         "hidden_size": 16,
         "intermediate_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "tie_word_embeddings": tied,
+        **settings,
     }
-    return build_on_meta(ModelConfig(settings=settings).resolve(64))
+    return build_on_meta(ModelConfig(architecture=architecture, settings=given).resolve(64))
+
+
+@functools.cache
+def llama(tied: bool = False) -> nn.Module:
+    return tiny(tie_word_embeddings=tied)
 
 
 @functools.cache
@@ -85,7 +97,7 @@ def test_a_norm_works_on_its_part_of_the_sequence(name: str) -> None:
     style = styles()[name]
     assert isinstance(style, SequenceParallel)
     assert style.sequence_sharding == (Shard(1),)
-    assert style.use_local_output == (name == "model.norm")
+    assert style.use_local_output
 
 
 def test_the_head_gathers_the_sequence_and_gives_whole_logits() -> None:
@@ -126,3 +138,93 @@ def test_a_model_without_a_list_has_no_decoder_layers() -> None:
 def test_tied_parameters_are_found() -> None:
     assert _tied_names(llama()) == []
     assert _tied_names(llama(tied=True)) == [("model.embed_tokens.weight", "lm_head.weight")]
+
+
+def styled(model: Any) -> dict[str, ParallelStyle]:
+    return tensor_styles(model, model.tp_plan)
+
+
+def names_with(model: nn.Module, kind: type[ParallelStyle]) -> set[str]:
+    return {name for name, style in styled(model).items() if isinstance(style, kind)}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_that_the_plan_leaves_out_are_split_by_rows(tied: bool) -> None:
+    model: Any = tiny("gpt_neox", tie_word_embeddings=tied)
+    assert not [pattern for pattern in model.tp_plan if "embed" in pattern]
+    style = styled(model)["gpt_neox.embed_in"]
+    assert isinstance(style, RowwiseParallel)
+    assert style.input_layouts == (Replicate(),)
+    assert style.output_layouts == (Replicate(),)
+    assert unsplit_modules(model, model.tp_plan) == []
+
+
+def test_a_norm_is_known_by_its_place_whatever_its_name() -> None:
+    """Nemotron's class ends in `Norm1P`, Phi's is called `final_layernorm`, HyperCLOVA X has two
+    more in a block."""
+    assert names_with(tiny("nemotron"), SequenceParallel) == {*in_layers(*NORMS), "model.norm"}
+    phi = {*in_layers("input_layernorm"), "model.final_layernorm"}
+    assert names_with(tiny("phi"), SequenceParallel) == phi
+    post = tiny("hyperclovax", use_post_norm=True)
+    inside = in_layers(*NORMS, "post_norm1", "post_norm2")
+    assert names_with(post, SequenceParallel) == {*inside, "model.norm"}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma", "olmo", "granite", "starcoder2", "phi"])
+def test_nothing_is_left_over_in_a_model_that_can_be_split(architecture: str) -> None:
+    model: Any = tiny(architecture)
+    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    divided = (ColwiseParallel, RowwiseParallel, SequenceParallel)
+    assert owners <= {name for kind in divided for name in names_with(model, kind)}
+    assert unsplit_modules(model, model.tp_plan) == []
+
+
+def changed(change: Callable[[Any], object]) -> list[str]:
+    """What is left over in a Llama after `change`."""
+    model: Any = tiny()
+    change(model)
+    return unsplit_modules(model, model.tp_plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "left_over"),
+    [
+        (
+            lambda m: m.model.layers[1].self_attn.register_module("q_norm", nn.LayerNorm(4)),
+            ["model.layers.1.self_attn.q_norm"],
+        ),
+        (
+            lambda m: m.model.layers[0].self_attn.register_module(
+                "k_norm", nn.LayerNorm(4, elementwise_affine=False)
+            ),
+            ["model.layers.0.self_attn.k_norm"],
+        ),
+        (
+            lambda m: m.model.register_module("embed_norm", nn.LayerNorm(16)),
+            ["model.norm", "model.embed_norm"],
+        ),
+        (lambda m: m.register_module("norm", nn.LayerNorm(16)), ["norm"]),
+        (
+            lambda m: m.model.layers[0].mlp.register_module("gate", nn.Linear(16, 1)),
+            ["model.layers.0.mlp.gate"],
+        ),
+        # A module whose inputs are moved is not therefore divided.
+        (
+            lambda m: m.model.layers[1].self_attn.register_parameter("sinks", scale()),
+            ["model.layers.1.self_attn"],
+        ),
+        (
+            lambda m: m.model.layers[0].register_parameter("scale", scale()),
+            ["model.layers.0"],
+        ),
+        (lambda m: m.model.register_parameter("scale", scale()), ["model"]),
+    ],
+)
+def test_what_has_no_known_place_is_named(
+    change: Callable[[Any], object], left_over: list[str]
+) -> None:
+    assert changed(change) == left_over
+
+
+def scale() -> nn.Parameter:
+    return nn.Parameter(torch.ones(4, device="meta"))

@@ -194,9 +194,11 @@ def test_a_tensor_degree_that_does_not_divide_is_refused(
     assert name in error.fact
 
 
-def test_pretrained_weights_need_a_path(texts: Path, cache: str) -> None:
-    error = refusal(task_for(texts, model={"pretrained": True}), cache)
+def test_pretrained_weights_need_a_path(texts: Path, tmp_path: Path) -> None:
+    """Found before any text is read."""
+    error = refusal(task_for(texts / "missing", model={"pretrained": True}), str(tmp_path / "c"))
     assert error.field == "train.task.model.pretrained"
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_pretrained_model_needs_its_weights(texts: Path, cache: str, tmp_path: Path) -> None:
@@ -215,6 +217,16 @@ def test_a_pretrained_model_needs_its_weights(texts: Path, cache: str, tmp_path:
         cache,
     )
     assert "first 'lm_head.weight'" in error.fact
+
+
+def test_pretrained_weights_of_another_size_are_refused(
+    texts: Path, cache: str, tmp_path: Path
+) -> None:
+    LlamaForCausalLM(LlamaConfig(**SETTINGS)).save_pretrained(tmp_path)
+    wider = {"path": str(tmp_path), "pretrained": True, "settings": {"hidden_size": 32}}
+    error = refusal(task_for(texts, model=wider), cache)
+    assert (error.field, error.value) == ("train.task.model.path", str(tmp_path))
+    assert "is (320, 16) in the files and (320, 32) in the model" in error.fact
 
 
 def test_a_pretrained_model_starts_from_its_weights(
@@ -301,6 +313,49 @@ def test_a_custom_model_keeps_its_buffers() -> None:
     assert set(buffers) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     assert buffers["norm.running_mean"].tolist() == [0.5, 0.5]
     assert set(model.state_dict()) == set(Noisy().state_dict())
+
+
+class Shared(nn.Module):
+    """One matrix under three names, two names of one buffer, and a recurrent layer, which keeps a
+    list of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.outer = self.first.weight
+        self.recurrent = nn.GRU(4, 4)
+        self.register_buffer("table", torch.arange(2.0))
+        self.register_buffer("again", self.get_buffer("table"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.recurrent(self.second(self.first(x)))[0] @ self.outer
+
+
+def test_a_custom_model_with_tied_parameters_keeps_them_tied() -> None:
+    torch.manual_seed(11)
+    plain = Shared()
+    task = custom(build_model=Shared)
+    assert prepare(task, "") is task
+    model, source = task.build(11)
+    assert [name for name, _ in model.named_parameters()] == [
+        n for n, _ in plain.named_parameters()
+    ]
+    assert all(param.is_meta for _, param in model.named_parameters(remove_duplicate=False))
+    assert model.first.weight is model.second.weight is model.outer
+    for name, param in plain.named_parameters():
+        shape = tuple(param.shape)
+        assert torch.equal(source.read(name, shape, (0,) * len(shape), shape), param)
+    assert model.table is model.again
+    assert model.table.tolist() == [0, 1]
+    assert model(torch.ones(3, 2, 4, device="meta")).shape == (3, 2, 4)
+    assert set(model_table(task, 0)) == {name for name, _ in plain.named_parameters()}
+
+
+def test_a_frozen_parameter_stays_frozen() -> None:
+    model, _ = custom(build_model=lambda: nn.Sequential(Noisy(trainable=False), Noisy())).build(0)
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    assert frozen == {"0.linear.weight", "0.linear.bias", "0.norm.weight", "0.norm.bias"}
 
 
 def test_a_custom_task_passes_on_its_loss_and_data() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from typing import Any
@@ -35,6 +36,7 @@ def refusal(config: TrainConfig, lanes: int = 4) -> ConfigError:
 
 def test_a_valid_configuration_passes() -> None:
     config_with().check(4)
+    config_with(eval_every=1).check(4)
     config_with(micro_batch=1, precision="bfloat16", reduction="fast").check(4)
     TrainConfig(task=None, steps=1, global_batch=1, eval_samples=1).check(1)
 
@@ -48,6 +50,8 @@ def test_a_valid_configuration_passes() -> None:
         ({"parallel": ParallelConfig(shard=0)}, "train.parallel.shard", 0),
         ({"parallel": ParallelConfig(tensor=-1)}, "train.parallel.tensor", -1),
         ({"eval_samples": 0}, "train.eval_samples", 0),
+        ({"eval_every": 0}, "train.eval_every", 0),
+        ({"eval_every": -5}, "train.eval_every", -5),
         ({"precision": "float16"}, "train.precision", "float16"),
         ({"reduction": "tree"}, "train.reduction", "tree"),
         ({"global_batch": 25}, "train.global_batch", 25),
@@ -62,6 +66,12 @@ def test_a_valid_configuration_passes() -> None:
         ({"optimizer": OptimizerConfig(warmup_steps=-1)}, "train.optimizer.warmup_steps", -1),
         ({"optimizer": OptimizerConfig(weight_decay=-1)}, "train.optimizer.weight_decay", -1),
         ({"optimizer": OptimizerConfig(clip_norm=-1)}, "train.optimizer.clip_norm", -1),
+        ({"optimizer": OptimizerConfig(betas=(1.0, 0.9))}, "train.optimizer.betas[0]", 1.0),
+        ({"optimizer": OptimizerConfig(betas=(-0.1, 0.9))}, "train.optimizer.betas[0]", -0.1),
+        ({"optimizer": OptimizerConfig(betas=(0.9, 1.0))}, "train.optimizer.betas[1]", 1.0),
+        ({"optimizer": OptimizerConfig(betas=(0.9, -0.1))}, "train.optimizer.betas[1]", -0.1),
+        ({"optimizer": OptimizerConfig(eps=0.0)}, "train.optimizer.eps", 0.0),
+        ({"optimizer": OptimizerConfig(eps=-1.0)}, "train.optimizer.eps", -1.0),
     ],
 )
 def test_a_value_that_cannot_work_is_named(
@@ -77,15 +87,21 @@ def test_the_lanes_in_force_are_checked() -> None:
     assert refusal(config_with(), lanes=5).field == "train.global_batch"
 
 
-def test_a_rate_that_is_not_a_number_is_refused() -> None:
-    error = refusal(config_with(optimizer=OptimizerConfig(lr=float("nan"))))
-    assert error.field == "train.optimizer.lr"
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "name", ["lr", "min_lr_ratio", "warmup_steps", "eps", "weight_decay", "clip_norm"]
+)
+def test_a_setting_that_is_not_a_finite_number_is_refused(name: str, value: float) -> None:
+    changed: Any = {name: value}
+    error = refusal(config_with(optimizer=OptimizerConfig(**changed)))
+    assert error.field == f"train.optimizer.{name}"
 
 
 @pytest.mark.parametrize(
     "optimizer",
     [
         OptimizerConfig(min_lr_ratio=0, warmup_steps=0, weight_decay=0, clip_norm=0),
+        OptimizerConfig(betas=(0.0, 0.0), eps=1e-30),
         OptimizerConfig(min_lr_ratio=1, warmup_steps=10**6),
     ],
 )

@@ -1,0 +1,90 @@
+"""From the receipts of the saving workers to a committed checkpoint, and the end of old ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from checkpointing import (
+    CheckpointConfig,
+    Keys,
+    Receipt,
+    commit,
+    delete_checkpoint,
+    list_steps,
+    open_store,
+    plan_retention,
+    sweep_uncommitted,
+)
+from elastic.records import RunPaths
+
+
+class Publisher:
+    """Commits a checkpoint once all workers of the saving replica have written their slices.
+
+    Args:
+        paths: the run directory.
+        config: retention.
+        versions: library versions, kept in every manifest.
+        workers: workers that write one checkpoint.
+        newest: step of the newest committed checkpoint, 0 without one.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        config: CheckpointConfig,
+        *,
+        versions: Mapping[str, str],
+        workers: int,
+        newest: int,
+    ) -> None:
+        self._paths, self._config, self._versions = paths, config, versions
+        self._workers = workers
+        self._receipts: dict[tuple[int, int], dict[int, Receipt]] = {}
+        self._committing = asyncio.Lock()
+        self._saved = {newest} if newest else set()
+
+    def saved(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is committed."""
+        return step in self._saved
+
+    async def take(self, receipt: Receipt, training_state: Mapping[str, Any]) -> int | None:
+        """Takes a receipt.
+
+        Returns:
+            The checkpoint's bytes where this receipt completed it, else None.
+
+        Raises:
+            CheckpointError: it could not be committed.
+        """
+        attempt = (receipt.step, receipt.generation)
+        parts = self._receipts.setdefault(attempt, {})
+        parts[receipt.rank] = receipt
+        if len(parts) < self._workers:
+            return None
+        del self._receipts[attempt]
+        async with self._committing:  # two attempts at the last step must not race each other
+            if receipt.step in self._saved:
+                return None
+            size = await asyncio.to_thread(self._commit, list(parts.values()), training_state)
+            self._saved.add(receipt.step)
+            return size
+
+    def _commit(self, receipts: list[Receipt], training_state: Mapping[str, Any]) -> int:
+        store, keys, first = open_store(self._paths.checkpoints), Keys(), receipts[0]
+        manifest = commit(
+            store,
+            keys,
+            step=first.step,
+            generation=first.generation,
+            receipts=receipts,
+            training_state=training_state,
+            versions=self._versions,
+        )
+        keep_last, keep_every = self._config.keep_last, self._config.keep_every
+        for step in plan_retention(list_steps(store, keys), keep_last, keep_every, ()):
+            delete_checkpoint(store, keys, step)
+        sweep_uncommitted(store, keys, first.step)
+        return sum(segment.size_bytes for segment in manifest.segments.values())

@@ -1,0 +1,135 @@
+"""Where a run's records lie, what it goes on from, and whether that is the same run. The driver's
+part, before anything starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from ray.train import RunConfig
+
+from checkpointing import (
+    IncompatibleError,
+    Keys,
+    Manifest,
+    StoreError,
+    check_compatible,
+    delete_checkpoint,
+    list_steps,
+    newest,
+    open_store,
+)
+from checkpointing.config import Resume
+from elastic.records import RunPaths
+from trainer.config import TrainConfig
+from trainer.engine import MOMENTS, PARAMETERS
+from trainer.errors import ConfigError
+from trainer.task import PreparedTask, model_table
+
+log = logging.getLogger(__name__)
+
+
+def open_run_directory(run_config: RunConfig, resume: Resume) -> RunPaths:
+    """Checks the storage, and sets an earlier run of this name aside for `resume="never"`.
+
+    Raises:
+        ConfigError: the storage cannot be used.
+    """
+    storage = str(run_config.storage_path)
+    if "://" in storage and not storage.startswith("file://"):
+        raise ConfigError(
+            "run_config.storage_path",
+            storage,
+            "this version stores in a local or shared directory",
+            "Use a directory that all nodes see",
+        )
+    paths = RunPaths(root=Path(local_path(run_config), str(run_config.name)).absolute())
+    try:
+        aside = paths.set_aside() if resume == "never" else None
+        open_store(paths.checkpoints).check_writable()
+    except (OSError, StoreError) as error:
+        raise ConfigError(
+            "run_config.storage_path",
+            storage,
+            f"it cannot be written: {error}",
+            f"Use a directory that user {os.getuid()} may write",
+        ) from error
+    if aside is not None:
+        log.warning("resume='never': the earlier run was moved to %s", aside)
+    return paths
+
+
+def local_path(run_config: RunConfig) -> str:
+    """`storage_path` as a plain path."""
+    return str(run_config.storage_path).removeprefix("file://")
+
+
+def find_checkpoint(paths: RunPaths, resume: Resume) -> Manifest | None:
+    """The newest checkpoint that can be read; None for a new run.
+
+    Raises:
+        ConfigError: `resume` is "must" and there is none.
+    """
+    manifest = newest(open_store(paths.checkpoints), Keys())
+    if manifest is None and resume == "must":
+        raise ConfigError(
+            "checkpoint.resume",
+            resume,
+            f"there is no checkpoint in {paths.checkpoints}",
+            "Check run_config.name and storage_path, or use resume='auto'",
+        )
+    return manifest
+
+
+def drop_unreadable(paths: RunPaths, manifest: Manifest | None) -> None:
+    """Deletes the checkpoints after `manifest`, passed over as unreadable: their steps are done
+    again."""
+    store, keys = open_store(paths.checkpoints), Keys()
+    for step in list_steps(store, keys):
+        if manifest is None or step > manifest.step:
+            delete_checkpoint(store, keys, step)
+
+
+def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask, name: str) -> None:
+    """Checks that a run with these settings continues the one that wrote `manifest`.
+
+    Raises:
+        ConfigError: another model, other data, another order of the data, or other lanes.
+    """
+    _check_same_model(manifest, train, task, name)
+    state = manifest.training_state
+    now = {
+        "train.seed": (state["seed"], train.seed),
+        "train.global_batch": (state["global_batch"], train.global_batch),
+        "train.lanes": (state["lanes"], train.lanes or state["lanes"]),
+        "train.task": (f"{state['samples']} samples", f"{len(task.train_data())} samples"),
+    }
+    for field, (before, value) in now.items():
+        if before != value:
+            raise ConfigError(
+                field,
+                value,
+                f"the run to be continued has {before}, and would not end with the same weights",
+                f"Use {before}, another run_config.name, or resume='never'",
+            )
+
+
+def _check_same_model(
+    manifest: Manifest, train: TrainConfig, task: PreparedTask, name: str
+) -> None:
+    tensors = {
+        prefix + parameter: entry
+        for parameter, entry in model_table(task, train.seed).items()
+        for prefix in (PARAMETERS, *MOMENTS)
+        if prefix + parameter in manifest.tensors or prefix == PARAMETERS
+    }
+    try:
+        check_compatible(manifest, tensors)
+    except IncompatibleError as error:
+        raise ConfigError(
+            "run_config.name",
+            name,
+            f"its checkpoint of step {manifest.step} is of another model: {error}",
+            "Use another name, the same model, or resume='never'",
+        ) from error
