@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from trainer.backend.groups import Device, Rendezvous, make_replica_group
+from trainer.backend.groups import (
+    Device,
+    Rendezvous,
+    leave_replica_group,
+    make_replica_group,
+)
 from trainer.commit import Commit
 from trainer.config import TrainConfig
 from trainer.engine import Engine
@@ -64,23 +69,34 @@ class WorkerResult:
     """Parameter name -> (offsets, sizes, this worker's slice) at the end."""
 
 
-def _worker(
-    index: int,
-    port: int,
-    replicas: int,
-    lanes: int,
-    task: PreparedTask,
-    train: TrainConfig,
-    device: Device,
-    results: Any,
+def _process(
+    number: int, port: int, orders: list[list[int]], device: Device, arguments: Any, results: Any
 ) -> None:
+    """One process, which takes the place `orders[i][number]` in the i-th formation."""
     torch.set_num_threads(1)
     rendezvous = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
+    for formation, order in enumerate(orders):
+        place = order[number]
+        result = _train(place, formation, rendezvous, device, *arguments)
+        results[formation, place] = result
+        leave_replica_group()
+
+
+def _train(
+    index: int,
+    formation: int,
+    rendezvous: Rendezvous,
+    device: Device,
+    task: PreparedTask,
+    train: TrainConfig,
+    replicas: int,
+    lanes: int,
+) -> WorkerResult | Exception:
     replica, rank = divmod(index, train.parallel.workers)
     slot = slot_of(replica, rank, train.parallel.tensor)
     mesh = make_replica_group(
         rendezvous,
-        f"replica/{replica}",
+        f"{formation}/replica/{replica}",
         rank=rank,
         shard=train.parallel.shard,
         tensor=train.parallel.tensor,
@@ -91,7 +107,7 @@ def _worker(
     dealt = deal_lanes(lanes, tuple(range(replicas)))
     cross = CrossGroup(
         rendezvous,
-        f"cross/{rank}",
+        f"{formation}/cross/{rank}",
         lanes=[dealt[r] for r in range(replicas)],
         total_lanes=lanes,
         rank=replica,
@@ -122,32 +138,51 @@ def _worker(
         for name, t in engine.state_tensors().items()
         if name.startswith("param/")
     }
-    results[index] = error or WorkerResult(
+    return error or WorkerResult(
         losses=[c.loss for c in link.commits],
         norms=[c.grad_norm for c in link.commits],
         digests=[c.digests for c in link.commits],
         evaluations=link.evaluations,
         local=local,
     )
-    dist.destroy_process_group()
 
 
 # Processes are forked from one that has imported all this already.
 multiprocessing.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
 
 
-def run_layout(
-    task: PreparedTask, train: TrainConfig, *, replicas: int, lanes: int, device: Device = "cpu"
-) -> list[Any]:
-    """Trains on `replicas` x shard x tensor processes; one WorkerResult, or the exception, for each
-    worker."""
+def run_formations(
+    task: PreparedTask,
+    train: TrainConfig,
+    *,
+    replicas: int,
+    lanes: int,
+    orders: list[list[int]],
+    device: Device = "cpu",
+) -> list[list[Any]]:
+    """Trains once for each of `orders`, on the same processes, the i-th taking place `order[i]`.
+
+    Returns:
+        For each order a WorkerResult, or the exception, of every place.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     workers = replicas * train.parallel.workers
     with mp.Manager() as manager:
         results = manager.dict()
-        arguments = (store.port, replicas, lanes, task, train, device, results)
-        mp.start_processes(_worker, args=arguments, nprocs=workers, start_method="forkserver")
-        return [results[index] for index in range(workers)]
+        arguments = (store.port, orders, device, (task, train, replicas, lanes), results)
+        mp.start_processes(_process, args=arguments, nprocs=workers, start_method="forkserver")
+        return [[results[i, place] for place in range(workers)] for i in range(len(orders))]
+
+
+def run_layout(
+    task: PreparedTask, train: TrainConfig, *, replicas: int, lanes: int, device: Device = "cpu"
+) -> list[Any]:
+    """Trains on `replicas` x shard x tensor fresh processes; the result of every worker."""
+    order = list(range(replicas * train.parallel.workers))
+    (results,) = run_formations(
+        task, train, replicas=replicas, lanes=lanes, orders=[order], device=device
+    )
+    return results
 
 
 def full_parameters(workers: list[WorkerResult]) -> dict[str, torch.Tensor]:

@@ -43,7 +43,7 @@ class Engine:
         task: what is learned.
         train: the settings of the run.
         slot: this worker's place.
-        mesh: the replica's mesh ("shard", "tensor").
+        mesh: the replica's mesh, shard x tensor.
         device: "cpu" or "cuda".
         max_replicas: gradient buffers are padded so that so many replicas can own equal pieces.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_plane import WorkerResult, full_parameters, run_layout
+from data_plane import WorkerResult, full_parameters, run_formations, run_layout
 from tiny import SEQ_LEN, tiny_task, tiny_train
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -137,6 +137,19 @@ def test_the_number_of_replicas_does_not_change_a_bit(lab: Lab) -> None:
             assert worker.digests == runs[1][0].digests, count
             for name, value in full_parameters([worker]).items():
                 assert torch.equal(value, first[name]), (count, name)
+
+
+@pytest.mark.parametrize(("shard", "tensor"), [(2, 1), (1, 2), (2, 2)])
+def test_workers_may_change_places(lab: Lab, shard: int, tensor: int) -> None:
+    """A survivor of a broken replica gets another slot in the same process, and must not remember
+    the old one."""
+    task, train = lab.task(False), lab.train(shard, tensor)
+    places = list(range(shard * tensor))
+    orders = [places, places[::-1], places[1:] + places[:1]]
+    first, *others = run_formations(task, train, replicas=1, lanes=LANES, orders=orders)
+    for other in others:
+        assert [worker.losses for worker in other] == [worker.losses for worker in first]
+        assert [worker.norms for worker in other] == [worker.norms for worker in first]
 
 
 def test_evaluation_covers_every_sample_once_in_every_layout(lab: Lab) -> None:

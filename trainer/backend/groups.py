@@ -69,7 +69,7 @@ def make_replica_group(
     device: Device,
     leave_now: Callable[[], bool] = lambda: False,
 ) -> DeviceMesh:
-    """Makes the replica c10d's default group and returns its mesh ("shard", "tensor").
+    """Makes the replica c10d's default group and returns its mesh, shard x tensor.
 
     All ranks of the replica call it. `prefix` must be new each time a replica is formed.
 
@@ -86,7 +86,10 @@ def make_replica_group(
         timeout=rendezvous.timeout,
         **options,
     )
-    return init_device_mesh(device, (shard, tensor), mesh_dim_names=("shard", "tensor"))
+    # DTensor's caches take meshes of the same shape and names for the same mesh, and would apply this
+    # process's old place in its old replica (tests/integration/test_layouts.py, change of places).
+    names = (f"shard {prefix}", f"tensor {prefix}")
+    return init_device_mesh(device, (shard, tensor), mesh_dim_names=names)
 
 
 def gather(store: Store, rank: int, size: int, leave_now: Callable[[], bool]) -> None:

@@ -30,16 +30,18 @@ def parallelize(
 
     Args:
         model: the whole model.
-        mesh: 2-D, dimensions "shard" and "tensor".
+        mesh: 2-D, shard x tensor.
         plan: transformers tensor-parallel plan; used where the tensor degree is above 1.
         compute_dtype: number format of forward and backward; reductions stay float32.
     """
-    if mesh["tensor"].size() > 1:
-        apply_tensor_parallel(model, mesh["tensor"], plan)
+    assert mesh.mesh_dim_names is not None
+    shard_mesh, tensor_mesh = (mesh[name] for name in mesh.mesh_dim_names)
+    if tensor_mesh.size() > 1:
+        apply_tensor_parallel(model, tensor_mesh, plan)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for name in decoder_layers(model):
-        fully_shard(model.get_submodule(name), mesh=mesh["shard"], mp_policy=policy)
-    fully_shard(model, mesh=mesh["shard"], mp_policy=policy)
+        fully_shard(model.get_submodule(name), mesh=shard_mesh, mp_policy=policy)
+    fully_shard(model, mesh=shard_mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
