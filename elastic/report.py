@@ -229,11 +229,16 @@ def _incident_row(incident: Incident) -> tuple[str, ...]:
     return (
         str(incident.step),
         incident.cause,
-        ", ".join(incident.slots) or "spare " + ", ".join(incident.workers),
+        _some(incident.slots) or "spare " + _some(incident.workers),
         incident.outcome,
         *(_seconds(t) for t in times),
         str(incident.lost_steps + incident.repeated_steps),
     )
+
+
+def _some(names: Sequence[str], most: int = 2) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _facts(report: Report) -> dict[str, str]:

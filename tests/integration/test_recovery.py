@@ -55,7 +55,7 @@ def test_every_worker_killed_early_in_the_middle_and_at_the_last_step(
             shard=shard,
             tensor=tensor,
             min_replicas=2,
-            spares=2,
+            spares=3 * shard * tensor,
             faults=",".join(f"kill@{step}:{worker}" for step, worker in kills),
             steps=STEPS,
         )
