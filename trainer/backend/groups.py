@@ -86,8 +86,8 @@ def make_replica_group(
         timeout=rendezvous.timeout,
         **options,
     )
-    # DTensor's caches take meshes of the same shape and names for the same mesh, and would apply this
-    # process's old place in its old replica (tests/integration/test_layouts.py, change of places).
+    # DTensor's caches take meshes of the same shape and names for the same mesh, and would apply
+    # this process's old place in its old replica (docs/decisions/007).
     names = (f"shard {prefix}", f"tensor {prefix}")
     return init_device_mesh(device, (shard, tensor), mesh_dim_names=names)
 
