@@ -28,7 +28,7 @@ from elastic.resume import (
     drop_unreadable,
     find_checkpoint,
     local_path,
-    open_run_directory,
+    run_directory,
 )
 from elastic.worker import train_worker
 from trainer.config import TrainConfig
@@ -92,23 +92,23 @@ class ElasticTrainer:
             RunFailedError: the run ended with an error; the message holds it, user tracebacks
                 included.
         """
-        paths = open_run_directory(self.run_config, self.checkpoint.resume)
-        task = self.train.task.prepare(self.train, default_cache_dir(local_path(self.run_config)))
-        manifest = find_checkpoint(paths, self.checkpoint.resume)
-        if manifest is not None:
-            check_continues(manifest, self.train, task, str(self.run_config.name))
-            self.lanes = int(manifest.training_state["lanes"])  # they belong to the run
-            self.train.check(self.lanes)
-        drop_unreadable(paths, manifest)
-        if not ray.is_initialized():
-            ray.init()
-        plan = wait_for_workers(self.scaling, self.train.parallel)
-        coordinator = start_coordinator(self._coordinator_config(paths, manifest, plan))
-        try:
-            result = self._run(coordinator, paths, task, plan)
-        finally:
-            ray.kill(coordinator)
-        return result
+        with run_directory(self.run_config, self.checkpoint.resume) as paths:
+            cache = default_cache_dir(local_path(self.run_config))
+            task = self.train.task.prepare(self.train, cache)
+            manifest = find_checkpoint(paths, self.checkpoint.resume)
+            if manifest is not None:
+                check_continues(manifest, self.train, task, str(self.run_config.name))
+                self.lanes = int(manifest.training_state["lanes"])  # they belong to the run
+                self.train.check(self.lanes)
+            drop_unreadable(paths, manifest)
+            if not ray.is_initialized():
+                ray.init()
+            plan = wait_for_workers(self.scaling, self.train.parallel)
+            coordinator = start_coordinator(self._coordinator_config(paths, manifest, plan))
+            try:
+                return self._run(coordinator, paths, task, plan)
+            finally:
+                ray.kill(coordinator)
 
     def _coordinator_config(
         self, paths: RunPaths, manifest: Manifest | None, plan: WorkerPlan

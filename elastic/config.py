@@ -61,8 +61,9 @@ class HealthConfig:
 
     collective_timeout_s: float = 60.0
     """Bound on a collective and on making a process group: the last net, for peers that freeze."""
-    regroup_timeout_s: float = 30.0
-    """A worker that does not follow a call to regroup within this time is killed."""
+    regroup_timeout_s: float = 60.0
+    """A worker that does not follow a call to regroup within this time is killed. It first ends the
+    lanes it is computing, so this must be longer than a step."""
     max_nonfinite_steps: int = 5
     """Steps in a row with a non-finite loss or gradient that end the run; each one is skipped."""
     max_losses_without_progress: int = 50

@@ -150,11 +150,9 @@ class Coordinator:
             self.membership.stopped = Stop(error=error)
             await self._advance()
 
-    async def record(
-        self, worker: str, steps: list[events.StepRecord], happened: list[events.Event]
-    ) -> None:
-        """Committed steps from the lead worker, and events from any. Steps already known are passed
-        over."""
+    async def record(self, steps: list[events.StepRecord], happened: list[events.Event]) -> None:
+        """Committed steps from the lead worker, events from any; steps known already are passed
+        by."""
         self._take_steps(steps)
         for event in happened:
             self._note(event)
@@ -337,11 +335,11 @@ class Coordinator:
 
     # -- the driver --------------------------------------------------------------------------------
 
-    async def observe(
-        self, steps: int, happened: int
-    ) -> tuple[list[events.StepRecord], list[events.Event]]:
-        """Step records and events from the given positions on."""
-        return self.steps[steps:], self.events[happened:]
+    async def observe(self) -> tuple[list[events.StepRecord], list[events.Event]]:
+        """Step records and events since the last call; the files keep them all."""
+        steps, self.steps = self.steps, []
+        happened, self.events = self.events, []
+        return steps, happened
 
     async def verdict(self) -> Stop | None:
         """How the run ended; None while it goes on."""

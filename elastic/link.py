@@ -179,7 +179,7 @@ class CoordinatorLink:
             steps = [self._records.popleft() for _ in range(len(self._records))] if lead else []
             happened = [self._events.popleft() for _ in range(len(self._events))]
             if steps or happened:
-                ray.get(self._coordinator.record.remote(self._identity.worker, steps, happened))
+                ray.get(self._coordinator.record.remote(steps, happened))
 
     def wait_for_writer(self) -> None:
         """Waits until a checkpoint that is being written is written."""

@@ -186,9 +186,7 @@ class Membership:
                     self._signal(worker, "fault", effects)
 
     def _form(self, effects: Effects) -> None:
-        placed = {w for r in (*self._standing(), *self.forming) for w in r.workers}
-        pool = [worker for worker in self.waiting if worker not in placed]
-        pool.sort(key=lambda worker: self.members[worker].rank)
+        pool = sorted(self._pool(), key=lambda worker: self.members[worker].rank)
         if self._formations == 0 and len(pool) < self.config.start_workers:
             return
         replicas = plan_formations(
@@ -315,6 +313,7 @@ class Membership:
         return [r for r in self.roster.replicas if r.whole(self.members.keys())]
 
     def _pool(self) -> list[str]:
+        """Workers that wait and have no slot: spares, survivors, replacements."""
         placed = {w for r in (*self._standing(), *self.forming) for w in r.workers}
         return [worker for worker in self.waiting if worker not in placed]
 

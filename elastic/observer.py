@@ -34,7 +34,6 @@ class Observer:
         self._coordinator = coordinator
         self._printer = ProgressPrinter(sys.stderr)
         self._board = TensorBoardLog(paths.tensorboard)
-        self._steps = self._events = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="observer", daemon=True)
         self._thread.start()
@@ -54,11 +53,10 @@ class Observer:
 
     def _look(self) -> bool:
         try:
-            steps, happened = ray.get(self._coordinator.observe.remote(self._steps, self._events))
+            steps, happened = ray.get(self._coordinator.observe.remote())
         except ray.exceptions.RayError as error:
             log.warning("the coordinator does not answer: %s", error)
             return False
-        self._steps, self._events = self._steps + len(steps), self._events + len(happened)
         self._printer.update(steps, happened)
         self._board.update(steps, happened)
         return True

@@ -20,6 +20,11 @@ class RunPaths:
         return self.root / "checkpoints"
 
     @property
+    def lock(self) -> Path:
+        """Locked by the driver of the run; beside the directory, which may be moved."""
+        return self.root.with_name(f".{self.root.name}.lock")
+
+    @property
     def events(self) -> Path:
         """What happened, a JSON object a line."""
         return self.root / "events.jsonl"

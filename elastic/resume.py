@@ -3,9 +3,13 @@ part, before anything starts."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 from ray.train import RunConfig
 
@@ -30,11 +34,14 @@ from trainer.task import PreparedTask, model_table
 log = logging.getLogger(__name__)
 
 
-def open_run_directory(run_config: RunConfig, resume: Resume) -> RunPaths:
-    """Checks the storage, and sets an earlier run of this name aside for `resume="never"`.
+@contextmanager
+def run_directory(run_config: RunConfig, resume: Resume) -> Iterator[RunPaths]:
+    """The run directory, checked and held against other drivers while the context lasts.
+
+    For `resume="never"` an earlier run of this name is set aside first.
 
     Raises:
-        ConfigError: the storage cannot be used.
+        ConfigError: the storage cannot be used, or a run of this name is going on.
     """
     storage = str(run_config.storage_path)
     if "://" in storage and not storage.startswith("file://"):
@@ -45,19 +52,38 @@ def open_run_directory(run_config: RunConfig, resume: Resume) -> RunPaths:
             "Use a directory that all nodes see",
         )
     paths = RunPaths(root=Path(local_path(run_config), str(run_config.name)).absolute())
+    with ExitStack() as held:
+        try:
+            paths.root.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(_lock(paths, str(run_config.name)))
+            aside = paths.set_aside() if resume == "never" else None
+            open_store(paths.checkpoints).check_writable()
+        except (OSError, StoreError) as error:
+            raise ConfigError(
+                "run_config.storage_path",
+                storage,
+                f"it cannot be written: {error}",
+                f"Use a directory that user {os.getuid()} may write",
+            ) from error
+        if aside is not None:
+            log.warning("resume='never': the earlier run was moved to %s", aside)
+        yield paths
+
+
+def _lock(paths: RunPaths, name: str) -> IO[bytes]:
+    """An open file that holds the run's lock; the system lets go of it when its process ends."""
+    file = paths.lock.open("ab")
     try:
-        aside = paths.set_aside() if resume == "never" else None
-        open_store(paths.checkpoints).check_writable()
-    except (OSError, StoreError) as error:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
         raise ConfigError(
-            "run_config.storage_path",
-            storage,
-            f"it cannot be written: {error}",
-            f"Use a directory that user {os.getuid()} may write",
-        ) from error
-    if aside is not None:
-        log.warning("resume='never': the earlier run was moved to %s", aside)
-    return paths
+            "run_config.name",
+            name,
+            f"a run of this name is going on: {paths.lock} is locked",
+            "Wait for it, or use another name",
+        ) from None
+    return file
 
 
 def local_path(run_config: RunConfig) -> str:

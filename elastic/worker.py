@@ -68,7 +68,7 @@ class Worker:
         self.progress: Progress | None = None
         self.built = 0
         self.finished = False
-        _warm_up()
+        job.task.warm_up()
 
     def run(self) -> None:
         """Works until the run is over.
@@ -254,8 +254,3 @@ class Worker:
         slot = self.engine.slot
         where = f"generation {run.generation} shard {slot.shard} tensor {slot.tensor}"
         self.link.compare(where, self.engine.digest())
-
-
-def _warm_up() -> None:
-    """Imports what a spare will need, so that it is quick when called."""
-    import transformers.models.llama.modeling_llama  # noqa: F401

@@ -104,15 +104,13 @@ class Engine:
         settings = self.train_config.optimizer
         self._leaves = [nn.Parameter(local) for local in self._locals]
         self.replace_gradient()
-        decayed = [leaf for leaf in self._leaves if leaf.dim() >= 2 and leaf.numel()]
-        plain = [leaf for leaf in self._leaves if leaf.dim() < 2 and leaf.numel()]
-        groups = [
-            {"params": decayed, "weight_decay": settings.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
+        decayed = [leaf for leaf in self._leaves if leaf.dim() >= 2]
+        plain = [leaf for leaf in self._leaves if leaf.dim() < 2]
         optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]]
-            or [{"params": [nn.Parameter(torch.zeros(1))]}],
+            [
+                {"params": decayed, "weight_decay": settings.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,

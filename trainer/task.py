@@ -35,6 +35,10 @@ class PreparedTask(Protocol):
         """Facts for the run's records (token counts, vocabulary, …), JSON values."""
         ...
 
+    def warm_up(self) -> None:
+        """Does what makes `build` quick later; every worker calls it when it starts."""
+        ...
+
     def build(self, seed: int) -> tuple[nn.Module, WeightSource]:
         """The model with its parameters on the meta device, and where their values come from."""
         ...
@@ -137,6 +141,10 @@ class PreparedCausalLM:
     info: Mapping[str, Any]
     """Facts for the run's records."""
 
+    def warm_up(self) -> None:
+        """See PreparedTask. Imports transformers and the model's code."""
+        build_on_meta(self.config)
+
     def build(self, seed: int) -> tuple[nn.Module, WeightSource]:
         """See PreparedTask."""
         model = build_on_meta(self.config)
@@ -209,6 +217,9 @@ class CustomTask:
                 "Return a model with some",
             )
         return self
+
+    def warm_up(self) -> None:
+        """See PreparedTask. There is nothing to do: what the task needs came with it."""
 
     def build(self, seed: int) -> tuple[nn.Module, WeightSource]:
         """See PreparedTask. The whole model passes through host memory once."""

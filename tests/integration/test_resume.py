@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 import ray
 from gated_run import HALF, gated_trainer
+from ray.train import RunConfig
 from tiny import Outcome, fit, tiny_task, tiny_trainer
 
 from checkpointing import CheckpointConfig, Keys, Reader, newest, open_store, params_sha256
 from elastic import ConfigError, ElasticTrainer
+from elastic.resume import run_directory
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
@@ -153,3 +155,11 @@ def test_refuses_another_model_and_other_data(
 def test_must_resume_needs_a_checkpoint(text: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no checkpoint in"):
         tiny_trainer(text, tmp_path, checkpoint=CheckpointConfig(resume="must")).fit()
+
+
+def test_a_run_that_is_going_on_is_not_started_twice(text: Path, tmp_path: Path) -> None:
+    with (
+        run_directory(RunConfig(name="run", storage_path=str(tmp_path)), "auto"),
+        pytest.raises(ConfigError, match="a run of this name is going on"),
+    ):
+        tiny_trainer(text, tmp_path).fit()
