@@ -14,13 +14,13 @@ from ray.train import Checkpoint, Result, RunConfig, TrainingFailedError
 from checkpointing import CheckpointConfig, Manifest
 from elastic import events
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
-from elastic.coordinator import CoordinatorConfig
+from elastic.coordinator import MOST_CALLS, Coordinator, CoordinatorConfig
 from elastic.errors import RunFailedError
 from elastic.faults import Fault, check_faults
 from elastic.job import Job
 from elastic.membership import GroupConfig
 from elastic.observer import Observer, conclude
-from elastic.ray_compat import ElasticRayTrainer, start_coordinator
+from elastic.ray_compat import ElasticRayTrainer, start_actor
 from elastic.records import RunPaths
 from elastic.resources import wait_for_workers
 from elastic.resume import (
@@ -104,7 +104,8 @@ class ElasticTrainer:
             if not ray.is_initialized():
                 ray.init()
             plan = wait_for_workers(self.scaling, self.train.parallel)
-            coordinator = start_coordinator(self._coordinator_config(paths, manifest, plan))
+            config = self._coordinator_config(paths, manifest, plan)
+            coordinator = start_actor(Coordinator, config, max_concurrency=MOST_CALLS)
             try:
                 return self._run(coordinator, paths, task, plan)
             finally:

@@ -17,17 +17,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+
 from checkpointing import CheckpointConfig, Receipt
 from elastic import events
 from elastic.config import HealthConfig
 from elastic.failure import Loss, decide_failure
 from elastic.membership import Effects, GroupConfig, Membership, Regrouped
 from elastic.messages import Answer, Identity, Report, Signal, Stop
+from elastic.node_agent import NodeAgent
 from elastic.publisher import Publisher
-from elastic.ray_compat import host_store, start_node_agent
+from elastic.ray_compat import host_store, start_actor
 from elastic.records import RunPaths
 
 log = logging.getLogger(__name__)
+
+MOST_CALLS = 100_000
+"""Calls pending in the actor at once: each worker has one in `watch`, and perhaps one in `join`."""
 
 _PEER_LOSS_PATIENCE_S = 1.0
 """A peer's death is known within milliseconds of the exception that it causes."""
@@ -100,7 +106,10 @@ class Coordinator:
             )
         )
         if identity.node not in self._agents:
-            self._agents[identity.node] = start_node_agent(identity.node)
+            me = ray.get_runtime_context().current_actor
+            self._agents[identity.node] = start_actor(
+                NodeAgent, me, node=identity.node, max_concurrency=8
+            )
             self._spawn(self._await_node(identity.node))
         watching = self._agents[identity.node].watch.remote(identity.worker, identity.pid)
         self._watches[identity.worker] = watching

@@ -132,20 +132,18 @@ class ElasticRayTrainer(DataParallelTrainer):
         return result
 
 
-def start_coordinator(config: Any) -> Any:
-    """Starts the run's coordinator on the driver's node. Every worker has calls pending in it."""
-    from elastic.coordinator import Coordinator
+def start_actor(cls: type, *args: Any, node: str | None = None, max_concurrency: int) -> Any:
+    """Starts an actor that takes no CPU slot, on `node` (Ray's id) or on this process's own.
 
-    here = ray.get_runtime_context().get_node_id()
-    return _actor_on(here, Coordinator, max_concurrency=100_000).remote(config)
-
-
-def start_node_agent(node: str) -> Any:
-    """Starts a node agent on `node`; called by the coordinator, which owns it."""
-    from elastic.node_agent import NodeAgent
-
-    coordinator = ray.get_runtime_context().current_actor
-    return _actor_on(node, NodeAgent, max_concurrency=8).remote(coordinator)
+    Args:
+        cls: the actor's class.
+        args: for its constructor.
+        node: where it lives; it never moves.
+        max_concurrency: calls that may be pending in it.
+    """
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": max_concurrency}
+    place = _on_node(node or ray.get_runtime_context().get_node_id())
+    return ray.remote(**options)(cls).options(scheduling_strategy=place).remote(*args)
 
 
 def host_store() -> tuple[str, int, Any]:
@@ -154,12 +152,6 @@ def host_store() -> tuple[str, int, Any]:
 
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     return ray.util.get_node_ip_address(), store.port, store
-
-
-def _actor_on(node: str, cls: type, *, max_concurrency: int) -> Any:
-    """An actor class that takes no CPU slot and lives on `node`."""
-    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": max_concurrency}
-    return ray.remote(**options)(cls).options(scheduling_strategy=_on_node(node))
 
 
 def _on_node(node: str) -> NodeAffinitySchedulingStrategy:
