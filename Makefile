@@ -7,16 +7,19 @@ READY := .venv/.ready
 ARGS ?= --fault kill@60 --resume never
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test test-slow check bench clean
 
 help:  ## what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## train a small model and break it on the way; ARGS="..." changes the run
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
-test: $(READY)  ## all tests that this machine can run
+test: $(READY)  ## the tests, 12 minutes at most on two cores
 	$(BIN)/pytest
+
+test-slow: $(READY)  ## the tests that `make test` leaves out
+	$(BIN)/pytest -m slow
 
 check: $(READY)  ## format, lint, types, import rules
 	$(BIN)/ruff format --check

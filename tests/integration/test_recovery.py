@@ -38,16 +38,29 @@ def check_equal(broken: Outcome, whole: Outcome, faults: int) -> None:
     assert broken.params == whole.params
 
 
-LAYOUTS = [(1, 1), (2, 1), (1, 2)]
+SLOW = pytest.mark.slow
+KILLS = [
+    pytest.param(1, 1, (EARLY, MIDDLE, LAST)),
+    pytest.param(2, 1, (MIDDLE,)),
+    pytest.param(1, 2, (MIDDLE,)),
+    pytest.param(2, 1, (EARLY, LAST), marks=SLOW),
+    pytest.param(1, 2, (EARLY, LAST), marks=SLOW),
+]
 
 
-@pytest.mark.parametrize(("shard", "tensor"), LAYOUTS)
-def test_every_worker_killed_early_in_the_middle_and_at_the_last_step(
-    undisturbed: Undisturbed, text: Path, tmp_path: Path, shard: int, tensor: int
+@pytest.mark.parametrize(("shard", "tensor", "steps"), KILLS)
+def test_every_worker_killed(
+    undisturbed: Undisturbed,
+    text: Path,
+    tmp_path: Path,
+    shard: int,
+    tensor: int,
+    steps: tuple[int, ...],
 ) -> None:
-    """One kill after the other, each in the attempt of the step that follows the last kill. With
-    `min_replicas` 2 the run waits to be whole again, so that every kill finds its target."""
-    kills = [(step, w) for step in (EARLY, MIDDLE, LAST) for w in range(2 * shard * tensor)]
+    """Kills every worker in each of `steps`, one after the other: each in the attempt of the step
+    that follows the last kill. With `min_replicas` 2 the run waits to be whole again, so that every
+    kill finds its target."""
+    kills = [(step, w) for step in steps for w in range(2 * shard * tensor)]
     broken = fit(
         tiny_trainer(
             text,
@@ -63,7 +76,10 @@ def test_every_worker_killed_early_in_the_middle_and_at_the_last_step(
     check_equal(broken, undisturbed(shard, tensor), faults=len(kills))
 
 
-@pytest.mark.parametrize(("shard", "tensor"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("shard", "tensor"),
+    [(1, 1), pytest.param(2, 1, marks=SLOW), pytest.param(1, 2, marks=SLOW)],
+)
 def test_goes_on_with_one_replica_and_grows_back(
     undisturbed: Undisturbed, text: Path, tmp_path: Path, shard: int, tensor: int
 ) -> None:
