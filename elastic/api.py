@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import platform
 import time
@@ -25,10 +26,11 @@ from elastic.records import RunPaths
 from elastic.resources import wait_for_workers
 from elastic.resume import (
     check_continues,
-    drop_unreadable,
     find_checkpoint,
+    last_generation,
     local_path,
     run_directory,
+    set_unreadable_aside,
 )
 from elastic.worker import train_worker
 from trainer.config import TrainConfig
@@ -74,7 +76,8 @@ class ElasticTrainer:
         self.lanes = train.lanes or self.scaling.max_replicas
         self.scaling.check(train.parallel)
         self.health.check()
-        train.check(self.lanes)
+        if train.lanes is not None:
+            train.check(self.lanes)
         check_faults(
             faults, steps=train.steps, slots=self.scaling.max_replicas * train.parallel.workers
         )
@@ -83,8 +86,8 @@ class ElasticTrainer:
         """Runs to the end.
 
         Returns:
-            Ray Train's Result; `metrics` holds the report's numbers, `checkpoint` the final one,
-            `path` the run directory with the report, the records and the checkpoints.
+            Ray Train's Result; `metrics` holds the report's numbers, `checkpoint` the directory of
+            all checkpoints, `path` the run directory with the report and the records.
 
         Raises:
             ConfigError: before any worker starts.
@@ -93,17 +96,18 @@ class ElasticTrainer:
                 included.
         """
         with run_directory(self.run_config, self.checkpoint.resume) as paths:
+            manifest = find_checkpoint(paths, self.checkpoint.resume)
+            if manifest is not None and self.train.lanes is None:
+                self.lanes = int(manifest.training_state["lanes"])  # they belong to the run
+            self.train.check(self.lanes)
             cache = default_cache_dir(local_path(self.run_config))
             task = self.train.task.prepare(self.train, cache)
-            manifest = find_checkpoint(paths, self.checkpoint.resume)
             if manifest is not None:
                 check_continues(manifest, self.train, task, str(self.run_config.name))
-                self.lanes = int(manifest.training_state["lanes"])  # they belong to the run
-                self.train.check(self.lanes)
-            drop_unreadable(paths, manifest)
             if not ray.is_initialized():
                 ray.init()
             plan = wait_for_workers(self.scaling, self.train.parallel)
+            set_unreadable_aside(paths, manifest)
             config = self._coordinator_config(paths, manifest, plan)
             coordinator = start_actor(Coordinator, config, max_concurrency=MOST_CALLS)
             try:
@@ -129,7 +133,7 @@ class ElasticTrainer:
             paths=paths,
             health=self.health,
             checkpoint=self.checkpoint,
-            generation=0 if manifest is None else manifest.generation,
+            generation=last_generation(paths, manifest),
             restore_step=step,
             started=events.RunStarted(
                 time=time.time(),
@@ -178,24 +182,33 @@ class ElasticTrainer:
         outcome: events.RunOutcome = "interrupted"
         error: str | None = None
         try:
-            trainer.fit()
-            outcome = "finished"
-        except TrainingFailedError as failure:
-            verdict = ray.get(coordinator.verdict.remote())
-            if verdict is None:
-                outcome, error = "failed", str(failure)
-                raise
-            if verdict.error is not None:
-                outcome, error = "failed", verdict.error
-                raise RunFailedError(error) from None
-            outcome = "finished"  # a worker lost just before the end was not replaced any more
+            error = self._wait(trainer, coordinator)
+            outcome = "finished" if error is None else "failed"
         finally:
-            ray.get(coordinator.end.remote(outcome, error))
-            observer.close()
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(coordinator.end.remote(outcome, error))
+            with contextlib.suppress(OSError):
+                observer.close()
             report = conclude(paths)
+        if error is not None:
+            raise RunFailedError(error)
         return Result(
             metrics={**report.to_json(), "task": dict(task.info)},
             checkpoint=Checkpoint(str(paths.checkpoints)),
             error=None,
             path=str(paths.root),
         )
+
+    @staticmethod
+    def _wait(trainer: ElasticRayTrainer, coordinator: Any) -> str | None:
+        """Waits for the end of the run. Returns why it failed, None where it is finished."""
+        try:
+            trainer.fit()
+        except (TrainingFailedError, ray.exceptions.RayError) as failure:
+            try:
+                verdict = ray.get(coordinator.verdict.remote())
+            except ray.exceptions.RayError as gone:
+                return f"the coordinator died ({gone}); run the same name again to continue"
+            # A worker lost just before the end is not replaced any more: that is no failure.
+            return f"Ray Train gave up: {failure}" if verdict is None else verdict.error
+        return None

@@ -59,11 +59,12 @@ class ScalingConfig:
 class HealthConfig:
     """How long to wait for whom, and how much to put up with."""
 
-    collective_timeout_s: float = 60.0
-    """Bound on a collective and on making a process group: the last net, for peers that freeze."""
-    regroup_timeout_s: float = 60.0
-    """A worker that does not follow a call to regroup within this time is killed. It first ends the
-    lanes it is computing, so this must be longer than a step."""
+    collective_timeout_s: float = 300.0
+    """Bound on a collective and on making a process group: the last net, for peers that freeze. A
+    replica waits in one for those that compute more lanes, and a heal is one: it must be longer."""
+    regroup_timeout_s: float = 300.0
+    """A worker that does not follow a call to regroup within this time is killed. It first ends its
+    step, so this must be longer than one."""
     max_nonfinite_steps: int = 5
     """Steps in a row with a non-finite loss or gradient that end the run; each one is skipped."""
     max_losses_without_progress: int = 50

@@ -73,6 +73,7 @@ class Coordinator:
         self._news = asyncio.Condition()
         self._agents: dict[str, Any] = {}
         self._watches: dict[str, Any] = {}
+        self._started: dict[str, Identity] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._losses: list[Loss] = []
         self._fired: dict[str, int] = {}
@@ -85,6 +86,7 @@ class Coordinator:
         )
         self._digests: dict[str, str] = {}
         self._short_of = 0
+        self._hellos = 0
         self.steps: list[events.StepRecord] = []
         self.events: list[events.Event] = []
         config.paths.root.mkdir(parents=True, exist_ok=True)
@@ -100,11 +102,13 @@ class Coordinator:
         Returns:
             Host and port of the store where process groups meet.
         """
+        self._hellos += 1
         self._note(
             events.WorkerJoined(
                 time=time.time(), worker=identity.worker, node=identity.node, pid=identity.pid
             )
         )
+        self._started[identity.worker] = identity
         if identity.node not in self._agents:
             me = ray.get_runtime_context().current_actor
             self._agents[identity.node] = start_actor(
@@ -171,10 +175,10 @@ class Coordinator:
             # Steps of older generations were shown when their worker joined for this one.
             current = step.generation == self.membership.generation
             if current and step.step >= self.membership.recorded:
+                self._step_log.append(step)
+                self.steps.append(step)
                 self.membership.recorded = step.step + 1
                 self.membership.reached = max(self.membership.reached, step.step + 1)
-                self.steps.append(step)
-                self._step_log.append(step)
 
     async def claim_fault(self, fault: str, step: int, worker: str) -> bool:
         """Whether an injected fault should fire now: each does so once, and one in a generation."""
@@ -239,10 +243,13 @@ class Coordinator:
 
     async def _lose(self, worker: str, cause: events.Cause, detail: str, step: int | None) -> None:
         slot = self.membership.slot_name(worker)
-        identity = self.membership.lose(worker)
-        if identity is None or self.membership.stopped is not None:
+        identity = self.membership.lose(worker) or self._started.get(worker)
+        if self._started.pop(worker, None) is None or self.membership.stopped is not None:
             return
-        self._answers.pop(worker, None)
+        assert identity is not None
+        answer = self._answers.pop(worker, None)
+        if answer is not None and not answer.done():
+            answer.set_result(Stop(error="this worker was written off; it is replaced"))
         self._note(
             events.WorkerLost(
                 time=time.time(),
@@ -268,7 +275,7 @@ class Coordinator:
             await self._agents[node].wait.remote()
         except Exception as error:
             self._agents.pop(node, None)
-            for worker, identity in list(self.membership.members.items()):
+            for worker, identity in list(self._started.items()):
                 if identity.node == node:
                     await self._lose(worker, "node", type(error).__name__, None)
 
@@ -279,6 +286,8 @@ class Coordinator:
         if self.membership.generation != generation or self.membership.call is None:
             return
         for worker in self.membership.absent():
+            if worker not in self.membership.absent():
+                continue  # it came, or was lost, while others were written off
             node = self.membership.members[worker].node
             if node in self._agents:
                 self._agents[node].kill.remote(worker)
@@ -300,14 +309,17 @@ class Coordinator:
                 error=f"the coordinator failed:\n{traceback.format_exc()}"
             )
             effects = self.membership.advance()
-        self._write_down(effects)
         self._signals.update(effects.signals)
         for worker, answer in effects.answers.items():
             future = self._answers.pop(worker, None)
             if future is not None and not future.done():
                 future.set_result(answer)
-        if effects.called == "fault" and effects.regrouped is None:
+        if effects.called is not None and effects.regrouped is None:
             self._spawn(self._kill_laggards(self.membership.generation))
+        try:
+            self._write_down(effects)
+        except OSError as error:
+            await self.fail(f"the run's records cannot be written: {error}")
         async with self._news:
             self._news.notify_all()
 
@@ -353,6 +365,15 @@ class Coordinator:
     async def verdict(self) -> Stop | None:
         """How the run ended; None while it goes on."""
         return self.membership.stopped
+
+    async def over(self) -> None:
+        """Returns when the run has ended."""
+        async with self._news:
+            await self._news.wait_for(lambda: self.membership.stopped is not None)
+
+    async def hellos(self) -> int:
+        """Workers that have started so far."""
+        return self._hellos
 
     async def end(self, outcome: events.RunOutcome, error: str | None) -> None:
         """Writes the last event and closes the records."""

@@ -33,9 +33,16 @@ def decide_failure(losses: Sequence[Loss], health: HealthConfig) -> str | None:
         return None
     last = losses[-1]
     if last.cause == "user_error":
-        same = [loss for loss in losses if loss.cause == "user_error" and loss.step == last.step]
+        same = [
+            loss
+            for loss in losses
+            if (loss.cause, loss.step) == (last.cause, last.step)
+            and (last.step is not None or loss.committed == last.committed)
+        ]
         if len(same) >= health.max_same_step_errors:
-            where = "before the first step" if last.step is None else f"at step {last.step}"
+            where = f"at step {last.step}"
+            if last.step is None:
+                where = f"while a replica was built, with {last.committed} steps committed,"
             return (
                 f"user code failed {len(same)} times {where} "
                 f"(health.max_same_step_errors = {health.max_same_step_errors}):\n{last.detail}"

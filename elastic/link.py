@@ -29,8 +29,8 @@ from trainer.engine import Engine
 log = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 0.2
-_RECORDS_KEPT = 100_000
-_RECENT_S, _RECENT_MOST = 10.0, 2_000
+_RECORDS_KEPT = 10_000
+_RECENT_MOST = 500
 """Steps that a worker shows when it joins: more than the lead can have failed to send."""
 
 
@@ -60,15 +60,21 @@ class CoordinatorLink:
 
     def join(self, report: Report) -> Answer:
         """Waits in the coordinator for what to do next."""
-        answer: Answer = ray.get(self._coordinator.join.remote(self._with_recent(report)))
+        with self._sending:  # what is being sent has arrived, and what is left is shown
+            call = self._coordinator.join.remote(self._with_recent(report))
+        answer: Answer = ray.get(call)
+        with self._sending:
+            self._take_on(answer)
+        self._settled = getattr(answer, "serial", self._settled)
+        return answer
+
+    def _take_on(self, answer: Answer) -> None:
         self._run = answer if isinstance(answer, Run) else None
         if isinstance(answer, Run):
             while self._records and self._records[0].step < answer.recorded:
                 self._records.popleft()
             if answer.restore:
                 self._records.clear()
-        self._settled = getattr(answer, "serial", self._settled)
-        return answer
 
     def trouble(self, step: int | None, detail: str) -> bool:
         """Reports an exception. Returns whether it was only the loss of a peer."""
@@ -153,12 +159,10 @@ class CoordinatorLink:
         self._writer.start()
 
     def _with_recent(self, report: Report) -> Report:
-        """Adds the steps of the last moments; one worker of a replica does it for all."""
+        """Adds the latest steps; one worker of a replica does it for all."""
         if self._run is None or self._run.rank > 0:
             return report
-        since = time.time() - _RECENT_S
-        recent = tuple(record for record in self._records if record.time >= since)
-        return replace(report, recent=recent[-_RECENT_MOST:])
+        return replace(report, recent=tuple(self._records)[-_RECENT_MOST:])
 
     def _replica_still_writes(self, engine: Engine) -> bool:
         """Whether a worker of the replica is busy with an earlier checkpoint: then all skip this
@@ -208,7 +212,7 @@ class CoordinatorLink:
         while not self._closed.wait(_REPORT_INTERVAL_S):
             try:
                 self.flush()
-            except ray.exceptions.RayError:
+            except ray.exceptions.RayActorError:
                 return
 
     def _write(

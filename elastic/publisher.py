@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from checkpointing import (
     CheckpointConfig,
+    CheckpointError,
     Keys,
     Receipt,
     commit,
@@ -18,6 +20,8 @@ from checkpointing import (
     sweep_uncommitted,
 )
 from elastic.records import RunPaths
+
+log = logging.getLogger(__name__)
 
 
 class Publisher:
@@ -70,7 +74,11 @@ class Publisher:
                 return None
             size = await asyncio.to_thread(self._commit, list(parts.values()), training_state)
             self._saved.add(receipt.step)
-            return size
+        try:
+            await asyncio.to_thread(self._retire, receipt.step)
+        except CheckpointError as error:
+            log.warning("old checkpoints could not be deleted: %s", error)
+        return size
 
     def _commit(self, receipts: list[Receipt], training_state: Mapping[str, Any]) -> int:
         store, keys, first = open_store(self._paths.checkpoints), Keys(), receipts[0]
@@ -83,8 +91,11 @@ class Publisher:
             training_state=training_state,
             versions=self._versions,
         )
+        return sum(segment.size_bytes for segment in manifest.segments.values())
+
+    def _retire(self, newest: int) -> None:
+        store, keys = open_store(self._paths.checkpoints), Keys()
         keep_last, keep_every = self._config.keep_last, self._config.keep_every
         for step in plan_retention(list_steps(store, keys), keep_last, keep_every, ()):
             delete_checkpoint(store, keys, step)
-        sweep_uncommitted(store, keys, first.step)
-        return sum(segment.size_bytes for segment in manifest.segments.values())
+        sweep_uncommitted(store, keys, newest)

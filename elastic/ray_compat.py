@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.train import Result, RunConfig
 from ray.train import ScalingConfig as RayScalingConfig
 from ray.train.backend import Backend, BackendConfig
@@ -35,6 +36,13 @@ log = logging.getLogger(__name__)
 
 POLL_OFTEN = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
 """Unless the user says otherwise. A poll costs one small call a worker, off the step path."""
+
+
+END_PATIENCE_S = 60.0
+"""How long the controller may take to notice that the run is over."""
+
+MOST_FUTILE_RETRIES = 5
+"""Retries with no worker started in between that end a run: nothing is going to start."""
 
 
 class _ElasticBackend(Backend):
@@ -73,14 +81,19 @@ class CoordinatorDecides(FailurePolicy):
     def __init__(self, coordinator: Any) -> None:
         super().__init__(FailureConfig(max_failures=-1))
         self._coordinator = coordinator
+        self._hellos = self._futile = 0
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """See FailurePolicy."""
         try:
             verdict = ray.get(self._coordinator.verdict.remote())
+            hellos = ray.get(self._coordinator.hellos.remote())
         except ray.exceptions.RayError:
             return FailureDecision.RAISE
-        return FailureDecision.RETRY if verdict is None else FailureDecision.RAISE
+        self._futile = self._futile + 1 if hellos == self._hellos else 0
+        self._hellos = hellos
+        over = verdict is not None or self._futile >= MOST_FUTILE_RETRIES
+        return FailureDecision.RAISE if over else FailureDecision.RETRY
 
 
 class ElasticRayTrainer(DataParallelTrainer):
@@ -127,7 +140,12 @@ class ElasticRayTrainer(DataParallelTrainer):
         controller: Any = actor.options(scheduling_strategy=here).remote(**arguments)
         if threading.current_thread() is threading.main_thread():
             self._register_sigint_handler(controller)
-        ray.get(controller.run.remote())
+        running, over = controller.run.remote(), self._coordinator.over.remote()
+        ray.wait([running, over], num_returns=1)
+        # The controller may be stuck in the replacement of a worker whose node is gone for good.
+        if not ray.wait([running], timeout=END_PATIENCE_S)[0]:
+            ray.kill(controller)
+        ray.get(running)
         result: Result = ray.get(controller.get_result.remote())
         return result
 
@@ -144,6 +162,11 @@ def start_actor(cls: type, *args: Any, node: str | None = None, max_concurrency:
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": max_concurrency}
     place = _on_node(node or ray.get_runtime_context().get_node_id())
     return ray.remote(**options)(cls).options(scheduling_strategy=place).remote(*args)
+
+
+def available_per_node() -> list[dict[str, float]]:
+    """The free resources of each live node."""
+    return list(available_resources_per_node().values())
 
 
 def host_store() -> tuple[str, int, Any]:

@@ -6,10 +6,9 @@ import logging
 import math
 import time
 
-import ray
-
 from elastic.config import ScalingConfig, WorkerPlan, plan_workers
 from elastic.errors import ResourcesError
+from elastic.ray_compat import available_per_node
 from trainer.config import ParallelConfig
 
 log = logging.getLogger(__name__)
@@ -27,8 +26,12 @@ def wait_for_workers(scaling: ScalingConfig, parallel: ParallelConfig) -> Worker
     deadline = time.monotonic() + scaling.wait_s
     told = False
     while True:
-        there = ray.available_resources()
-        plan = plan_workers(scaling, parallel, count_fitting(scaling, there))
+        nodes = available_per_node()
+        there = {
+            name: sum(n.get(name, 0.0) for n in nodes) for name in scaling.resources_per_worker
+        }
+        fitting = sum(count_fitting(scaling, node) for node in nodes)
+        plan = plan_workers(scaling, parallel, fitting)
         if plan is not None:
             return plan
         if time.monotonic() >= deadline:
@@ -40,7 +43,7 @@ def wait_for_workers(scaling: ScalingConfig, parallel: ParallelConfig) -> Worker
 
 
 def count_fitting(scaling: ScalingConfig, there: dict[str, float]) -> int:
-    """Workers that the free resources of a cluster hold."""
+    """Workers that the free resources of one node hold."""
     needs = scaling.resources_per_worker
     return min(
         (

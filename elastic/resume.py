@@ -19,12 +19,12 @@ from checkpointing import (
     Manifest,
     StoreError,
     check_compatible,
-    delete_checkpoint,
     list_steps,
     newest,
     open_store,
 )
 from checkpointing.config import Resume
+from elastic.events import RegroupDone, read_events
 from elastic.records import RunPaths
 from trainer.config import TrainConfig
 from trainer.engine import MOMENTS, PARAMETERS
@@ -108,13 +108,24 @@ def find_checkpoint(paths: RunPaths, resume: Resume) -> Manifest | None:
     return manifest
 
 
-def drop_unreadable(paths: RunPaths, manifest: Manifest | None) -> None:
-    """Deletes the checkpoints after `manifest`, passed over as unreadable: their steps are done
-    again."""
+def last_generation(paths: RunPaths, manifest: Manifest | None) -> int:
+    """The last generation that anything was written under: a continued run goes on above it."""
+    rosters = [e.generation for e in read_events(paths.events) if isinstance(e, RegroupDone)]
+    return max([0 if manifest is None else manifest.generation, *rosters])
+
+
+def set_unreadable_aside(paths: RunPaths, manifest: Manifest | None) -> None:
+    """Moves the commit records after `manifest` out of the way: their steps are done again.
+
+    They were passed over as unreadable, damaged or of a later version; nothing of them is lost.
+    """
     store, keys = open_store(paths.checkpoints), Keys()
     for step in list_steps(store, keys):
         if manifest is None or step > manifest.step:
-            delete_checkpoint(store, keys, step)
+            key = keys.commit(step)
+            log.warning("%s cannot be read and is kept as %s.unreadable", key, key)
+            store.put(f"{key}.unreadable", [store.get(key)])
+            store.delete(key)
 
 
 def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask, name: str) -> None:
@@ -125,6 +136,13 @@ def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask, 
     """
     _check_same_model(manifest, train, task, name)
     state = manifest.training_state
+    if manifest.step > train.steps:
+        raise ConfigError(
+            "train.steps",
+            train.steps,
+            f"the run to be continued has done {manifest.step} steps already",
+            f"Use {manifest.step} or more, another run_config.name, or resume='never'",
+        )
     now = {
         "train.seed": (state["seed"], train.seed),
         "train.global_batch": (state["global_batch"], train.global_batch),

@@ -181,7 +181,10 @@ class Worker:
         gradient."""
         behind = self.progress is not None and self.progress.step == run.step - 1
         if behind and run.commit is not None and not run.restore and self.progress is not None:
-            self.make_loop(run, cross, self.progress).finish_step(run.commit)
+            loop = self.make_loop(run, cross, self.progress)
+            loop.finish_step(run.commit)
+            if self.progress.step < self.job.train.steps:  # at the end, `run` sees to it
+                loop.save_and_evaluate()
 
     def bring_up(self, run: Run, cross: CrossGroup) -> bool:
         """Sees to it that the new replicas have state. Returns whether this one has."""

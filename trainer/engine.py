@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from checkpointing import Box, Reader, TensorSlice
 from trainer.backend.groups import Device, torch_device
 from trainer.config import TrainConfig
+from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
     fill,
     local_slices,
@@ -58,10 +59,11 @@ class Engine:
         device: Device,
         max_replicas: int,
     ) -> None:
-        self._spare, self._workers = max_replicas, train.parallel.workers
+        self._padding, self._workers = max_replicas, train.parallel.workers
         self.task, self.train_config, self.slot, self.mesh = task, train, slot, mesh
         self.device = torch_device(device)
-        model, self._source = task.build(train.seed)
+        model, source = task.build(train.seed)
+        self._source: WeightSource | None = source
         self.model: nn.Module = parallelize(
             model,
             mesh,
@@ -127,13 +129,19 @@ class Engine:
     def replace_gradient(self) -> None:
         """Takes a new buffer for the reduced gradient: an abandoned collective may still write to
         the old."""
-        self.gradient = torch.zeros(self.count + self._spare, device=self.device)
+        self.gradient = torch.zeros(self.count + self._padding, device=self.device)
         for leaf, grad in zip(self._leaves, self.views(self.gradient), strict=True):
             leaf.grad = grad
 
     def initialize(self) -> None:
         """Fills the weights from the seed or the pretrained files; the optimizer starts empty."""
+        assert self._source is not None
         fill(self.model, self.slices, self._source)
+        self.forget_initial_weights()
+
+    def forget_initial_weights(self) -> None:
+        """Lets go of what the weights come from: a custom model is held whole until then."""
+        self._source = None
 
     @property
     def rank(self) -> int:
@@ -241,6 +249,7 @@ class Engine:
             for box, value in zip(boxes, reader.read_many(boxes), strict=True):
                 tensors[box.name].copy_(value.reshape(tensors[box.name].shape))
         self.optimizer_steps = optimizer_steps
+        self.forget_initial_weights()
 
     def digest(self) -> str:
         """SHA-256 of this worker's state, to compare replicas."""

@@ -64,6 +64,7 @@ def take_state(
     with torch.no_grad():
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
+    engine.forget_initial_weights()
     header = _header(payload)
     engine.optimizer_steps, progress.skipped_in_a_row = int(header[0]), int(header[1])
     return payload.numel()

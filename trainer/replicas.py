@@ -58,6 +58,7 @@ class CrossGroup:
         self._kept: list[Any] = []
         self._group: Any = None
         self._lost: str | None = None
+        self._timeout_s = rendezvous.timeout_s
         if self.size > 1:
             self._join(rendezvous, prefix, device)
 
@@ -65,7 +66,7 @@ class CrossGroup:
         """Makes the group once everybody is there. A failure is noted and shows in the first
         collective."""
         try:
-            gather(rendezvous.store(f"{prefix}/here"), self.rank, self.size, self._leave_now)
+            gather(rendezvous, prefix, self.rank, self.size, self._leave_now)
             self._group = make_cross_group(
                 rendezvous, prefix, rank=self.rank, size=self.size, device=device
             )
@@ -139,7 +140,9 @@ class CrossGroup:
         sends = [count * (rank in targets) for rank in range(self.size)]
         receives = [count * (rank in sources) for rank in range(self.size)]
         empty = torch.empty(0, dtype=torch.uint8, device=self._device)
-        outgoing = empty if payload is None else payload.repeat(len(targets))
+        outgoing = empty if payload is None else payload
+        if len(targets) > 1:
+            outgoing = outgoing.repeat(len(targets))
         incoming = empty.new_empty(sum(receives))
         self._run(
             lambda group: group.alltoall_base(incoming, outgoing, receives, sends),
@@ -171,11 +174,13 @@ class CrossGroup:
         try:
             work = start(self._group)
             try:
-                poll_until(work.is_completed, self._leave_now)
+                poll_until(work.is_completed, self._leave_now, self._timeout_s)
             except RuntimeError:
                 self._kept.append((work, buffers))
                 raise
             work.wait()
+            if work.exception() is not None:  # NCCL's wait does not raise it
+                raise RuntimeError(str(work.exception()))
         except RuntimeError as error:
             self._lost = str(error)
             raise CrossGroupLost(self._lost) from error

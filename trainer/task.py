@@ -209,6 +209,22 @@ class CustomTask:
                 "a custom model has no tensor-parallel plan",
                 "Use tensor = 1 and a larger shard degree",
             )
+        for name, param in model.named_parameters():
+            if param.requires_grad and str(param.dtype) != "torch.float32":
+                raise ConfigError(
+                    "train.task.build_model",
+                    name,
+                    f"it is {param.dtype}; trainable parameters are kept in float32",
+                    "Return a float32 model and set train.precision for the computation",
+                )
+        stateful = [n for n, m in model.named_modules() if getattr(m, "track_running_stats", False)]
+        if stateful:
+            raise ConfigError(
+                "train.task.build_model",
+                stateful[0],
+                "it keeps running statistics, which are neither healed nor saved",
+                "Use track_running_stats=False, or a normalisation without statistics",
+            )
         if not any(param.requires_grad for param in model.parameters()):
             raise ConfigError(
                 "train.task.build_model",

@@ -9,6 +9,8 @@ along (ray #59989, pytorch #91943).
 from __future__ import annotations
 
 import gc
+import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ Device = Literal["cpu", "cuda"]
 
 _POLL_MIN_S, _POLL_MAX_S = 20e-6, 500e-6
 
-_abandoned: list[Any] = []
+_abandoned: list[tuple[Any, list[Any]]] = []
 """Groups and works left mid-collective: dropping the last reference can block until their
 timeout."""
 
@@ -76,8 +78,12 @@ def make_replica_group(
     Raises:
         RuntimeError: a peer went away meanwhile, or `leave_now` became true.
     """
-    gather(rendezvous.store(f"{prefix}/here"), rank, shard * tensor, leave_now)
-    options: dict[str, Any] = {"device_id": torch_device(device)} if device == "cuda" else {}
+    gather(rendezvous, prefix, rank, shard * tensor, leave_now)
+    options: dict[str, Any] = {}
+    if device == "cuda":
+        # A failed collective must end in an exception here, not in the end of the process.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        options["device_id"] = torch_device(device)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         store=rendezvous.store(prefix),
@@ -92,27 +98,36 @@ def make_replica_group(
     return init_device_mesh(device, (shard, tensor), mesh_dim_names=names)
 
 
-def gather(store: Store, rank: int, size: int, leave_now: Callable[[], bool]) -> None:
-    """Waits until all `size` ranks are here, so that making a group cannot wait for one that never
-    comes.
+def gather(
+    rendezvous: Rendezvous, prefix: str, rank: int, size: int, leave_now: Callable[[], bool]
+) -> None:
+    """Waits until all ranks are here, so that making a group cannot wait for one that never comes.
 
     Raises:
-        RuntimeError: `leave_now` became true.
+        RuntimeError: `leave_now` became true, or a peer did not come in time.
     """
+    store = rendezvous.store(f"{prefix}/here")
     store.set(str(rank), "here")
-    poll_until(lambda: bool(store.check([str(peer) for peer in range(size)])), leave_now)
+    peers = [str(peer) for peer in range(size)]
+    poll_until(lambda: bool(store.check(peers)), leave_now, rendezvous.timeout_s)
 
 
-def poll_until(done: Callable[[], bool], leave_now: Callable[[], bool]) -> None:
-    """Polls `done`, ever less often, up to twice a millisecond.
+def poll_until(
+    done: Callable[[], bool], leave_now: Callable[[], bool], timeout_s: float = math.inf
+) -> None:
+    """Polls `done`, ever less often, down to twice a millisecond.
 
     Raises:
-        RuntimeError: `leave_now` became true.
+        RuntimeError: `leave_now` became true, or the time is over.
     """
-    pause = _POLL_MIN_S
+    pause, deadline = _POLL_MIN_S, time.monotonic() + timeout_s
     while not done():
         if leave_now():
             raise RuntimeError("left for a regroup")
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"a peer did not come within {timeout_s:g} s (health.collective_timeout_s)"
+            )
         time.sleep(pause)
         pause = min(2 * pause, _POLL_MAX_S)
 
@@ -145,5 +160,7 @@ def abandon(group: Any, in_flight: list[Any]) -> None:
     """Gives up a raw group without waiting for the works and buffers still `in_flight` in it."""
     if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
         group.abort()
+        return
+    _abandoned[:] = [(g, w) for g, w in _abandoned if not all(work.is_completed() for work, _ in w)]
     if in_flight:
         _abandoned.append((group, in_flight))

@@ -42,9 +42,11 @@ def test_the_same_error_at_the_same_step_ends_it() -> None:
     )
 
 
-def test_an_error_before_the_first_step_is_named_so() -> None:
-    reason = decide_failure([user_error(None), user_error(None)], HEALTH)
-    assert reason is not None and reason.startswith("user code failed 2 times before the first")
+def test_errors_outside_of_any_step_count_while_there_is_no_progress() -> None:
+    reason = decide_failure([user_error(None, 7), user_error(None, 7)], HEALTH)
+    assert reason is not None
+    assert reason.startswith("user code failed 2 times while a replica was built, with 7 steps")
+    assert decide_failure([user_error(None, 7), user_error(None, 8)], HEALTH) is None
 
 
 def test_errors_at_different_steps_and_crashes_at_one_are_bad_luck() -> None:

@@ -265,9 +265,19 @@ def custom(**changes: Any) -> CustomTask:
 
 
 def test_a_custom_task_is_its_own_preparation(tmp_path: Path) -> None:
-    task = custom(info={"name": "mine"})
+    task = custom(info={"name": "mine"}, build_model=lambda: nn.Linear(3, 2))
     assert prepare(task, str(tmp_path), shard=2) is task
     assert list(tmp_path.iterdir()) == []
+
+
+def test_running_statistics_and_other_formats_are_named(tmp_path: Path) -> None:
+    stateful = refusal(custom(), str(tmp_path), tensor=1)
+    assert (stateful.value, "running statistics" in stateful.fact) == ("norm", True)
+    double = refusal(custom(build_model=lambda: nn.Linear(3, 2).double()), str(tmp_path), tensor=1)
+    assert (double.value, "torch.float64" in double.fact) == ("weight", True)
+
+
+BUILD = "train.task.build_model"
 
 
 @pytest.mark.parametrize(
@@ -275,8 +285,10 @@ def test_a_custom_task_is_its_own_preparation(tmp_path: Path) -> None:
     [
         ({"dataset": []}, 1, "train.task.dataset"),
         ({}, 2, "train.parallel.tensor"),
-        ({"build_model": lambda: Noisy(trainable=False)}, 1, "train.task.build_model"),
-        ({"build_model": nn.ReLU}, 1, "train.task.build_model"),
+        ({"build_model": lambda: nn.Linear(3, 2).requires_grad_(False)}, 1, BUILD),
+        ({"build_model": nn.ReLU}, 1, BUILD),
+        ({"build_model": lambda: nn.Linear(3, 2).double()}, 1, BUILD),
+        ({"build_model": Noisy}, 1, BUILD),
     ],
 )
 def test_a_custom_task_that_cannot_work_is_refused(
