@@ -118,6 +118,17 @@ def test_continues_in_other_layouts(
     assert outcome.samples == finished[1].samples
 
 
+def test_continues_with_more_replicas_than_lanes(
+    finished: tuple[Path, Outcome], text: Path, tmp_path: Path
+) -> None:
+    """The run keeps its two lanes; the third replica computes none, and has the same weights."""
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    cut_back(tmp_path, 2)
+    outcome = fit(six_steps(text, tmp_path, replicas=3, lanes=None))
+    assert (outcome.params, outcome.losses) == (finished[1].params, finished[1].losses)
+    assert outcome.report["replicas_equal"] is True
+
+
 def test_never_starts_anew_and_keeps_the_earlier_run(
     finished: tuple[Path, Outcome], text: Path, tmp_path: Path
 ) -> None:
@@ -148,6 +159,8 @@ def test_refuses_another_model_and_other_data(
         six_steps(text, tmp_path, seed=9).fit()
     with pytest.raises(ConfigError, match=r"train\.global_batch = 16: .* has 8, "):
         six_steps(text, tmp_path, global_batch=16).fit()
+    with pytest.raises(ConfigError, match=r"train\.steps = 4: .* has done 6 steps already"):
+        six_steps(text, tmp_path, steps=4).fit()
     with pytest.raises(ConfigError, match=r"train\.lanes = 4: .* has 2, "):
         six_steps(text, tmp_path, lanes=4).fit()
 
