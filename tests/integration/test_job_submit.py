@@ -80,12 +80,13 @@ def test_quickstart_as_a_ray_job(head: str, environment: dict[str, str], tmp_pat
     storage = tmp_path / "storage"
     command = [RAY, "job", "submit", "--address", head, "--working-dir", ".", "--"]
     command += [sys.executable, "examples/quickstart.py", "--steps", "6", "--seq-len", "32"]
-    command += ["--storage", str(storage), "--fault", "kill@3", "--min-replicas", "2"]
+    command += ["--storage", str(storage), "--spares", "0"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [part for part in done.stdout.splitlines() if part.startswith("RESULT ")]
     result = json.loads(line.removeprefix("RESULT "))
-    assert (result["steps"], result["faults_fired"], result["lost_steps"]) == (6, 1, 0)
+    assert (result["steps"], result["lost_steps"]) == (6, 0)
+    assert result["final_loss"] < result["first_loss"]
     assert (storage / "quickstart" / "report.json").exists()
