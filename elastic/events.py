@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-Cause = Literal["crash", "hang", "user_error", "node", "left"]
+Cause = Literal["crash", "hang", "user_error", "node"]
 RegroupReason = Literal["start", "fault", "grow"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
 RunOutcome = Literal["finished", "failed", "interrupted"]
@@ -48,7 +48,8 @@ class Event:
     kind: ClassVar[str] = "event"
 
     time: float
-    """When it happened, in seconds since the epoch, on the coordinator's clock."""
+    """When it happened, in seconds since the epoch, on the clock of the node that saw it: keep the
+    nodes' clocks together, as NTP does."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

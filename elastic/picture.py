@@ -28,7 +28,6 @@ _CAUSES = {
     "hang": "#8a4fbf",
     "node": "#7a4a21",
     "user_error": "#c22f7e",
-    "left": "#6b7785",
 }
 _MIXED_CAUSES = "#c8322b"
 _MAX_LABELS = 12

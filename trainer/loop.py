@@ -36,8 +36,11 @@ Outcome = Literal["finished", "boundary", "fault"]
 
 
 class Link(Protocol):
-    """What the loop needs from the control plane. Nothing here may block or make a call on the step
-    path."""
+    """What the loop needs from the control plane.
+
+    What is called within a step may neither block nor make a call; `save` and `evaluated` come
+    between steps, where the workers of a replica may agree on something.
+    """
 
     def leave_now(self) -> bool:
         """A fault was announced: abandon what waits for other replicas."""
