@@ -279,24 +279,17 @@ class Coordinator:
                 if identity.node == node:
                     await self._lose(worker, "node", type(error).__name__, None)
 
-    async def _kill_laggards(self, generation: int) -> None:
+    async def _kill_laggards(self, called: frozenset[str]) -> None:
         """Writes off the workers that did not follow a call in time, and ends their processes."""
         timeout_s = self.config.health.regroup_timeout_s
         await asyncio.sleep(timeout_s)
-        if self.membership.generation != generation or self.membership.call is None:
-            return
-        for worker in self.membership.absent():
-            if worker not in self.membership.absent():
-                continue  # it came, or was lost, while others were written off
-            node = self.membership.members[worker].node
-            if node in self._agents:
-                self._agents[node].kill.remote(worker)
-            await self._lose(
-                worker,
-                "hang",
-                f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)",
-                None,
-            )
+        detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
+        for worker in sorted(called):
+            if worker in self.membership.called_away:
+                node = self.membership.members[worker].node
+                if node in self._agents:
+                    self._agents[node].kill.remote(worker)
+                await self._lose(worker, "hang", detail, None)
 
     # -- effects -----------------------------------------------------------------------------------
 
@@ -314,8 +307,8 @@ class Coordinator:
             future = self._answers.pop(worker, None)
             if future is not None and not future.done():
                 future.set_result(answer)
-        if effects.called is not None and effects.regrouped is None:
-            self._spawn(self._kill_laggards(self.membership.generation))
+        if effects.signals:
+            self._spawn(self._kill_laggards(frozenset(effects.signals)))
         try:
             self._write_down(effects)
         except OSError as error:

@@ -100,6 +100,8 @@ class Membership:
         self._formations = 0
         self._serials: dict[str, int] = {}
         self._lost: set[str] = set()
+        self.called_away: set[str] = set()
+        """Workers that were signalled and have not joined since."""
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -107,6 +109,7 @@ class Membership:
         """A worker is here and waits."""
         worker = report.identity.worker
         self.waiting[worker] = report
+        self.called_away.discard(worker)
         if worker not in self._lost:
             self.members[worker] = report.identity
             self.reached = max(self.reached, report.step or 0)
@@ -114,6 +117,7 @@ class Membership:
     def lose(self, worker: str) -> Identity | None:
         """A worker is gone, for good. Returns who it was, None where it was no member."""
         self._lost.add(worker)
+        self.called_away.discard(worker)
         self.waiting.pop(worker, None)
         return self.members.pop(worker, None)
 
@@ -137,10 +141,6 @@ class Membership:
     def whole_replicas(self) -> int:
         """Replicas that train, or would if there were enough of them."""
         return len(self._standing()) + len(self.forming)
-
-    def absent(self) -> list[str]:
-        """Workers of whole replicas that were called and are not here yet."""
-        return [w for r in self._standing() for w in r.workers if not self._arrived(w)]
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -331,6 +331,7 @@ class Membership:
     def _signal(self, worker: str, kind: SignalKind, effects: Effects) -> None:
         self._serials[worker] = self._serials.get(worker, 0) + 1
         effects.signals[worker] = Signal(serial=self._serials[worker], kind=kind)
+        self.called_away.add(worker)
 
     def _settle(self, worker: str) -> int:
         return self._serials.get(worker, 0)

@@ -192,7 +192,7 @@ class World:
             for name in self._victims():
                 self.kill(name)
         if self.write_offs and self.membership.call == "fault" and self.rng.random() < 0.2:
-            absent = [name for name in self.membership.absent() if name not in self.dead]
+            absent = sorted(self.membership.called_away - set(self.dead))
             if absent:
                 self.write_offs -= 1
                 self._write_off(self.rng.choice(absent))

@@ -413,7 +413,7 @@ def test_names_of_slots_and_who_is_awaited() -> None:
     assert group.membership.slot_name("e4") is None
     group.lose("b1")
     group.join("c2", step=1, in_step=True)
-    assert group.membership.absent() == ["d3"]
+    assert group.membership.called_away == {"a0", "d3"}
     assert not group.membership.replica_broken("c2")
     assert group.membership.replica_broken("a0")
 
