@@ -128,7 +128,7 @@ class ElasticTrainer:
                 tensor=parallel.tensor,
                 lanes=self.lanes,
                 steps=self.train.steps,
-                start_workers=plan.replicas * parallel.workers + plan.spares,
+                start_workers=plan.workers(parallel),
             ),
             paths=paths,
             health=self.health,
@@ -174,7 +174,7 @@ class ElasticTrainer:
             train_worker,
             job=job,
             coordinator=coordinator,
-            workers=plan.replicas * self.train.parallel.workers + plan.spares,
+            workers=plan.workers(self.train.parallel),
             resources_per_worker=self.scaling.resources_per_worker,
             run_config=self.run_config,
         )

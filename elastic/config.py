@@ -88,6 +88,10 @@ class WorkerPlan:
     spares: int
     """Workers beyond them."""
 
+    def workers(self, parallel: ParallelConfig) -> int:
+        """All of them, with replicas of `parallel`."""
+        return self.replicas * parallel.workers + self.spares
+
 
 def plan_workers(
     scaling: ScalingConfig, parallel: ParallelConfig, fitting: int

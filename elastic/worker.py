@@ -179,12 +179,13 @@ class Worker:
     def catch_up(self, run: Run, cross: CrossGroup) -> None:
         """Applies the last step where others saw it committed and this worker did not: it has the
         gradient."""
-        behind = self.progress is not None and self.progress.step == run.step - 1
-        if behind and run.commit is not None and not run.restore and self.progress is not None:
-            loop = self.make_loop(run, cross, self.progress)
-            loop.finish_step(run.commit)
-            if self.progress.step < self.job.train.steps:  # at the end, `run` sees to it
-                loop.save_and_evaluate()
+        progress = self.progress
+        if progress is None or run.commit is None or run.restore or progress.step != run.step - 1:
+            return
+        loop = self.make_loop(run, cross, progress)
+        loop.finish_step(run.commit)
+        if progress.step < self.job.train.steps:  # at the end, `run` sees to it
+            loop.save_and_evaluate()
 
     def bring_up(self, run: Run, cross: CrossGroup) -> bool:
         """Sees to it that the new replicas have state. Returns whether this one has."""

@@ -9,7 +9,6 @@ along (ray #59989, pytorch #91943).
 from __future__ import annotations
 
 import gc
-import math
 import os
 import time
 from collections.abc import Callable
@@ -112,9 +111,7 @@ def gather(
     poll_until(lambda: bool(store.check(peers)), leave_now, rendezvous.timeout_s)
 
 
-def poll_until(
-    done: Callable[[], bool], leave_now: Callable[[], bool], timeout_s: float = math.inf
-) -> None:
+def poll_until(done: Callable[[], bool], leave_now: Callable[[], bool], timeout_s: float) -> None:
     """Polls `done`, ever less often, down to twice a millisecond.
 
     Raises:
