@@ -135,6 +135,7 @@ class ElasticTrainer:
             checkpoint=self.checkpoint,
             generation=last_generation(paths, manifest),
             restore_step=step,
+            faults=self.faults,
             started=events.RunStarted(
                 time=time.time(),
                 name=str(self.run_config.name),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 import traceback
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from checkpointing import CheckpointConfig, Receipt
 from elastic import events
 from elastic.config import HealthConfig
 from elastic.failure import Loss, decide_failure
+from elastic.faults import Fault, FaultPlan
 from elastic.membership import Effects, GroupConfig, Membership, Regrouped
 from elastic.messages import Answer, Identity, Report, Signal, Stop
 from elastic.node_agent import NodeAgent
@@ -37,6 +39,9 @@ MOST_CALLS = 100_000
 
 _PEER_LOSS_PATIENCE_S = 1.0
 """A peer's death is known within milliseconds of the exception that it causes."""
+
+_TOGETHER_S = 5.0
+"""How long an injected fault waits for the other workers that it is to hit at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +62,13 @@ class CoordinatorConfig:
     """Step of the newest checkpoint; 0 without one."""
     started: events.RunStarted
     """The run's first event."""
+    faults: tuple[Fault, ...]
+    """Faults to inject."""
+
+    @property
+    def slots(self) -> int:
+        """Workers of the full layout, spares not counted."""
+        return self.groups.max_replicas * self.groups.workers_per_replica
 
 
 class Coordinator:
@@ -76,7 +88,7 @@ class Coordinator:
         self._started: dict[str, Identity] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._losses: list[Loss] = []
-        self._fired: dict[str, int] = {}
+        self._faults = FaultPlan(config.faults, config.slots)
         self._publisher = Publisher(
             config.paths,
             config.checkpoint,
@@ -179,14 +191,32 @@ class Coordinator:
                 self.steps.append(step)
                 self.membership.recorded = step.step + 1
                 self.membership.reached = max(self.membership.reached, step.step + 1)
+        self._fire_at_spares()
 
-    async def claim_fault(self, fault: str, step: int, worker: str) -> bool:
-        """Whether an injected fault should fire now: each does so once, and one in a generation."""
-        if fault in self._fired or self.membership.generation in self._fired.values():
+    async def claim_fault(self, index: int, slot: int, step: int, worker: str) -> bool:
+        """Whether injected fault `index` hits the worker in `slot` now. Workers that a fault hits
+        together get their answers together."""
+        if not self._faults.claim(index, slot, self.membership.generation):
             return False
-        self._fired[fault] = self.membership.generation
+        fault = str(self._faults.faults[index])
         self._note(events.FaultFired(time=time.time(), fault=fault, step=step, worker=worker))
+        async with self._news:
+            self._news.notify_all()
+            with contextlib.suppress(asyncio.TimeoutError):
+                together = self._news.wait_for(lambda: self._faults.fired(index))
+                await asyncio.wait_for(together, _TOGETHER_S)
         return True
+
+    def _fire_at_spares(self) -> None:
+        for fault in self._faults.claim_for_spares(self.membership.recorded):
+            spare = self.membership.a_spare()
+            if spare is not None:
+                step, name = self.membership.recorded - 1, str(fault)
+                self._note(
+                    events.FaultFired(time=time.time(), fault=name, step=step, worker=spare)
+                )
+                number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
+                self._agents[self.membership.members[spare].node].signal.remote(spare, number)
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -288,7 +318,7 @@ class Coordinator:
             if worker in self.membership.called_away:
                 node = self.membership.members[worker].node
                 if node in self._agents:
-                    self._agents[node].kill.remote(worker)
+                    self._agents[node].signal.remote(worker, signal.SIGKILL)
                 await self._lose(worker, "hang", detail, None)
 
     # -- effects -----------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ class ReplicaForming(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaHealed(Event):
-    """A replica received the state of a healthy one and takes part in training."""
+    """A replica received the state of a healthy one and has caught up with it."""
 
     generation: int
     """Generation of the roster in which it healed."""
@@ -159,7 +159,22 @@ class ReplicaHealed(Event):
     bytes: int
     """State received by all its workers together."""
     seconds: float
-    """How long the copy took, verification included."""
+    """From its place in the roster until its last worker had caught up."""
+    catch_up_steps: int
+    """Steps that were committed meanwhile, and that it applied afterwards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealFailed(Event):
+    """A replica did not get the state of a healthy one; it is tried again, from another where there
+    is one."""
+
+    replica: int
+    """Number of the replica."""
+    source: int
+    """Number of the replica that sent the state."""
+    reason: str
+    """Why."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,11 +20,13 @@ import ray
 
 from checkpointing import Keys, open_store, write_slices
 from elastic import events
-from elastic.faults import Fault
+from elastic.faults import InjectedError
 from elastic.job import Job
-from elastic.messages import Answer, Identity, Report, Run
+from elastic.messages import Answer, Build, Identity, Report, Run
 from trainer.commit import Commit
 from trainer.engine import Engine
+from trainer.heal import Newcomer
+from trainer.phases import Phase
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,9 @@ class CoordinatorLink:
         self._called = {"fault": 0, "boundary": 0}
         self._settled = 0
         self._run: Run | None = None
+        self._slot: int | None = None
+        self.flip = False
+        """An injected fault wants a bit of the weights changed."""
         self._records: deque[events.StepRecord] = deque(maxlen=_RECORDS_KEPT)
         self._events: deque[events.Event] = deque()
         self._sending = threading.Lock()
@@ -70,6 +75,8 @@ class CoordinatorLink:
 
     def _take_on(self, answer: Answer) -> None:
         self._run = answer if isinstance(answer, Run) else None
+        if isinstance(answer, Build | Run):
+            self._slot = answer.replica * self._job.train.parallel.workers + answer.rank
         if isinstance(answer, Run):
             while self._records and self._records[0].step < answer.recorded:
                 self._records.popleft()
@@ -100,12 +107,12 @@ class CoordinatorLink:
         """See Link."""
         return self._called["boundary"] > self._settled
 
-    def at_step(self, step: int, phase: str) -> None:
+    def at_step(self, step: int, phase: Phase) -> None:
         """See Link."""
-        if self._job.faults and phase in ("backward", "reduce") and self._run is not None:
-            for fault in self._job.faults:
-                if fault.step == step and self._is_target(fault, self._run):
-                    self._fire(fault, step)
+        if self._job.faults and self._slot is not None:
+            for index, fault in enumerate(self._job.faults):
+                if fault.due(step, phase) and self._slot in fault.targets(self._job.slots):
+                    self._fire(index, step)
 
     def committed(self, commit: Commit, lr: float, applied: bool) -> None:
         """See Link."""
@@ -130,6 +137,17 @@ class CoordinatorLink:
                     time=now, step=commit.step, loss=commit.loss, grad_norm=commit.grad_norm
                 )
             )
+
+    def caught_up(self, newcomer: Newcomer) -> None:
+        """See Link."""
+        seconds = time.monotonic() - newcomer.started_at
+        self._coordinator.caught_up.remote(
+            self._identity.worker, newcomer.bytes, seconds, newcomer.steps_behind
+        )
+
+    def heal_failed(self, reason: str) -> None:
+        """See Link."""
+        self._coordinator.heal_failed.remote(self._identity.worker, reason)
 
     def evaluated(self, step: int, loss: float, tokens: int) -> None:
         """See Link."""
@@ -243,12 +261,14 @@ class CoordinatorLink:
 
     # -- injected faults ---------------------------------------------------------------------------
 
-    def _is_target(self, fault: Fault, run: Run) -> bool:
-        number = run.replica * self._job.train.parallel.workers + run.rank
-        slots = self._job.scaling.max_replicas * self._job.train.parallel.workers
-        return number == fault.slot_number(slots)
-
-    def _fire(self, fault: Fault, step: int) -> None:
-        worker = self._identity.worker
-        if ray.get(self._coordinator.claim_fault.remote(str(fault), step, worker)):
-            os.kill(os.getpid(), signal.SIGKILL)
+    def _fire(self, index: int, step: int) -> None:
+        fault, worker = self._job.faults[index], self._identity.worker
+        claim = self._coordinator.claim_fault.remote(index, self._slot, step, worker)
+        if not ray.get(claim):
+            return
+        if fault.kind == "raise":
+            raise InjectedError(str(fault))
+        if fault.kind == "flip":
+            self.flip = True
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)

@@ -137,6 +137,10 @@ class Membership:
         whole = (*self._standing(), *self.forming)
         return self.stopped is not None or not any(worker in r.workers for r in whole)
 
+    def a_spare(self) -> str | None:
+        """A worker that waits without a slot."""
+        return next(iter(sorted(self._pool())), None)
+
     @property
     def whole_replicas(self) -> int:
         """Replicas that train, or would if there were enough of them."""

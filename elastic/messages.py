@@ -55,6 +55,8 @@ class Build:
     """Index of the replica."""
     rank: int
     """This worker's rank in it."""
+    step: int
+    """Steps that the run has committed so far."""
     serial: int
     """Signals up to this one are settled."""
 
@@ -78,7 +80,7 @@ class Run:
     commit: Commit | None
     """Commit of step - 1: a worker at step - 1 holds that step's gradient and applies it."""
     heals: tuple[tuple[int, int], ...]
-    """(position that has no state, position it gets it from)."""
+    """(position that has no state, position it gets it from). The newcomers have no lanes."""
     restore: bool
     """No replica has state: everybody reads checkpoint `step`, or starts from the seed at step
     0."""

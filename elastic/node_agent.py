@@ -38,11 +38,11 @@ class NodeAgent:
         self._watched[fd] = (worker, pid)
         self._poll.register(fd, select.EPOLLIN)
 
-    def kill(self, worker: str) -> None:
-        """Ends the process of `worker`, if it is one of this node's and still runs."""
+    def signal(self, worker: str, number: int) -> None:
+        """Sends a signal to the process of `worker`, if it is one of this node's and still runs."""
         for fd, (name, _) in list(self._watched.items()):
             if name == worker:
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
+                signal.pidfd_send_signal(fd, number)
 
     def wait(self) -> None:
         """Never returns: a pending call to it fails when this agent's node is lost."""

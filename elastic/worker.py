@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 import traceback
 import uuid
 from typing import Any
@@ -23,7 +22,6 @@ import ray
 import torch
 
 from checkpointing import Keys, Reader, load_manifest, open_store
-from elastic import events
 from elastic.errors import RunFailedError
 from elastic.job import Job
 from elastic.link import CoordinatorLink
@@ -31,7 +29,7 @@ from elastic.messages import Build, Identity, Report, Run, Stop
 from trainer.backend.groups import Rendezvous, leave_replica_group, make_replica_group
 from trainer.engine import Engine
 from trainer.errors import NonFiniteError
-from trainer.heal import give_state, take_state
+from trainer.heal import Newcomer, Source, Wire
 from trainer.lane_sums import LaneSums
 from trainer.loop import LoopConfig, Progress, TrainLoop
 from trainer.parallel.layout import slot_of
@@ -105,6 +103,7 @@ class Worker:
 
     def stop(self, answer: Stop) -> None:
         """Leaves the run."""
+        self.link.at_step(self.job.train.steps, "shutdown")
         self.link.close()
         self.drop()
         if answer.error is not None:
@@ -132,6 +131,7 @@ class Worker:
         """Makes this worker's part of a new replica, without state. All workers of the replica do
         it at once."""
         self.drop()
+        self.link.at_step(answer.step, "build")
         train = self.job.train
         mesh = make_replica_group(
             self.rendezvous,
@@ -155,26 +155,38 @@ class Worker:
 
     def train(self, run: Run) -> None:
         """This worker's part in one generation: gets its state up to date, then trains."""
-        assert self.engine is not None and self.sums is not None
-        cross = CrossGroup(
+        assert self.engine is not None
+        self.link.at_step(run.step, "regroup")
+        cross = self.make_cross_group(run, self.engine)
+        heal: Source | Newcomer | None = None
+        try:
+            self.catch_up(run, cross)
+            if run.restore:
+                self.progress = self.restore(self.engine, run.step)
+            heal = self.begin_heal(run, self.engine)
+            progress = self.progress or Progress(step=run.step, last=run.commit)
+            loop = self.make_loop(run, cross, progress, heal)
+            outcome = loop.run()
+        finally:
+            cross.close()
+            if heal is not None:
+                heal.close()
+        self.progress = progress if loop.newcomer is None else None
+        self.finished = outcome == "finished" and loop.newcomer is None
+        if self.finished:
+            self.finish(run)
+
+    def make_cross_group(self, run: Run, engine: Engine) -> CrossGroup:
+        """The group over this worker's (shard, tensor) in all replicas."""
+        return CrossGroup(
             self.rendezvous,
-            f"cross/{run.generation}/{self.engine.rank}",
+            f"cross/{run.generation}/{engine.rank}",
             lanes=run.lanes,
             total_lanes=self.job.lanes,
             rank=run.position,
             device=self.job.scaling.device,
             leave_now=self.link.leave_now,
         )
-        try:
-            self.catch_up(run, cross)
-            if not self.bring_up(run, cross):
-                return
-            assert self.progress is not None
-            self.finished = self.make_loop(run, cross, self.progress).run() == "finished"
-        finally:
-            cross.close()
-        if self.finished:
-            self.finish(run)
 
     def catch_up(self, run: Run, cross: CrossGroup) -> None:
         """Applies the last step where others saw it committed and this worker did not: it has the
@@ -182,44 +194,30 @@ class Worker:
         progress = self.progress
         if progress is None or run.commit is None or run.restore or progress.step != run.step - 1:
             return
-        loop = self.make_loop(run, cross, progress)
+        loop = self.make_loop(run, cross, progress, None)
         loop.finish_step(run.commit)
         if progress.step < self.job.train.steps:  # at the end, `run` sees to it
             loop.save_and_evaluate()
 
-    def bring_up(self, run: Run, cross: CrossGroup) -> bool:
-        """Sees to it that the new replicas have state. Returns whether this one has."""
-        assert self.engine is not None
-        source = dict(run.heals).get(run.position)
-        if run.restore:
-            self.progress = self.restore(self.engine, run.step)
-        elif source is not None:
-            return self.heal(self.engine, run, cross, source)
-        else:
-            assert self.progress is not None
-            if run.heals:
-                give_state(self.engine, cross, self.progress, run.heals)
-        return True
-
-    def heal(self, engine: Engine, run: Run, cross: CrossGroup, source: int) -> bool:
-        """Takes the state of a healthy replica."""
-        started, progress = time.time(), Progress(step=run.step, last=run.commit)
-        size = take_state(engine, cross, progress, run.heals)
-        if size is None:
-            return False
-        self.progress = progress
-        if engine.rank == 0:
-            self.link.event(
-                events.ReplicaHealed(
-                    time=time.time(),
-                    generation=run.generation,
-                    replica=run.replica,
-                    source=source,
-                    bytes=size,
-                    seconds=time.time() - started,
-                )
-            )
-        return True
+    def begin_heal(self, run: Run, engine: Engine) -> Source | Newcomer | None:
+        """Starts to send this worker's state to newcomers, or to receive it as one."""
+        own = run.position
+        source = dict(run.heals).get(own, own)
+        group = [source, *(target for target, giver in run.heals if giver == source)]
+        if len(group) == 1:
+            return None
+        self.link.at_step(run.step, "heal_source" if own == source else "heal_target")
+        wire = Wire(
+            self.rendezvous,
+            f"heal/{run.generation}/{engine.rank}/{source}",
+            rank=group.index(own),
+            size=len(group),
+            device=self.job.scaling.device,
+        )
+        if own != source:
+            return Newcomer(engine, wire, self.job.train.optimizer.clip_norm)
+        assert self.progress is not None
+        return Source(engine, self.progress.skipped_in_a_row, wire)
 
     def restore(self, engine: Engine, step: int) -> Progress:
         """Loads checkpoint `step`, or starts from the seed at step 0."""
@@ -233,7 +231,13 @@ class Worker:
         engine.load(Reader(store, manifest), optimizer_steps=int(state["optimizer_steps"]))
         return Progress(step=step, skipped_in_a_row=int(state["skipped_in_a_row"]))
 
-    def make_loop(self, run: Run, cross: CrossGroup, progress: Progress) -> TrainLoop:
+    def make_loop(
+        self,
+        run: Run,
+        cross: CrossGroup,
+        progress: Progress,
+        heal: Source | Newcomer | None,
+    ) -> TrainLoop:
         """The loop of this generation."""
         assert self.engine is not None and self.sums is not None
         return TrainLoop(
@@ -248,6 +252,8 @@ class Worker:
                 max_nonfinite_steps=self.job.health.max_nonfinite_steps,
             ),
             link=self.link,
+            source=heal if isinstance(heal, Source) else None,
+            newcomer=heal if isinstance(heal, Newcomer) else None,
         )
 
     def finish(self, run: Run) -> None:

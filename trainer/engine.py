@@ -9,7 +9,7 @@ torch's own.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -168,17 +168,20 @@ class Engine:
         norm = torch.linalg.vector_norm(gradient[: self._own], dtype=torch.float64)
         return float(norm.square())
 
-    def through_leader(
-        self, vector: list[float], at_leader: Callable[[list[float]], list[float]]
-    ) -> list[float]:
-        """Sums a float64 vector at the replica's first worker, lets it act on the sum, and hands
-        out the result."""
+    def sum_at_first(self, vector: list[float]) -> list[float]:
+        """Sums a float64 vector at the replica's first worker; the others get something of no
+        use."""
         if self._workers == 1:
-            return at_leader(vector)
+            return vector
         tensor = torch.tensor(vector, dtype=torch.float64, device=self.device)
         dist.reduce(tensor, 0)
-        if dist.get_rank() == 0:
-            tensor.copy_(torch.tensor(at_leader(tensor.tolist()), dtype=torch.float64))
+        return tensor.tolist()
+
+    def hand_out(self, vector: list[float]) -> list[float]:
+        """The first worker's `vector`, on every worker of the replica."""
+        if self._workers == 1:
+            return vector
+        tensor = torch.tensor(vector, dtype=torch.float64, device=self.device)
         dist.broadcast(tensor, 0)
         return tensor.tolist()
 
