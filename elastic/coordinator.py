@@ -40,6 +40,9 @@ MOST_CALLS = 100_000
 _PEER_LOSS_PATIENCE_S = 1.0
 """A peer's death is known within milliseconds of the exception that it causes."""
 
+_MOST_FAILED_HEALS = 3
+"""Heals of one replica that fail with nobody lost, before its worker is taken for the cause."""
+
 _TOGETHER_S = 5.0
 """How long an injected fault waits for the other workers that it is to hit at the same time."""
 
@@ -88,6 +91,8 @@ class Coordinator:
         self._started: dict[str, Identity] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._losses: list[Loss] = []
+        self._heals: dict[str, tuple[int, float, int]] = {}
+        self._draining: set[str] = set()
         self._faults = FaultPlan(config.faults, config.slots)
         self._publisher = Publisher(
             config.paths,
@@ -212,9 +217,7 @@ class Coordinator:
             spare = self.membership.a_spare()
             if spare is not None:
                 step, name = self.membership.recorded - 1, str(fault)
-                self._note(
-                    events.FaultFired(time=time.time(), fault=name, step=step, worker=spare)
-                )
+                self._note(events.FaultFired(time=time.time(), fault=name, step=step, worker=spare))
                 number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
                 self._agents[self.membership.members[spare].node].signal.remote(spare, number)
 
@@ -265,6 +268,56 @@ class Coordinator:
             )
             await self.fail(f"replicas differ at the end of the run in {slot}: this is a bug")
 
+    # -- heals and machines that go ----------------------------------------------------------------
+
+    async def caught_up(self, worker: str, size: int, seconds: float, steps: int) -> None:
+        """A newcomer's worker has received `size` bytes of state, in `seconds`, and made up for
+        `steps` steps."""
+        self._heals[worker] = (size, seconds, steps)
+        source = self.membership.source_of(worker)
+        replica = self.membership.caught_up(worker)
+        if replica is None or source is None:
+            return
+        sizes, times, behind = zip(*(self._heals.pop(w) for w in replica.workers), strict=True)
+        self._note(
+            events.ReplicaHealed(
+                time=time.time(),
+                generation=self.membership.generation,
+                replica=replica.index,
+                source=source,
+                bytes=sum(sizes),
+                seconds=max(times),
+                catch_up_steps=max(behind),
+            )
+        )
+        await self._advance()
+
+    async def heal_failed(self, worker: str, reason: str) -> None:
+        """A newcomer's worker did not get the state: another source, or, in the end, another
+        newcomer."""
+        replica, source = self.membership.slot_name(worker), self.membership.source_of(worker)
+        failures = self.membership.heal_failed(worker)
+        if replica is None or source is None or failures == 0:
+            return
+        self._note(events.HealFailed(time=time.time(), slot=replica, source=source, reason=reason))
+        if failures >= _MOST_FAILED_HEALS:
+            self._kill(worker)
+            await self._lose(worker, "corruption", f"{failures} heals failed: {reason}", None)
+        await self._advance()
+
+    async def drain(self, workers: list[str], reason: str, deadline_s: float | None) -> None:
+        """The machines of these workers will go: they leave training after a step."""
+        known = [w for w in workers if w in self._started and w not in self._draining]
+        if not known:
+            return
+        self._draining.update(known)
+        self._note(
+            events.Draining(time=time.time(), workers=known, reason=reason, deadline_s=deadline_s)
+        )
+        for worker in known:
+            self.membership.drain(worker)
+        await self._advance()
+
     # -- deaths ------------------------------------------------------------------------------------
 
     async def worker_died(self, worker: str, detail: str) -> None:
@@ -273,6 +326,8 @@ class Coordinator:
 
     async def _lose(self, worker: str, cause: events.Cause, detail: str, step: int | None) -> None:
         slot = self.membership.slot_name(worker)
+        if worker in self._draining and cause in ("crash", "node"):
+            cause = "preemption"
         identity = self.membership.lose(worker) or self._started.get(worker)
         if self._started.pop(worker, None) is None or self.membership.stopped is not None:
             return
@@ -316,10 +371,13 @@ class Coordinator:
         detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
         for worker in sorted(called):
             if worker in self.membership.called_away:
-                node = self.membership.members[worker].node
-                if node in self._agents:
-                    self._agents[node].signal.remote(worker, signal.SIGKILL)
+                self._kill(worker)
                 await self._lose(worker, "hang", detail, None)
+
+    def _kill(self, worker: str) -> None:
+        node = self._started[worker].node
+        if node in self._agents:
+            self._agents[node].signal.remote(worker, signal.SIGKILL)
 
     # -- effects -----------------------------------------------------------------------------------
 
@@ -353,7 +411,7 @@ class Coordinator:
                 events.RegroupCalled(
                     time=now,
                     generation=self.membership.generation + (effects.regrouped is None),
-                    reason="fault" if effects.called == "fault" else "grow",
+                    reason=effects.called,
                 )
             )
         for replica in effects.formed:

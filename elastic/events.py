@@ -21,8 +21,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-Cause = Literal["crash", "hang", "user_error", "node"]
-RegroupReason = Literal["start", "fault", "grow"]
+Cause = Literal["crash", "hang", "user_error", "node", "preemption", "corruption"]
+RegroupReason = Literal["start", "fault", "grow", "heal", "drain"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
 RunOutcome = Literal["finished", "failed", "interrupted"]
 
@@ -169,12 +169,24 @@ class HealFailed(Event):
     """A replica did not get the state of a healthy one; it is tried again, from another where there
     is one."""
 
-    replica: int
-    """Number of the replica."""
+    slot: str
+    """Place of the worker that did not get it."""
     source: int
     """Number of the replica that sent the state."""
     reason: str
     """Why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draining(Event):
+    """Machines will go: their workers leave training after a step, with nothing repeated."""
+
+    workers: list[str]
+    """The workers on them."""
+    reason: str
+    """Who said so."""
+    deadline_s: float | None
+    """Seconds from then until they are gone; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

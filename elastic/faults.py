@@ -16,7 +16,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from trainer.errors import ConfigError
 from trainer.phases import PHASES, Phase
@@ -117,9 +117,9 @@ def _parse(text: str, part: str) -> Fault:
     targets = match["targets"] or ""
     spare = targets == SPARE
     return Fault(
-        kind=match["kind"],  # type: ignore[arg-type]  # the pattern allows no other
+        kind=cast(Kind, match["kind"]),
         step=int(match["step"]),
-        phase=phase,  # type: ignore[arg-type]
+        phase=cast(Phase, phase),
         workers=() if spare or not targets else tuple(map(int, targets.split("+"))),
         spare=spare,
     )
@@ -162,7 +162,7 @@ def draw_faults(
     """
     rng = random.Random(seed)
     common = sorted(STEP_PHASES)
-    faults = []
+    faults: list[Fault] = []
     for step in sorted(rng.randrange(steps) for _ in range(count)):
         after = faults and rng.random() < 0.3
         phase = rng.choice(sorted(RECOVERY_PHASES) if after else common)

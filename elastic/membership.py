@@ -6,21 +6,27 @@ do about them. So every order of arrivals and losses can be played through in a 
     start ──► all formed replicas ready ──► roster
     roster ── a member is lost, or leaves by itself ──► call "fault" ──► all of the whole replicas
               are here ──► roster
-    roster ── a formed replica is ready ──► call "boundary" ──► all are here, after the same commit
-              ──► roster
+    roster ── a formed replica is ready, a newcomer has caught up, a machine is to go ──►
+              call "boundary" ──► all are here, after the same commit ──► roster
 
 Workers without a slot (spares, survivors of a broken replica, replacements) wait in the pool;
-whenever the pool holds enough for a missing replica, one is formed while the others train.
+whenever the pool holds enough for a missing replica, one is formed while the others train. It
+enters the roster as a newcomer: without lanes, until it has the state of a healthy one. Where no
+replica is left whole, the survivors may still hold a whole copy between them: then they are put
+together into one (`salvage.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from elastic.events import RegroupReason
 from elastic.messages import Answer, Build, Identity, Packed, Report, Run, Signal, SignalKind, Stop
 from elastic.places import Places
 from elastic.roster import Replica, Roster, next_roster, plan_formations, plan_heals
+from elastic.salvage import plan_salvage
 from trainer.commit import Commit
 from trainer.parallel.layout import slot_of
 
@@ -70,8 +76,8 @@ class Effects:
     """Worker waiting in join -> its answer."""
     signals: dict[str, Signal] = field(default_factory=dict)
     """Working worker -> call."""
-    called: Call | None = None
-    """A regroup was called just now."""
+    called: RegroupReason | None = None
+    """A regroup was called just now, and why."""
     formed: list[Replica] = field(default_factory=list)
     """Replicas that began to form."""
     regrouped: Regrouped | None = None
@@ -106,6 +112,11 @@ class Membership:
         self._late: set[str] = set()  # lost, and waiting
         self.called_away: set[str] = set()
         """Workers that were signalled and have not joined since."""
+        self._behind: dict[str, int] = {}  # newcomer's worker without state yet -> formation
+        self._newcomers: set[int] = set()  # formations that entered this roster without state
+        self._failed_heals: dict[int, int] = {}
+        self._heals: tuple[tuple[int, int], ...] = ()
+        self._heal_again = self._salvaged = False
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -122,7 +133,7 @@ class Membership:
         self._places.arrive(worker, report.built)
         if self._places.stands(worker):
             at_work = not report.finished and (report.in_step or self.call is None)
-            self._leaving |= at_work or report.step is None
+            self._leaving |= at_work or (report.step is None and worker not in self._behind)
             self._finishing |= report.finished
 
     def lose(self, worker: str) -> Identity | None:
@@ -134,7 +145,33 @@ class Membership:
         broken = self._places.lose(worker)
         if broken is not None:
             self._broken.append(broken)
+        self._salvaged = False
         return self.members.pop(worker, None)
+
+    def drain(self, worker: str) -> None:
+        """The machine of a worker will go: it gets no slot any more, and leaves the one it has at a
+        step boundary, as soon as enough other replicas are whole."""
+        broken = self._places.retire(worker)
+        if broken is not None:
+            self._broken.append(broken)
+
+    def caught_up(self, worker: str) -> Replica | None:
+        """A newcomer's worker has the state. Returns its replica where it was the last of it."""
+        formed = self._behind.pop(worker, None)
+        if formed is None or formed in self._behind.values():
+            return None
+        return self._places.of(worker)
+
+    def heal_failed(self, worker: str) -> int:
+        """A newcomer's worker did not get the state. Returns how often that has happened to its
+        replica."""
+        formed = self._behind.get(worker)
+        if formed is None:
+            return 0
+        if not self._heal_again:
+            self._failed_heals[formed] = self._failed_heals.get(formed, 0) + 1
+        self._heal_again = True
+        return self._failed_heals.get(formed, 0)
 
     def checkpointed(self, step: int) -> None:
         """A checkpoint of `step` is committed."""
@@ -153,7 +190,16 @@ class Membership:
 
     def a_spare(self) -> str | None:
         """A worker that waits without a slot."""
-        return next(iter(sorted(self._pool())), None)
+        return min(self._places.idle, default=None)
+
+    def source_of(self, worker: str) -> int | None:
+        """Number of the replica that a newcomer's worker heals from."""
+        replica = self._places.of(worker)
+        numbers = [other.index for other in self.roster.replicas]
+        if replica is None or replica.index not in numbers:
+            return None
+        source = dict(self._heals).get(numbers.index(replica.index))
+        return None if source is None else numbers[source]
 
     @property
     def whole_replicas(self) -> int:
@@ -180,8 +226,10 @@ class Membership:
         self._turn_away(effects)
         self._free_survivors(effects)
         self._call(effects)
-        self._form(effects)
-        self._conclude(effects)
+        if self._salvage(effects):
+            self._form(effects)
+            self._conclude(effects)
+            self._form(effects)  # a replica that has left made room
         return effects
 
     def _all_finished(self) -> bool:
@@ -224,6 +272,24 @@ class Membership:
         if self.whole_replicas >= self.config.max_replicas:
             return
         pool = sorted(places.idle, key=lambda worker: (self.members[worker].rank, worker))
+        self._build(pool, effects, keep=False)
+
+    def _salvage(self, effects: Effects) -> bool:
+        """Where no whole replica is left, makes one of the survivors, if they hold a whole copy
+        between them. Returns whether that is decided: it waits for all of them."""
+        if self.call != "fault" or self._places.standing or self._salvaged:
+            return True
+        living = [worker for worker in self.roster.workers if worker in self.members]
+        if any(worker not in self.waiting for worker in living):
+            return False
+        self._salvaged = True
+        reports = [self.waiting[worker] for worker in living if worker in self._places.idle]
+        workers = plan_salvage(reports, self.config.workers_per_replica)
+        self._build(workers, effects, keep=True)
+        return True
+
+    def _build(self, pool: Sequence[str], effects: Effects, *, keep: bool) -> None:
+        places = self._places
         replicas = plan_formations(
             pool=pool,
             taken={r.index for r in (*places.standing.values(), *places.forming.values())},
@@ -240,21 +306,47 @@ class Membership:
                     formed=replica.formed,
                     replica=replica.index,
                     rank=rank,
+                    step=self.reached,
+                    keep=keep,
                     serial=self._settle(worker),
                 )
                 del self.waiting[worker]
 
     def _call(self, effects: Effects) -> None:
         broken = len(self._places.standing) < len(self.roster.replicas)
-        ready = len(self._places.forming) > self._places.unready
         if self.call in (None, "boundary") and (broken or self._leaving):
+            effects.called = "fault"
             self._signal_roster("fault", effects)
-        elif self.call is None and ready and not self._finishing:
-            self._signal_roster("boundary", effects)
+        elif self.call is None and not self._finishing:
+            effects.called = self._planned()
+            if effects.called is not None:
+                self._signal_roster("boundary", effects)
+
+    def _planned(self) -> RegroupReason | None:
+        """Why to regroup after a step. A heal is not disturbed for a replica that could join
+        later."""
+        if self._doomed():
+            return "drain"
+        if self._heal_again:
+            return "heal"
+        if self._behind:
+            return None
+        ready = len(self._places.forming) > self._places.unready
+        return "heal" if self._newcomers else "grow" if ready else None
+
+    def _doomed(self) -> list[Replica]:
+        """Replicas on machines that will go and that the others can do without."""
+        places = self._places
+        if not places.retired:
+            return []
+        doomed = [r for r in places.standing.values() if not places.retired.isdisjoint(r.workers)]
+        gone = {replica.formed for replica in doomed} | set(self._behind.values())
+        remaining = sum(formed not in gone for formed in places.standing)
+        return doomed if remaining >= max(1, self.config.min_replicas) else []
 
     def _signal_roster(self, kind: SignalKind, effects: Effects) -> None:
         """Calls all who have a slot, survivors of broken replicas too: they may wait for others."""
-        self.call = effects.called = kind
+        self.call = kind
         for worker in self.roster.workers:
             if worker in self.members and worker not in self.waiting:
                 self._signal(worker, kind, effects)
@@ -270,13 +362,17 @@ class Membership:
             needed = self.config.min_replicas * self.config.workers_per_replica
             effects.short_of = 0 if self._formations == 0 else max(0, needed - here)
             return
-        self._regroup(list(places.standing.values()), places.ready, effects)
+        doomed = {replica.formed for replica in self._doomed()}
+        standing = [r for r in places.standing.values() if r.formed not in doomed]
+        self._regroup(standing, places.ready, effects)
 
     def _regroup(self, standing: list[Replica], ready: list[Replica], effects: Effects) -> None:
-        staying = [r for r in standing if all(self.waiting[w].step is not None for w in r.workers)]
+        able = [*standing, *ready]
+        staying = [r for r in able if all(self.waiting[w].step is not None for w in r.workers)]
         stays = {replica.formed for replica in staying}
-        joining = [r for r in (*standing, *ready) if r.formed not in stays]
-        step, commit, outcome = self._resolve([self.waiting[w] for r in staying for w in r.workers])
+        joining = [r for r in able if r.formed not in stays]
+        reports = [self.waiting[w] for r in able for w in r.workers] if staying else []
+        step, commit, outcome = self._resolve([r for r in reports if r.step is not None])
         lost = max(0, self.reached - step) if outcome == "restore" else 0
         if not staying:
             self.recorded = self.reached = step
@@ -288,7 +384,8 @@ class Membership:
             total_lanes=self.config.lanes,
             lanes_before=self.roster.lanes if self.call == "fault" and staying else None,
         )
-        effects.answers.update(self._runs(step, commit, {r.index for r in joining}, not staying))
+        self._seat_newcomers(joining if staying else [])
+        effects.answers.update(self._runs(step, commit, not staying))
         for worker in self.roster.workers:
             del self.waiting[worker]
         self._places.seat(self.roster.replicas)
@@ -297,12 +394,18 @@ class Membership:
             roster=self.roster, step=step, outcome=outcome, lost_steps=lost
         )
 
-    def _runs(
-        self, step: int, commit: Commit | None, joining: set[int], restore: bool
-    ) -> dict[str, Answer]:
+    def _seat_newcomers(self, newcomers: Sequence[Replica]) -> None:
+        """Those without state get it from the others; a source that failed before is passed by."""
+        self._newcomers = {replica.formed for replica in newcomers}
+        self._behind = {worker: r.formed for r in newcomers for worker in r.workers}
+        turn = sum(self._failed_heals.get(formed, 0) for formed in self._newcomers)
+        self._heals = plan_heals(self.roster, {r.index for r in newcomers}, turn)
+        self._heal_again = False
+
+    def _runs(self, step: int, commit: Commit | None, restore: bool) -> dict[str, Answer]:
         replicas = self.roster.replicas
         lanes = Packed(self.roster.lanes[replica.index] for replica in replicas)
-        heals = Packed(() if restore else plan_heals(self.roster, joining))
+        heals = Packed(self._heals)
         return {
             worker: Run(
                 generation=self.generation,

@@ -51,6 +51,8 @@ class Report:
     """Who it is."""
     built: int = 0
     """Number of the formation whose process group and model it holds; 0: none."""
+    rank: int = 0
+    """Rank, in its replica, of the state that it holds."""
     step: int | None = None
     """Steps in its state; None: it has no state."""
     in_step: bool = False
@@ -75,6 +77,8 @@ class Build:
     """This worker's rank in it."""
     step: int
     """Steps that the run has committed so far."""
+    keep: bool
+    """Go on with the state that this worker holds from a broken replica, in the same rank."""
     serial: int
     """Signals up to this one are settled."""
 

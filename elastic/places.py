@@ -29,6 +29,8 @@ class Places:
         """Workers of standing replicas that do not wait."""
         self.idle: set[str] = set()
         """Workers that wait and have no place: spares, survivors, replacements."""
+        self.retired: set[str] = set()
+        """Workers that get no place any more."""
         self._unbuilt: dict[int, set[str]] = {}
         self._of: dict[str, Replica] = {}
 
@@ -55,7 +57,7 @@ class Places:
         """A worker waits; `built` is the formation whose part it holds."""
         replica = self._of.get(worker)
         if replica is None:
-            self.idle.add(worker)
+            self._leave_idle([worker])
         elif replica.formed in self.standing:
             self.absent.discard(worker)
         elif built == replica.formed:
@@ -66,16 +68,31 @@ class Places:
     def lose(self, worker: str) -> Replica | None:
         """A worker is gone and waits no more. Returns the formation that breaks with it."""
         self.idle.discard(worker)
+        self.retired.discard(worker)
         replica = self._of.get(worker)
-        if replica is None:
+        return None if replica is None else self._dissolve(replica)
+
+    def retire(self, worker: str) -> Replica | None:
+        """A worker is to get no place any more; it keeps one in a standing replica for now.
+        Returns the formation that is given up for it."""
+        self.retired.add(worker)
+        self.idle.discard(worker)
+        replica = self._of.get(worker)
+        if replica is None or replica.formed in self.standing:
             return None
+        return self._dissolve(replica)
+
+    def _dissolve(self, replica: Replica) -> Replica | None:
         self.standing.pop(replica.formed, None)
         self._unbuilt.pop(replica.formed, None)
         for other in replica.workers:
             del self._of[other]
         self.absent.difference_update(replica.workers)
-        self.idle.update(other for other in replica.workers if other in self._here)
+        self._leave_idle([other for other in replica.workers if other in self._here])
         return self.forming.pop(replica.formed, None)
+
+    def _leave_idle(self, workers: Sequence[str]) -> None:
+        self.idle.update(worker for worker in workers if worker not in self.retired)
 
     def form(self, replicas: Sequence[Replica]) -> None:
         """Replicas begin to form, from idle workers."""
@@ -86,8 +103,12 @@ class Places:
             self.idle.difference_update(replica.workers)
 
     def seat(self, replicas: Sequence[Replica]) -> None:
-        """A roster of `replicas` stands, and its workers leave to train."""
+        """A roster of `replicas` stands, and its workers leave to train. Replicas of the one before
+        that are not in it are given up."""
+        formed = {replica.formed for replica in replicas}
+        for replica in [r for r in self.standing.values() if r.formed not in formed]:
+            self._dissolve(replica)
         self.standing = {replica.formed: replica for replica in replicas}
-        for formed in self.standing:
-            self.forming.pop(formed, None)
+        for number in self.standing:
+            self.forming.pop(number, None)
         self.absent = {worker for replica in replicas for worker in replica.workers}

@@ -4,9 +4,10 @@
          ──► Run: a part of a roster: heal or restore, train ──► join
          ──► Stop
 
-Spares wait in `join`. A worker whose replica breaks drops its model and joins again as a spare
-would. A worker whose own code fails reports the traceback and exits: a crash is the one way out
-that every peer notices at once.
+Spares wait in `join`. A worker whose replica breaks joins again as a spare would; it keeps its
+state until it is given another place, for the case that no replica is left whole. A worker whose
+own code fails reports the traceback and exits: a crash is the one way out that every peer notices
+at once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from elastic.job import Job
 from elastic.link import CoordinatorLink
 from elastic.messages import Build, Identity, Report, Run, Stop
 from trainer.backend.groups import Rendezvous, leave_replica_group, make_replica_group
-from trainer.engine import Engine
+from trainer.engine import Engine, HeldState
 from trainer.errors import NonFiniteError
 from trainer.heal import Newcomer, Source, Wire
 from trainer.lane_sums import LaneSums
@@ -62,8 +63,11 @@ class Worker:
         )
         self.link = CoordinatorLink(job.coordinator, self.identity, job)
         self.engine: Engine | None = None
+        self.held: HeldState | None = None
         self.sums: LaneSums | None = None
         self.progress: Progress | None = None
+        self.position: Progress | None = None
+        """Where it is in the run: `progress`, or, without state, how far it follows."""
         self.built = 0
         self.finished = False
         job.task.warm_up()
@@ -79,15 +83,22 @@ class Worker:
             if isinstance(answer, Stop):
                 self.stop(answer)
                 return
-            try:
-                if isinstance(answer, Build):
-                    self.build(answer)
-                else:
-                    self.train(answer)
-            except NonFiniteError as error:
-                self.link.fail(str(error))
-            except Exception:
-                self.recover(traceback.format_exc())
+            failure = self.follow(answer)
+            if failure is not None:  # by now its frames hold no process group any more
+                self.recover(failure)
+
+    def follow(self, answer: Build | Run) -> str | None:
+        """Does what the coordinator asks. Returns the traceback where an exception ended it."""
+        try:
+            if isinstance(answer, Build):
+                self.build(answer)
+            else:
+                self.train(answer)
+        except NonFiniteError as error:
+            self.link.fail(str(error))
+        except Exception:
+            return traceback.format_exc()
+        return None
 
     def report(self) -> Report:
         """What this worker has now."""
@@ -95,8 +106,9 @@ class Worker:
         return Report(
             identity=self.identity,
             built=self.built,
+            rank=self.rank,
             step=None if progress is None else progress.step,
-            in_step=progress is not None and progress.in_step,
+            in_step=self.position is not None and self.position.in_step,
             last=None if progress is None else progress.last,
             finished=self.finished,
         )
@@ -114,23 +126,37 @@ class Worker:
         own."""
         step = None if self.progress is None else self.progress.step
         if self.link.trouble(step, detail):
-            self.drop()
+            self.leave_replica()
             return
         sys.stderr.write(f"{self.identity.worker} failed and leaves the run:\n{detail}")
         sys.stderr.flush()
         os._exit(OWN_FAULT_EXIT_CODE)
 
-    def drop(self) -> None:
-        """Lets go of the model and of the replica's process group."""
-        self.engine = self.sums = self.progress = None
+    @property
+    def rank(self) -> int:
+        """Rank, in its replica, of the state that this worker has."""
+        holder = self.engine or self.held
+        return 0 if holder is None else holder.rank
+
+    def leave_replica(self) -> None:
+        """Lets go of the replica's model and process group. The state stays until another place is
+        given: it may be the last copy."""
+        if self.engine is not None and self.progress is not None:
+            self.held = self.engine.hold_state()
+        self.engine = self.sums = None
         self.built, self.finished = 0, False
         gc.collect()
         leave_replica_group()
 
+    def drop(self) -> None:
+        """Lets go of everything."""
+        self.leave_replica()
+        self.held = self.progress = self.position = None
+
     def build(self, answer: Build) -> None:
-        """Makes this worker's part of a new replica, without state. All workers of the replica do
-        it at once."""
-        self.drop()
+        """Makes this worker's part of a new replica, without state, or with the one it holds. All
+        workers of the replica do it at once."""
+        self.leave_replica() if answer.keep else self.drop()
         self.link.at_step(answer.step, "build")
         train = self.job.train
         mesh = make_replica_group(
@@ -150,6 +176,9 @@ class Worker:
             device=self.job.scaling.device,
             max_replicas=self.job.scaling.max_replicas,
         )
+        if self.held is not None:
+            self.engine.adopt(self.held)
+            self.held = None
         self.sums = LaneSums(self.job.lanes, self.engine.gradient.numel(), self.engine.device)
         self.built = answer.formed
 
@@ -159,21 +188,24 @@ class Worker:
         self.link.at_step(run.step, "regroup")
         cross = self.make_cross_group(run, self.engine)
         heal: Source | Newcomer | None = None
+        loop: TrainLoop | None = None
+        if run.position in dict(run.heals):
+            self.progress = None  # a peer lacks its state, so the whole replica takes it anew
         try:
             self.catch_up(run, cross)
             if run.restore:
                 self.progress = self.restore(self.engine, run.step)
             heal = self.begin_heal(run, self.engine)
-            progress = self.progress or Progress(step=run.step, last=run.commit)
-            loop = self.make_loop(run, cross, progress, heal)
-            outcome = loop.run()
+            self.position = self.progress or Progress(step=run.step, last=run.commit)
+            loop = self.make_loop(run, cross, self.position, heal)
+            self.finished = loop.run() == "finished"
         finally:
             cross.close()
             if heal is not None:
                 heal.close()
-        self.progress = progress if loop.newcomer is None else None
-        self.finished = outcome == "finished" and loop.newcomer is None
-        if self.finished:
+            if loop is not None and loop.newcomer is None:
+                self.progress = self.position
+        if self.finished and self.progress is not None:
             self.finish(run)
 
     def make_cross_group(self, run: Run, engine: Engine) -> CrossGroup:

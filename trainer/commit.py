@@ -63,7 +63,7 @@ class Commit:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def scale(self, clip_norm: float) -> float:
-        """What the summed gradient is multiplied by: mean over the tokens, and clipping (0: none)."""
+        """Factor on the summed gradient: the mean over the tokens, and clipping (0: none)."""
         factor = min(1.0, clip_norm / (self.grad_norm + 1e-6)) if clip_norm else 1.0
         return factor / max(1, self.tokens)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,20 @@ from trainer.schedule import learning_rate
 from trainer.task import PreparedTask
 
 PARAMETERS, MOMENTS = "param/", ("exp_avg/", "exp_avg_sq/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldState:
+    """What a worker keeps of a broken replica."""
+
+    rank: int
+    """Its rank there."""
+    tensors: dict[str, torch.Tensor]
+    """`Engine.state_tensors`."""
+    gradient: torch.Tensor
+    """The reduced gradient of the step in progress; whole where the step was committed."""
+    optimizer_steps: int
+    """Steps that reached the weights."""
 
 
 class Engine:
@@ -242,6 +256,24 @@ class Engine:
             for name, tensor in tensors.items()
             if name.split("/", 1)[1] not in replicated
         ]
+
+    def hold_state(self) -> HeldState:
+        """The state without the model, which would keep the replica's process group alive."""
+        return HeldState(
+            rank=self.rank,
+            tensors=self.state_tensors(),
+            gradient=self.gradient,
+            optimizer_steps=self.optimizer_steps,
+        )
+
+    @torch.no_grad()
+    def adopt(self, held: HeldState) -> None:
+        """Takes over the state and the reduced gradient that an engine of the same rank had."""
+        mine = self.state_tensors()
+        torch._foreach_copy_(list(mine.values()), [held.tensors[name] for name in mine])
+        self.gradient.copy_(held.gradient)
+        self.optimizer_steps = held.optimizer_steps
+        self.forget_initial_weights()
 
     def load(self, reader: Reader, *, optimizer_steps: int) -> None:
         """Fills the state from a checkpoint, reading only this worker's boxes."""

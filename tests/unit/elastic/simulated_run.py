@@ -40,6 +40,8 @@ class Plan:
     """Workers that do not follow a call, and are written off before they are killed."""
     flakes: int
     """Collectives across replicas that fail, and heals that arrive damaged, with nobody dead."""
+    drains: int
+    """Workers whose machine will go."""
     silent: bool
     """A death does not wake those who wait across replicas: a signal has to."""
     by_priority: bool
@@ -64,6 +66,7 @@ class Plan:
             kills=rng.randint(0, 4),
             write_offs=rng.choice([0, 0, 2]),
             flakes=rng.choice([0, 0, 2]),
+            drains=rng.choice([0, 0, 1, 3]),
             silent=rng.random() < 0.5,
             by_priority=rng.random() < 0.5,
         )
@@ -105,6 +108,10 @@ class World:
         self.vacant: list[int] = list(range(plan.start_workers))
         """Ranks that Ray will start a worker for."""
         self.kills, self.write_offs, self.flakes = plan.kills, plan.write_offs, plan.flakes
+        self.drains = plan.drains
+        self.drained: set[str] = set()
+        self.copies: dict[tuple[int, str], Applied] = {}
+        """(generation, worker) -> the state that it sends to newcomers."""
         self.trace: list[str] = []
         self.outcomes: list[str] = []
         self._arrivals = 0
@@ -142,6 +149,8 @@ class World:
                 yield "hear", name, partial(self._hear, worker)
             if worker.writing is not None:
                 yield "write", name, partial(self._written, worker)
+            if worker.source in self.copies and worker.arrived is None:
+                yield "state", name, partial(self._state_arrives, worker)
             if worker.records and worker.run is not None and worker.run.lead:
                 yield "flush", name, partial(self._flush, worker)
         for name in self.joins:
@@ -158,6 +167,15 @@ class World:
 
     def _flush(self, worker: SimWorker) -> bool:
         worker.flush()
+        return True
+
+    def _state_arrives(self, worker: SimWorker) -> bool:
+        if worker.source[1] in self.dead or worker.heal_failed:
+            return False
+        if self.flake():
+            worker.heal_failed = True
+        else:
+            worker.arrived = self.copies[worker.source]
         return True
 
     def _move(self, worker: SimWorker) -> bool:
@@ -191,11 +209,24 @@ class World:
             self.kills -= 1
             for name in self._victims():
                 self.kill(name)
+        if self.drains and self.rng.random() < 0.02 and self.membership.stopped is None:
+            self.drains -= 1
+            self._drain()
         if self.write_offs and self.membership.call == "fault" and self.rng.random() < 0.2:
             absent = sorted(self.membership.called_away - set(self.dead))
             if absent:
                 self.write_offs -= 1
                 self._write_off(self.rng.choice(absent))
+
+    def _drain(self) -> None:
+        alive = [n for n in self.membership.members if n not in self.dead and n not in self.lost]
+        if alive:
+            name = self.rng.choice(sorted(alive))
+            self.trace.append(f"DRAIN {name}")
+            self.drained.add(name)
+            self.membership.drain(name)
+            self.condemned.append(name)
+            self._advance()
 
     def _victims(self) -> list[str]:
         alive = [n for n, worker in self.workers.items() if n not in self.dead and not worker.done]
@@ -229,9 +260,20 @@ class World:
 
     def _execute(self, name: str) -> bool:
         self.condemned.remove(name)
+        self.trace.append(f"execute {name}")
         if name not in self.dead and not self.workers[name].done:
             self.kill(name)
         return True
+
+    def caught_up(self, worker: SimWorker) -> None:
+        self.membership.caught_up(worker.name)
+        self._advance()
+
+    def heal_failed(self, worker: SimWorker) -> None:
+        if self.membership.heal_failed(worker.name) >= 3:
+            self.condemned.append(worker.name)
+            self._lose(worker.name)
+        self._advance()
 
     def any_gone(self, channel: Channel) -> bool:
         return any(name in self.dead or name in channel.closed for name in channel.members)
