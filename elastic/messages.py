@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic.events import StepRecord
+from elastic.events import Cause, StepRecord
 from trainer.commit import Commit
 
 SignalKind = Literal["fault", "boundary"]
@@ -23,6 +23,20 @@ class Identity:
     """Ray's id of its node."""
     pid: int
     """Its process on that node."""
+    heartbeat_fd: int | None = None
+    """Descriptor of its heartbeat in that process (`health.heartbeat`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """A worker's process that ended, or that was killed because it was as good as dead."""
+
+    worker: str
+    """Name of the worker."""
+    cause: Cause
+    """What happened to it."""
+    detail: str
+    """The evidence in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
