@@ -18,7 +18,7 @@ from tiny import Outcome, fit, tiny_trainer
 
 from checkpointing import CheckpointConfig
 
-STEPS, FREEZE_AFTER = 150, 10
+STEPS, FREEZE_AFTER = 90, 5
 DETECTION_S = 2.0
 DEADLINE_S = 120.0
 
@@ -57,7 +57,9 @@ def undisturbed(
     cluster: None, text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], Outcome]:
     storage = tmp_path_factory.mktemp("undisturbed")
-    return functools.cache(lambda: fit(tiny_trainer(text, storage, shard=2, steps=STEPS)))
+    return functools.cache(
+        lambda: fit(tiny_trainer(text, storage, shard=2, replicas=1, steps=STEPS))
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_a_frozen_worker(
             replicas=replicas,
             spares=1,
             steps=STEPS,
-            checkpoint=CheckpointConfig(every_steps=50),
+            checkpoint=CheckpointConfig(every_steps=30),
         )
     )
     lost = [e for e in lines(tmp_path / "run" / "events.jsonl") if e["kind"] == "worker_lost"]
