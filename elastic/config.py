@@ -71,12 +71,28 @@ class HealthConfig:
     """Workers lost, spares included, with no step committed in between, that end the run."""
     max_same_step_errors: int = 2
     """Exceptions in user code at one step, on whichever worker, that end the run."""
+    freeze_timeout_s: float = 10.0
+    """A worker whose heartbeat stands still for this long is killed. It does so while code holds
+    the interpreter's lock without a break, so this must be longer than any such code takes. A
+    worker that a signal has stopped is killed within half a second."""
+    node_beat_s: float = 0.5
+    """How often a node says that it is there."""
+    node_timeout_s: float = 5.0
+    """A node that was not heard for this long is lost; cut off from the coordinator for as long, it
+    ends its workers itself."""
 
     def check(self) -> None:
-        """Raises ConfigError where a bound is not positive."""
+        """Raises ConfigError where a bound is not positive, or two contradict each other."""
         for name, value in vars(self).items():
             if value <= 0:
                 raise ConfigError(f"health.{name}", value, "not positive", "Use a positive number")
+        if self.node_timeout_s <= 2 * self.node_beat_s:
+            raise ConfigError(
+                "health.node_timeout_s",
+                self.node_timeout_s,
+                f"one late beat of node_beat_s = {self.node_beat_s:g} would lose a node",
+                f"Use more than {2 * self.node_beat_s:g}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

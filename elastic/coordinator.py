@@ -22,14 +22,14 @@ import ray
 
 from checkpointing import CheckpointConfig, Receipt
 from elastic import events
+from elastic.agents import NodeAgents
 from elastic.config import HealthConfig
 from elastic.failure import Loss, decide_failure
 from elastic.faults import Fault, FaultPlan
 from elastic.membership import Effects, GroupConfig, Membership, Regrouped
-from elastic.messages import Answer, Identity, Report, Signal, Stop
-from elastic.node_agent import NodeAgent
+from elastic.messages import Answer, Death, Identity, Report, Signal, Stop
 from elastic.publisher import Publisher
-from elastic.ray_compat import host_store, start_actor
+from elastic.ray_compat import host_store
 from elastic.records import RunPaths
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Coordinator:
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._signals: dict[str, Signal] = {}
         self._news = asyncio.Condition()
-        self._agents: dict[str, Any] = {}
+        self._agents = NodeAgents(config.health, (self.host, self.port))
         self._watches: dict[str, Any] = {}
         self._started: dict[str, Identity] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -126,14 +126,12 @@ class Coordinator:
             )
         )
         self._started[identity.worker] = identity
-        if identity.node not in self._agents:
-            me = ray.get_runtime_context().current_actor
-            self._agents[identity.node] = start_actor(
-                NodeAgent, me, node=identity.node, max_concurrency=8
-            )
-            self._spawn(self._await_node(identity.node))
-        watching = self._agents[identity.node].watch.remote(identity.worker, identity.pid)
-        self._watches[identity.worker] = watching
+        if self._hellos == 1:
+            self._spawn(self._check_leases())
+        token = self._agents.start(identity.node, ray.get_runtime_context().current_actor)
+        if token is not None:
+            self._spawn(self._await_agent(identity.node, token))
+        self._watches[identity.worker] = self._agents.watch(identity)
         return self.host, self.port
 
     async def join(self, report: Report) -> Answer:
@@ -219,7 +217,7 @@ class Coordinator:
                 step, name = self.membership.recorded - 1, str(fault)
                 self._note(events.FaultFired(time=time.time(), fault=name, step=step, worker=spare))
                 number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
-                self._agents[self.membership.members[spare].node].signal.remote(spare, number)
+                self._agents.signal(self.membership.members[spare], number)
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -320,9 +318,21 @@ class Coordinator:
 
     # -- deaths ------------------------------------------------------------------------------------
 
-    async def worker_died(self, worker: str, detail: str) -> None:
-        """A node agent saw a worker's process end."""
-        await self._lose(worker, "crash", detail, None)
+    async def beat(self, node: str, token: str, deaths: list[Death]) -> bool:
+        """A node's agent says that the node is there, and which workers died since its last word.
+
+        Returns:
+            False: the node was written off; the agent ends its workers and leaves.
+        """
+        if not self._agents.renew(node, token):
+            return False
+        for death in deaths:
+            await self.worker_died(death.worker, death.detail, death.cause)
+        return True
+
+    async def worker_died(self, worker: str, detail: str, cause: events.Cause) -> None:
+        """A worker's process has ended, or was killed for good reason."""
+        await self._lose(worker, cause, detail, None)
 
     async def _lose(self, worker: str, cause: events.Cause, detail: str, step: int | None) -> None:
         slot = self.membership.slot_name(worker)
@@ -354,15 +364,29 @@ class Coordinator:
             self.membership.stopped = Stop(error=error)
         await self._advance()
 
-    async def _await_node(self, node: str) -> None:
+    async def _await_agent(self, node: str, token: str) -> None:
         """Ends when the node's agent does: its workers are lost with it."""
-        try:
-            await self._agents[node].wait.remote()
-        except Exception as error:
-            self._agents.pop(node, None)
-            for worker, identity in list(self._started.items()):
-                if identity.node == node:
-                    await self._lose(worker, "node", type(error).__name__, None)
+        end = await self._agents.outlive(node)
+        if self._agents.forget(node, token):
+            await self._lose_node(node, f"its node agent is gone: {end}")
+
+    async def _check_leases(self) -> None:
+        """Loses the nodes that were not heard of in time, for as long as the run lasts."""
+        while True:
+            await asyncio.sleep(self._agents.check_interval_s)
+            for node, age_s in self._agents.overdue(time.monotonic()).items():
+                self._agents.forget(node)
+                limit_s = self.config.health.node_timeout_s
+                await self._lose_node(
+                    node,
+                    f"its node was not heard for {age_s:.1f} s "
+                    f"(health.node_timeout_s = {limit_s:g})",
+                )
+
+    async def _lose_node(self, node: str, detail: str) -> None:
+        for worker, identity in list(self._started.items()):
+            if identity.node == node:
+                await self._lose(worker, "node", detail, None)
 
     async def _kill_laggards(self, called: frozenset[str]) -> None:
         """Writes off the workers that did not follow a call in time, and ends their processes."""
@@ -375,9 +399,8 @@ class Coordinator:
                 await self._lose(worker, "hang", detail, None)
 
     def _kill(self, worker: str) -> None:
-        node = self._started[worker].node
-        if node in self._agents:
-            self._agents[node].signal.remote(worker, signal.SIGKILL)
+        if worker in self._started:
+            self._agents.signal(self._started[worker], signal.SIGKILL)
 
     # -- effects -----------------------------------------------------------------------------------
 

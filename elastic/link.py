@@ -23,13 +23,15 @@ from elastic import events
 from elastic.faults import InjectedError
 from elastic.job import Job
 from elastic.messages import Answer, Build, Identity, Report, Run
+from health.heartbeat import NO_PHASE, NO_STEP, Heartbeat
 from trainer.commit import Commit
 from trainer.engine import Engine
 from trainer.heal import Newcomer
-from trainer.phases import Phase
+from trainer.phases import PHASES, Phase
 
 log = logging.getLogger(__name__)
 
+_PHASE_NUMBERS: dict[str, int] = {phase: number for number, phase in enumerate(PHASES)}
 _REPORT_INTERVAL_S = 0.2
 _RECORDS_KEPT = 10_000
 _RECENT_MOST = 500
@@ -43,10 +45,14 @@ class CoordinatorLink:
         coordinator: the run's coordinator actor.
         identity: who this worker is.
         job: what the run is about.
+        heartbeat: shows what this worker does.
     """
 
-    def __init__(self, coordinator: Any, identity: Identity, job: Job) -> None:
+    def __init__(
+        self, coordinator: Any, identity: Identity, job: Job, heartbeat: Heartbeat
+    ) -> None:
         self._coordinator, self._identity, self._job = coordinator, identity, job
+        self._heartbeat = heartbeat
         self._called = {"fault": 0, "boundary": 0}
         self._settled = 0
         self._run: Run | None = None
@@ -65,11 +71,15 @@ class CoordinatorLink:
 
     def join(self, report: Report) -> Answer:
         """Waits in the coordinator for what to do next."""
+        step = NO_STEP if report.step is None else report.step
+        self._mark(step, "wait")
         with self._sending:  # what is being sent has arrived, and what is left is shown
             call = self._coordinator.join.remote(self._with_recent(report))
         answer: Answer = ray.get(call)
         with self._sending:
             self._take_on(answer)
+        kinds = {Build: "build", Run: "regroup"}
+        self._mark(step, kinds.get(type(answer), "shutdown"))
         self._settled = getattr(answer, "serial", self._settled)
         return answer
 
@@ -109,10 +119,14 @@ class CoordinatorLink:
 
     def at_step(self, step: int, phase: Phase) -> None:
         """See Link."""
+        self._mark(step, phase)
         if self._job.faults and self._slot is not None:
             for index, fault in enumerate(self._job.faults):
                 if fault.due(step, phase) and self._slot in fault.targets(self._job.slots):
                     self._fire(index, step)
+
+    def _mark(self, step: int, phase: str) -> None:
+        self._heartbeat.mark(step, _PHASE_NUMBERS.get(phase, NO_PHASE))
 
     def committed(self, commit: Commit, lr: float, applied: bool) -> None:
         """See Link."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-from elastic.events import StepRecord
+from elastic.events import Cause, StepRecord
 from trainer.commit import Commit
 
 T = TypeVar("T")
@@ -41,6 +41,20 @@ class Identity:
     """Ray's id of its node."""
     pid: int
     """Its process on that node."""
+    heartbeat_fd: int | None = None
+    """Descriptor of its heartbeat in that process (`health.heartbeat`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """A worker's process that ended, or that was killed because it was as good as dead."""
+
+    worker: str
+    """Name of the worker."""
+    cause: Cause
+    """What happened to it."""
+    detail: str
+    """The evidence in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)

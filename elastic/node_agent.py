@@ -1,57 +1,143 @@
-"""One actor per node that sees its workers' processes end, at once and without polling.
+"""One actor per node: it watches the node's workers, and it is the node's word that it is there.
 
-The kernel makes a pidfd readable when its process ends, so a death reaches the coordinator within
-milliseconds, long before a socket timeout or Ray's own health check.
+It tells the coordinator of every worker that ended or froze (`process_watch.py`), in the same small
+call, twice a second at least, that renews the node's lease. What was not acknowledged is told
+again.
+
+Where no renewal comes through for the length of a lease, the node is cut off: the coordinator has
+written its workers off, or is about to. So the agent kills them; they neither train on nor publish
+anything. The other way round, an agent that was written off hears so in the answer to its next
+call, ends what is left, and itself.
+
+    lease runs out at the coordinator: its workers are lost, it is forgotten ──► False to its beats
+    lease runs out here: the workers are killed ──► their deaths wait to be told
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import select
-import signal
+import socket
 import threading
+import time
 from typing import Any
+
+import ray
+
+from elastic.config import HealthConfig
+from elastic.messages import Death, Identity
+from elastic.process_watch import ProcessWatch
+from health.lease import AwakeClock
+
+_SAMPLE_INTERVAL_S = 0.2
+_TELL_INTERVAL_S = 0.02
+"""How often to look for the answer to a call while news waits for it."""
+_PROBE_TIMEOUT_S = 1.0
 
 
 class NodeAgent:
-    """Watches the workers of its node. The coordinator makes one per node and calls it.
+    """See the module. The coordinator makes one per node.
 
     Args:
-        coordinator: handle of the coordinator actor, told of every process that ends.
+        coordinator: handle of the coordinator actor.
+        node: Ray's id of this node.
+        token: tells this agent from others that the node may have had.
+        address: host and port on which the coordinator's process listens.
+        health: bounds.
     """
 
-    def __init__(self, coordinator: Any) -> None:
-        self._coordinator = coordinator
-        self._watched: dict[int, tuple[str, int]] = {}
-        self._poll = select.epoll()
-        threading.Thread(target=self._run, name="pidfd-watch", daemon=True).start()
+    def __init__(
+        self,
+        coordinator: Any,
+        node: str,
+        token: str,
+        address: tuple[str, int],
+        health: HealthConfig,
+    ) -> None:
+        self._coordinator, self._node, self._token = coordinator, node, token
+        self._address, self._health = address, health
+        self._processes = ProcessWatch(health.freeze_timeout_s)
+        self._clock = AwakeClock(_SAMPLE_INTERVAL_S)
+        self._deaths: list[Death] = []
+        self._call: Any = None
+        self._told = 0
+        """Deaths in that call."""
+        self._sent_s = -health.node_beat_s
+        self._renewed_s = 0.0
+        self._run_over = False
+        threading.Thread(target=self._run, name="node-agent", daemon=True).start()
 
-    def watch(self, worker: str, pid: int) -> None:
-        """Reports when process `pid`, which is `worker`, ends; at once where it already has."""
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._coordinator.worker_died.remote(
-                worker, "its process was gone when the watch began"
-            )
-            return
-        self._watched[fd] = (worker, pid)
-        self._poll.register(fd, select.EPOLLIN)
+    def watch(self, identity: Identity) -> None:
+        """Watches a worker of this node from now on; reports it at once where it has ended."""
+        self._processes.watch(identity.worker, identity.pid, identity.heartbeat_fd)
 
     def signal(self, worker: str, number: int) -> None:
         """Sends a signal to the process of `worker`, if it is one of this node's and still runs."""
-        for fd, (name, _) in list(self._watched.items()):
-            if name == worker:
-                signal.pidfd_send_signal(fd, number)
+        self._processes.signal(worker, number)
 
     def wait(self) -> None:
-        """Never returns: a pending call to it fails when this agent's node is lost."""
+        """Never returns: a pending call to it fails when this agent is lost."""
         threading.Event().wait()
 
     def _run(self) -> None:
+        sampled_s = 0.0
         while True:
-            for fd, _ in self._poll.poll():
-                self._poll.unregister(fd)
-                worker, pid = self._watched.pop(fd)
-                os.close(fd)
-                self._coordinator.worker_died.remote(worker, f"process {pid} ended")
+            waiting = self._deaths and not self._run_over
+            pause_s = _TELL_INTERVAL_S if waiting else _SAMPLE_INTERVAL_S
+            self._deaths += self._processes.ended(pause_s)
+            now_s = self._clock.tick(time.monotonic())
+            if now_s - sampled_s >= _SAMPLE_INTERVAL_S:
+                self._deaths += self._processes.frozen(now_s)
+                sampled_s = now_s
+            if not self._run_over:
+                self._renew(now_s)
+
+    def _renew(self, now_s: float) -> None:
+        """Takes the answer to the last call, and makes the next one where it is time."""
+        self._take_answer()
+        due = self._deaths or now_s - self._sent_s >= self._health.node_beat_s
+        if self._call is None and due:
+            self._told, self._sent_s = len(self._deaths), now_s
+            self._call = self._coordinator.beat.remote(self._node, self._token, self._deaths)
+        silent_s = now_s - self._renewed_s
+        if silent_s > self._health.node_timeout_s and not self._run_over:
+            self._fence(silent_s)
+
+    def _take_answer(self) -> None:
+        if self._call is None or not ray.wait([self._call], timeout=0)[0]:
+            return
+        call, self._call = self._call, None
+        try:
+            kept = ray.get(call)
+        except ray.exceptions.ActorDiedError:
+            self._run_over = True  # the coordinator is gone for good; Ray ends the workers
+            return
+        except ray.exceptions.RayError:
+            return  # not reached, or restarting: told again with the next call
+        if not kept:
+            self._leave()
+        del self._deaths[: self._told]
+        self._renewed_s = self._sent_s
+
+    def _fence(self, silent_s: float) -> None:
+        """Kills the workers where this node is cut off; a coordinator that is only slow cuts off
+        nobody."""
+        if not _answers(self._address):
+            detail = (
+                f"its node could not reach the coordinator for {silent_s:.1f} s "
+                f"(health.node_timeout_s = {self._health.node_timeout_s:g})"
+            )
+            self._deaths += self._processes.kill_all("node", detail)
+
+    def _leave(self) -> None:
+        """The node was written off: ends its workers and this actor."""
+        self._processes.kill_all("node", "its node was written off")
+        os._exit(0)
+
+
+def _answers(address: tuple[str, int]) -> bool:
+    """Whether somebody listens at `address`. The kernel answers for a process that is busy."""
+    with contextlib.suppress(OSError):
+        socket.create_connection(address, timeout=_PROBE_TIMEOUT_S).close()
+        return True
+    return False

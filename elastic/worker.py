@@ -27,6 +27,7 @@ from elastic.errors import RunFailedError
 from elastic.job import Job
 from elastic.link import CoordinatorLink
 from elastic.messages import Build, Identity, Report, Run, Stop
+from health.heartbeat import Heartbeat
 from trainer.backend.groups import Rendezvous, leave_replica_group, make_replica_group
 from trainer.engine import Engine, HeldState
 from trainer.errors import NonFiniteError
@@ -50,18 +51,20 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self.job = job
         torch.set_num_threads(max(1, int(job.scaling.cpus_per_worker)))
+        heartbeat = Heartbeat()
         rank = ray.train.get_context().get_world_rank()
         self.identity = Identity(
             worker=f"w{rank}-{uuid.uuid4().hex[:6]}",
             rank=rank,
             node=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
+            heartbeat_fd=heartbeat.fd,
         )
         host, port = ray.get(job.coordinator.hello.remote(self.identity))
         self.rendezvous = Rendezvous(
             host=host, port=port, timeout_s=job.health.collective_timeout_s
         )
-        self.link = CoordinatorLink(job.coordinator, self.identity, job)
+        self.link = CoordinatorLink(job.coordinator, self.identity, job, heartbeat)
         self.engine: Engine | None = None
         self.held: HeldState | None = None
         self.sums: LaneSums | None = None

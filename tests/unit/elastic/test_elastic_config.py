@@ -59,6 +59,16 @@ def test_every_bound_of_health_must_be_positive(name: str, value: float) -> None
     assert str(caught.value) == f"health.{name} = {value}: not positive. Use a positive number."
 
 
+def test_one_late_beat_may_not_lose_a_node() -> None:
+    HealthConfig(node_beat_s=1.0, node_timeout_s=2.1).check()
+    with pytest.raises(ConfigError) as caught:
+        HealthConfig(node_beat_s=1.0, node_timeout_s=2.0).check()
+    assert str(caught.value) == (
+        "health.node_timeout_s = 2.0: one late beat of node_beat_s = 1 would lose a node. "
+        "Use more than 2."
+    )
+
+
 def test_what_ray_reserves_for_a_worker() -> None:
     assert ScalingConfig(cpus_per_worker=2).resources_per_worker == {"CPU": 2}
     gpu = ScalingConfig(device="cuda", cpus_per_worker=0)

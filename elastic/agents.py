@@ -1,0 +1,103 @@
+"""The run's node agents, as the coordinator knows them: who holds a lease, and who let it run
+out."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.config import HealthConfig
+from elastic.messages import Identity
+from elastic.node_agent import NodeAgent
+from elastic.ray_compat import start_actor
+from health.lease import AwakeClock, decide_lost_nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Agent:
+    """A node agent."""
+
+    token: str
+    """Tells it from others that the node may have had."""
+    handle: Any
+    """The actor."""
+
+
+class NodeAgents:
+    """At most one agent for each node. All methods are immediate, except `outlive`.
+
+    Args:
+        health: bounds.
+        address: host and port on which the coordinator's process listens.
+    """
+
+    def __init__(self, health: HealthConfig, address: tuple[str, int]) -> None:
+        self._health, self._address = health, address
+        self._agents: dict[str, _Agent] = {}
+        self._renewed_s: dict[str, float] = {}
+        self.check_interval_s = health.node_beat_s / 2
+        """How often to call `overdue`."""
+        self._clock = AwakeClock(self.check_interval_s)
+
+    def start(self, node: str, coordinator: Any) -> str | None:
+        """Starts the node's agent where it has none. Its lease begins with its first beat.
+
+        Returns:
+            The new agent's token; None where there is one.
+        """
+        if node in self._agents:
+            return None
+        token = uuid.uuid4().hex
+        handle = start_actor(
+            NodeAgent,
+            coordinator,
+            node,
+            token,
+            self._address,
+            self._health,
+            node=node,
+            max_concurrency=8,
+        )
+        self._agents[node] = _Agent(token=token, handle=handle)
+        return token
+
+    def watch(self, identity: Identity) -> Any:
+        """Has a worker watched. Returns what to await until it is."""
+        return self._agents[identity.node].handle.watch.remote(identity)
+
+    def signal(self, identity: Identity, number: int) -> None:
+        """Sends a signal to a worker's process, where its node has an agent."""
+        agent = self._agents.get(identity.node)
+        if agent is not None:
+            agent.handle.signal.remote(identity.worker, number)
+
+    async def outlive(self, node: str) -> str:
+        """Waits for the end of the node's agent. Returns what became of it."""
+        try:
+            await self._agents[node].handle.wait.remote()
+        except Exception as error:
+            return type(error).__name__
+        return "it returned"
+
+    def renew(self, node: str, token: str) -> bool:
+        """Renews the lease of a node. Returns False for an agent that was forgotten."""
+        agent = self._agents.get(node)
+        if agent is None or agent.token != token:
+            return False
+        self._renewed_s[node] = self._clock.awake_s
+        return True
+
+    def overdue(self, now_s: float) -> dict[str, float]:
+        """Nodes whose lease has run out by `now_s` of the monotonic clock, with its age."""
+        awake_s = self._clock.tick(now_s)
+        return decide_lost_nodes(self._renewed_s, awake_s, self._health.node_timeout_s)
+
+    def forget(self, node: str, token: str | None = None) -> bool:
+        """Forgets the node's agent; with `token`, only that one. Returns whether it was known."""
+        agent = self._agents.get(node)
+        if agent is None or token not in (None, agent.token):
+            return False
+        del self._agents[node]
+        self._renewed_s.pop(node, None)
+        return True

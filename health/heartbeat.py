@@ -1,0 +1,106 @@
+"""A worker's heartbeat: a record in memory that its node agent can read and that costs the worker
+nothing.
+
+Two hands write it. The training loop marks each phase that it enters: a few stores into mapped
+memory, no call to the system, no lock. A thread beats ten times a second, for as long as the
+process runs and somebody else gets the interpreter's lock (GIL) now and then. So a beat that does
+not change means a process that is stopped, stuck in the kernel, or stuck with the lock held.
+
+The memory is a file without a name (memfd): who knows the process and the descriptor's number can
+open it under /proc, and the kernel frees it with its last user. Nothing is left behind, however the
+process ends. Times are of the monotonic clock, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+import time
+from dataclasses import dataclass
+
+BEAT_INTERVAL_S = 0.1
+"""Between two beats of the thread."""
+
+NO_STEP = -1
+"""Shown before a worker has a step."""
+
+NO_PHASE = -1
+"""Shown for a phase without a number."""
+
+# Native alignment: each number is one aligned eight-byte store, so none is ever seen half written.
+_MARK = struct.Struct("@qqqd")
+_BEAT = struct.Struct("@d")
+_RECORD = struct.Struct("@qqqdd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a heartbeat shows. Marks are not atomic: a reader may see the step of one mark with the
+    phase of the next."""
+
+    serial: int
+    """Marks so far; 0: none yet."""
+    step: int
+    """Step the worker is in, `NO_STEP` where it has none."""
+    phase: int
+    """Number of the phase it entered last."""
+    phase_s: float
+    """When it entered it, on the monotonic clock."""
+    beat_s: float
+    """When the thread beat last, on the monotonic clock."""
+
+
+def parse_record(data: bytes) -> Record:
+    """The record in `data`, which has the size of one."""
+    serial, step, phase, phase_s, beat_s = _RECORD.unpack(data)
+    return Record(serial=serial, step=step, phase=phase, phase_s=phase_s, beat_s=beat_s)
+
+
+class Heartbeat:
+    """The worker's side. It beats from its construction on until the process ends."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("elastictrainer-heartbeat")
+        os.ftruncate(self.fd, _RECORD.size)
+        self._memory = mmap.mmap(self.fd, _RECORD.size)
+        self._serial = 0
+        self._beat()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def mark(self, step: int, phase: int) -> None:
+        """The worker enters a phase. Called by one thread only; on the step path."""
+        self._serial += 1
+        _MARK.pack_into(self._memory, 0, self._serial, step, phase, time.monotonic())
+
+    def _beat(self) -> None:
+        _BEAT.pack_into(self._memory, _MARK.size, time.monotonic())
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(BEAT_INTERVAL_S)
+            self._beat()
+
+
+class HeartbeatReader:
+    """The node agent's side.
+
+    Args:
+        pid: the worker's process.
+        fd: number of the heartbeat's descriptor in it (`Heartbeat.fd`).
+
+    Raises:
+        OSError: there is no such process or descriptor, or it belongs to another user.
+    """
+
+    def __init__(self, pid: int, fd: int) -> None:
+        self._file = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self) -> Record:
+        """The record now."""
+        return parse_record(os.pread(self._file, _RECORD.size, 0))
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        os.close(self._file)

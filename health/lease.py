@@ -1,0 +1,48 @@
+"""Leases: a node counts as there for as long as it says so in time. Pure.
+
+The node's agent renews its lease at the coordinator. Each side measures for itself how long no
+renewal came through, and each on a clock that stands still while it was itself held up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class AwakeClock:
+    """Time in which its owner was awake to see things happen.
+
+    The owner ticks it about every `interval_s`. Where a tick comes much later, the owner was not
+    scheduled (machine overloaded or suspended, its own thread busy), and could not have seen what
+    it was waiting for: of such a gap, twice the interval counts.
+
+    Args:
+        interval_s: how often the owner means to tick it.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._most_s = 2 * interval_s
+        self._last_s: float | None = None
+        self.awake_s = 0.0
+        """Time awake up to the latest tick."""
+
+    def tick(self, now_s: float) -> float:
+        """Advances to `now_s` of the monotonic clock. Returns the time awake."""
+        if self._last_s is not None:
+            self.awake_s += min(now_s - self._last_s, self._most_s)
+        self._last_s = now_s
+        return self.awake_s
+
+
+def decide_lost_nodes(
+    renewed_s: Mapping[str, float], awake_s: float, timeout_s: float
+) -> dict[str, float]:
+    """Nodes whose lease has run out, with the seconds since its last renewal.
+
+    Args:
+        renewed_s: node -> when its lease was renewed last.
+        awake_s: now. Both are times awake of the one who decides.
+        timeout_s: how long a lease lasts.
+    """
+    ages = {node: awake_s - last_s for node, last_s in renewed_s.items()}
+    return {node: age_s for node, age_s in ages.items() if age_s > timeout_s}

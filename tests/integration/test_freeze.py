@@ -1,0 +1,96 @@
+"""A worker that freezes, with its connections open, is found and replaced within moments, and the
+run ends with the weights of an undisturbed one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import Outcome, fit, tiny_trainer
+
+from checkpointing import CheckpointConfig
+
+STEPS, FREEZE_AFTER = 90, 5
+DETECTION_S = 2.0
+DEADLINE_S = 120.0
+
+Run = Callable[..., Outcome]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Whole records of a file that is being written."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+class Freezer(threading.Thread):
+    """Stops a worker's process once the run has come to step `FREEZE_AFTER`."""
+
+    def __init__(self, root: Path, *, spare: bool) -> None:
+        super().__init__(daemon=True)
+        self.root, self.spare = root, spare
+        self.worker, self.time = "", 0.0
+
+    def run(self) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while len(lines(self.root / "steps.jsonl")) < FREEZE_AFTER:
+            assert time.monotonic() < deadline, "the run did not get that far"
+            time.sleep(0.01)
+        events = lines(self.root / "events.jsonl")
+        placed = {w for e in events if e["kind"] == "replica_forming" for w in e["workers"]}
+        pids = {e["worker"]: e["pid"] for e in events if e["kind"] == "worker_joined"}
+        self.worker = next(w for w in pids if (w in placed) is not self.spare)
+        self.time = time.time()
+        os.kill(pids[self.worker], signal.SIGSTOP)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    cluster: None, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], Outcome]:
+    storage = tmp_path_factory.mktemp("undisturbed")
+    return functools.cache(
+        lambda: fit(tiny_trainer(text, storage, shard=2, replicas=1, steps=STEPS))
+    )
+
+
+@pytest.mark.parametrize(
+    ("replicas", "spare"),
+    [
+        pytest.param(1, False, id="one_replica"),
+        pytest.param(2, False, id="two_replicas", marks=pytest.mark.slow),
+        pytest.param(2, True, id="spare", marks=pytest.mark.slow),
+    ],
+)
+def test_a_frozen_worker(
+    undisturbed: Callable[[], Outcome], text: Path, tmp_path: Path, replicas: int, spare: bool
+) -> None:
+    freezer = Freezer(tmp_path / "run", spare=spare)
+    freezer.start()
+    broken = fit(
+        tiny_trainer(
+            text,
+            tmp_path,
+            shard=2,
+            replicas=replicas,
+            spares=1,
+            steps=STEPS,
+            checkpoint=CheckpointConfig(every_steps=30),
+        )
+    )
+    lost = [e for e in lines(tmp_path / "run" / "events.jsonl") if e["kind"] == "worker_lost"]
+    assert [(e["worker"], e["cause"]) for e in lost] == [(freezer.worker, "hang")]
+    assert "stopped by a signal" in lost[0]["detail"]
+    assert 0 < lost[0]["time"] - freezer.time < DETECTION_S
+    whole = undisturbed()
+    assert broken.params == whole.params
+    assert broken.samples == whole.samples
+    assert broken.losses == whole.losses

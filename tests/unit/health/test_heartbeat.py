@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from health.heartbeat import BEAT_INTERVAL_S, Heartbeat, HeartbeatReader
+from health.process import parse_state, read_state
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 30.0
+WORKER = """
+import sys, time
+from health.heartbeat import Heartbeat
+heartbeat = Heartbeat()
+heartbeat.mark(7, 3)
+print(heartbeat.fd, flush=True)
+sys.stdin.read()
+"""
+
+
+def wait_until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def worker() -> Iterator[tuple[int, int]]:
+    """A process that beats: its id, and the number of its heartbeat's descriptor."""
+    command = [sys.executable, "-c", WORKER]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        yield process.pid, int(process.stdout.readline())
+        process.kill()
+
+
+def test_another_process_reads_what_was_marked_and_sees_it_beat(worker: tuple[int, int]) -> None:
+    reader = HeartbeatReader(*worker)
+    first = reader.read()
+    assert (first.serial, first.step, first.phase) == (1, 7, 3)
+    assert 0 <= time.monotonic() - first.phase_s < DEADLINE_S
+    wait_until(lambda: reader.read().beat_s >= first.beat_s + 2 * BEAT_INTERVAL_S)
+    assert reader.read().phase_s == first.phase_s
+    reader.close()
+
+
+def test_a_stopped_process_does_not_beat_until_it_goes_on(worker: tuple[int, int]) -> None:
+    pid, _ = worker
+    reader = HeartbeatReader(*worker)
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: read_state(pid) == "T")
+    stopped = reader.read()
+    mine, before = Heartbeat(), time.monotonic()
+    own = HeartbeatReader(os.getpid(), mine.fd)
+    wait_until(lambda: own.read().beat_s > before + 3 * BEAT_INTERVAL_S)
+    assert reader.read() == stopped
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: reader.read().beat_s > stopped.beat_s)
+    reader.close()
+    own.close()
+
+
+def test_the_record_of_a_dead_process_can_still_be_read_and_leaves_no_file(
+    worker: tuple[int, int],
+) -> None:
+    pid, fd = worker
+    reader = HeartbeatReader(pid, fd)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: read_state(pid) == "Z")
+    assert (reader.read().step, reader.read().phase) == (7, 3)
+    reader.close()
+    with pytest.raises(OSError):
+        HeartbeatReader(pid, fd)
+
+
+def test_each_mark_has_a_serial_and_a_time() -> None:
+    heartbeat = Heartbeat()
+    reader = HeartbeatReader(os.getpid(), heartbeat.fd)
+    assert reader.read().serial == 0
+    heartbeat.mark(1, 2)
+    first = reader.read()
+    heartbeat.mark(2, 0)
+    second = reader.read()
+    assert (second.serial, second.step, second.phase) == (2, 2, 0)
+    assert second.phase_s >= first.phase_s
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("stat", "state"),
+    [
+        ("12 (python) S 1 12 12 0 -1 4194304 1 0", "S"),
+        ("12 (ray::W) T (x)) T 1 12 12 0 -1 4194304 1 0", "T"),
+        ("12 () t 1", "t"),
+    ],
+)
+def test_the_state_comes_after_the_last_bracket(stat: str, state: str) -> None:
+    assert parse_state(stat) == state
+
+
+def test_this_process_runs_and_a_reaped_one_has_no_state() -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert read_state(os.getpid()) == "R"
+    assert read_state(child.pid) is None
