@@ -18,7 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from elastic.messages import Answer, Build, Identity, Report, Run, Signal, SignalKind, Stop
+from elastic.messages import Answer, Build, Identity, Packed, Report, Run, Signal, SignalKind, Stop
+from elastic.places import Places
 from elastic.roster import Replica, Roster, next_roster, plan_formations, plan_heals
 from trainer.commit import Commit
 from trainer.parallel.layout import slot_of
@@ -94,12 +95,15 @@ class Membership:
         self.members: dict[str, Identity] = {}
         self.waiting: dict[str, Report] = {}
         self.roster = Roster(generation=generation, replicas=(), lanes={})
-        self.forming: list[Replica] = []
         self.call: Call | None = "start"
         self.stopped: Stop | None = None
+        self._places = Places(self.waiting.keys())
+        self._leaving = self._finishing = self._dismissed = False
+        self._broken: list[Replica] = []  # formations that nobody has been told of
         self._formations = 0
         self._serials: dict[str, int] = {}
         self._lost: set[str] = set()
+        self._late: set[str] = set()  # lost, and waiting
         self.called_away: set[str] = set()
         """Workers that were signalled and have not joined since."""
 
@@ -110,15 +114,26 @@ class Membership:
         worker = report.identity.worker
         self.waiting[worker] = report
         self.called_away.discard(worker)
-        if worker not in self._lost:
-            self.members[worker] = report.identity
-            self.reached = max(self.reached, report.step or 0)
+        if worker in self._lost:
+            self._late.add(worker)
+            return
+        self.members[worker] = report.identity
+        self.reached = max(self.reached, report.step or 0)
+        self._places.arrive(worker, report.built)
+        if self._places.stands(worker):
+            at_work = not report.finished and (report.in_step or self.call is None)
+            self._leaving |= at_work or report.step is None
+            self._finishing |= report.finished
 
     def lose(self, worker: str) -> Identity | None:
         """A worker is gone, for good. Returns who it was, None where it was no member."""
         self._lost.add(worker)
         self.called_away.discard(worker)
         self.waiting.pop(worker, None)
+        self._late.discard(worker)
+        broken = self._places.lose(worker)
+        if broken is not None:
+            self._broken.append(broken)
         return self.members.pop(worker, None)
 
     def checkpointed(self, step: int) -> None:
@@ -134,13 +149,17 @@ class Membership:
 
     def replica_broken(self, worker: str) -> bool:
         """Whether the replica that `worker` works in, standing or forming, is no more."""
-        whole = (*self._standing(), *self.forming)
-        return self.stopped is not None or not any(worker in r.workers for r in whole)
+        return self.stopped is not None or self._places.of(worker) is None
 
     @property
     def whole_replicas(self) -> int:
         """Replicas that train, or would if there were enough of them."""
-        return len(self._standing()) + len(self.forming)
+        return len(self._places.standing) + len(self._places.forming)
+
+    @property
+    def forming(self) -> tuple[Replica, ...]:
+        """Replicas that form, the oldest first."""
+        return tuple(self._places.forming.values())
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -151,12 +170,11 @@ class Membership:
             self.stopped = Stop(error=None)
         if self.stopped is not None:
             effects.answers = dict.fromkeys(self.waiting, self.stopped)
-            for worker in self.members.keys() - self.waiting.keys():
-                self._signal(worker, "fault", effects)  # it may wait for one that is gone
+            self._dismiss(effects)
             self.waiting.clear()
             return effects
         self._turn_away(effects)
-        self._drop_broken_formations(effects)
+        self._free_survivors(effects)
         self._call(effects)
         self._form(effects)
         self._conclude(effects)
@@ -164,40 +182,53 @@ class Membership:
 
     def _all_finished(self) -> bool:
         """Everybody with a slot is done, and the last state is in a committed checkpoint."""
-        reports = [self.waiting.get(w) for replica in self._standing() for w in replica.workers]
+        places = self._places
         return (
-            bool(reports)
-            and all(report is not None and report.finished for report in reports)
-            and self.restore_step >= self.config.steps
+            self.restore_step >= self.config.steps
+            and bool(places.standing)
+            and not places.absent
+            and all(self.waiting[w].finished for r in places.standing.values() for w in r.workers)
         )
+
+    def _dismiss(self, effects: Effects) -> None:
+        """The run is over: those at work may wait for one that is gone."""
+        if not self._dismissed:
+            for worker in self.members.keys() - self.waiting.keys():
+                self._signal(worker, "fault", effects)
+        self._dismissed = True
 
     def _turn_away(self, effects: Effects) -> None:
         """A worker that was written off but lives (or whose join outlived it) must leave."""
-        for worker in self.waiting.keys() & self._lost:
+        for worker in self._late:
             effects.answers[worker] = Stop(error="this worker was written off; it is replaced")
             del self.waiting[worker]
+        self._late.clear()
 
-    def _drop_broken_formations(self, effects: Effects) -> None:
-        broken = [r for r in self.forming if not r.whole(self.members.keys())]
-        for replica in broken:
-            self.forming.remove(replica)
+    def _free_survivors(self, effects: Effects) -> None:
+        """Calls those who build for a replica that will not come about."""
+        for replica in self._broken:
             for worker in replica.workers:
                 if worker in self.members and worker not in self.waiting:
                     self._signal(worker, "fault", effects)
+        self._broken.clear()
 
     def _form(self, effects: Effects) -> None:
-        pool = sorted(self._pool(), key=lambda worker: self.members[worker].rank)
-        if self._formations == 0 and len(pool) < self.config.start_workers:
+        places = self._places
+        least = self.config.start_workers if self._formations == 0 else 1
+        if len(places.idle) < max(least, self.config.workers_per_replica):
             return
+        if self.whole_replicas >= self.config.max_replicas:
+            return
+        pool = sorted(places.idle, key=lambda worker: (self.members[worker].rank, worker))
         replicas = plan_formations(
             pool=pool,
-            taken={r.index for r in (*self._standing(), *self.forming)},
+            taken={r.index for r in (*places.standing.values(), *places.forming.values())},
             max_replicas=self.config.max_replicas,
             workers_per_replica=self.config.workers_per_replica,
             next_number=self._formations + 1,
         )
         self._formations += len(replicas)
-        self.forming.extend(replicas)
+        places.form(replicas)
         effects.formed.extend(replicas)
         for replica in replicas:
             for rank, worker in enumerate(replica.workers):
@@ -210,39 +241,37 @@ class Membership:
                 del self.waiting[worker]
 
     def _call(self, effects: Effects) -> None:
-        standing = self._standing()
-        here = [self.waiting[w] for r in standing for w in r.workers if self._arrived(w)]
-        broken = len(standing) < len(self.roster.replicas)
-        unhealed = any(report.step is None for report in here)
-        left = any(not r.finished and (r.in_step or self.call is None) for r in here)
-        finishing = any(report.finished for report in here)
-        if self.call in (None, "boundary") and (broken or left or unhealed):
+        broken = len(self._places.standing) < len(self.roster.replicas)
+        ready = len(self._places.forming) > self._places.unready
+        if self.call in (None, "boundary") and (broken or self._leaving):
             self._signal_roster("fault", effects)
-        elif self.call is None and self._ready() and not finishing:
+        elif self.call is None and ready and not self._finishing:
             self._signal_roster("boundary", effects)
 
     def _signal_roster(self, kind: SignalKind, effects: Effects) -> None:
         """Calls all who have a slot, survivors of broken replicas too: they may wait for others."""
         self.call = effects.called = kind
         for worker in self.roster.workers:
-            if worker in self.members and not self._arrived(worker):
+            if worker in self.members and worker not in self.waiting:
                 self._signal(worker, kind, effects)
 
     def _conclude(self, effects: Effects) -> None:
-        standing, ready = self._standing(), self._ready()
-        if self.call is None or not all(self._arrived(w) for r in standing for w in r.workers):
+        places = self._places
+        if self.call is None or places.absent:
             return
-        unready = len(self.forming) - len(ready)
-        if len(standing) + len(ready) < self.config.min_replicas or (not standing and unready):
-            here = len(self._pool()) + sum(len(r.workers) for r in (*standing, *self.forming))
+        whole = self.whole_replicas
+        missing = whole - places.unready < self.config.min_replicas
+        if missing or (not places.standing and places.unready):
+            here = len(places.idle) + whole * self.config.workers_per_replica
             needed = self.config.min_replicas * self.config.workers_per_replica
             effects.short_of = 0 if self._formations == 0 else max(0, needed - here)
             return
-        self._regroup(standing, ready, effects)
+        self._regroup(list(places.standing.values()), places.ready, effects)
 
     def _regroup(self, standing: list[Replica], ready: list[Replica], effects: Effects) -> None:
         staying = [r for r in standing if all(self.waiting[w].step is not None for w in r.workers)]
-        joining = [r for r in (*standing, *ready) if r not in staying]
+        stays = {replica.formed for replica in staying}
+        joining = [r for r in (*standing, *ready) if r.formed not in stays]
         step, commit, outcome = self._resolve([self.waiting[w] for r in staying for w in r.workers])
         lost = max(0, self.reached - step) if outcome == "restore" else 0
         if not staying:
@@ -258,8 +287,8 @@ class Membership:
         effects.answers.update(self._runs(step, commit, {r.index for r in joining}, not staying))
         for worker in self.roster.workers:
             del self.waiting[worker]
-        self.forming = [replica for replica in self.forming if replica not in ready]
-        self.call = None
+        self._places.seat(self.roster.replicas)
+        self.call, self._leaving, self._finishing = None, False, False
         effects.regrouped = Regrouped(
             roster=self.roster, step=step, outcome=outcome, lost_steps=lost
         )
@@ -268,14 +297,15 @@ class Membership:
         self, step: int, commit: Commit | None, joining: set[int], restore: bool
     ) -> dict[str, Answer]:
         replicas = self.roster.replicas
-        heals = () if restore else plan_heals(self.roster, joining)
+        lanes = Packed(self.roster.lanes[replica.index] for replica in replicas)
+        heals = Packed(() if restore else plan_heals(self.roster, joining))
         return {
             worker: Run(
                 generation=self.generation,
                 replica=replica.index,
                 rank=rank,
                 position=position,
-                lanes=tuple(self.roster.lanes[other.index] for other in replicas),
+                lanes=lanes,
                 step=step,
                 commit=commit,
                 heals=heals,
@@ -304,29 +334,6 @@ class Membership:
         return step, furthest.last, "repeat" if repeat else "boundary"
 
     # -- helpers -----------------------------------------------------------------------------------
-
-    def _arrived(self, worker: str) -> bool:
-        return worker in self.waiting
-
-    def _standing(self) -> list[Replica]:
-        """Replicas of the roster that are still whole."""
-        return [r for r in self.roster.replicas if r.whole(self.members.keys())]
-
-    def _pool(self) -> list[str]:
-        """Workers that wait and have no slot: spares, survivors, replacements."""
-        placed = {w for r in (*self._standing(), *self.forming) for w in r.workers}
-        return [worker for worker in self.waiting if worker not in placed]
-
-    def _ready(self) -> list[Replica]:
-        """Formed replicas all of whose workers have built their part and wait."""
-        return [
-            replica
-            for replica in self.forming
-            if all(
-                worker in self.waiting and self.waiting[worker].built == replica.formed
-                for worker in replica.workers
-            )
-        ]
 
     def _signal(self, worker: str, kind: SignalKind, effects: Effects) -> None:
         self._serials[worker] = self._serials.get(worker, 0) + 1

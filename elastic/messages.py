@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
 from elastic.events import StepRecord
 from trainer.commit import Commit
 
+T = TypeVar("T")
+
 SignalKind = Literal["fault", "boundary"]
+
+
+class Packed(tuple[T, ...]):
+    """A tuple that many messages share. It is pickled once, and each message copies the bytes; it
+    arrives as a plain tuple.
+    """
+
+    @cached_property
+    def _bytes(self) -> bytes:
+        return pickle.dumps(tuple(self), pickle.HIGHEST_PROTOCOL)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self._bytes,)
 
 
 @dataclass(frozen=True, kw_only=True)
