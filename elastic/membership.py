@@ -298,7 +298,7 @@ class Membership:
     ) -> dict[str, Answer]:
         replicas = self.roster.replicas
         lanes = Packed(self.roster.lanes[replica.index] for replica in replicas)
-        heals = Packed(() if restore else plan_heals(self.roster, joining))
+        heals = () if restore or not joining else Packed(plan_heals(self.roster, joining))
         return {
             worker: Run(
                 generation=self.generation,
