@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +38,9 @@ log = logging.getLogger(__name__)
 
 MOST_CALLS = 100_000
 """Calls pending in the actor at once: each worker has one in `watch`, and perhaps one in `join`."""
+
+_SETTLED_AFTER_S = 1.0
+"""The answers of a regroup have left by then."""
 
 _PEER_LOSS_PATIENCE_S = 1.0
 """A peer's death is known within milliseconds of the exception that it causes."""
@@ -85,7 +90,10 @@ class Coordinator:
         self.host, self.port, self._store = host_store()
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._signals: dict[str, Signal] = {}
+        self._bells: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        """Worker -> what wakes its call of `watch`; each its own, for there are thousands."""
         self._news = asyncio.Condition()
+        """A worker was lost, the run has ended, or an injected fault has hit."""
         self._agents = NodeAgents(config.health, (self.host, self.port))
         self._watches: dict[str, Any] = {}
         self._started: dict[str, Identity] = {}
@@ -148,14 +156,13 @@ class Coordinator:
 
     async def watch(self, worker: str, seen: int) -> Signal | None:
         """Waits for a call to `worker` later than signal `seen`; None when the run is over."""
-        async with self._news:
-            while True:
-                signal = self._signals.get(worker)
-                if signal is not None and signal.serial > seen:
-                    return signal
-                if self.membership.stopped is not None:
-                    return None
-                await self._news.wait()
+        while True:
+            signal = self._signals.get(worker)
+            if signal is not None and signal.serial > seen:
+                return signal
+            if self.membership.stopped is not None:
+                return None
+            await self._bells[worker].wait()
 
     async def trouble(self, worker: str, step: int | None, detail: str) -> str:
         """A worker's own code raised. Was it the loss of a peer, or its own fault?
@@ -363,6 +370,7 @@ class Coordinator:
         if error is not None:
             self.membership.stopped = Stop(error=error)
         await self._advance()
+        await self._tell()
 
     async def _await_agent(self, node: str, token: str) -> None:
         """Ends when the node's agent does: its workers are lost with it."""
@@ -413,6 +421,11 @@ class Coordinator:
                 error=f"the coordinator failed:\n{traceback.format_exc()}"
             )
             effects = self.membership.advance()
+        # Of the many calls and answers that a regroup makes, none is garbage until it is over.
+        if effects.called is not None:
+            gc.disable()
+        if effects.regrouped is not None:
+            asyncio.get_running_loop().call_later(_SETTLED_AFTER_S, gc.enable)
         self._signals.update(effects.signals)
         for worker, answer in effects.answers.items():
             future = self._answers.pop(worker, None)
@@ -424,6 +437,13 @@ class Coordinator:
             self._write_down(effects)
         except OSError as error:
             await self.fail(f"the run's records cannot be written: {error}")
+        over = self.membership.stopped is not None
+        for worker in list(self._bells) if over else effects.signals:
+            self._bells.pop(worker, asyncio.Event()).set()
+        if over:
+            await self._tell()
+
+    async def _tell(self) -> None:
         async with self._news:
             self._news.notify_all()
 

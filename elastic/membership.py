@@ -405,7 +405,7 @@ class Membership:
     def _runs(self, step: int, commit: Commit | None, restore: bool) -> dict[str, Answer]:
         replicas = self.roster.replicas
         lanes = Packed(self.roster.lanes[replica.index] for replica in replicas)
-        heals = Packed(self._heals)
+        heals = Packed(self._heals) if self._heals else ()
         return {
             worker: Run(
                 generation=self.generation,
