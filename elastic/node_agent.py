@@ -12,6 +12,10 @@ import signal
 import threading
 from typing import Any
 
+import ray
+
+from elastic.drain import SpotWatch, on_ec2, tell_coordinator
+
 
 class NodeAgent:
     """Watches the workers of its node. The coordinator makes one per node and calls it.
@@ -25,6 +29,9 @@ class NodeAgent:
         self._watched: dict[int, tuple[str, int]] = {}
         self._poll = select.epoll()
         threading.Thread(target=self._run, name="pidfd-watch", daemon=True).start()
+        if on_ec2():
+            node = ray.get_runtime_context().get_node_id()
+            self._spot = SpotWatch(node, tell_coordinator(coordinator))
 
     def watch(self, worker: str, pid: int) -> None:
         """Reports when process `pid`, which is `worker`, ends; at once where it already has."""

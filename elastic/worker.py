@@ -24,6 +24,7 @@ import torch
 
 from checkpointing import Keys, Reader, load_manifest, open_store
 from elastic import events
+from elastic.drain import on_sigterm, tell_coordinator
 from elastic.errors import RunFailedError
 from elastic.job import Job
 from elastic.link import CoordinatorLink
@@ -62,6 +63,8 @@ class Worker:
         self.rendezvous = Rendezvous(
             host=host, port=port, timeout_s=job.health.collective_timeout_s
         )
+        tell, node = tell_coordinator(job.coordinator), self.identity.node
+        on_sigterm(lambda: tell(node, None, f"SIGTERM to {self.identity.worker}"))
         self.link = CoordinatorLink(job.coordinator, self.identity, job)
         self.engine: Engine | None = None
         self.sums: LaneSums | None = None
