@@ -61,7 +61,8 @@ class ElasticWorkerGroup(WorkerGroup):
         self.launches = 0
         """Workers started so far."""
         context = self._worker_group_context
-        self._wanted: Wanted = self._train_run_context.backend_config.wanted
+        config: Any = self._train_run_context.backend_config
+        self._wanted: Wanted = config.wanted
         self._groups = PlacementGroups(self._train_run_context.run_id, context.resources_per_worker)
         self._ranks: dict[Seat, int] = {}
         self._new_ranks = itertools.count(context.num_workers)
@@ -75,7 +76,7 @@ class ElasticWorkerGroup(WorkerGroup):
         # Ray Train's own replacement goes by these, and by its one placement group.
         self._replica_groups = self._worker_rank_to_replica_group_rank = None
 
-    def _create_placement_group(self, *_: Any) -> PlacementGroups:
+    def _create_placement_group(self, *_: Any) -> Any:
         workers, each = self._worker_group_context.num_workers, self._wanted.workers_per_replica
         replicas = min(self._wanted.replicas, workers // each)
         there = Wanted(
