@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from growing_run import STEPS
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
 
 from checkpointing import Keys, Reader, newest, open_store, params_sha256
 from elastic import events
@@ -175,4 +177,30 @@ def test_below_the_minimum_it_says_what_is_missing_and_waits(
     weights = run.finish()
     lost_steps = [e.lost_steps for e in run.events() if isinstance(e, events.RegroupDone)]
     assert not any(lost_steps)  # the survivor kept the state in memory
+    assert weights == undisturbed(start_run)
+
+
+def drain(cluster: Cluster, node_id: str) -> None:
+    """Announces that a node will be taken away in ten minutes, as autoscalers do."""
+    deadline_ms = int((time.time() + 600) * 1000)
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, why_not = GcsClient(address=cluster.address).drain_node(
+        node_id, reason, "a test", deadline_ms
+    )
+    assert accepted, why_not
+
+
+@SLOW
+def test_the_successor_of_a_draining_machine_is_there_before_it_goes(
+    machines: Cluster, start_run: StartRun
+) -> None:
+    machines.add_node(num_cpus=1)
+    second = machines.add_node(num_cpus=2)  # its free CPU must not be used
+    run = start_run()
+    run.wait_for_replicas(2)
+    drain(machines, second.node_id)
+    third = machines.add_node(num_cpus=1)
+    happened = run.wait_for(lambda all_: len(joined(all_)) == 3)
+    assert joined(happened)[2].node == third.node_id
+    weights = run.finish()
     assert weights == undisturbed(start_run)
