@@ -16,12 +16,14 @@ from checkpointing import CheckpointConfig, Manifest
 from elastic import events
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordinator import MOST_CALLS, Coordinator, CoordinatorConfig
+from elastic.drain import DrainWatch, tell_coordinator
 from elastic.errors import RunFailedError
 from elastic.faults import Fault, check_faults
 from elastic.job import Job
 from elastic.membership import GroupConfig
 from elastic.observer import Observer, conclude
-from elastic.ray_compat import ElasticRayTrainer, start_actor
+from elastic.placement import Wanted
+from elastic.ray_compat import ElasticRayTrainer, draining_nodes, start_actor
 from elastic.records import RunPaths
 from elastic.resources import wait_for_workers
 from elastic.resume import (
@@ -176,16 +178,23 @@ class ElasticTrainer:
             job=job,
             coordinator=coordinator,
             workers=plan.workers(self.train.parallel),
+            wanted=Wanted(
+                replicas=self.scaling.max_replicas,
+                workers_per_replica=self.train.parallel.workers,
+                spares=self.scaling.spares,
+            ),
             resources_per_worker=self.scaling.resources_per_worker,
             run_config=self.run_config,
         )
         observer = Observer(coordinator, paths)
+        watch = DrainWatch(draining_nodes, tell_coordinator(coordinator))
         outcome: events.RunOutcome = "interrupted"
         error: str | None = None
         try:
             error = self._wait(trainer, coordinator)
             outcome = "finished" if error is None else "failed"
         finally:
+            watch.close()
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get(coordinator.end.remote(outcome, error))
             with contextlib.suppress(OSError):

@@ -101,6 +101,7 @@ class Coordinator:
         self._losses: list[Loss] = []
         self._heals: dict[str, tuple[int, float, int]] = {}
         self._draining: set[str] = set()
+        self._draining_nodes: set[str] = set()
         self._faults = FaultPlan(config.faults, config.slots)
         self._publisher = Publisher(
             config.paths,
@@ -140,6 +141,8 @@ class Coordinator:
         if token is not None:
             self._spawn(self._await_agent(identity.node, token))
         self._watches[identity.worker] = self._agents.watch(identity)
+        if identity.node in self._draining_nodes:
+            await self._drain([identity.worker], "its node is draining", None)
         return self.host, self.port
 
     async def join(self, report: Report) -> Answer:
@@ -310,8 +313,19 @@ class Coordinator:
             await self._lose(worker, "corruption", f"{failures} heals failed: {reason}", None)
         await self._advance()
 
-    async def drain(self, workers: list[str], reason: str, deadline_s: float | None) -> None:
-        """The machines of these workers will go: they leave training after a step."""
+    async def drain(self, node: str, deadline: float | None, reason: str) -> None:
+        """A machine will go, by `deadline` in seconds since the epoch: its workers leave training
+        after a step, and those that start on it get no slot."""
+        self._draining_nodes.add(node)
+        workers = [w for w, identity in self._started.items() if identity.node == node]
+        left_s = None if deadline is None else deadline - time.time()
+        await self._drain(workers, reason, left_s)
+
+    async def drain_worker(self, worker: str, reason: str) -> None:
+        """As `drain`, for a single worker."""
+        await self._drain([worker], reason, None)
+
+    async def _drain(self, workers: list[str], reason: str, deadline_s: float | None) -> None:
         known = [w for w in workers if w in self._started and w not in self._draining]
         if not known:
             return

@@ -103,6 +103,10 @@ class CoordinatorLink:
         self.flush()
         ray.get(self._coordinator.fail.remote(error))
 
+    def terminating(self) -> None:
+        """This process was sent SIGTERM: it will be killed soon."""
+        self._coordinator.drain_worker.remote(self._identity.worker, "SIGTERM")
+
     def compare(self, slot: str, digest: str) -> None:
         """Hands in this worker's state digest at the end of the run."""
         ray.get(self._coordinator.compare.remote(slot, digest))

@@ -25,6 +25,7 @@ from typing import Any
 import ray
 
 from elastic.config import HealthConfig
+from elastic.drain import SpotWatch, on_ec2, tell_coordinator
 from elastic.messages import Death, Identity
 from elastic.process_watch import ProcessWatch
 from health.lease import AwakeClock
@@ -65,6 +66,8 @@ class NodeAgent:
         self._sent_s = -health.node_beat_s
         self._renewed_s = 0.0
         self._run_over = False
+        if on_ec2():
+            self._spot = SpotWatch(node, tell_coordinator(coordinator))
         threading.Thread(target=self._run, name="node-agent", daemon=True).start()
 
     def watch(self, identity: Identity) -> None:

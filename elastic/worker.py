@@ -23,6 +23,7 @@ import ray
 import torch
 
 from checkpointing import Keys, Reader, load_manifest, open_store
+from elastic.drain import on_sigterm
 from elastic.errors import RunFailedError
 from elastic.job import Job
 from elastic.link import CoordinatorLink
@@ -65,6 +66,7 @@ class Worker:
             host=host, port=port, timeout_s=job.health.collective_timeout_s
         )
         self.link = CoordinatorLink(job.coordinator, self.identity, job, heartbeat)
+        on_sigterm(self.link.terminating)
         self.engine: Engine | None = None
         self.held: HeldState | None = None
         self.sums: LaneSums | None = None
