@@ -77,6 +77,16 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CoordinatorStarted(Event):
+    """The run's coordinator came up, at the start or anew after it was lost."""
+
+    pid: int
+    """Its process id on the driver's node."""
+    anew: bool
+    """Whether it took up the run from what its workers know."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerJoined(Event):
     """A worker reported for duty; it has no slot yet."""
 

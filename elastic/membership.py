@@ -23,8 +23,20 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from elastic.events import RegroupReason
-from elastic.messages import Answer, Build, Identity, Packed, Report, Run, Signal, SignalKind, Stop
+from elastic.messages import (
+    Answer,
+    Build,
+    Identity,
+    Packed,
+    Report,
+    Run,
+    Signal,
+    SignalKind,
+    Standing,
+    Stop,
+)
 from elastic.places import Places
+from elastic.resumption import plan_resumption
 from elastic.roster import Replica, Roster, next_roster, plan_formations, plan_heals
 from elastic.salvage import plan_salvage
 from trainer.commit import Commit
@@ -210,6 +222,40 @@ class Membership:
     def forming(self) -> tuple[Replica, ...]:
         """Replicas that form, the oldest first."""
         return tuple(self._places.forming.values())
+
+    def resume(self, standings: Sequence[Standing], *, started: bool, recorded: int) -> None:
+        """Takes up a run whose coordinator was lost, from what its workers know.
+
+        Where they all stand in one whole roster, nothing is called and no step stops. Workers that
+        wait join once more after this.
+
+        Args:
+            standings: of all living workers.
+            started: whether a roster ever stood.
+            recorded: steps that the run's records hold.
+        """
+        self.members = {s.identity.worker: s.identity for s in standings}
+        self._serials = {s.identity.worker: s.serial for s in standings}
+        self._formations = max((s.last_formed for s in standings), default=0)
+        self.recorded, self.reached = recorded, max(recorded, self.reached)
+        found = plan_resumption(standings, self.config.workers_per_replica)
+        self.generation = max(self.generation, found.roster.generation)
+        self.roster = found.roster
+        self._places.form((*found.standing, *found.forming))
+        self._places.seat(found.standing)
+        self._broken.extend(found.broken)
+        self._newcomers, self._behind = set(found.newcomers), dict(found.behind)
+        self._heals = found.heals
+        self.call = "start" if not started else None if found.standing else "fault"
+        self._leaving = started and not found.consistent
+
+    def give_up_formation(self, worker: str) -> bool:
+        """The replica that a worker builds cannot come about: its workers are free again. Returns
+        whether it was building one."""
+        broken = self._places.give_up(worker)
+        if broken is not None:
+            self._broken.append(broken)
+        return broken is not None
 
     # -- decisions ---------------------------------------------------------------------------------
 

@@ -80,6 +80,36 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where a worker stands, for a coordinator that was started anew and knows nothing."""
+
+    identity: Identity
+    """Who it is."""
+    formed: int = 0
+    """Number of the formation that it builds or has built its part of; 0: none."""
+    replica: int = 0
+    """Index of that replica."""
+    rank: int = 0
+    """Its rank in it."""
+    generation: int = 0
+    """Generation of the roster that the formation was in last; 0: none yet."""
+    position: int = 0
+    """Position of the replica in that roster."""
+    lanes: tuple[int, ...] = ()
+    """Lanes of the replica in that roster."""
+    replicas: int = 0
+    """Replicas in that roster."""
+    source: int | None = None
+    """Position that it heals from, as a newcomer."""
+    behind: bool = False
+    """It is a newcomer and has not caught up."""
+    last_formed: int = 0
+    """The latest formation that it was ever told of."""
+    serial: int = 0
+    """The latest signal that it has heard."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Build:
     """Take this slot in a new replica: make its process group, build the model, join again."""
 

@@ -82,6 +82,14 @@ class Places:
             return None
         return self._dissolve(replica)
 
+    def give_up(self, worker: str) -> Replica | None:
+        """The formation that a worker has a place in will not come about. Returns it, None where it
+        is none."""
+        replica = self._of.get(worker)
+        if replica is None or replica.formed in self.standing:
+            return None
+        return self._dissolve(replica)
+
     def _dissolve(self, replica: Replica) -> Replica | None:
         self.standing.pop(replica.formed, None)
         self._unbuilt.pop(replica.formed, None)
@@ -111,4 +119,5 @@ class Places:
         self.standing = {replica.formed: replica for replica in replicas}
         for number in self.standing:
             self.forming.pop(number, None)
+            self._unbuilt.pop(number, None)
         self.absent = {worker for replica in replicas for worker in replica.workers}
