@@ -8,6 +8,7 @@ from typing import Literal
 from elastic.events import StepRecord
 from trainer.commit import Commit
 
+Source = Literal["store", "memory"]
 SignalKind = Literal["fault", "boundary"]
 
 
@@ -82,6 +83,8 @@ class Run:
     restore: bool
     """No replica has state: everybody reads checkpoint `step`, or starts from the seed at step
     0."""
+    source: Source
+    """Where `restore` reads: the checkpoint store, or the snapshot in the nodes' memory."""
     lead: bool
     """Whether this worker reports the steps."""
     recorded: int

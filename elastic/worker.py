@@ -17,12 +17,13 @@ import sys
 import time
 import traceback
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 import torch
 
-from checkpointing import Keys, Reader, load_manifest, open_store
+from checkpointing import CheckpointError, Keys, Reader, load_manifest, open_store
 from elastic import events
 from elastic.errors import RunFailedError
 from elastic.job import Job
@@ -38,6 +39,9 @@ from trainer.parallel.layout import slot_of
 from trainer.replicas import CrossGroup
 
 OWN_FAULT_EXIT_CODE = 70
+
+State = tuple[dict[str, torch.Tensor], Mapping[str, Any]]
+"""A worker's tensors by name, and the training state beside them."""
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -192,14 +196,14 @@ class Worker:
         assert self.engine is not None
         source = dict(run.heals).get(run.position)
         if run.restore:
-            self.progress = self.restore(self.engine, run.step)
+            self.progress = self.restore(self.engine, run)
         elif source is not None:
             return self.heal(self.engine, run, cross, source)
         else:
             assert self.progress is not None
             if run.heals:
                 give_state(self.engine, cross, self.progress, run.heals)
-        return True
+        return self.progress is not None
 
     def heal(self, engine: Engine, run: Run, cross: CrossGroup, source: int) -> bool:
         """Takes the state of a healthy replica."""
@@ -221,17 +225,34 @@ class Worker:
             )
         return True
 
-    def restore(self, engine: Engine, step: int) -> Progress:
-        """Loads checkpoint `step`, or starts from the seed at step 0."""
-        if step == 0:
+    def restore(self, engine: Engine, run: Run) -> Progress | None:
+        """Loads the state of `run.step`, or starts from the seed at step 0. None where a worker of
+        the replica cannot read its part of a snapshot: then nobody takes it."""
+        if run.step == 0:
             engine.initialize()
             engine.optimizer_steps = 0
             return Progress()
-        store = open_store(self.job.paths.checkpoints)
-        manifest = load_manifest(store, Keys(), step)
-        state = manifest.training_state
-        engine.load(Reader(store, manifest), optimizer_steps=int(state["optimizer_steps"]))
-        return Progress(step=step, skipped_in_a_row=int(state["skipped_in_a_row"]))
+        if run.source == "memory":
+            read = self.read_snapshot(engine, run.step)
+            if engine.sum_in_replica([float(read is None)])[0] > 0 or read is None:
+                return None
+            values, state = read
+        else:
+            store = open_store(self.job.paths.checkpoints)
+            manifest = load_manifest(store, Keys(), run.step)
+            values, state = engine.read(Reader(store, manifest)), manifest.training_state
+        engine.load(values, optimizer_steps=int(state["optimizer_steps"]))
+        return Progress(step=run.step, skipped_in_a_row=int(state["skipped_in_a_row"]))
+
+    def read_snapshot(self, engine: Engine, step: int) -> State | None:
+        """This worker's part of a snapshot; None, and the coordinator knows, where it cannot be
+        read."""
+        try:
+            source, manifest = self.link.snapshot(step)
+            return engine.read(Reader(source, manifest)), manifest.training_state
+        except CheckpointError as error:
+            self.link.snapshot_failed(step, str(error))
+            return None
 
     def make_loop(self, run: Run, cross: CrossGroup, progress: Progress) -> TrainLoop:
         """The loop of this generation."""
@@ -245,6 +266,7 @@ class Worker:
             config=LoopConfig(
                 lanes=self.job.lanes,
                 save_every=self.job.checkpoint.every_steps,
+                snapshot_every=self.job.checkpoint.memory_every,
                 max_nonfinite_steps=self.job.health.max_nonfinite_steps,
             ),
             link=self.link,
@@ -253,7 +275,7 @@ class Worker:
     def finish(self, run: Run) -> None:
         """Hands in everything that the run still needs from this worker."""
         assert self.engine is not None
-        self.link.wait_for_writer()
+        self.link.wait_for_writers()
         self.link.flush()
         slot = self.engine.slot
         where = f"generation {run.generation} shard {slot.shard} tensor {slot.tensor}"
