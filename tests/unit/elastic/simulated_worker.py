@@ -81,6 +81,8 @@ class SimWorker:
         """(step, generation) whose complete gradient it holds."""
         self.finished = self.done = False
         self.writing: tuple[int, int, int, Applied] | None = None
+        self.remembering: tuple[int, int, int, Applied] | None = None
+        """As `writing`, for a snapshot."""
         self.records: list[tuple[int, int]] = []
         """(step, generation) of the steps it saw committed and has not reported."""
         self.life = self._live()
@@ -163,7 +165,7 @@ class SimWorker:
     def _bring_up(self, run: Run, cross: Cross) -> Life:
         source = dict(run.heals).get(run.position)
         if run.restore:
-            self.progress = Progress(run.step, self.world.saved[run.step])
+            return (yield from self._restore(run))
         elif source is not None:
             return (yield from self._heal(run, cross, source))
         else:
@@ -171,6 +173,19 @@ class SimWorker:
             if run.heals:
                 with contextlib.suppress(Lost):
                     yield from cross.collective("heal", self.progress.applied)
+        return True
+
+    def _restore(self, run: Run) -> Life:
+        applied: Applied | None
+        if run.source == "store":
+            applied = self.world.saved[run.step]
+        else:
+            applied = self.world.read_snapshot(run.step)
+            read = yield from self._inside(("read", run.generation), applied is not None)
+            if applied is None or not all(read.values()):
+                return False
+        assert len(applied) == run.step
+        self.progress = Progress(run.step, applied)
         return True
 
     def _heal(self, run: Run, cross: Cross, source: int) -> Life:
@@ -261,6 +276,9 @@ class SimWorker:
                 yield self._writer_idle()
             if self.writing is None and step not in self.world.saved:
                 self.writing = (step, run.generation, run.rank, self.progress.applied)
+        due = not last and plan.memory_every is not None and step % plan.memory_every == 0
+        if run.position == 0 and due and self.remembering is None:
+            self.remembering = (step, run.generation, run.rank, self.progress.applied)
         if last:
             yield from self._inside(("evaluate", run.generation, step))
 
