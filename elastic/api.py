@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.train import Checkpoint, Result, RunConfig, TrainingFailedError
 
-from checkpointing import CheckpointConfig, Manifest
+from checkpointing import CheckpointConfig, Manifest, Snapshot
 from elastic import events
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordinator import MOST_CALLS, Coordinator, CoordinatorConfig
@@ -28,12 +28,14 @@ from elastic.records import RunPaths
 from elastic.resources import wait_for_workers
 from elastic.resume import (
     check_continues,
+    check_found,
     find_checkpoint,
     last_generation,
     local_path,
     run_directory,
     set_unreadable_aside,
 )
+from elastic.snapshot_survey import clear_snapshots, find_snapshot
 from elastic.worker import train_worker
 from trainer.config import TrainConfig
 from trainer.task import PreparedTask, default_cache_dir
@@ -98,7 +100,11 @@ class ElasticTrainer:
                 included.
         """
         with run_directory(self.run_config, self.checkpoint.resume) as paths:
-            manifest = find_checkpoint(paths, self.checkpoint.resume)
+            stored, snapshot = find_checkpoint(paths), self._find_snapshot(paths)
+            if snapshot is not None and stored is not None and snapshot.step <= stored.step:
+                snapshot = None
+            manifest = stored if snapshot is None else snapshot.manifest
+            check_found(paths, self.checkpoint.resume, manifest)
             if manifest is not None and self.train.lanes is None:
                 self.lanes = int(manifest.training_state["lanes"])  # they belong to the run
             self.train.check(self.lanes)
@@ -109,18 +115,33 @@ class ElasticTrainer:
             if not ray.is_initialized():
                 ray.init()
             plan = wait_for_workers(self.scaling, self.train.parallel)
-            set_unreadable_aside(paths, manifest)
-            config = self._coordinator_config(paths, manifest, plan)
+            set_unreadable_aside(paths, stored)
+            config = self._coordinator_config(paths, stored, snapshot, plan)
             coordinator = start_actor(Coordinator, config, max_concurrency=MOST_CALLS)
             try:
-                return self._run(coordinator, paths, task, plan)
+                result = self._run(coordinator, paths, task, plan)
             finally:
                 ray.kill(coordinator)
+            if self.checkpoint.memory_every is not None:
+                clear_snapshots(paths)  # the run is finished, and its end is in the store
+            return result
+
+    def _find_snapshot(self, paths: RunPaths) -> Snapshot | None:
+        if self.checkpoint.memory_every is None:
+            return None
+        if not ray.is_initialized():
+            ray.init()
+        return find_snapshot(paths)
 
     def _coordinator_config(
-        self, paths: RunPaths, manifest: Manifest | None, plan: WorkerPlan
+        self,
+        paths: RunPaths,
+        stored: Manifest | None,
+        snapshot: Snapshot | None,
+        plan: WorkerPlan,
     ) -> CoordinatorConfig:
-        step = 0 if manifest is None else manifest.step
+        restore_step = 0 if stored is None else stored.step
+        manifest = stored if snapshot is None else snapshot.manifest
         parallel = self.train.parallel
         return CoordinatorConfig(
             groups=GroupConfig(
@@ -136,8 +157,9 @@ class ElasticTrainer:
             health=self.health,
             checkpoint=self.checkpoint,
             generation=last_generation(paths, manifest),
-            restore_step=step,
             faults=self.faults,
+            restore_step=restore_step,
+            snapshot=snapshot,
             started=events.RunStarted(
                 time=time.time(),
                 name=str(self.run_config.name),
@@ -149,7 +171,7 @@ class ElasticTrainer:
                     "spares": plan.spares,
                 },
                 steps=self.train.steps,
-                start_step=step,
+                start_step=0 if manifest is None else manifest.step,
                 versions={
                     "python": platform.python_version(),
                     **{name: version(name) for name in _RECORDED_VERSIONS},

@@ -22,7 +22,7 @@ from typing import Any
 
 import ray
 
-from checkpointing import CheckpointConfig, Receipt
+from checkpointing import CheckpointConfig, Receipt, Snapshot
 from elastic import events
 from elastic.agents import NodeAgents
 from elastic.config import HealthConfig
@@ -33,6 +33,8 @@ from elastic.messages import Answer, Death, Identity, Report, Signal, Stop
 from elastic.publisher import Publisher
 from elastic.ray_compat import host_store
 from elastic.records import RunPaths
+from elastic.snapshot_holder import HeldSnapshot
+from elastic.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,8 @@ class CoordinatorConfig:
     """The last generation that anything was written under."""
     restore_step: int
     """Step of the newest checkpoint; 0 without one."""
+    snapshot: Snapshot | None
+    """A newer state that an earlier start left in the nodes' memory."""
     started: events.RunStarted
     """The run's first event."""
     faults: tuple[Fault, ...]
@@ -85,7 +89,10 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
         self.membership = Membership(
-            config.groups, generation=config.generation, restore_step=config.restore_step
+            config.groups,
+            generation=config.generation,
+            restore_step=config.restore_step,
+            snapshot_step=0 if config.snapshot is None else config.snapshot.step,
         )
         self.host, self.port, self._store = host_store()
         self._answers: dict[str, asyncio.Future[Answer]] = {}
@@ -109,6 +116,15 @@ class Coordinator:
             versions=config.started.versions,
             workers=config.groups.workers_per_replica,
             newest=config.restore_step,
+        )
+        self._snapshots = Snapshots(
+            config.paths,
+            self.membership,
+            self._note,
+            workers=config.groups.workers_per_replica,
+            versions=config.started.versions,
+            found=config.snapshot,
+            timeout_s=config.health.collective_timeout_s,
         )
         self._digests: dict[str, str] = {}
         self._short_of = 0
@@ -140,6 +156,8 @@ class Coordinator:
         token = self._agents.start(identity.node, ray.get_runtime_context().current_actor)
         if token is not None:
             self._spawn(self._await_agent(identity.node, token))
+            if self.config.checkpoint.memory_every is not None:
+                self._snapshots.node_joined(identity.node)
         self._watches[identity.worker] = self._agents.watch(identity)
         if identity.node in self._draining_nodes:
             await self._drain([identity.worker], "its node is draining", None)
@@ -264,6 +282,24 @@ class Coordinator:
     async def saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is committed."""
         return self._publisher.saved(step)
+
+    async def snapshot_part(
+        self, receipt: Receipt, training_state: dict[str, Any], node: str, started: float
+    ) -> None:
+        """A saving worker has written its part of a snapshot to the memory of `node`."""
+        await self._snapshots.take(receipt, training_state, node, started)
+
+    async def snapshot_skipped(self, step: int, reason: str) -> None:
+        """A part of a snapshot could not be written; the run goes on."""
+        await self._snapshots.skipped(step, reason)
+
+    async def snapshot(self, step: int) -> HeldSnapshot | None:
+        """Where the snapshot of `step` lies; None where it is not to be had any more."""
+        return self._snapshots.find(step)
+
+    async def snapshot_failed(self, step: int, reason: str) -> None:
+        """A worker could not read the snapshot of `step`."""
+        await self._snapshots.failed(step, reason)
 
     async def compare(self, slot: str, digest: str) -> None:
         """A worker's state at the end: the workers in `slot` of all replicas must agree."""
@@ -406,6 +442,7 @@ class Coordinator:
                 )
 
     async def _lose_node(self, node: str, detail: str) -> None:
+        self._snapshots.node_lost(node)
         for worker, identity in list(self._started.items()):
             if identity.node == node:
                 await self._lose(worker, "node", detail, None)
@@ -440,6 +477,8 @@ class Coordinator:
             gc.disable()
         if effects.regrouped is not None:
             asyncio.get_running_loop().call_later(_SETTLED_AFTER_S, gc.enable)
+        if effects.regrouped is not None and effects.regrouped.outcome in ("start", "restore"):
+            self._snapshots.went_back(effects.regrouped.step, effects.regrouped.roster.generation)
         self._signals.update(effects.signals)
         for worker, answer in effects.answers.items():
             future = self._answers.pop(worker, None)

@@ -248,6 +248,42 @@ class CheckpointSkipped(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SnapshotTaken(Event):
+    """A snapshot in the nodes' memory is complete."""
+
+    step: int
+    """Steps it contains."""
+    generation: int
+    """Generation that took it."""
+    bytes: int
+    """Size of one copy."""
+    copies: int
+    """Nodes that each part of it lies on, at least."""
+    seconds: float
+    """From the copy of the state until every part lay on its nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotSkipped(Event):
+    """A snapshot that was due was not taken."""
+
+    step: int
+    """Step at which it was due."""
+    reason: str
+    """Why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotFailed(Event):
+    """A snapshot could not be read, and does not count any more."""
+
+    step: int
+    """Steps it contained."""
+    reason: str
+    """Why."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepSkipped(Event):
     """A step had a non-finite loss or gradient and did not reach the weights."""
 

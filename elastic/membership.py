@@ -105,11 +105,15 @@ class Membership:
         config: sizes.
         generation: the last generation that anything was written under, 0 for a new run.
         restore_step: step of the newest checkpoint, 0 without one; updated by `checkpointed`.
+        snapshot_step: step of the newest readable snapshot, 0 without one; see `snapshotted`.
     """
 
-    def __init__(self, config: GroupConfig, *, generation: int, restore_step: int) -> None:
+    def __init__(
+        self, config: GroupConfig, *, generation: int, restore_step: int, snapshot_step: int = 0
+    ) -> None:
         self.config, self.generation = config, generation
-        self.restore_step, self.recorded, self.reached = restore_step, restore_step, restore_step
+        self.restore_step, self.snapshot_step = restore_step, snapshot_step
+        self.recorded = self.reached = max(restore_step, snapshot_step)
         self.members: dict[str, Identity] = {}
         self.waiting: dict[str, Report] = {}
         self.roster = Roster(generation=generation, replicas=(), lanes={})
@@ -188,6 +192,10 @@ class Membership:
     def checkpointed(self, step: int) -> None:
         """A checkpoint of `step` is committed."""
         self.restore_step = max(self.restore_step, step)
+
+    def snapshotted(self, step: int) -> None:
+        """The newest snapshot that can be read is of `step`; 0: there is none (any more)."""
+        self.snapshot_step = step
 
     def slot_name(self, worker: str) -> str | None:
         """The slot of a worker in words; None for a worker without one."""
@@ -463,6 +471,7 @@ class Membership:
                 commit=commit,
                 heals=heals,
                 restore=restore,
+                source="memory" if restore and step > self.restore_step else "store",
                 lead=position == 0 and rank == 0,
                 recorded=self.recorded,
                 serial=self._settle(worker),
@@ -478,7 +487,8 @@ class Membership:
         knows that every worker holds the complete gradient (design.md, "The step and its commit").
         """
         if not reports:
-            return self.restore_step, None, "start" if self.call == "start" else "restore"
+            step = max(self.restore_step, self.snapshot_step)
+            return step, None, "start" if self.call == "start" else "restore"
         furthest = max(reports, key=lambda report: report.step or 0)
         step = furthest.step or 0
         if any(report.step != step for report in reports):

@@ -13,6 +13,7 @@ from trainer.commit import Commit
 
 T = TypeVar("T")
 
+Source = Literal["store", "memory"]
 SignalKind = Literal["fault", "boundary"]
 
 
@@ -150,6 +151,8 @@ class Run:
     restore: bool
     """No replica has state: everybody reads checkpoint `step`, or starts from the seed at step
     0."""
+    source: Source
+    """Where `restore` reads: the checkpoint store, or the snapshot in the nodes' memory."""
     lead: bool
     """Whether this worker reports the steps."""
     recorded: int

@@ -17,12 +17,13 @@ import os
 import sys
 import traceback
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 import torch
 
-from checkpointing import Keys, Reader, load_manifest, open_store
+from checkpointing import CheckpointError, Keys, Reader, load_manifest, open_store
 from elastic.drain import on_sigterm
 from elastic.errors import RunFailedError
 from elastic.job import Job
@@ -39,6 +40,9 @@ from trainer.parallel.layout import slot_of
 from trainer.replicas import CrossGroup
 
 OWN_FAULT_EXIT_CODE = 70
+
+State = tuple[dict[str, torch.Tensor], Mapping[str, Any]]
+"""A worker's tensors by name, and the training state beside them."""
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -199,7 +203,9 @@ class Worker:
         try:
             self.catch_up(run, cross)
             if run.restore:
-                self.progress = self.restore(self.engine, run.step)
+                self.progress = self.restore(self.engine, run)
+                if self.progress is None:
+                    return
             heal = self.begin_heal(run, self.engine)
             self.position = self.progress or Progress(step=run.step, last=run.commit)
             loop = self.make_loop(run, cross, self.position, heal)
@@ -256,17 +262,34 @@ class Worker:
         assert self.progress is not None
         return Source(engine, self.progress.skipped_in_a_row, wire)
 
-    def restore(self, engine: Engine, step: int) -> Progress:
-        """Loads checkpoint `step`, or starts from the seed at step 0."""
-        if step == 0:
+    def restore(self, engine: Engine, run: Run) -> Progress | None:
+        """Loads the state of `run.step`, or starts from the seed at step 0. None where a worker of
+        the replica cannot read its part of a snapshot: then nobody takes it."""
+        if run.step == 0:
             engine.initialize()
             engine.optimizer_steps = 0
             return Progress()
-        store = open_store(self.job.paths.checkpoints)
-        manifest = load_manifest(store, Keys(), step)
-        state = manifest.training_state
-        engine.load(Reader(store, manifest), optimizer_steps=int(state["optimizer_steps"]))
-        return Progress(step=step, skipped_in_a_row=int(state["skipped_in_a_row"]))
+        if run.source == "memory":
+            read = self.read_snapshot(engine, run.step)
+            if engine.sum_in_replica([float(read is None)])[0] > 0 or read is None:
+                return None
+            values, state = read
+        else:
+            store = open_store(self.job.paths.checkpoints)
+            manifest = load_manifest(store, Keys(), run.step)
+            values, state = engine.read(Reader(store, manifest)), manifest.training_state
+        engine.load(values, optimizer_steps=int(state["optimizer_steps"]))
+        return Progress(step=run.step, skipped_in_a_row=int(state["skipped_in_a_row"]))
+
+    def read_snapshot(self, engine: Engine, step: int) -> State | None:
+        """This worker's part of a snapshot; None, and the coordinator knows, where it cannot be
+        read."""
+        try:
+            source, manifest = self.link.snapshot(step)
+            return engine.read(Reader(source, manifest)), manifest.training_state
+        except CheckpointError as error:
+            self.link.snapshot_failed(step, str(error))
+            return None
 
     def make_loop(
         self,
@@ -286,6 +309,7 @@ class Worker:
             config=LoopConfig(
                 lanes=self.job.lanes,
                 save_every=self.job.checkpoint.every_steps,
+                snapshot_every=self.job.checkpoint.memory_every,
                 max_nonfinite_steps=self.job.health.max_nonfinite_steps,
             ),
             link=self.link,
@@ -296,7 +320,7 @@ class Worker:
     def finish(self, run: Run) -> None:
         """Hands in everything that the run still needs from this worker."""
         assert self.engine is not None
-        self.link.wait_for_writer()
+        self.link.wait_for_writers()
         self.link.flush()
         slot = self.engine.slot
         where = f"generation {run.generation} shard {slot.shard} tensor {slot.tensor}"

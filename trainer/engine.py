@@ -275,14 +275,19 @@ class Engine:
         self.optimizer_steps = held.optimizer_steps
         self.forget_initial_weights()
 
-    def load(self, reader: Reader, *, optimizer_steps: int) -> None:
-        """Fills the state from a checkpoint, reading only this worker's boxes."""
+    def read(self, reader: Reader) -> dict[str, torch.Tensor]:
+        """This worker's boxes of a checkpoint, by name; the state stays as it is."""
         slices = self.state_slices()
-        tensors = {name: tensor for name, tensor in self.state_tensors().items() if tensor.numel()}
-        boxes = [Box(name, slices[name].offsets, slices[name].sizes) for name in tensors]
+        names = [name for name, tensor in self.state_tensors().items() if tensor.numel()]
+        boxes = [Box(name, slices[name].offsets, slices[name].sizes) for name in names]
+        return dict(zip(names, reader.read_many(boxes), strict=True))
+
+    def load(self, values: dict[str, torch.Tensor], *, optimizer_steps: int) -> None:
+        """Fills the state with what `read` returned."""
+        tensors = self.state_tensors()
         with torch.no_grad():
-            for box, value in zip(boxes, reader.read_many(boxes), strict=True):
-                tensors[box.name].copy_(value.reshape(tensors[box.name].shape))
+            for name, value in values.items():
+                tensors[name].copy_(value.reshape(tensors[name].shape))
         self.optimizer_steps = optimizer_steps
         self.forget_initial_weights()
 

@@ -34,6 +34,8 @@ from trainer.replicas import CrossGroup
 from trainer.samples import lane_ids, lane_start, micro_seed, step_ids
 from trainer.schedule import learning_rate
 
+Place = Literal["store", "memory"]
+"""Where copies of the state go: the checkpoint store, or the memory of the nodes."""
 Outcome = Literal["finished", "boundary", "fault"]
 
 
@@ -68,8 +70,10 @@ class Link(Protocol):
         """The state that this worker was to receive did not arrive."""
         ...
 
-    def save(self, step: int, engine: Engine, training_state: dict[str, Any]) -> None:
-        """A checkpoint of the state before `step` is due on this worker."""
+    def save(
+        self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
+    ) -> None:
+        """A copy of the state before `step` is due in each of `places`, from this worker."""
         ...
 
     def evaluated(self, step: int, loss: float, tokens: int) -> None:
@@ -99,6 +103,8 @@ class LoopConfig:
     """Lanes of the run."""
     save_every: int | None
     """Steps between checkpoints."""
+    snapshot_every: int | None = None
+    """Steps between snapshots in the nodes' memory."""
     max_nonfinite_steps: int
     """Skipped steps in a row that end the run."""
 
@@ -292,14 +298,18 @@ class TrainLoop:
         step, last = self.progress.step, self.progress.step == self.train.steps
         if self.joined_without_state:
             return  # its workers do not get their state at the same step
-        every = self.config.save_every
-        if self.cross.rank == 0 and (last or (every and step % every == 0)):
-            self.save()
+        every: dict[Place, int | None] = {
+            "store": self.config.save_every,
+            "memory": self.config.snapshot_every,
+        }
+        due = [place for place, n in every.items() if n and step % n == 0]
+        if self.cross.rank == 0 and (last or due):
+            self.save(["store"] if last else due)
         if last or (self.train.eval_every and step % self.train.eval_every == 0):
             self.evaluate()
 
-    def save(self) -> None:
-        """Hands a copy of the state to the checkpoint writer."""
+    def save(self, places: Sequence[Place]) -> None:
+        """Hands a copy of the state to the writers."""
         self.link.at_step(self.progress.step, "checkpoint")
         state = {
             "step": self.progress.step,
@@ -310,7 +320,7 @@ class TrainLoop:
             "global_batch": self.train.global_batch,
             "samples": len(self.data),
         }
-        self.link.save(self.progress.step, self.engine, state)
+        self.link.save(self.progress.step, self.engine, state, places)
 
     @torch.no_grad()
     def evaluate(self) -> None:

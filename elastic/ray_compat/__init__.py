@@ -11,6 +11,8 @@ from elastic.ray_compat.cluster import (
     available_per_node,
     draining_nodes,
     host_store,
+    live_nodes,
+    on_every_node,
     start_actor,
 )
 from elastic.ray_compat.trainer import ElasticRayTrainer
@@ -20,5 +22,7 @@ __all__ = [
     "available_per_node",
     "draining_nodes",
     "host_store",
+    "live_nodes",
+    "on_every_node",
     "start_actor",
 ]

@@ -34,6 +34,7 @@ class Plan:
     lanes: int
     steps: int
     save_every: int | None
+    memory_every: int | None
     kills: int
     """Times that one worker or several are killed."""
     write_offs: int
@@ -63,6 +64,7 @@ class Plan:
             lanes=most + rng.choice([0, 0, 3]),
             steps=rng.randint(2, 5),
             save_every=rng.choice([None, 1, 2]),
+            memory_every=rng.choice([None, 1, 2]),
             kills=rng.randint(0, 4),
             write_offs=rng.choice([0, 0, 2]),
             flakes=rng.choice([0, 0, 2]),
@@ -97,6 +99,11 @@ class World:
         self.broken: set[int] = set()
         """Formations that have lost a member."""
         self.saved: dict[int, Applied] = {0: ()}
+        self.snapshot: tuple[int, Applied] | None = None
+        """The newest complete snapshot, which some node of those that hold it has."""
+        self.parts: dict[tuple[int, int], dict[int, Applied]] = {}
+        self.went_back_in = 0
+        self.snapshots_read = self.snapshots_failed = 0
         self.receipts: dict[tuple[int, int], dict[int, Applied]] = {}
         self.log: list[int] = []
         self.joins: dict[str, tuple[Report, list[tuple[int, int]]]] = {}
@@ -151,6 +158,8 @@ class World:
                 yield "write", name, partial(self._written, worker)
             if worker.source in self.copies and worker.arrived is None:
                 yield "state", name, partial(self._state_arrives, worker)
+            if worker.remembering is not None:
+                yield "remember", name, partial(self._remembered, worker)
             if worker.records and worker.run is not None and worker.run.lead:
                 yield "flush", name, partial(self._flush, worker)
         for name in self.joins:
@@ -164,6 +173,9 @@ class World:
         for attempt, parts in self.receipts.items():
             if len(parts) == self.plan.workers_per_replica:
                 yield "commit", attempt, partial(self._checkpoint, attempt)
+        for attempt, parts in self.parts.items():
+            if len(parts) == self.plan.workers_per_replica:
+                yield "complete", attempt, partial(self._complete, attempt)
 
     def _flush(self, worker: SimWorker) -> bool:
         worker.flush()
@@ -212,6 +224,9 @@ class World:
         if self.drains and self.rng.random() < 0.02 and self.membership.stopped is None:
             self.drains -= 1
             self._drain()
+        if self.snapshot is not None and self.rng.random() < 0.01:
+            self.trace.append("LOSE THE SNAPSHOT")
+            self._set_snapshot(None)
         if self.write_offs and self.membership.call == "fault" and self.rng.random() < 0.2:
             absent = sorted(self.membership.called_away - set(self.dead))
             if absent:
@@ -349,6 +364,45 @@ class World:
             self._advance()
         return True
 
+    # -- elastic/snapshots.py ----------------------------------------------------------------------
+
+    def _remembered(self, worker: SimWorker) -> bool:
+        assert worker.remembering is not None
+        step, generation, rank, applied = worker.remembering
+        worker.remembering = None
+        worker.flush()
+        if generation >= self.went_back_in:
+            self.parts.setdefault((step, generation), {})[rank] = applied
+        return True
+
+    def _complete(self, attempt: tuple[int, int]) -> bool:
+        parts = self.parts.pop(attempt)
+        assert len(set(parts.values())) == 1, "a snapshot of two states"
+        if self.snapshot is None or attempt[0] > self.snapshot[0]:
+            self._set_snapshot((attempt[0], parts[0]))
+        return True
+
+    def read_snapshot(self, step: int) -> Applied | None:
+        """A worker reads; where it cannot, the snapshot does not count any more."""
+        damaged = self.rng.random() < 0.5
+        if self.snapshot is not None and self.snapshot[0] == step and not damaged:
+            self.snapshots_read += 1
+            return self.snapshot[1]
+        self.snapshots_failed += 1
+        if self.snapshot is not None and self.snapshot[0] == step:
+            self._set_snapshot(None)
+        return None
+
+    def _set_snapshot(self, snapshot: tuple[int, Applied] | None) -> None:
+        self.snapshot = snapshot
+        self.membership.snapshotted(0 if snapshot is None else snapshot[0])
+
+    def _went_back(self, step: int, generation: int) -> None:
+        self.went_back_in = generation
+        self.parts.clear()
+        if self.snapshot is not None and self.snapshot[0] > step:
+            self._set_snapshot(None)
+
     def _advance(self) -> None:
         before = self.membership.generation
         reports = dict(self.membership.waiting)
@@ -358,6 +412,8 @@ class World:
             self.channels["replica", replica.formed] = Channel(replica.workers)
         if effects.regrouped is not None:
             roster = effects.regrouped.roster
+            if effects.regrouped.outcome in ("start", "restore"):
+                self._went_back(effects.regrouped.step, roster.generation)
             self.trace.append(f"ROSTER {effects.regrouped}")
             self.outcomes.append(effects.regrouped.outcome)
             for rank in range(self.plan.workers_per_replica):

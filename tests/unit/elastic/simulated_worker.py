@@ -90,6 +90,8 @@ class SimWorker:
         """Rank in its replica."""
         self.heal_failed = self.newcomer = self.lacked_state = False
         self.writing: tuple[int, int, int, Applied] | None = None
+        self.remembering: tuple[int, int, int, Applied] | None = None
+        """As `writing`, for a snapshot."""
         self.records: list[tuple[int, int]] = []
         """(step, generation) of the steps it saw committed and has not reported."""
         self.life = self._live()
@@ -161,8 +163,8 @@ class SimWorker:
             if run.position in dict(run.heals):
                 self.progress = None
             self._catch_up(run)
-            if run.restore:
-                self.progress = Progress(run.step, self.world.saved[run.step])
+            if run.restore and not (yield from self._restore(run)):
+                return
             self._begin_heal(run, cross)
             progress = self.progress or Progress(run.step, (), last=run.commit)
             self.position = progress
@@ -206,6 +208,19 @@ class SimWorker:
             progress.applied, self.newcomer = self.arrived, False
             assert len(progress.applied) == progress.step, "caught up with another step"
             self.world.caught_up(self)
+
+    def _restore(self, run: Run) -> Life:
+        applied: Applied | None
+        if run.source == "store":
+            applied = self.world.saved[run.step]
+        else:
+            applied = self.world.read_snapshot(run.step)
+            read = yield from self._inside(("read", run.generation), applied is not None)
+            if applied is None or not all(read.values()):
+                return False
+        assert len(applied) == run.step
+        self.progress = Progress(run.step, applied)
+        return True
 
     # -- trainer/loop.py ---------------------------------------------------------------------------
 
@@ -288,6 +303,9 @@ class SimWorker:
                 yield self._writer_idle()
             if self.writing is None and step not in self.world.saved:
                 self.writing = (step, run.generation, run.rank, progress.applied)
+        due = not last and plan.memory_every is not None and step % plan.memory_every == 0
+        if run.position == 0 and due and self.remembering is None:
+            self.remembering = (step, run.generation, run.rank, progress.applied)
         if last:
             yield from self._inside(("evaluate", run.generation, step))
 

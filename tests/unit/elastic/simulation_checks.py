@@ -58,7 +58,11 @@ def check_roster(
     steps = {worker: reports[worker].step for worker in roster.workers}
     copies = [r for r in roster.replicas if all(steps[w] is not None for w in r.workers)]
     known = [step for step in steps.values() if step is not None and copies]
-    assert step == (max(known) if known else max(world.saved)), "a committed step is repeated"
+    snapshot = 0 if world.snapshot is None else world.snapshot[0]
+    newest = max(snapshot, *world.saved)
+    assert step == (max(known) if known else newest), "a committed step is repeated"
+    in_memory = not known and newest > max(world.saved)
+    assert {run.source for run in runs.values()} == {"memory" if in_memory else "store"}
     # One ahead: its only witness told of the step, and died.
     assert world.membership.recorded <= step + 1, "steps recorded that are not done"
     assert (regrouped.outcome in ("start", "restore")) == (not known)

@@ -30,7 +30,8 @@ ALL = [
     Build(formed=3, replica=1, rank=2, serial=4),
     Run(
         generation=2, replica=1, rank=0, position=1, lanes=((0, 2), (1,), ()), step=5,
-        commit=COMMIT, heals=((2, 0),), restore=False, lead=False, recorded=4, serial=9,
+        commit=COMMIT, heals=((2, 0),), restore=False, source="store",
+        lead=False, recorded=4, serial=9,
     ),
     Stop(error=None),
     Stop(error="user code failed"),

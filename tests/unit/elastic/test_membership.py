@@ -31,6 +31,7 @@ class Group:
         lanes: int | None = None,
         generation: int = 0,
         restore_step: int = 0,
+        snapshot_step: int = 0,
     ) -> None:
         config = GroupConfig(
             max_replicas=replicas,
@@ -41,7 +42,9 @@ class Group:
             steps=STEPS,
             start_workers=replicas * each if start is None else start,
         )
-        self.membership = Membership(config, generation=generation, restore_step=restore_step)
+        self.membership = Membership(
+            config, generation=generation, restore_step=restore_step, snapshot_step=snapshot_step
+        )
         self.built: dict[str, int] = {}
 
     def join(self, worker: str, step: int | None = None, **more: Any) -> Effects:
@@ -252,6 +255,48 @@ def test_when_all_die_the_run_goes_back_to_the_checkpoint() -> None:
     assert layout(effects) == {0: ("c0",), 1: ("d1",)}
     run = run_of(effects, "d1")
     assert (run.step, run.restore, run.recorded, run.heals) == (4, True, 4, ())
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "step", "source", "lost"),
+    [(6, 6, "memory", 1), (4, 4, "store", 3), (0, 4, "store", 3)],
+)
+def test_when_all_die_the_newer_of_snapshot_and_checkpoint_counts(
+    snapshot: int, step: int, source: str, lost: int
+) -> None:
+    group = Group(replicas=1)
+    group.start("a0")
+    group.membership.recorded = group.membership.reached = 7
+    group.checkpointed(4)
+    group.membership.snapshotted(6)
+    group.membership.snapshotted(snapshot)
+    group.lose("a0")
+    group.join("b0")
+    effects = group.build("b0")
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.lost_steps) == ("restore", lost)
+    run = run_of(effects, "b0")
+    assert (run.step, run.restore, run.source, run.recorded) == (step, True, source, step)
+
+
+def test_a_snapshot_that_cannot_be_read_leads_to_the_checkpoint() -> None:
+    group = Group(replicas=1, generation=3, restore_step=4, snapshot_step=6)
+    run = run_of(group.start("a0"), "a0")
+    assert (run.step, run.source, run.recorded) == (6, "memory", 6)
+    group.membership.snapshotted(0)
+    effects = group.join("a0")
+    run = run_of(effects, "a0")
+    assert (run.generation, run.step, run.restore, run.source) == (5, 4, True, "store")
+    assert effects.regrouped is not None and effects.regrouped.lost_steps == 2
+
+
+def test_a_replica_that_read_the_snapshot_heals_one_that_could_not() -> None:
+    group = Group(replicas=2, restore_step=4, snapshot_step=6)
+    group.start("a0", "b1")
+    group.membership.snapshotted(0)
+    assert group.join("b1").called == "fault"
+    run = run_of(group.join("a0", step=6, in_step=True), "b1")
+    assert (run.step, run.restore, run.source, run.heals) == (6, False, "store", ((1, 0),))
 
 
 def test_fewer_than_the_minimum_wait_and_say_how_many_are_missing() -> None:
@@ -527,3 +572,8 @@ def test_any_order_of_events_ends_well(batch: int) -> None:
     assert set(outcomes) == {"start", "repeat", "finish_step", "boundary", "restore"}
     for harm in ("kills", "write_offs", "flakes"):
         assert any(getattr(w, harm) < getattr(w.plan, harm) for w in worlds), f"no {harm}"
+
+
+def test_these_schedules_read_snapshots_and_fail_to() -> None:
+    worlds = [play(seed) for seed in range(BATCH, 2 * BATCH)]
+    assert any(w.snapshots_read for w in worlds) and any(w.snapshots_failed for w in worlds)
