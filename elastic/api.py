@@ -14,6 +14,7 @@ from ray.train import Checkpoint, Result, RunConfig, TrainingFailedError
 
 from checkpointing import CheckpointConfig, Manifest, Snapshot
 from elastic import events
+from elastic.ask import ask
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordinator import MOST_CALLS, Coordinator, CoordinatorConfig
 from elastic.drain import DrainWatch, tell_coordinator
@@ -117,7 +118,9 @@ class ElasticTrainer:
             plan = wait_for_workers(self.scaling, self.train.parallel)
             set_unreadable_aside(paths, stored)
             config = self._coordinator_config(paths, stored, snapshot, plan)
-            coordinator = start_actor(Coordinator, config, max_concurrency=MOST_CALLS)
+            coordinator = start_actor(
+                Coordinator, config, max_concurrency=MOST_CALLS, restarts=True
+            )
             try:
                 result = self._run(coordinator, paths, task, plan)
             finally:
@@ -218,7 +221,7 @@ class ElasticTrainer:
         finally:
             watch.close()
             with contextlib.suppress(ray.exceptions.RayError):
-                ray.get(coordinator.end.remote(outcome, error))
+                ask(coordinator.end, outcome, error)
             with contextlib.suppress(OSError):
                 observer.close()
             report = conclude(paths)
@@ -238,7 +241,7 @@ class ElasticTrainer:
             trainer.fit()
         except (TrainingFailedError, ray.exceptions.RayError) as failure:
             try:
-                verdict = ray.get(coordinator.verdict.remote())
+                verdict = ask(coordinator.verdict)
             except ray.exceptions.RayError as gone:
                 return f"the coordinator died ({gone}); run the same name again to continue"
             # A worker lost just before the end is not replaced any more: that is no failure.

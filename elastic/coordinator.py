@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -29,11 +30,14 @@ from elastic.config import HealthConfig
 from elastic.failure import Loss, decide_failure
 from elastic.faults import Fault, FaultPlan
 from elastic.membership import Effects, GroupConfig, Membership, Regrouped
-from elastic.messages import Answer, Death, Identity, Report, Signal, Stop
+from elastic.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
 from elastic.publisher import Publisher
 from elastic.ray_compat import host_store
+from elastic.recall import recall
 from elastic.records import RunPaths
+from elastic.resume import find_checkpoint
 from elastic.snapshot_holder import HeldSnapshot
+from elastic.snapshot_survey import find_snapshot
 from elastic.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
@@ -43,6 +47,10 @@ MOST_CALLS = 100_000
 
 _SETTLED_AFTER_S = 1.0
 """The answers of a regroup have left by then."""
+
+_TAKE_UP_S = 10.0
+"""How long a coordinator that was started anew waits for the workers to say where they stand."""
+_SILENT = f"said nothing for {_TAKE_UP_S:g} s after the coordinator was started anew"
 
 _PEER_LOSS_PATIENCE_S = 1.0
 """A peer's death is known within milliseconds of the exception that it causes."""
@@ -87,6 +95,11 @@ class Coordinator:
     """See the module. An async Ray actor; the driver makes it and all workers know it."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
+        anew = ray.get_runtime_context().was_current_actor_reconstructed
+        if anew:
+            stored = find_checkpoint(config.paths)
+            step = 0 if stored is None else stored.step
+            config = replace(config, restore_step=step, snapshot=None)
         self.config = config
         self.membership = Membership(
             config.groups,
@@ -95,6 +108,7 @@ class Coordinator:
             snapshot_step=0 if config.snapshot is None else config.snapshot.step,
         )
         self.host, self.port, self._store = host_store()
+        self.membership.meet = self.host, self.port
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._signals: dict[str, Signal] = {}
         self._bells: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
@@ -117,54 +131,109 @@ class Coordinator:
             workers=config.groups.workers_per_replica,
             newest=config.restore_step,
         )
-        self._snapshots = Snapshots(
-            config.paths,
-            self.membership,
-            self._note,
-            workers=config.groups.workers_per_replica,
-            versions=config.started.versions,
-            found=config.snapshot,
-            timeout_s=config.health.collective_timeout_s,
-        )
+        self._snapshots = self._make_snapshots(config.snapshot)
         self._digests: dict[str, str] = {}
         self._short_of = 0
         self._hellos = 0
+        self._standings: dict[str, Standing] = {}
+        self._ready = asyncio.Event()
+        """Set but while a coordinator that was started anew asks the workers where they stand."""
         self.steps: list[events.StepRecord] = []
         self.events: list[events.Event] = []
         config.paths.root.mkdir(parents=True, exist_ok=True)
         self._event_log = events.EventLog(config.paths.events)
         self._step_log = events.EventLog(config.paths.steps)
-        self._note(config.started)
+        if anew:
+            self._recalled = recall(config.paths, config.started.start_step)
+        else:
+            self._ready.set()
+            self._note(config.started)
+        self._note(events.CoordinatorStarted(time=time.time(), pid=os.getpid(), anew=anew))
+
+    def _make_snapshots(self, found: Snapshot | None) -> Snapshots:
+        return Snapshots(
+            self.config.paths,
+            self.membership,
+            self._note,
+            workers=self.config.groups.workers_per_replica,
+            versions=self.config.started.versions,
+            found=found,
+            timeout_s=self.config.health.collective_timeout_s,
+        )
+
+    # -- after a restart ---------------------------------------------------------------------------
+
+    async def resume(self, standing: Standing) -> None:
+        """A worker that has lost its line to the coordinator says where it stands. One that was
+        started anew learns so what it must know, and then goes on as if nothing had happened."""
+        if self._ready.is_set():
+            return
+        worker = standing.identity.worker
+        if not self._standings:
+            self._spawn(self._take_up())
+        self._standings[worker] = standing
+        self._watch_process(standing.identity)
+        await self._tell()
+
+    async def _take_up(self) -> None:
+        """Waits for the workers that lived when the last coordinator was lost; writes off those
+        that do not speak up."""
+        expected = self._recalled.workers.keys()
+        async with self._news:
+            with contextlib.suppress(asyncio.TimeoutError):
+                all_here = self._news.wait_for(lambda: expected <= self._standings.keys())
+                await asyncio.wait_for(all_here, _TAKE_UP_S)
+        if self.config.checkpoint.memory_every is not None:
+            found = await asyncio.to_thread(find_snapshot, self.config.paths)
+            self._snapshots = self._make_snapshots(found)
+        self.membership.resume(
+            list(self._standings.values()),
+            started=self._recalled.generation > 0,
+            formations=self._recalled.formations,
+            recorded=self._recalled.recorded,
+        )
+        self._faults.count_as_fired(self._recalled.fired)
+        for worker in self._recalled.draining & self._standings.keys():
+            self._draining.add(worker)
+            self.membership.drain(worker)
+        for worker in expected - self._standings.keys():
+            joined = self._recalled.workers[worker]
+            self._started[worker] = Identity(
+                worker=worker, rank=0, node=joined.node, pid=joined.pid
+            )
+            await self._lose(worker, "crash", _SILENT, None)
+        self._ready.set()
+        await self._advance()
 
     # -- workers -----------------------------------------------------------------------------------
 
-    async def hello(self, identity: Identity) -> tuple[str, int]:
-        """A worker has started: its process is watched from now on.
-
-        Returns:
-            Host and port of the store where process groups meet.
-        """
+    async def hello(self, identity: Identity) -> None:
+        """A worker has started: its process is watched from now on."""
+        await self._ready.wait()
         self._hellos += 1
         self._note(
             events.WorkerJoined(
                 time=time.time(), worker=identity.worker, node=identity.node, pid=identity.pid
             )
         )
-        self._started[identity.worker] = identity
-        if self._hellos == 1:
+        self._watch_process(identity)
+        if identity.node in self._draining_nodes:
+            await self._drain([identity.worker], "its node is draining", None)
+
+    def _watch_process(self, identity: Identity) -> None:
+        if not self._started:
             self._spawn(self._check_leases())
+        self._started[identity.worker] = identity
         token = self._agents.start(identity.node, ray.get_runtime_context().current_actor)
         if token is not None:
             self._spawn(self._await_agent(identity.node, token))
             if self.config.checkpoint.memory_every is not None:
                 self._snapshots.node_joined(identity.node)
         self._watches[identity.worker] = self._agents.watch(identity)
-        if identity.node in self._draining_nodes:
-            await self._drain([identity.worker], "its node is draining", None)
-        return self.host, self.port
 
     async def join(self, report: Report) -> Answer:
         """A worker reports what it has and waits for what to do. No worker joins unwatched."""
+        await self._ready.wait()
         worker = report.identity.worker
         if worker in self._watches:
             await self._watches.pop(worker)
@@ -191,6 +260,10 @@ class Coordinator:
         Returns:
             "peer": join again; "own": the worker is written off and must exit.
         """
+        await self._ready.wait()
+        if self.membership.give_up_formation(worker):
+            await self._advance()
+            return "peer"
         async with self._news:
             with contextlib.suppress(asyncio.TimeoutError):
                 broken = self._news.wait_for(lambda: self.membership.replica_broken(worker))
@@ -202,6 +275,7 @@ class Coordinator:
 
     async def fail(self, error: str) -> None:
         """Ends the run with an error that no retry can mend."""
+        await self._ready.wait()
         if self.membership.stopped is None:
             self.membership.stopped = Stop(error=error)
             await self._advance()
@@ -209,6 +283,7 @@ class Coordinator:
     async def record(self, steps: list[events.StepRecord], happened: list[events.Event]) -> None:
         """Committed steps from the lead worker, events from any; steps known already are passed
         by."""
+        await self._ready.wait()
         self._take_steps(steps)
         for event in happened:
             self._note(event)
@@ -227,6 +302,7 @@ class Coordinator:
     async def claim_fault(self, index: int, slot: int, step: int, worker: str) -> bool:
         """Whether injected fault `index` hits the worker in `slot` now. Workers that a fault hits
         together get their answers together."""
+        await self._ready.wait()
         if not self._faults.claim(index, slot, self.membership.generation):
             return False
         fault = str(self._faults.faults[index])
@@ -253,6 +329,7 @@ class Coordinator:
         self, receipt: Receipt, training_state: dict[str, Any], started: float
     ) -> None:
         """A saving worker has written its slices; the last one's receipt commits the checkpoint."""
+        await self._ready.wait()
         try:
             size = await self._publisher.take(receipt, training_state)
         except Exception as error:
@@ -317,6 +394,7 @@ class Coordinator:
     async def caught_up(self, worker: str, size: int, seconds: float, steps: int) -> None:
         """A newcomer's worker has received `size` bytes of state, in `seconds`, and made up for
         `steps` steps."""
+        await self._ready.wait()
         self._heals[worker] = (size, seconds, steps)
         source = self.membership.source_of(worker)
         replica = self.membership.caught_up(worker)
@@ -339,6 +417,7 @@ class Coordinator:
     async def heal_failed(self, worker: str, reason: str) -> None:
         """A newcomer's worker did not get the state: another source, or, in the end, another
         newcomer."""
+        await self._ready.wait()
         replica, source = self.membership.slot_name(worker), self.membership.source_of(worker)
         failures = self.membership.heal_failed(worker)
         if replica is None or source is None or failures == 0:
@@ -352,6 +431,7 @@ class Coordinator:
     async def drain(self, node: str, deadline: float | None, reason: str) -> None:
         """A machine will go, by `deadline` in seconds since the epoch: its workers leave training
         after a step, and those that start on it get no slot."""
+        await self._ready.wait()
         self._draining_nodes.add(node)
         workers = [w for w, identity in self._started.items() if identity.node == node]
         left_s = None if deadline is None else deadline - time.time()
@@ -359,6 +439,7 @@ class Coordinator:
 
     async def drain_worker(self, worker: str, reason: str) -> None:
         """As `drain`, for a single worker."""
+        await self._ready.wait()
         await self._drain([worker], reason, None)
 
     async def _drain(self, workers: list[str], reason: str, deadline_s: float | None) -> None:
@@ -513,7 +594,10 @@ class Coordinator:
         for replica in effects.formed:
             self._note(
                 events.ReplicaForming(
-                    time=now, replica=replica.index, workers=list(replica.workers)
+                    time=now,
+                    formed=replica.formed,
+                    replica=replica.index,
+                    workers=list(replica.workers),
                 )
             )
         if effects.regrouped is not None:

@@ -150,6 +150,8 @@ class RegroupDone(Event):
 class ReplicaForming(Event):
     """Workers were given the slots of a replica and are building it."""
 
+    formed: int
+    """Number of the formation; unique in the run."""
     replica: int
     """Number of the replica."""
     workers: list[str]

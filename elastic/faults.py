@@ -206,6 +206,13 @@ class FaultPlan:
         slots = self.faults[index].targets(self._slots) or (_NO_SLOT,)
         return set(slots) <= self._fired[index].keys()
 
+    def count_as_fired(self, names: Sequence[str]) -> None:
+        """Counts faults, as they were ordered, as having hit all their workers."""
+        for index, fault in enumerate(self.faults):
+            if str(fault) in names:
+                slots = fault.targets(self._slots) or (_NO_SLOT,)
+                self._fired[index].update(dict.fromkeys(slots, _NO_SLOT))
+
     def claim_for_spares(self, committed: int) -> list[Fault]:
         """Faults for spares that are due with so many steps `committed`; they count as fired."""
         due = [

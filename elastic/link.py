@@ -7,6 +7,7 @@ thread and written by another.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -31,9 +32,10 @@ from checkpointing import (
     write_slices,
 )
 from elastic import events
+from elastic.ask import ask
 from elastic.faults import InjectedError
 from elastic.job import Job
-from elastic.messages import Answer, Build, Identity, Report, Run
+from elastic.messages import Answer, Build, Identity, Report, Run, Standing
 from elastic.snapshot_holder import HeldSegments
 from health.heartbeat import NO_PHASE, NO_STEP, Heartbeat
 from trainer.commit import Commit
@@ -76,6 +78,9 @@ class CoordinatorLink:
         self._events: deque[events.Event] = deque()
         self._sending = threading.Lock()
         self._writers: dict[Place, threading.Thread] = {}
+        self._receipts: dict[Place, tuple[Any, tuple[Any, ...]]] = {}
+        """The latest of each kind: what it is handed in by, and with."""
+        self._standing = Standing(identity=identity)
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         threading.Thread(target=self._report, name="report", daemon=True).start()
@@ -86,9 +91,11 @@ class CoordinatorLink:
         """Waits in the coordinator for what to do next."""
         step = NO_STEP if report.step is None else report.step
         self._mark(step, "wait")
+        if not report.built:
+            self._standing = Standing(identity=self._identity)
         with self._sending:  # what is being sent has arrived, and what is left is shown
-            call = self._coordinator.join.remote(self._with_recent(report))
-        answer: Answer = ray.get(call)
+            report = self._with_recent(report)
+        answer: Answer = ask(self._coordinator.join, report)
         with self._sending:
             self._take_on(answer)
         kinds = {Build: "build", Run: "regroup"}
@@ -98,6 +105,7 @@ class CoordinatorLink:
 
     def _take_on(self, answer: Answer) -> None:
         self._run = answer if isinstance(answer, Run) else None
+        self._standing = _standing_after(self._standing, answer)
         if isinstance(answer, Build | Run):
             self._slot = answer.replica * self._job.train.parallel.workers + answer.rank
         if isinstance(answer, Run):
@@ -109,12 +117,12 @@ class CoordinatorLink:
     def trouble(self, step: int | None, detail: str) -> bool:
         """Reports an exception. Returns whether it was only the loss of a peer."""
         worker = self._identity.worker
-        return ray.get(self._coordinator.trouble.remote(worker, step, detail)) == "peer"
+        return ask(self._coordinator.trouble, worker, step, detail) == "peer"
 
     def fail(self, error: str) -> None:
         """Ends the whole run."""
         self.flush()
-        ray.get(self._coordinator.fail.remote(error))
+        ask(self._coordinator.fail, error)
 
     def terminating(self) -> None:
         """This process was sent SIGTERM: it will be killed soon."""
@@ -122,7 +130,7 @@ class CoordinatorLink:
 
     def compare(self, slot: str, digest: str) -> None:
         """Hands in this worker's state digest at the end of the run."""
-        ray.get(self._coordinator.compare.remote(slot, digest))
+        ask(self._coordinator.compare, slot, digest)
 
     # -- Link: read by the loop --------------------------------------------------------------------
 
@@ -149,6 +157,8 @@ class CoordinatorLink:
         """See Link."""
         now, run = time.time(), self._run
         assert run is not None
+        if not self._standing.proven:
+            self._standing = replace(self._standing, proven=True)
         self._records.append(
             events.StepRecord(
                 step=commit.step,
@@ -172,6 +182,7 @@ class CoordinatorLink:
     def caught_up(self, newcomer: Newcomer) -> None:
         """See Link."""
         seconds = time.monotonic() - newcomer.started_at
+        self._standing = replace(self._standing, behind=False)
         self._coordinator.caught_up.remote(
             self._identity.worker, newcomer.bytes, seconds, newcomer.steps_behind
         )
@@ -193,7 +204,7 @@ class CoordinatorLink:
         assert self._run is not None
         if step >= self._job.train.steps:
             self.wait_for_writers()
-            if ray.get(self._coordinator.saved.remote(step)):
+            if ask(self._coordinator.saved, step):
                 return
         else:
             places = self._idle_writers(engine, step, places)
@@ -216,7 +227,7 @@ class CoordinatorLink:
         Raises:
             NotCommittedError: it is not to be had any more.
         """
-        held = ray.get(self._coordinator.snapshot.remote(step))
+        held = ask(self._coordinator.snapshot, step)
         if held is None:
             raise NotCommittedError(step, "the nodes that held the snapshot are gone")
         segments = HeldSegments(held, self._job.paths.memory, self._identity.node)
@@ -224,7 +235,7 @@ class CoordinatorLink:
 
     def snapshot_failed(self, step: int, reason: str) -> None:
         """Reports that the snapshot of `step` cannot be read: from now on it does not count."""
-        ray.get(self._coordinator.snapshot_failed.remote(step, reason))
+        ask(self._coordinator.snapshot_failed, step, reason)
 
     def _with_recent(self, report: Report) -> Report:
         """Adds the latest steps; one worker of a replica does it for all."""
@@ -258,7 +269,7 @@ class CoordinatorLink:
             steps = [self._records.popleft() for _ in range(len(self._records))] if lead else []
             happened = [self._events.popleft() for _ in range(len(self._events))]
             if steps or happened:
-                ray.get(self._coordinator.record.remote(steps, happened))
+                ask(self._coordinator.record, steps, happened)
 
     def wait_for_writers(self) -> None:
         """Waits until whatever is being written is written."""
@@ -276,12 +287,24 @@ class CoordinatorLink:
         while not self._closed.is_set():
             try:
                 call = ray.get(self._coordinator.watch.remote(self._identity.worker, seen))
+            except ray.exceptions.ActorUnavailableError:
+                self._reintroduce()
+                continue
             except ray.exceptions.RayError:
                 return
             if call is None:
                 return
             seen = call.serial
             self._called[call.kind] = call.serial
+
+    def _reintroduce(self) -> None:
+        """The coordinator was lost: tells the one that is started in its place what it must
+        know."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            serial = max(self._settled, *self._called.values())
+            ask(self._coordinator.resume, replace(self._standing, serial=serial))
+            for method, args in list(self._receipts.values()):  # some of a checkpoint may be lost
+                ask(method, *args)
 
     def _report(self) -> None:
         while not self._closed.wait(_REPORT_INTERVAL_S):
@@ -316,15 +339,20 @@ class CoordinatorLink:
                 segment_bytes=self._job.checkpoint.segment_bytes,
             )
             self.flush()  # a checkpoint must not count before its steps are in the records
-            if place == "store":
-                ray.get(coordinator.receipt.remote(receipt, training_state, started))
-            else:
-                node = self._identity.node
-                ray.get(coordinator.snapshot_part.remote(receipt, training_state, node, started))
+            self._receipts[place] = (
+                (coordinator.receipt, (receipt, training_state, started))
+                if place == "store"
+                else (
+                    coordinator.snapshot_part,
+                    (receipt, training_state, self._identity.node, started),
+                )
+            )
+            method, args = self._receipts[place]
+            ask(method, *args)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             failed = coordinator.save_failed if place == "store" else coordinator.snapshot_skipped
-            ray.get(failed.remote(step, reason))
+            ask(failed, step, reason)
 
     def _memory(self, slices: list[Any]) -> Store:
         store = open_memory(self._job.paths.memory, self._identity.node)
@@ -335,8 +363,7 @@ class CoordinatorLink:
 
     def _fire(self, index: int, step: int) -> None:
         fault, worker = self._job.faults[index], self._identity.worker
-        claim = self._coordinator.claim_fault.remote(index, self._slot, step, worker)
-        if not ray.get(claim):
+        if not ask(self._coordinator.claim_fault, index, self._slot, step, worker):
             return
         if fault.kind == "raise":
             raise InjectedError(str(fault))
@@ -344,3 +371,27 @@ class CoordinatorLink:
             self.flip = True
         else:
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+
+
+def _standing_after(standing: Standing, answer: Answer) -> Standing:
+    """Where a worker stands once it has this answer."""
+    if isinstance(answer, Build):
+        return Standing(
+            identity=standing.identity,
+            formed=answer.formed,
+            replica=answer.replica,
+            rank=answer.rank,
+        )
+    if isinstance(answer, Run):
+        source = dict(answer.heals).get(answer.position)
+        return replace(
+            standing,
+            generation=answer.generation,
+            position=answer.position,
+            lanes=answer.lanes[answer.position],
+            replicas=len(answer.lanes),
+            source=source,
+            proven=False,
+            behind=source is not None,
+        )
+    return standing

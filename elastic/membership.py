@@ -119,10 +119,12 @@ class Membership:
         self.roster = Roster(generation=generation, replicas=(), lanes={})
         self.call: Call | None = "start"
         self.stopped: Stop | None = None
+        self.meet = ("", 0)
+        """Host and port of the store where process groups meet."""
         self._places = Places(self.waiting.keys())
         self._leaving = self._finishing = self._dismissed = False
         self._broken: list[Replica] = []  # formations that nobody has been told of
-        self._formations = 0
+        self._formations = self._resumed_formations = 0
         self._serials: dict[str, int] = {}
         self._lost: set[str] = set()
         self._late: set[str] = set()  # lost, and waiting
@@ -231,7 +233,9 @@ class Membership:
         """Replicas that form, the oldest first."""
         return tuple(self._places.forming.values())
 
-    def resume(self, standings: Sequence[Standing], *, started: bool, recorded: int) -> None:
+    def resume(
+        self, standings: Sequence[Standing], *, started: bool, formations: int, recorded: int
+    ) -> None:
         """Takes up a run whose coordinator was lost, from what its workers know.
 
         Where they all stand in one whole roster, nothing is called and no step stops. Workers that
@@ -240,11 +244,12 @@ class Membership:
         Args:
             standings: of all living workers.
             started: whether a roster ever stood.
+            formations: replicas that ever began to form.
             recorded: steps that the run's records hold.
         """
         self.members = {s.identity.worker: s.identity for s in standings}
         self._serials = {s.identity.worker: s.serial for s in standings}
-        self._formations = max((s.last_formed for s in standings), default=0)
+        self._formations = self._resumed_formations = formations
         self.recorded, self.reached = recorded, max(recorded, self.reached)
         found = plan_resumption(standings, self.config.workers_per_replica)
         self.generation = max(self.generation, found.roster.generation)
@@ -254,12 +259,15 @@ class Membership:
         self._broken.extend(found.broken)
         self._newcomers, self._behind = set(found.newcomers), dict(found.behind)
         self._heals = found.heals
-        self.call = "start" if not started else None if found.standing else "fault"
+        self.call = None if started else "start"
         self._leaving = started and not found.consistent
 
     def give_up_formation(self, worker: str) -> bool:
-        """The replica that a worker builds cannot come about: its workers are free again. Returns
-        whether it was building one."""
+        """A worker failed to build a replica whose process group was to meet at the coordinator
+        that was lost: its workers are free again. Returns whether it is such a one."""
+        replica = self._places.of(worker)
+        if replica is None or replica.formed > self._resumed_formations:
+            return False
         broken = self._places.give_up(worker)
         if broken is not None:
             self._broken.append(broken)
@@ -362,6 +370,7 @@ class Membership:
                     rank=rank,
                     step=self.reached,
                     keep=keep,
+                    meet=self.meet,
                     serial=self._settle(worker),
                 )
                 del self.waiting[worker]
@@ -474,6 +483,7 @@ class Membership:
                 source="memory" if restore and step > self.restore_step else "store",
                 lead=position == 0 and rank == 0,
                 recorded=self.recorded,
+                meet=self.meet,
                 serial=self._settle(worker),
             )
             for position, replica in enumerate(replicas)

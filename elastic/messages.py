@@ -102,12 +102,12 @@ class Standing:
     """Replicas in that roster."""
     source: int | None = None
     """Position that it heals from, as a newcomer."""
+    proven: bool = False
+    """A step was committed in that roster: its process groups work."""
     behind: bool = False
     """It is a newcomer and has not caught up."""
-    last_formed: int = 0
-    """The latest formation that it was ever told of."""
     serial: int = 0
-    """The latest signal that it has heard."""
+    """The latest signal that it has heard, or that was settled before it could."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +124,8 @@ class Build:
     """Steps that the run has committed so far."""
     keep: bool
     """Go on with the state that this worker holds from a broken replica, in the same rank."""
+    meet: tuple[str, int]
+    """Host and port of the store where process groups meet."""
     serial: int
     """Signals up to this one are settled."""
 
@@ -157,6 +159,8 @@ class Run:
     """Whether this worker reports the steps."""
     recorded: int
     """Steps that the coordinator has records of."""
+    meet: tuple[str, int]
+    """Host and port of the store where process groups meet."""
     serial: int
     """Signals up to this one are settled."""
 

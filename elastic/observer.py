@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from elastic.ask import ask
 from elastic.events import read_events, read_steps
 from elastic.picture import draw
 from elastic.progress import ProgressPrinter
@@ -53,7 +54,7 @@ class Observer:
 
     def _look(self) -> bool:
         try:
-            steps, happened = ray.get(self._coordinator.observe.remote())
+            steps, happened = ask(self._coordinator.observe)
         except ray.exceptions.RayError as error:
             log.warning("the coordinator does not answer: %s", error)
             return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic import events
@@ -13,12 +13,14 @@ from elastic.records import RunPaths
 class Recall:
     """The present start of a run, by its records."""
 
-    workers: frozenset[str]
+    workers: Mapping[str, events.WorkerJoined]
     """Workers that started and were not lost."""
     draining: frozenset[str]
     """Those whose machines will go."""
     generation: int
     """Generation of the newest roster; 0: none stood yet in this start."""
+    formations: int
+    """Replicas that began to form."""
     recorded: int
     """Steps that count and are in the records."""
     fired: tuple[str, ...]
@@ -36,17 +38,20 @@ def recall(paths: RunPaths, start_step: int) -> Recall:
     lost = {e.worker for e in happened if isinstance(e, events.WorkerLost)}
     rosters = [e for e in happened if isinstance(e, events.RegroupDone)]
     return Recall(
-        workers=frozenset(_joined(happened) - lost),
+        workers={
+            e.worker: e
+            for e in happened
+            if isinstance(e, events.WorkerJoined) and e.worker not in lost
+        },
         draining=frozenset(w for e in happened if isinstance(e, events.Draining) for w in e.workers)
         - lost,
         generation=rosters[-1].generation if rosters else 0,
+        formations=max(
+            (e.formed for e in happened if isinstance(e, events.ReplicaForming)), default=0
+        ),
         recorded=_recorded(events.read_steps(paths.steps), rosters, start_step),
         fired=tuple(e.fault for e in happened if isinstance(e, events.FaultFired)),
     )
-
-
-def _joined(happened: Sequence[events.Event]) -> set[str]:
-    return {e.worker for e in happened if isinstance(e, events.WorkerJoined)}
 
 
 def _this_start(happened: Sequence[events.Event]) -> Sequence[events.Event]:

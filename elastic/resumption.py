@@ -20,7 +20,7 @@ class Resumption:
     """A run as its workers know it."""
 
     roster: Roster
-    """The newest roster that one of them is in; a replica that has lost workers has the rest."""
+    """The newest roster that one of them is in; nobody has the names of those who are gone."""
     standing: tuple[Replica, ...]
     """Replicas of it that are whole."""
     forming: tuple[Replica, ...]
@@ -34,7 +34,7 @@ class Resumption:
     heals: tuple[tuple[int, int], ...]
     """(position without state, position it heals from)."""
     consistent: bool
-    """All of the roster is there, and all its workers are in it: no regroup was under way."""
+    """All of the roster is there and at work: no regroup was under way."""
 
 
 def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> Resumption:
@@ -51,9 +51,9 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
     formations = [_Formation(group, workers_per_replica) for group in groups.values()]
     generation = max((f.generation for f in formations), default=0)
     placed = sorted((f for f in formations if f.generation), key=lambda f: f.first.position)
-    present = [f for f in placed if f.generation == generation and f.agreed]
-    consistent = all(f.whole and f in present for f in placed) and all(
-        f.first.replicas == len(placed) for f in placed
+    present = [f for f in placed if f.generation == generation and f.at_work]
+    consistent = bool(placed) and all(
+        f.whole and f in present and f.first.replicas == len(placed) for f in placed
     )
     roster = Roster(
         generation=generation,
@@ -76,14 +76,14 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
 class _Formation:
     """The standings of the living workers of one formation."""
 
-    def __init__(self, members: Sequence[Standing], workers_per_replica: int) -> None:
-        self.members = sorted(members, key=lambda standing: standing.rank)
-        self.first = self.members[0]
+    def __init__(self, members: Sequence[Standing], size: int) -> None:
+        self.members, self.first = members, members[0]
         self.generation = max(standing.generation for standing in members)
-        self.agreed = all(standing.generation == self.generation for standing in members)
-        self.whole = len(members) == workers_per_replica
+        self.at_work = all(s.generation == self.generation and s.proven for s in members)
+        self.whole = len(members) == size
+        names = {standing.rank: standing.identity.worker for standing in members}
         self.replica = Replica(
             index=self.first.replica,
             formed=self.first.formed,
-            workers=tuple(standing.identity.worker for standing in self.members),
+            workers=tuple(names.get(rank, f"lost rank {rank}") for rank in range(size)),
         )

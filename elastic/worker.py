@@ -24,6 +24,7 @@ import ray
 import torch
 
 from checkpointing import CheckpointError, Keys, Reader, load_manifest, open_store
+from elastic.ask import ask
 from elastic.drain import on_sigterm
 from elastic.errors import RunFailedError
 from elastic.job import Job
@@ -65,10 +66,7 @@ class Worker:
             pid=os.getpid(),
             heartbeat_fd=heartbeat.fd,
         )
-        host, port = ray.get(job.coordinator.hello.remote(self.identity))
-        self.rendezvous = Rendezvous(
-            host=host, port=port, timeout_s=job.health.collective_timeout_s
-        )
+        ask(job.coordinator.hello, self.identity)
         self.link = CoordinatorLink(job.coordinator, self.identity, job, heartbeat)
         on_sigterm(self.link.terminating)
         self.engine: Engine | None = None
@@ -98,6 +96,10 @@ class Worker:
 
     def follow(self, answer: Build | Run) -> str | None:
         """Does what the coordinator asks. Returns the traceback where an exception ended it."""
+        host, port = answer.meet
+        self.rendezvous = Rendezvous(
+            host=host, port=port, timeout_s=self.job.health.collective_timeout_s
+        )
         try:
             if isinstance(answer, Build):
                 self.build(answer)

@@ -13,7 +13,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 log = logging.getLogger(__name__)
 
 
-def start_actor(cls: type, *args: Any, node: str | None = None, max_concurrency: int) -> Any:
+def start_actor(
+    cls: type,
+    *args: Any,
+    node: str | None = None,
+    max_concurrency: int,
+    restarts: bool = False,
+) -> Any:
     """Starts an actor that takes no CPU slot, on `node` (Ray's id) or on this process's own.
 
     Args:
@@ -21,8 +27,11 @@ def start_actor(cls: type, *args: Any, node: str | None = None, max_concurrency:
         args: for its constructor.
         node: where it lives; it never moves.
         max_concurrency: calls that may be pending in it.
+        restarts: whether it is started anew when its process dies.
     """
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": max_concurrency}
+    if restarts:
+        options["max_restarts"] = -1
     place = on_node(node or ray.get_runtime_context().get_node_id())
     return ray.remote(**options)(cls).options(scheduling_strategy=place).remote(*args)
 

@@ -15,6 +15,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus,
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import TrainingFailedError
 
+from elastic.ask import ask, restarting
 from elastic.drain import catch_sigterm
 from elastic.placement import Wanted
 from elastic.ray_compat.workers import ElasticWorkerGroup
@@ -76,8 +77,7 @@ class CoordinatorDecides(FailurePolicy):
             launches: workers started so far.
         """
         try:
-            asked = [self._coordinator.verdict.remote(), self._coordinator.hellos.remote()]
-            verdict, hellos = ray.get(asked)
+            verdict, hellos = ask(self._coordinator.verdict), ask(self._coordinator.hellos)
         except ray.exceptions.RayError:
             return True
         if hellos > self._hellos:
@@ -90,7 +90,12 @@ class CoordinatorDecides(FailurePolicy):
         """Whether the coordinator has ended the run, or died. Costs no call."""
         if self._over is None:
             self._over = self._coordinator.over.remote()
-        return bool(ray.wait([self._over], timeout=0)[0])
+        if not ray.wait([self._over], timeout=0)[0]:
+            return False
+        if restarting(self._over):
+            self._over = None
+            return False
+        return True
 
 
 class ElasticController(TrainController):

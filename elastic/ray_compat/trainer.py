@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from ray.train.v2._internal.callbacks.placement_group_callback import (
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from elastic.ask import RETRY_S, restarting
 from elastic.placement import Wanted
 from elastic.ray_compat.cluster import on_node
 from elastic.ray_compat.controller import (
@@ -89,7 +91,9 @@ class ElasticRayTrainer(DataParallelTrainer):
 
     def _wait_for(self, controller: Any) -> Result:
         running, over = controller.run.remote(), self._coordinator.over.remote()
-        ray.wait([running, over], num_returns=1)
+        while over in ray.wait([running, over], num_returns=1)[0] and restarting(over):
+            time.sleep(RETRY_S)
+            over = self._coordinator.over.remote()
         if not ray.wait([running], timeout=END_PATIENCE_S)[0]:
             ray.kill(controller)
         ray.get(running)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 Device = Literal["cpu", "cuda"]
 
 _POLL_MIN_S, _POLL_MAX_S = 20e-6, 500e-6
+_CONNECT_TIMEOUT_S = 5.0
 
 _abandoned: list[tuple[Any, list[Any]]] = []
 """Groups and works left mid-collective: dropping the last reference can block until their
@@ -45,6 +47,14 @@ class Rendezvous:
         """A connection to the store that sees only keys below `prefix`."""
         store = TCPStore(self.host, self.port, is_master=False, timeout=self.timeout)
         return PrefixStore(prefix, store)
+
+    def reachable(self) -> bool:
+        """Whether the store's host answers."""
+        try:
+            socket.create_connection((self.host, self.port), timeout=_CONNECT_TIMEOUT_S).close()
+        except OSError:
+            return False
+        return True
 
     @property
     def timeout(self) -> timedelta:
@@ -105,6 +115,8 @@ def gather(
     Raises:
         RuntimeError: `leave_now` became true, or a peer did not come in time.
     """
+    # A store whose host is gone would be looked for until the timeout, deaf to a call to leave.
+    poll_until(rendezvous.reachable, leave_now, rendezvous.timeout_s)
     store = rendezvous.store(f"{prefix}/here")
     store.set(str(rank), "here")
     peers = [str(peer) for peer in range(size)]

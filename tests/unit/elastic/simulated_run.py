@@ -43,6 +43,8 @@ class Plan:
     """Collectives across replicas that fail, and heals that arrive damaged, with nobody dead."""
     drains: int
     """Workers whose machine will go."""
+    crashes: int
+    """Times that the coordinator is lost, and started anew."""
     silent: bool
     """A death does not wake those who wait across replicas: a signal has to."""
     by_priority: bool
@@ -69,6 +71,7 @@ class Plan:
             write_offs=rng.choice([0, 0, 2]),
             flakes=rng.choice([0, 0, 2]),
             drains=rng.choice([0, 0, 1, 3]),
+            crashes=rng.choice([0, 0, 0, 1, 2]),
             silent=rng.random() < 0.5,
             by_priority=rng.random() < 0.5,
         )
@@ -115,7 +118,9 @@ class World:
         self.vacant: list[int] = list(range(plan.start_workers))
         """Ranks that Ray will start a worker for."""
         self.kills, self.write_offs, self.flakes = plan.kills, plan.write_offs, plan.flakes
-        self.drains = plan.drains
+        self.drains, self.crashes = plan.drains, plan.crashes
+        self.incarnation = 0
+        """Coordinators that were lost so far."""
         self.drained: set[str] = set()
         self.copies: dict[tuple[int, str], Applied] = {}
         """(generation, worker) -> the state that it sends to newcomers."""
@@ -221,6 +226,9 @@ class World:
             self.kills -= 1
             for name in self._victims():
                 self.kill(name)
+        if self.crashes and self.rng.random() < 0.02 and self.membership.stopped is None:
+            self.crashes -= 1
+            self._crash()
         if self.drains and self.rng.random() < 0.02 and self.membership.stopped is None:
             self.drains -= 1
             self._drain()
@@ -232,6 +240,32 @@ class World:
             if absent:
                 self.write_offs -= 1
                 self._write_off(self.rng.choice(absent))
+
+    def _crash(self) -> None:
+        """The coordinator is lost with all it knows, and started anew: `Coordinator._take_up`."""
+        self.trace.append("COORDINATOR LOST")
+        self.incarnation += 1
+        alive = [w for n, w in self.workers.items() if n not in self.dead and not w.done]
+        before = self.membership
+        self.membership = Membership(self.config, generation=0, restore_step=max(self.saved))
+        self.membership.generation = before.generation  # it stands in the events
+        self.membership.meet = ("", self.incarnation)
+        self._set_snapshot(self.snapshot)
+        self.posted.clear()
+        self.membership.resume(
+            [worker.standing() for worker in alive if worker.name not in self.lost],
+            started=before.generation > 0,
+            formations=before._formations,
+            recorded=before.recorded,
+        )
+        for name in self.lost:
+            self.membership.lose(name)
+        for name in self.drained - self.lost:
+            self.membership.drain(name)
+        for worker in alive:  # calls that were lost with it are made again
+            if worker.waits_for_answer and worker.answer is None:
+                self.send_join(worker)
+        self._advance()
 
     def _drain(self) -> None:
         alive = [n for n in self.membership.members if n not in self.dead and n not in self.lost]
@@ -279,6 +313,12 @@ class World:
         if name not in self.dead and not self.workers[name].done:
             self.kill(name)
         return True
+
+    def peer_lost(self, worker: SimWorker) -> bool:
+        """As the coordinator's `trouble`."""
+        if self.membership.give_up_formation(worker.name):
+            self._advance()
+        return self.membership.replica_broken(worker.name)
 
     def caught_up(self, worker: SimWorker) -> None:
         self.membership.caught_up(worker.name)

@@ -10,12 +10,13 @@ only when all are there, or with a signal. `simulated_run.py` decides who moves 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import simulation_checks as checks
 
-from elastic.messages import Answer, Build, Identity, Report, Run, Stop
+from elastic.link import _standing_after
+from elastic.messages import Answer, Build, Identity, Report, Run, Standing, Stop
 from trainer.commit import Commit
 
 if TYPE_CHECKING:
@@ -88,6 +89,11 @@ class SimWorker:
         """As a newcomer: the gradients of the steps committed meanwhile."""
         self.place = 0
         """Rank in its replica."""
+        self.meet = 0
+        """The coordinator at whose store its process groups meet."""
+        self.waits_for_answer = False
+        self.place_in_run = Standing(identity=self.identity)
+        """As in `CoordinatorLink`."""
         self.heal_failed = self.newcomer = self.lacked_state = False
         self.writing: tuple[int, int, int, Applied] | None = None
         self.remembering: tuple[int, int, int, Applied] | None = None
@@ -109,8 +115,8 @@ class SimWorker:
             try:
                 yield from self._build(answer) if isinstance(answer, Build) else self._train(answer)
             except Lost:
+                yield Wait("trouble", lambda: self.world.peer_lost(self))
                 checks.check_trouble(self.world, self)
-                yield Wait("trouble", lambda: self.world.membership.replica_broken(self.name))
                 self._leave_replica()
 
     def report(self) -> Report:
@@ -125,16 +131,30 @@ class SimWorker:
             finished=self.finished,
         )
 
+    def standing(self) -> Standing:
+        """What it tells a new coordinator; an answer of the old one that is on its way counts."""
+        standing = self.place_in_run
+        if self.waits_for_answer and self.answer is not None:
+            standing = _standing_after(standing, self.answer)
+        settled = getattr(self.answer, "serial", 0) if self.waits_for_answer else 0
+        serial = max(settled, self.settled, *self.called.values())
+        return replace(standing, serial=serial)
+
     def _join(self) -> Life:
-        self.answer = None
+        self.answer, self.waits_for_answer = None, True
+        if self.built == 0:
+            self.place_in_run = Standing(identity=self.identity)
         self.world.send_join(self)
         answer: Answer = yield Wait("answer", lambda: self.answer is not None, lambda: self.answer)
+        self.waits_for_answer = False
+        self.place_in_run = _standing_after(self.place_in_run, answer)
         self.run = answer if isinstance(answer, Run) else None
         if isinstance(answer, Run):
             kept = [] if answer.restore else self.records
             self.records = [record for record in kept if record[0] >= answer.recorded]
         if not isinstance(answer, Stop):
             self.settled = answer.serial
+            self.meet = answer.meet[1]
         return answer
 
     def _leave_replica(self) -> None:
@@ -207,6 +227,7 @@ class SimWorker:
         if not self.backlog:
             progress.applied, self.newcomer = self.arrived, False
             assert len(progress.applied) == progress.step, "caught up with another step"
+            self.place_in_run = replace(self.place_in_run, behind=False)
             self.world.caught_up(self)
 
     def _restore(self, run: Run) -> Life:
@@ -291,6 +312,7 @@ class SimWorker:
         self.gradient = None
         assert self.run is not None
         self.records.append((commit.step, self.run.generation))
+        self.place_in_run = replace(self.place_in_run, proven=True)
 
     def _save_and_evaluate(self, run: Run, progress: Progress) -> Life:
         if self.lacked_state:
@@ -330,7 +352,12 @@ class SimWorker:
     def _gather(self, channel: Channel) -> Life:
         here = channel.entered.setdefault("here", {})
         here[self.name] = True
-        yield Wait("gather", lambda: len(here) == len(channel.members), fails=self.leave_now)
+        world, incarnation = self.world, self.meet
+        yield Wait(
+            "gather",
+            lambda: len(here) == len(channel.members) and world.incarnation == incarnation,
+            fails=lambda: self.leave_now() or world.incarnation != incarnation,
+        )
 
     def _inside(self, key: Any, value: Any = None, needs: tuple[str, ...] | None = None) -> Life:
         """A collective of the replica; it completes once `needs` (default: all) have entered."""
@@ -367,7 +394,13 @@ class Cross:
         world = self.worker.world
         try:
             yield from self.worker._gather(self.channel)
-            yield Wait("connect", lambda: True, fails=lambda: world.any_gone(self.channel))
+            there = self.channel.entered.setdefault("connect", {})
+            there[self.worker.name] = incarnation = self.worker.meet
+            yield Wait(
+                "connect",
+                lambda: len(there) == len(self.channel.members),
+                fails=lambda: world.any_gone(self.channel) or world.incarnation != incarnation,
+            )
         except Lost:
             self.lost = True
 

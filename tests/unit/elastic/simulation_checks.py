@@ -83,8 +83,7 @@ def check_build(world: World, worker: SimWorker, answer: Build) -> None:
     if answer.keep:
         assert worker.progress is not None and worker.place == answer.rank
     assert channel is None or any(
-        name in world.lost or name in channel.closed or name in world.drained
-        for name in channel.members
+        name in world.lost | world.dead | channel.closed | world.drained for name in channel.members
     ), f"{worker.name} must build again without need"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from elastic import messages
 from elastic.events import StepRecord
-from elastic.messages import Build, Identity, Report, Run, Signal, Stop
+from elastic.messages import Build, Death, Identity, Packed, Report, Run, Signal, Standing, Stop
 from trainer.commit import Commit
 
 COMMIT = Commit(
@@ -27,12 +27,14 @@ ALL = [
         identity=IDENTITY, built=3, step=5, in_step=True, last=COMMIT, finished=True,
         recent=(RECORD,),
     ),
-    Build(formed=3, replica=1, rank=2, serial=4),
+    Standing(identity=IDENTITY, formed=3, generation=2, lanes=(0, 2), replicas=2, source=1),
+    Build(formed=3, replica=1, rank=2, step=5, keep=False, meet=("h", 1), serial=4),
     Run(
         generation=2, replica=1, rank=0, position=1, lanes=((0, 2), (1,), ()), step=5,
         commit=COMMIT, heals=((2, 0),), restore=False, source="store",
-        lead=False, recorded=4, serial=9,
+        lead=False, recorded=4, meet=("h", 1), serial=9,
     ),
+    Death(worker="w0-abc", cause="hang", detail="stopped"),
     Stop(error=None),
     Stop(error="user code failed"),
     Signal(serial=1, kind="boundary"),
@@ -57,7 +59,7 @@ def test_every_message_is_tried() -> None:
     defined = {
         c for c in vars(messages).values() if getattr(c, "__module__", "") == messages.__name__
     }
-    assert {type(message) for message in ALL} == defined
+    assert {type(message) for message in ALL} == defined - {Packed}
 
 
 def test_a_worker_that_has_nothing_says_so() -> None:

@@ -4,8 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.faults import Fault, check_faults, parse_faults
+from elastic.faults import (
+    RECOVERY_PHASES,
+    Fault,
+    FaultPlan,
+    check_faults,
+    draw_faults,
+    parse_faults,
+)
 from trainer.errors import ConfigError
+from trainer.phases import PHASES
 
 
 @pytest.mark.parametrize(
@@ -13,8 +21,17 @@ from trainer.errors import ConfigError
     [
         ("none", ()),
         ("kill@0", (Fault(step=0),)),
-        ("kill@12:3", (Fault(step=12, worker=3),)),
-        ("kill@5:0, kill@7", (Fault(step=5, worker=0), Fault(step=7))),
+        ("kill@12:3", (Fault(step=12, workers=(3,)),)),
+        ("kill@5:0, kill@7", (Fault(step=5, workers=(0,)), Fault(step=7))),
+        (
+            "freeze@6.in_commit:0+2",
+            (Fault(kind="freeze", step=6, phase="in_commit", workers=(0, 2)),),
+        ),
+        ("kill@6:spare", (Fault(step=6, spare=True),)),
+        (
+            "raise@3.heal_source:1",
+            (Fault(kind="raise", step=3, phase="heal_source", workers=(1,)),),
+        ),
     ],
 )
 def test_what_the_user_writes(text: str, faults: tuple[Fault, ...]) -> None:
@@ -29,6 +46,7 @@ def test_what_the_user_writes(text: str, faults: tuple[Fault, ...]) -> None:
         ("kill@", "'kill@'"),
         ("kill@-1", "'kill@-1'"),
         ("kill@2:", "'kill@2:'"),
+        ("kill@2:1+", "'kill@2:1+'"),
         ("stop@3", "'stop@3'"),
         ("kill@1;kill@2", "'kill@1;kill@2'"),
         ("kill@1,none", "'none'"),
@@ -38,8 +56,14 @@ def test_what_is_not_understood_is_quoted(text: str, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_faults(text)
     assert str(caught.value) == (
-        f"fault = {text!r}: {part} is not understood. Write none or kill@STEP[:WORKER]."
+        f"fault = {text!r}: {part} is not understood. Write none or "
+        f"KIND@STEP[.PHASE][:WORKER[+WORKER]], with KIND one of kill, freeze, raise, flip."
     )
+
+
+def test_a_phase_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ConfigError, match="there is no phase 'backwards'"):
+        parse_faults("kill@3.backwards")
 
 
 @settings(derandomize=True, deadline=None)
@@ -47,8 +71,10 @@ def test_what_is_not_understood_is_quoted(text: str, part: str) -> None:
     st.lists(
         st.builds(
             Fault,
+            kind=st.sampled_from(["kill", "freeze", "raise", "flip"]),
             step=st.integers(0, 10**6),
-            worker=st.none() | st.integers(0, 10**4),
+            phase=st.sampled_from(PHASES),
+            workers=st.lists(st.integers(0, 10**4), max_size=3).map(tuple),
         ),
         min_size=1,
     )
@@ -58,8 +84,64 @@ def test_a_fault_is_written_as_it_is_read(faults: list[Fault]) -> None:
 
 
 def test_the_last_slot_dies_where_none_is_named() -> None:
-    assert Fault(step=1).slot_number(8) == 7
-    assert Fault(step=1, worker=0).slot_number(8) == 0
+    assert Fault(step=1).targets(8) == (7,)
+    assert Fault(step=1, workers=(0, 3)).targets(8) == (0, 3)
+    assert Fault(step=1, spare=True).targets(8) == ()
+
+
+def test_a_fault_is_due_in_its_step_or_from_it_on() -> None:
+    in_step, heal = parse_faults("kill@5.reduce,kill@5.heal_source")
+    assert [in_step.due(step, "reduce") for step in (4, 5, 6)] == [False, True, False]
+    assert [heal.due(step, "heal_source") for step in (4, 5, 6)] == [False, True, True]
+    assert not in_step.due(5, "forward")
+
+
+def test_faults_of_one_step_come_one_after_the_other() -> None:
+    plan = FaultPlan(parse_faults("kill@6:0,kill@6:1"), slots=2)
+    assert not plan.claim(1, 1, generation=1), "the one before it has not fired"
+    assert plan.claim(0, 0, generation=1)
+    assert not plan.claim(0, 0, generation=2), "each fires once"
+    assert not plan.claim(1, 1, generation=1), "the recovery comes first"
+    assert plan.claim(1, 1, generation=2)
+
+
+def test_workers_that_are_hit_together_fire_in_one_generation() -> None:
+    plan = FaultPlan(parse_faults("kill@6:0+1"), slots=2)
+    assert plan.claim(0, 0, generation=1) and not plan.fired(0)
+    assert plan.claim(0, 1, generation=1) and plan.fired(0)
+
+
+def test_a_fault_in_the_recovery_fires_in_the_generation_of_the_one_before() -> None:
+    plan = FaultPlan(parse_faults("kill@6:1,kill@6.build:1,kill@8:0"), slots=2)
+    assert not plan.claim(1, 1, generation=1)
+    assert plan.claim(0, 1, generation=1)
+    assert plan.claim(1, 1, generation=1)
+    assert plan.claim(2, 0, generation=2)
+
+
+def test_a_spare_is_hit_once_the_step_is_committed() -> None:
+    plan = FaultPlan(parse_faults("kill@6:spare"), slots=2)
+    assert plan.claim_for_spares(6) == []
+    assert plan.claim_for_spares(7) == [Fault(step=6, spare=True)]
+    assert plan.claim_for_spares(8) == []
+
+
+def test_what_fired_before_a_restart_does_not_fire_again() -> None:
+    plan = FaultPlan(parse_faults("kill@6:0+1,kill@7"), slots=2)
+    plan.count_as_fired(["kill@6:0+1"])
+    assert plan.fired(0) and not plan.fired(1)
+
+
+def test_a_plan_is_drawn_from_its_seed() -> None:
+    plans = [draw_faults(seed, count=4, steps=20, slots=4) for seed in range(50)]
+    assert plans[7] == draw_faults(7, count=4, steps=20, slots=4)
+    assert len(set(plans)) > 40
+    for plan in plans:
+        check_faults(plan, steps=20, slots=4)
+    drawn = [fault for plan in plans for fault in plan]
+    assert {fault.kind for fault in drawn} == {"kill", "freeze", "raise"}
+    assert any(len(fault.workers) == 2 for fault in drawn)
+    assert any(fault.phase in RECOVERY_PHASES for fault in drawn)
 
 
 def test_a_fault_that_can_fire_passes() -> None:
@@ -71,6 +153,8 @@ def test_a_fault_that_can_fire_passes() -> None:
     [
         ("kill@10", "the run has steps 0 to 9"),
         ("kill@3:4", "the layout has workers 0 to 3"),
+        ("kill@3:1+4", "the layout has workers 0 to 3"),
+        ("raise@3:spare", "a spare has no code to disturb"),
     ],
 )
 def test_a_fault_that_could_never_fire_is_refused(fault: str, fact: str) -> None:

@@ -1,0 +1,36 @@
+"""Calls to the coordinator that wait through its restarts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+
+RETRY_S = 0.1
+
+
+def ask(method: Any, *args: Any) -> Any:
+    """Calls an actor's `method` until it is answered, as often as its process is started anew.
+
+    What is asked must bear being done twice: an answer may be lost after the deed.
+
+    Raises:
+        ray.exceptions.RayError: the actor has died for good, or the method raised.
+    """
+    while True:
+        try:
+            return ray.get(method.remote(*args))
+        except ray.exceptions.ActorUnavailableError:
+            time.sleep(RETRY_S)
+
+
+def restarting(answer: Any) -> bool:
+    """Whether the call that `answer` (an ObjectRef, ready) belongs to was lost in a restart."""
+    try:
+        ray.get(answer)
+    except ray.exceptions.ActorUnavailableError:
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return False
