@@ -66,6 +66,32 @@ class PlacementPlan:
     """(group, bundle) to start a worker in."""
 
 
+class FutileStarts:
+    """Tells workers that are lost on the way, however many, from workers that never get going.
+
+    A start is futile when its worker ends before any worker started since the last count of hellos
+    has said hello.
+    """
+
+    def __init__(self) -> None:
+        self._hellos = self._settled = 0
+        self.in_a_row = 0
+        """Times that only futile starts were seen."""
+
+    def count(self, *, hellos: int, newest: float, launches: int) -> None:
+        """Workers have ended.
+
+        Args:
+            hellos: workers that have said hello so far.
+            newest: launch of the latest one among those that have ended.
+            launches: workers launched so far.
+        """
+        if hellos > self._hellos:
+            self._hellos, self._settled, self.in_a_row = hellos, launches, 0
+        elif newest > self._settled:
+            self.in_a_row += 1
+
+
 def plan_placement(wanted: Wanted, groups: Sequence[GroupView], most_pending: int) -> PlacementPlan:
     """Follows the machines: fills empty seats, lets go of what has gone, asks for what is missing.
 

@@ -17,7 +17,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 
 from elastic.ask import ask, restarting
 from elastic.drain import catch_sigterm
-from elastic.placement import Wanted
+from elastic.placement import FutileStarts, Wanted
 from elastic.ray_compat.workers import ElasticWorkerGroup
 
 log = logging.getLogger(__name__)
@@ -61,30 +61,22 @@ class CoordinatorDecides(FailurePolicy):
     def __init__(self, coordinator: Any) -> None:
         super().__init__(FailureConfig(max_failures=-1))
         self._coordinator = coordinator
-        self._hellos = self._settled = self._futile = 0
+        self._futile = FutileStarts()
         self._over: Any = None
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """See FailurePolicy. Asked where the first workers do not start, and at the end."""
-        over = self.ends_run(newest=math.inf, launches=self._settled)
+        over = self.ends_run(newest=math.inf, launches=0)
         return FailureDecision.RAISE if over else FailureDecision.RETRY
 
     def ends_run(self, *, newest: float, launches: int) -> bool:
-        """Whether the run ends now that workers have ended.
-
-        Args:
-            newest: launch of the latest one among those that have ended.
-            launches: workers started so far.
-        """
+        """Whether the run ends now that workers have ended. Arguments: see FutileStarts."""
         try:
             verdict, hellos = ask(self._coordinator.verdict), ask(self._coordinator.hellos)
         except ray.exceptions.RayError:
             return True
-        if hellos > self._hellos:
-            self._hellos, self._settled, self._futile = hellos, launches, 0
-        elif newest > self._settled:
-            self._futile += 1
-        return verdict is not None or self._futile >= MOST_FUTILE_STARTS
+        self._futile.count(hellos=hellos, newest=newest, launches=launches)
+        return verdict is not None or self._futile.in_a_row >= MOST_FUTILE_STARTS
 
     def over(self) -> bool:
         """Whether the coordinator has ended the run, or died. Costs no call."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.placement import (
+    FutileStarts,
     GroupView,
     PlacementPlan,
     Wanted,
@@ -110,3 +112,18 @@ def test_carrying_out_a_plan_leaves_nothing_to_ask_but_what_the_bound_withholds(
     assert len(asked) <= max(0, most - waiting)
     have = sum(view.size - len(view.draining) for view in [*kept, *asked])
     assert have >= WANTED.workers or waiting + len(asked) >= most
+
+
+def test_workers_that_never_get_going_are_counted_and_others_are_not() -> None:
+    starts = FutileStarts()
+    starts.count(hellos=0, newest=2, launches=2)
+    starts.count(hellos=0, newest=math.inf, launches=3)
+    assert starts.in_a_row == 2
+    starts.count(hellos=4, newest=5, launches=6)  # somebody has started: all up to 6 may have
+    assert starts.in_a_row == 0
+    for newest in (1, 2, 6, 3):  # machines lost one after the other; no one comes in between
+        starts.count(hellos=4, newest=newest, launches=8)
+    assert starts.in_a_row == 0
+    starts.count(hellos=4, newest=7, launches=8)
+    starts.count(hellos=4, newest=8, launches=9)
+    assert starts.in_a_row == 2
