@@ -4,6 +4,8 @@
     commit(store, keys, receipts=..., training_state=..., ...)        on one, once all have returned
     Reader(store, newest(store, keys)).read_many(boxes)               on any rank of any layout
 
+Snapshots (`snapshots.py`, `host_memory.py`) are checkpoints in the same format in a node's memory.
+
 The package is a leaf: it imports no other package of this project, and no Ray. What needs torch is
 imported at first use, so that configurations and manifests can be handled without it.
 """
@@ -14,7 +16,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from checkpointing.boxes import Box, TensorInfo, TensorSlice
-from checkpointing.commit import check_compatible, commit, list_steps, load_manifest, newest
+from checkpointing.commit import (
+    build_manifest,
+    check_compatible,
+    commit,
+    list_steps,
+    load_manifest,
+    newest,
+)
 from checkpointing.config import CheckpointConfig
 from checkpointing.errors import (
     AlreadyCommittedError,
@@ -29,11 +38,22 @@ from checkpointing.errors import (
     StoreError,
     StoreUnavailableError,
 )
+from checkpointing.host_memory import (
+    Stock,
+    check_room,
+    clear_memory,
+    memory_folder,
+    open_memory,
+    settle_snapshot,
+    sweep_snapshots,
+    take_stock,
+)
 from checkpointing.layout import Keys
-from checkpointing.manifest import Manifest, Receipt
+from checkpointing.manifest import Manifest, Receipt, Segment
 from checkpointing.plan import check_coverage
 from checkpointing.retention import delete_checkpoint, plan_retention, sweep_uncommitted
-from checkpointing.stores import Store, open_store
+from checkpointing.snapshots import Snapshot, SnapshotIndex, find_newest, plan_other_node
+from checkpointing.stores import RangeSource, Store, open_store
 
 if TYPE_CHECKING:
     from checkpointing.digest import params_sha256, tensors_sha256
@@ -59,26 +79,41 @@ __all__ = [
     "Manifest",
     "MissingError",
     "NotCommittedError",
+    "RangeSource",
     "Reader",
     "Receipt",
+    "Segment",
     "SliceError",
+    "Snapshot",
+    "SnapshotIndex",
     "StaleGenerationError",
+    "Stock",
     "Store",
     "StoreError",
     "StoreUnavailableError",
     "TensorInfo",
     "TensorSlice",
+    "build_manifest",
     "check_compatible",
     "check_coverage",
+    "check_room",
+    "clear_memory",
     "commit",
     "delete_checkpoint",
+    "find_newest",
     "list_steps",
     "load_manifest",
+    "memory_folder",
     "newest",
+    "open_memory",
     "open_store",
     "params_sha256",
+    "plan_other_node",
     "plan_retention",
+    "settle_snapshot",
+    "sweep_snapshots",
     "sweep_uncommitted",
+    "take_stock",
     "tensors_sha256",
     "write_slices",
 ]

@@ -60,10 +60,37 @@ def commit(
         StaleGenerationError: a newer generation has committed this step or a later one.
         AlreadyCommittedError: another checkpoint of this step was first.
     """
+    manifest = build_manifest(
+        step=step,
+        generation=generation,
+        receipts=receipts,
+        training_state=training_state,
+        versions=versions,
+    )
+    _refuse_stale(newest(store, keys), step, generation)
+    if not store.put_if_absent(keys.commit(step), manifest.to_bytes()):
+        _check_same(store, keys, manifest)
+    return manifest
+
+
+def build_manifest(
+    *,
+    step: int,
+    generation: int,
+    receipts: Sequence[Receipt],
+    training_state: Mapping[str, Any],
+    versions: Mapping[str, str],
+) -> Manifest:
+    """What the receipts make together, checked. Pure; arguments as in `commit`.
+
+    Raises:
+        SliceError: the slices do not tile the tensors, or ranks disagree on a tensor.
+        NotCommittedError: receipts of different attempts, or a training state that is not JSON.
+    """
     attempt = _common_attempt(step, generation, receipts)
     tensors = _merge_tensors(receipts)
     check_coverage(tensors, (part for receipt in receipts for part in receipt.slices))
-    manifest = Manifest(
+    return Manifest(
         step=step,
         generation=generation,
         attempt=attempt,
@@ -73,10 +100,6 @@ def commit(
         training_state=_as_json(step, training_state),
         versions=dict(versions),
     )
-    _refuse_stale(newest(store, keys), step, generation)
-    if not store.put_if_absent(keys.commit(step), manifest.to_bytes()):
-        _check_same(store, keys, manifest)
-    return manifest
 
 
 def newest(store: Store, keys: Keys) -> Manifest | None:

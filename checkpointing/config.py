@@ -24,6 +24,11 @@ class CheckpointConfig:
     every_steps: int | None = 100
     """Steps from one checkpoint to the next; None writes only the one at the end of the run."""
 
+    memory_every: int | None = None
+    """Steps from one snapshot in the nodes' memory to the next: at most so many are lost where no
+    worker has the state any more. It takes up to four times a node's share of the state in
+    /dev/shm; None takes no snapshots."""
+
     keep_last: int = 2
     """How many of the newest checkpoints stay; the newest one always does."""
 
@@ -40,6 +45,8 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         if self.every_steps is not None:
             _at_least("every_steps", self.every_steps, 1)
+        if self.memory_every is not None:
+            _at_least("memory_every", self.memory_every, 1)
         _at_least("keep_last", self.keep_last, 1)
         if self.keep_every is not None:
             _at_least("keep_every", self.keep_every, 1)

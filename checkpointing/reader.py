@@ -27,7 +27,7 @@ from checkpointing.errors import CorruptError, IncompatibleError
 from checkpointing.manifest import Manifest, SavedSlice, Segment
 from checkpointing.plan import Fetch, extent_bytes, plan_fetches, row_strides, split_box
 from checkpointing.segment import first_bad_block
-from checkpointing.stores import Store
+from checkpointing.stores import RangeSource
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -67,7 +67,7 @@ class Reader:
         StoreUnavailableError: from the store.
     """
 
-    def __init__(self, store: Store, manifest: Manifest, *, threads: int = 8) -> None:
+    def __init__(self, store: RangeSource, manifest: Manifest, *, threads: int = 8) -> None:
         self.manifest = manifest
         self._store, self._threads = store, threads
 

@@ -12,26 +12,30 @@ from typing import Any
 import ray
 from ray.train import Checkpoint, Result, RunConfig, TrainingFailedError
 
-from checkpointing import CheckpointConfig, Manifest
+from checkpointing import CheckpointConfig, Manifest, Snapshot
 from elastic import events
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordinator import MOST_CALLS, Coordinator, CoordinatorConfig
+from elastic.drain import DrainWatch, tell_coordinator
 from elastic.errors import RunFailedError
 from elastic.faults import Fault, check_faults
 from elastic.job import Job
 from elastic.membership import GroupConfig
 from elastic.observer import Observer, conclude
-from elastic.ray_compat import ElasticRayTrainer, start_actor
+from elastic.placement import Wanted
+from elastic.ray_compat import ElasticRayTrainer, draining_nodes, start_actor
 from elastic.records import RunPaths
 from elastic.resources import wait_for_workers
 from elastic.resume import (
     check_continues,
+    check_found,
     find_checkpoint,
     last_generation,
     local_path,
     run_directory,
     set_unreadable_aside,
 )
+from elastic.snapshot_survey import clear_snapshots, find_snapshot
 from elastic.worker import train_worker
 from trainer.config import TrainConfig
 from trainer.task import PreparedTask, default_cache_dir
@@ -96,7 +100,11 @@ class ElasticTrainer:
                 included.
         """
         with run_directory(self.run_config, self.checkpoint.resume) as paths:
-            manifest = find_checkpoint(paths, self.checkpoint.resume)
+            stored, snapshot = find_checkpoint(paths), self._find_snapshot(paths)
+            if snapshot is not None and stored is not None and snapshot.step <= stored.step:
+                snapshot = None
+            manifest = stored if snapshot is None else snapshot.manifest
+            check_found(paths, self.checkpoint.resume, manifest)
             if manifest is not None and self.train.lanes is None:
                 self.lanes = int(manifest.training_state["lanes"])  # they belong to the run
             self.train.check(self.lanes)
@@ -107,18 +115,33 @@ class ElasticTrainer:
             if not ray.is_initialized():
                 ray.init()
             plan = wait_for_workers(self.scaling, self.train.parallel)
-            set_unreadable_aside(paths, manifest)
-            config = self._coordinator_config(paths, manifest, plan)
+            set_unreadable_aside(paths, stored)
+            config = self._coordinator_config(paths, stored, snapshot, plan)
             coordinator = start_actor(Coordinator, config, max_concurrency=MOST_CALLS)
             try:
-                return self._run(coordinator, paths, task, plan)
+                result = self._run(coordinator, paths, task, plan)
             finally:
                 ray.kill(coordinator)
+            if self.checkpoint.memory_every is not None:
+                clear_snapshots(paths)  # the run is finished, and its end is in the store
+            return result
+
+    def _find_snapshot(self, paths: RunPaths) -> Snapshot | None:
+        if self.checkpoint.memory_every is None:
+            return None
+        if not ray.is_initialized():
+            ray.init()
+        return find_snapshot(paths)
 
     def _coordinator_config(
-        self, paths: RunPaths, manifest: Manifest | None, plan: WorkerPlan
+        self,
+        paths: RunPaths,
+        stored: Manifest | None,
+        snapshot: Snapshot | None,
+        plan: WorkerPlan,
     ) -> CoordinatorConfig:
-        step = 0 if manifest is None else manifest.step
+        restore_step = 0 if stored is None else stored.step
+        manifest = stored if snapshot is None else snapshot.manifest
         parallel = self.train.parallel
         return CoordinatorConfig(
             groups=GroupConfig(
@@ -134,7 +157,9 @@ class ElasticTrainer:
             health=self.health,
             checkpoint=self.checkpoint,
             generation=last_generation(paths, manifest),
-            restore_step=step,
+            faults=self.faults,
+            restore_step=restore_step,
+            snapshot=snapshot,
             started=events.RunStarted(
                 time=time.time(),
                 name=str(self.run_config.name),
@@ -146,7 +171,7 @@ class ElasticTrainer:
                     "spares": plan.spares,
                 },
                 steps=self.train.steps,
-                start_step=step,
+                start_step=0 if manifest is None else manifest.step,
                 versions={
                     "python": platform.python_version(),
                     **{name: version(name) for name in _RECORDED_VERSIONS},
@@ -175,16 +200,23 @@ class ElasticTrainer:
             job=job,
             coordinator=coordinator,
             workers=plan.workers(self.train.parallel),
+            wanted=Wanted(
+                replicas=self.scaling.max_replicas,
+                workers_per_replica=self.train.parallel.workers,
+                spares=self.scaling.spares,
+            ),
             resources_per_worker=self.scaling.resources_per_worker,
             run_config=self.run_config,
         )
         observer = Observer(coordinator, paths)
+        watch = DrainWatch(draining_nodes, tell_coordinator(coordinator))
         outcome: events.RunOutcome = "interrupted"
         error: str | None = None
         try:
             error = self._wait(trainer, coordinator)
             outcome = "finished" if error is None else "failed"
         finally:
+            watch.close()
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.get(coordinator.end.remote(outcome, error))
             with contextlib.suppress(OSError):

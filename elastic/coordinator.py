@@ -10,34 +10,48 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
-from checkpointing import CheckpointConfig, Receipt
+from checkpointing import CheckpointConfig, Receipt, Snapshot
 from elastic import events
 from elastic.agents import NodeAgents
 from elastic.config import HealthConfig
 from elastic.failure import Loss, decide_failure
+from elastic.faults import Fault, FaultPlan
 from elastic.membership import Effects, GroupConfig, Membership, Regrouped
 from elastic.messages import Answer, Death, Identity, Report, Signal, Stop
 from elastic.publisher import Publisher
 from elastic.ray_compat import host_store
 from elastic.records import RunPaths
+from elastic.snapshot_holder import HeldSnapshot
+from elastic.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 
 MOST_CALLS = 100_000
 """Calls pending in the actor at once: each worker has one in `watch`, and perhaps one in `join`."""
 
+_SETTLED_AFTER_S = 1.0
+"""The answers of a regroup have left by then."""
+
 _PEER_LOSS_PATIENCE_S = 1.0
 """A peer's death is known within milliseconds of the exception that it causes."""
+
+_MOST_FAILED_HEALS = 3
+"""Heals of one replica that fail with nobody lost, before its worker is taken for the cause."""
+
+_TOGETHER_S = 5.0
+"""How long an injected fault waits for the other workers that it is to hit at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +70,17 @@ class CoordinatorConfig:
     """The last generation that anything was written under."""
     restore_step: int
     """Step of the newest checkpoint; 0 without one."""
+    snapshot: Snapshot | None
+    """A newer state that an earlier start left in the nodes' memory."""
     started: events.RunStarted
     """The run's first event."""
+    faults: tuple[Fault, ...]
+    """Faults to inject."""
+
+    @property
+    def slots(self) -> int:
+        """Workers of the full layout, spares not counted."""
+        return self.groups.max_replicas * self.groups.workers_per_replica
 
 
 class Coordinator:
@@ -66,18 +89,27 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
         self.membership = Membership(
-            config.groups, generation=config.generation, restore_step=config.restore_step
+            config.groups,
+            generation=config.generation,
+            restore_step=config.restore_step,
+            snapshot_step=0 if config.snapshot is None else config.snapshot.step,
         )
         self.host, self.port, self._store = host_store()
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._signals: dict[str, Signal] = {}
+        self._bells: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        """Worker -> what wakes its call of `watch`; each its own, for there are thousands."""
         self._news = asyncio.Condition()
+        """A worker was lost, the run has ended, or an injected fault has hit."""
         self._agents = NodeAgents(config.health, (self.host, self.port))
         self._watches: dict[str, Any] = {}
         self._started: dict[str, Identity] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._losses: list[Loss] = []
-        self._fired: dict[str, int] = {}
+        self._heals: dict[str, tuple[int, float, int]] = {}
+        self._draining: set[str] = set()
+        self._draining_nodes: set[str] = set()
+        self._faults = FaultPlan(config.faults, config.slots)
         self._publisher = Publisher(
             config.paths,
             config.checkpoint,
@@ -87,6 +119,15 @@ class Coordinator:
         )
         self._restored = 0
         """Generation that last began from a checkpoint: what older ones still write is void."""
+        self._snapshots = Snapshots(
+            config.paths,
+            self.membership,
+            self._note,
+            workers=config.groups.workers_per_replica,
+            versions=config.started.versions,
+            found=config.snapshot,
+            timeout_s=config.health.collective_timeout_s,
+        )
         self._digests: dict[str, str] = {}
         self._short_of = 0
         self._hellos = 0
@@ -117,7 +158,11 @@ class Coordinator:
         token = self._agents.start(identity.node, ray.get_runtime_context().current_actor)
         if token is not None:
             self._spawn(self._await_agent(identity.node, token))
+            if self.config.checkpoint.memory_every is not None:
+                self._snapshots.node_joined(identity.node)
         self._watches[identity.worker] = self._agents.watch(identity)
+        if identity.node in self._draining_nodes:
+            await self._drain([identity.worker], "its node is draining", None)
         return self.host, self.port
 
     async def join(self, report: Report) -> Answer:
@@ -134,14 +179,13 @@ class Coordinator:
 
     async def watch(self, worker: str, seen: int) -> Signal | None:
         """Waits for a call to `worker` later than signal `seen`; None when the run is over."""
-        async with self._news:
-            while True:
-                signal = self._signals.get(worker)
-                if signal is not None and signal.serial > seen:
-                    return signal
-                if self.membership.stopped is not None:
-                    return None
-                await self._news.wait()
+        while True:
+            signal = self._signals.get(worker)
+            if signal is not None and signal.serial > seen:
+                return signal
+            if self.membership.stopped is not None:
+                return None
+            await self._bells[worker].wait()
 
     async def trouble(self, worker: str, step: int | None, detail: str) -> str:
         """A worker's own code raised. Was it the loss of a peer, or its own fault?
@@ -180,14 +224,30 @@ class Coordinator:
                 self.steps.append(step)
                 self.membership.recorded = step.step + 1
                 self.membership.reached = max(self.membership.reached, step.step + 1)
+        self._fire_at_spares()
 
-    async def claim_fault(self, fault: str, step: int, worker: str) -> bool:
-        """Whether an injected fault should fire now: each does so once, and one in a generation."""
-        if fault in self._fired or self.membership.generation in self._fired.values():
+    async def claim_fault(self, index: int, slot: int, step: int, worker: str) -> bool:
+        """Whether injected fault `index` hits the worker in `slot` now. Workers that a fault hits
+        together get their answers together."""
+        if not self._faults.claim(index, slot, self.membership.generation):
             return False
-        self._fired[fault] = self.membership.generation
+        fault = str(self._faults.faults[index])
         self._note(events.FaultFired(time=time.time(), fault=fault, step=step, worker=worker))
+        async with self._news:
+            self._news.notify_all()
+            with contextlib.suppress(asyncio.TimeoutError):
+                together = self._news.wait_for(lambda: self._faults.fired(index))
+                await asyncio.wait_for(together, _TOGETHER_S)
         return True
+
+    def _fire_at_spares(self) -> None:
+        for fault in self._faults.claim_for_spares(self.membership.recorded):
+            spare = self.membership.a_spare()
+            if spare is not None:
+                step, name = self.membership.recorded - 1, str(fault)
+                self._note(events.FaultFired(time=time.time(), fault=name, step=step, worker=spare))
+                number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
+                self._agents.signal(self.membership.members[spare], number)
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -231,6 +291,24 @@ class Coordinator:
         """Whether a checkpoint of `step` is committed."""
         return self._publisher.saved(step)
 
+    async def snapshot_part(
+        self, receipt: Receipt, training_state: dict[str, Any], node: str, started: float
+    ) -> None:
+        """A saving worker has written its part of a snapshot to the memory of `node`."""
+        await self._snapshots.take(receipt, training_state, node, started)
+
+    async def snapshot_skipped(self, step: int, reason: str) -> None:
+        """A part of a snapshot could not be written; the run goes on."""
+        await self._snapshots.skipped(step, reason)
+
+    async def snapshot(self, step: int) -> HeldSnapshot | None:
+        """Where the snapshot of `step` lies; None where it is not to be had any more."""
+        return self._snapshots.find(step)
+
+    async def snapshot_failed(self, step: int, reason: str) -> None:
+        """A worker could not read the snapshot of `step`."""
+        await self._snapshots.failed(step, reason)
+
     async def compare(self, slot: str, digest: str) -> None:
         """A worker's state at the end: the workers in `slot` of all replicas must agree."""
         known = self._digests.setdefault(slot, digest)
@@ -241,6 +319,67 @@ class Coordinator:
                 )
             )
             await self.fail(f"replicas differ at the end of the run in {slot}: this is a bug")
+
+    # -- heals and machines that go ----------------------------------------------------------------
+
+    async def caught_up(self, worker: str, size: int, seconds: float, steps: int) -> None:
+        """A newcomer's worker has received `size` bytes of state, in `seconds`, and made up for
+        `steps` steps."""
+        self._heals[worker] = (size, seconds, steps)
+        source = self.membership.source_of(worker)
+        replica = self.membership.caught_up(worker)
+        if replica is None or source is None:
+            return
+        sizes, times, behind = zip(*(self._heals.pop(w) for w in replica.workers), strict=True)
+        self._note(
+            events.ReplicaHealed(
+                time=time.time(),
+                generation=self.membership.generation,
+                replica=replica.index,
+                source=source,
+                bytes=sum(sizes),
+                seconds=max(times),
+                catch_up_steps=max(behind),
+            )
+        )
+        await self._advance()
+
+    async def heal_failed(self, worker: str, reason: str) -> None:
+        """A newcomer's worker did not get the state: another source, or, in the end, another
+        newcomer."""
+        replica, source = self.membership.slot_name(worker), self.membership.source_of(worker)
+        failures = self.membership.heal_failed(worker)
+        if replica is None or source is None or failures == 0:
+            return
+        self._note(events.HealFailed(time=time.time(), slot=replica, source=source, reason=reason))
+        if failures >= _MOST_FAILED_HEALS:
+            self._kill(worker)
+            await self._lose(worker, "corruption", f"{failures} heals failed: {reason}", None)
+        await self._advance()
+
+    async def drain(self, node: str, deadline: float | None, reason: str) -> None:
+        """A machine will go, by `deadline` in seconds since the epoch: its workers leave training
+        after a step, and those that start on it get no slot."""
+        self._draining_nodes.add(node)
+        workers = [w for w, identity in self._started.items() if identity.node == node]
+        left_s = None if deadline is None else deadline - time.time()
+        await self._drain(workers, reason, left_s)
+
+    async def drain_worker(self, worker: str, reason: str) -> None:
+        """As `drain`, for a single worker."""
+        await self._drain([worker], reason, None)
+
+    async def _drain(self, workers: list[str], reason: str, deadline_s: float | None) -> None:
+        known = [w for w in workers if w in self._started and w not in self._draining]
+        if not known:
+            return
+        self._draining.update(known)
+        self._note(
+            events.Draining(time=time.time(), workers=known, reason=reason, deadline_s=deadline_s)
+        )
+        for worker in known:
+            self.membership.drain(worker)
+        await self._advance()
 
     # -- deaths ------------------------------------------------------------------------------------
 
@@ -262,6 +401,8 @@ class Coordinator:
 
     async def _lose(self, worker: str, cause: events.Cause, detail: str, step: int | None) -> None:
         slot = self.membership.slot_name(worker)
+        if worker in self._draining and cause in ("crash", "node"):
+            cause = "preemption"
         identity = self.membership.lose(worker) or self._started.get(worker)
         if self._started.pop(worker, None) is None or self.membership.stopped is not None:
             return
@@ -287,6 +428,7 @@ class Coordinator:
         if error is not None:
             self.membership.stopped = Stop(error=error)
         await self._advance()
+        await self._tell()
 
     async def _await_agent(self, node: str, token: str) -> None:
         """Ends when the node's agent does: its workers are lost with it."""
@@ -308,6 +450,7 @@ class Coordinator:
                 )
 
     async def _lose_node(self, node: str, detail: str) -> None:
+        self._snapshots.node_lost(node)
         for worker, identity in list(self._started.items()):
             if identity.node == node:
                 await self._lose(worker, "node", detail, None)
@@ -319,8 +462,12 @@ class Coordinator:
         detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
         for worker in sorted(called):
             if worker in self.membership.called_away:
-                self._agents.signal(self.membership.members[worker], signal.SIGKILL)
+                self._kill(worker)
                 await self._lose(worker, "hang", detail, None)
+
+    def _kill(self, worker: str) -> None:
+        if worker in self._started:
+            self._agents.signal(self._started[worker], signal.SIGKILL)
 
     # -- effects -----------------------------------------------------------------------------------
 
@@ -333,6 +480,13 @@ class Coordinator:
                 error=f"the coordinator failed:\n{traceback.format_exc()}"
             )
             effects = self.membership.advance()
+        # Of the many calls and answers that a regroup makes, none is garbage until it is over.
+        if effects.called is not None:
+            gc.disable()
+        if effects.regrouped is not None:
+            asyncio.get_running_loop().call_later(_SETTLED_AFTER_S, gc.enable)
+        if effects.regrouped is not None and effects.regrouped.outcome in ("start", "restore"):
+            self._snapshots.went_back(effects.regrouped.step, effects.regrouped.roster.generation)
         self._signals.update(effects.signals)
         for worker, answer in effects.answers.items():
             future = self._answers.pop(worker, None)
@@ -344,6 +498,13 @@ class Coordinator:
             self._write_down(effects)
         except OSError as error:
             await self.fail(f"the run's records cannot be written: {error}")
+        over = self.membership.stopped is not None
+        for worker in list(self._bells) if over else effects.signals:
+            self._bells.pop(worker, asyncio.Event()).set()
+        if over:
+            await self._tell()
+
+    async def _tell(self) -> None:
         async with self._news:
             self._news.notify_all()
 
@@ -354,7 +515,7 @@ class Coordinator:
                 events.RegroupCalled(
                     time=now,
                     generation=self.membership.generation + (effects.regrouped is None),
-                    reason="fault" if effects.called == "fault" else "grow",
+                    reason=effects.called,
                 )
             )
         for replica in effects.formed:

@@ -21,8 +21,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-Cause = Literal["crash", "hang", "user_error", "node"]
-RegroupReason = Literal["start", "fault", "grow"]
+Cause = Literal["crash", "hang", "user_error", "node", "preemption", "corruption"]
+RegroupReason = Literal["start", "fault", "grow", "heal", "drain"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
 RunOutcome = Literal["finished", "failed", "interrupted"]
 
@@ -74,6 +74,16 @@ class RunStarted(Event):
     """First step to do: 0, or where the run is continued."""
     versions: dict[str, str]
     """Versions of what the run stands on, such as `torch` and `ray`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorStarted(Event):
+    """The run's coordinator came up, at the start or anew after it was lost."""
+
+    pid: int
+    """Its process id on the driver's node."""
+    anew: bool
+    """Whether it took up the run from what its workers know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +158,7 @@ class ReplicaForming(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaHealed(Event):
-    """A replica received the state of a healthy one and takes part in training."""
+    """A replica received the state of a healthy one and has caught up with it."""
 
     generation: int
     """Generation of the roster in which it healed."""
@@ -159,7 +169,34 @@ class ReplicaHealed(Event):
     bytes: int
     """State received by all its workers together."""
     seconds: float
-    """How long the copy took, verification included."""
+    """From its place in the roster until its last worker had caught up."""
+    catch_up_steps: int
+    """Steps that were committed meanwhile, and that it applied afterwards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealFailed(Event):
+    """A replica did not get the state of a healthy one; it is tried again, from another where there
+    is one."""
+
+    slot: str
+    """Place of the worker that did not get it."""
+    source: int
+    """Number of the replica that sent the state."""
+    reason: str
+    """Why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draining(Event):
+    """Machines will go: their workers leave training after a step, with nothing repeated."""
+
+    workers: list[str]
+    """The workers on them."""
+    reason: str
+    """Who said so."""
+    deadline_s: float | None
+    """Seconds from then until they are gone; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +243,42 @@ class CheckpointSkipped(Event):
 
     step: int
     """Step at which it was due."""
+    reason: str
+    """Why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotTaken(Event):
+    """A snapshot in the nodes' memory is complete."""
+
+    step: int
+    """Steps it contains."""
+    generation: int
+    """Generation that took it."""
+    bytes: int
+    """Size of one copy."""
+    copies: int
+    """Nodes that each part of it lies on, at least."""
+    seconds: float
+    """From the copy of the state until every part lay on its nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotSkipped(Event):
+    """A snapshot that was due was not taken."""
+
+    step: int
+    """Step at which it was due."""
+    reason: str
+    """Why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotFailed(Event):
+    """A snapshot could not be read, and does not count any more."""
+
+    step: int
+    """Steps it contained."""
     reason: str
     """Why."""
 

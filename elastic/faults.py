@@ -1,59 +1,231 @@
-"""Faults that a run injects into itself, to show and to test recovery."""
+"""Faults that a run injects into itself, to show and to test recovery.
+
+A fault is placed by step and phase (trainer/phases.py) and hits workers by the number of their
+slot. In words: `KIND@STEP[.PHASE][:WORKER[+WORKER...]]`, several with commas.
+
+    kill@60                  the last slot is killed in the backward pass of step 60
+    freeze@6.in_commit:1     slot 1 is stopped in the middle of the commit of step 6
+    kill@6.reduce:0+1        slots 0 and 1 are killed at once
+    kill@6:1,raise@6.heal_source:0    the second one hits the recovery from the first
+    kill@6:spare             a worker without a slot is killed once step 6 is committed
+"""
 
 from __future__ import annotations
 
+import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, cast, get_args
 
 from trainer.errors import ConfigError
+from trainer.phases import PHASES, Phase
+
+Kind = Literal["kill", "freeze", "raise", "flip"]
+"""SIGKILL; SIGSTOP; an exception; one bit of the worker's weights changed, for the replicas to
+find."""
+
+SPARE = "spare"
+
+STEP_PHASES: frozenset[Phase] = frozenset(
+    {
+        "data",
+        "forward",
+        "backward",
+        "reduce",
+        "before_commit",
+        "in_commit",
+        "after_commit",
+        "optimizer",
+    }
+)
+"""A fault here fires in exactly its step; elsewhere at the first chance from its step on."""
+
+RECOVERY_PHASES: frozenset[Phase] = frozenset({"build", "regroup", "heal_source", "heal_target"})
+"""A fault here may hit the recovery from the fault before it."""
+
+_NO_SLOT = -1
+
+
+class InjectedError(RuntimeError):
+    """The exception of a `raise` fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """SIGKILL of one worker in the middle of one step. It fires once, whoever holds the slot
-    then."""
+    """Something that happens to one worker, or to several at once. It fires once for each."""
 
+    kind: Kind = "kill"
+    """What happens."""
     step: int
-    """The step, 0-based, in whose backward pass the worker dies."""
-    worker: int | None = None
-    """Number of the slot, replica by replica; None: the last one of the full layout."""
+    """The step, 0-based: the one in progress, or, between steps, the number of steps done."""
+    phase: Phase = "backward"
+    """Where in the step or in the life round it."""
+    workers: tuple[int, ...] = ()
+    """Numbers of their slots, replica by replica; none: the last one of the full layout."""
+    spare: bool = False
+    """It hits a worker without a slot instead, when `step` is committed."""
 
     def __str__(self) -> str:
-        return f"kill@{self.step}" + ("" if self.worker is None else f":{self.worker}")
+        phase = "" if self.phase == "backward" else f".{self.phase}"
+        targets = SPARE if self.spare else "+".join(map(str, self.workers))
+        return f"{self.kind}@{self.step}{phase}" + (f":{targets}" if targets else "")
 
-    def slot_number(self, slots: int) -> int:
-        """The slot that dies, in a layout of so many `slots`."""
-        return slots - 1 if self.worker is None else self.worker
+    def targets(self, slots: int) -> tuple[int, ...]:
+        """The slots it hits, in a layout of so many `slots`."""
+        return () if self.spare else self.workers or (slots - 1,)
+
+    def due(self, step: int, phase: Phase) -> bool:
+        """Whether a worker that enters `phase` of `step` has come to its place."""
+        if phase != self.phase or self.spare:
+            return False
+        return step == self.step if phase in STEP_PHASES else step >= self.step
+
+
+_FORM = re.compile(
+    rf"(?P<kind>{'|'.join(get_args(Kind))})@(?P<step>\d+)(?:\.(?P<phase>[a-z_]+))?"
+    rf"(?::(?P<targets>{SPARE}|\d+(?:\+\d+)*))?"
+)
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Reads `none`, or `kill@STEP[:WORKER]` once or several times, separated by commas.
+    """Reads `none`, or faults separated by commas; see the module for their form.
 
     Raises:
         ConfigError: for anything else.
     """
     if text == "none":
         return ()
-    faults = []
-    for part in text.split(","):
-        match = re.fullmatch(r"kill@(\d+)(?::(\d+))?", part.strip())
-        if match is None:
-            raise ConfigError(
-                "fault", text, f"{part!r} is not understood", "Write none or kill@STEP[:WORKER]"
-            )
-        worker = None if match[2] is None else int(match[2])
-        faults.append(Fault(step=int(match[1]), worker=worker))
-    return tuple(faults)
+    return tuple(_parse(text, part.strip()) for part in text.split(","))
 
 
-def check_faults(faults: tuple[Fault, ...], *, steps: int, slots: int) -> None:
+def _parse(text: str, part: str) -> Fault:
+    match = _FORM.fullmatch(part)
+    if match is None:
+        raise ConfigError(
+            "fault",
+            text,
+            f"{part!r} is not understood",
+            f"Write none or KIND@STEP[.PHASE][:WORKER[+WORKER]], with KIND one of "
+            f"{', '.join(get_args(Kind))}",
+        )
+    phase = match["phase"] or "backward"
+    if phase not in PHASES:
+        raise ConfigError(
+            "fault", text, f"there is no phase {phase!r}", f"Write one of {', '.join(PHASES)}"
+        )
+    targets = match["targets"] or ""
+    spare = targets == SPARE
+    return Fault(
+        kind=cast(Kind, match["kind"]),
+        step=int(match["step"]),
+        phase=cast(Phase, phase),
+        workers=() if spare or not targets else tuple(map(int, targets.split("+"))),
+        spare=spare,
+    )
+
+
+def check_faults(faults: Sequence[Fault], *, steps: int, slots: int) -> None:
     """Raises ConfigError for a fault that could never fire in a run of `steps` and `slots`."""
     for fault in faults:
-        if not 0 <= fault.step < steps:
+        last = steps - 1 if fault.phase in STEP_PHASES else steps
+        if not 0 <= fault.step <= last:
             raise ConfigError(
                 "fault", str(fault), f"the run has steps 0 to {steps - 1}", "Name one of them"
             )
-        if not 0 <= fault.slot_number(slots) < slots:
+        if not all(0 <= slot < slots for slot in fault.targets(slots)):
             raise ConfigError(
                 "fault", str(fault), f"the layout has workers 0 to {slots - 1}", "Name one of them"
             )
+        if fault.spare and fault.kind not in ("kill", "freeze"):
+            raise ConfigError(
+                "fault", str(fault), "a spare has no code to disturb", "Use kill or freeze"
+            )
+
+
+def draw_faults(
+    seed: int,
+    *,
+    count: int,
+    steps: int,
+    slots: int,
+    kinds: Sequence[Kind] = ("kill", "freeze", "raise"),
+) -> tuple[Fault, ...]:
+    """A random plan: some faults alone, some on two workers at once, some in a recovery.
+
+    Args:
+        seed: the same seed draws the same plan.
+        count: faults.
+        steps: steps of the run.
+        slots: workers of the full layout.
+        kinds: what may happen.
+    """
+    rng = random.Random(seed)
+    common = sorted(STEP_PHASES)
+    faults: list[Fault] = []
+    for step in sorted(rng.randrange(steps) for _ in range(count)):
+        after = faults and rng.random() < 0.3
+        phase = rng.choice(sorted(RECOVERY_PHASES) if after else common)
+        most = 2 if slots > 1 and rng.random() < 0.3 else 1
+        faults.append(
+            Fault(
+                kind=rng.choice(list(kinds)),
+                step=faults[-1].step if after else step,
+                phase=phase,
+                workers=tuple(sorted(rng.sample(range(slots), most))),
+            )
+        )
+    return tuple(sorted(faults, key=lambda fault: fault.step))
+
+
+class FaultPlan:
+    """Which injected fault fires when. Pure; the coordinator asks it on the workers' behalf.
+
+    A fault waits for the ones before it in the list that are due at the same step, and, in a step,
+    for a roster in which no other has fired: so `kill@6:0,kill@6:1` are two recoveries, one after
+    the other, and `kill@6:0+1` is one from a loss of both.
+
+    Args:
+        faults: in order; a fault is known by its place in it.
+        slots: workers of the full layout.
+    """
+
+    def __init__(self, faults: Sequence[Fault], slots: int) -> None:
+        self.faults, self._slots = tuple(faults), slots
+        self._fired: list[dict[int, int]] = [{} for _ in faults]
+
+    def claim(self, index: int, slot: int, generation: int) -> bool:
+        """Whether fault `index` hits the worker in `slot` now; it then counts as fired there."""
+        if slot in self._fired[index] or not self._may_fire(index, generation):
+            return False
+        self._fired[index][slot] = generation
+        return True
+
+    def fired(self, index: int) -> bool:
+        """Whether the fault has hit all its workers."""
+        slots = self.faults[index].targets(self._slots) or (_NO_SLOT,)
+        return set(slots) <= self._fired[index].keys()
+
+    def claim_for_spares(self, committed: int) -> list[Fault]:
+        """Faults for spares that are due with so many steps `committed`; they count as fired."""
+        due = [
+            index
+            for index, fault in enumerate(self.faults)
+            if fault.spare and fault.step < committed and not self.fired(index)
+        ]
+        for index in due:
+            self._fired[index][_NO_SLOT] = _NO_SLOT
+        return [self.faults[index] for index in due]
+
+    def _may_fire(self, index: int, generation: int) -> bool:
+        fault = self.faults[index]
+        before = [i for i in range(index) if self.faults[i].step == fault.step]
+        if not all(self.fired(i) for i in before):
+            return False
+        others = {
+            hit
+            for i, other in enumerate(self.faults)
+            if i != index and other.phase in STEP_PHASES and other.kind != "flip"
+            for hit in self._fired[i].values()
+        }
+        return fault.phase not in STEP_PHASES or generation not in others

@@ -34,3 +34,8 @@ class Job:
     """Faults to inject."""
     coordinator: Any
     """Handle of the coordinator actor."""
+
+    @property
+    def slots(self) -> int:
+        """Workers of the full layout, spares not counted."""
+        return self.scaling.max_replicas * self.train.parallel.workers

@@ -13,20 +13,34 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
 
-from checkpointing import Keys, open_store, write_slices
+from checkpointing import (
+    Keys,
+    Manifest,
+    NotCommittedError,
+    RangeSource,
+    Store,
+    check_room,
+    open_memory,
+    open_store,
+    write_slices,
+)
 from elastic import events
-from elastic.faults import Fault
+from elastic.faults import InjectedError
 from elastic.job import Job
 from elastic.messages import Answer, Build, Identity, Report, Run
+from elastic.snapshot_holder import HeldSegments
 from health.heartbeat import NO_PHASE, NO_STEP, Heartbeat
 from trainer.commit import Commit
 from trainer.engine import Engine
-from trainer.phases import PHASES
+from trainer.heal import Newcomer
+from trainer.loop import Place
+from trainer.phases import PHASES, Phase
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +69,13 @@ class CoordinatorLink:
         self._called = {"fault": 0, "boundary": 0}
         self._settled = 0
         self._run: Run | None = None
+        self._slot: int | None = None
+        self.flip = False
+        """An injected fault wants a bit of the weights changed."""
         self._records: deque[events.StepRecord] = deque(maxlen=_RECORDS_KEPT)
         self._events: deque[events.Event] = deque()
         self._sending = threading.Lock()
-        self._writer: threading.Thread | None = None
+        self._writers: dict[Place, threading.Thread] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         threading.Thread(target=self._report, name="report", daemon=True).start()
@@ -81,6 +98,8 @@ class CoordinatorLink:
 
     def _take_on(self, answer: Answer) -> None:
         self._run = answer if isinstance(answer, Run) else None
+        if isinstance(answer, Build | Run):
+            self._slot = answer.replica * self._job.train.parallel.workers + answer.rank
         if isinstance(answer, Run):
             while self._records and self._records[0].step < answer.recorded:
                 self._records.popleft()
@@ -97,6 +116,10 @@ class CoordinatorLink:
         self.flush()
         ray.get(self._coordinator.fail.remote(error))
 
+    def terminating(self) -> None:
+        """This process was sent SIGTERM: it will be killed soon."""
+        self._coordinator.drain_worker.remote(self._identity.worker, "SIGTERM")
+
     def compare(self, slot: str, digest: str) -> None:
         """Hands in this worker's state digest at the end of the run."""
         ray.get(self._coordinator.compare.remote(slot, digest))
@@ -111,13 +134,13 @@ class CoordinatorLink:
         """See Link."""
         return self._called["boundary"] > self._settled
 
-    def at_step(self, step: int, phase: str) -> None:
+    def at_step(self, step: int, phase: Phase) -> None:
         """See Link."""
         self._mark(step, phase)
-        if self._job.faults and phase in ("backward", "reduce") and self._run is not None:
-            for fault in self._job.faults:
-                if fault.step == step and self._is_target(fault, self._run):
-                    self._fire(fault, step)
+        if self._job.faults and self._slot is not None:
+            for index, fault in enumerate(self._job.faults):
+                if fault.due(step, phase) and self._slot in fault.targets(self._job.slots):
+                    self._fire(index, step)
 
     def _mark(self, step: int, phase: str) -> None:
         self._heartbeat.mark(step, _PHASE_NUMBERS.get(phase, NO_PHASE))
@@ -146,32 +169,62 @@ class CoordinatorLink:
                 )
             )
 
+    def caught_up(self, newcomer: Newcomer) -> None:
+        """See Link."""
+        seconds = time.monotonic() - newcomer.started_at
+        self._coordinator.caught_up.remote(
+            self._identity.worker, newcomer.bytes, seconds, newcomer.steps_behind
+        )
+
+    def heal_failed(self, reason: str) -> None:
+        """See Link."""
+        self._coordinator.heal_failed.remote(self._identity.worker, reason)
+
     def evaluated(self, step: int, loss: float, tokens: int) -> None:
         """See Link."""
         if self._run is not None and self._run.lead:
             self.event(events.Evaluated(time=time.time(), step=step, val_loss=loss, tokens=tokens))
 
-    def save(self, step: int, engine: Engine, training_state: dict[str, Any]) -> None:
-        """See Link. A save that comes while the last one is being written is skipped, except at the
-        end."""
+    def save(
+        self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
+    ) -> None:
+        """See Link. A save that comes while the last one of its kind is being written is skipped,
+        except at the end."""
         assert self._run is not None
         if step >= self._job.train.steps:
-            self.wait_for_writer()
+            self.wait_for_writers()
             if ray.get(self._coordinator.saved.remote(step)):
                 return
-        elif self._replica_still_writes(engine):
-            if self._run.lead:
-                reason = "the checkpoint before it is still being written"
-                self.event(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
+        else:
+            places = self._idle_writers(engine, step, places)
+        if not places:
             return
         slices, started = engine.slices_to_save(), time.time()
-        self._writer = threading.Thread(
-            target=self._write,
-            args=(step, self._run.generation, engine.rank, slices, training_state, started),
-            name="checkpoint",
-            daemon=True,
-        )
-        self._writer.start()
+        for place in places:
+            self._writers[place] = threading.Thread(
+                target=self._write,
+                args=(place, step, self._run.generation, engine.rank),
+                kwargs={"slices": slices, "training_state": training_state, "started": started},
+                name=f"save to {place}",
+                daemon=True,
+            )
+            self._writers[place].start()
+
+    def snapshot(self, step: int) -> tuple[RangeSource, Manifest]:
+        """The snapshot of `step` in the nodes' memory.
+
+        Raises:
+            NotCommittedError: it is not to be had any more.
+        """
+        held = ray.get(self._coordinator.snapshot.remote(step))
+        if held is None:
+            raise NotCommittedError(step, "the nodes that held the snapshot are gone")
+        segments = HeldSegments(held, self._job.paths.memory, self._identity.node)
+        return segments, held.manifest
+
+    def snapshot_failed(self, step: int, reason: str) -> None:
+        """Reports that the snapshot of `step` cannot be read: from now on it does not count."""
+        ray.get(self._coordinator.snapshot_failed.remote(step, reason))
 
     def _with_recent(self, report: Report) -> Report:
         """Adds the latest steps; one worker of a replica does it for all."""
@@ -179,11 +232,18 @@ class CoordinatorLink:
             return report
         return replace(report, recent=tuple(self._records)[-_RECENT_MOST:])
 
-    def _replica_still_writes(self, engine: Engine) -> bool:
-        """Whether a worker of the replica is busy with an earlier checkpoint: then all skip this
-        one."""
-        busy = self._writer is not None and self._writer.is_alive()
-        return engine.sum_in_replica([float(busy)])[0] > 0
+    def _idle_writers(self, engine: Engine, step: int, places: Sequence[Place]) -> list[Place]:
+        """The places where no worker of the replica is busy with an earlier save; all skip the
+        others."""
+        assert self._run is not None
+        busy = [float(p in self._writers and self._writers[p].is_alive()) for p in places]
+        counts = dict(zip(places, engine.sum_in_replica(busy), strict=True))
+        skipped = {"store": events.CheckpointSkipped, "memory": events.SnapshotSkipped}
+        for place in places:
+            if counts[place] and self._run.lead:
+                reason = "the one before it is still being written"
+                self.event(skipped[place](time=time.time(), step=step, reason=reason))
+        return [place for place in places if not counts[place]]
 
     # -- records -----------------------------------------------------------------------------------
 
@@ -200,10 +260,10 @@ class CoordinatorLink:
             if steps or happened:
                 ray.get(self._coordinator.record.remote(steps, happened))
 
-    def wait_for_writer(self) -> None:
-        """Waits until a checkpoint that is being written is written."""
-        if self._writer is not None:
-            self._writer.join()
+    def wait_for_writers(self) -> None:
+        """Waits until whatever is being written is written."""
+        for writer in self._writers.values():
+            writer.join()
 
     def close(self) -> None:
         """Ends the threads."""
@@ -232,16 +292,21 @@ class CoordinatorLink:
 
     def _write(
         self,
+        place: Place,
         step: int,
         generation: int,
         rank: int,
+        *,
         slices: list[Any],
         training_state: dict[str, Any],
         started: float,
     ) -> None:
+        coordinator = self._coordinator
         try:
             receipt = write_slices(
-                open_store(self._job.paths.checkpoints),
+                open_store(self._job.paths.checkpoints)
+                if place == "store"
+                else self._memory(slices),
                 Keys(),
                 rank=rank,
                 step=step,
@@ -251,19 +316,31 @@ class CoordinatorLink:
                 segment_bytes=self._job.checkpoint.segment_bytes,
             )
             self.flush()  # a checkpoint must not count before its steps are in the records
-            ray.get(self._coordinator.receipt.remote(receipt, training_state, started))
+            if place == "store":
+                ray.get(coordinator.receipt.remote(receipt, training_state, started))
+            else:
+                node = self._identity.node
+                ray.get(coordinator.snapshot_part.remote(receipt, training_state, node, started))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            ray.get(self._coordinator.save_failed.remote(step, reason))
+            failed = coordinator.save_failed if place == "store" else coordinator.snapshot_skipped
+            ray.get(failed.remote(step, reason))
+
+    def _memory(self, slices: list[Any]) -> Store:
+        store = open_memory(self._job.paths.memory, self._identity.node)
+        check_room(store, sum(tensor.nbytes for _, tensor in slices))
+        return store
 
     # -- injected faults ---------------------------------------------------------------------------
 
-    def _is_target(self, fault: Fault, run: Run) -> bool:
-        number = run.replica * self._job.train.parallel.workers + run.rank
-        slots = self._job.scaling.max_replicas * self._job.train.parallel.workers
-        return number == fault.slot_number(slots)
-
-    def _fire(self, fault: Fault, step: int) -> None:
-        worker = self._identity.worker
-        if ray.get(self._coordinator.claim_fault.remote(str(fault), step, worker)):
-            os.kill(os.getpid(), signal.SIGKILL)
+    def _fire(self, index: int, step: int) -> None:
+        fault, worker = self._job.faults[index], self._identity.worker
+        claim = self._coordinator.claim_fault.remote(index, self._slot, step, worker)
+        if not ray.get(claim):
+            return
+        if fault.kind == "raise":
+            raise InjectedError(str(fault))
+        if fault.kind == "flip":
+            self.flip = True
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)

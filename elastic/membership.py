@@ -6,20 +6,39 @@ do about them. So every order of arrivals and losses can be played through in a 
     start ──► all formed replicas ready ──► roster
     roster ── a member is lost, or leaves by itself ──► call "fault" ──► all of the whole replicas
               are here ──► roster
-    roster ── a formed replica is ready ──► call "boundary" ──► all are here, after the same commit
-              ──► roster
+    roster ── a formed replica is ready, a newcomer has caught up, a machine is to go ──►
+              call "boundary" ──► all are here, after the same commit ──► roster
 
 Workers without a slot (spares, survivors of a broken replica, replacements) wait in the pool;
-whenever the pool holds enough for a missing replica, one is formed while the others train.
+whenever the pool holds enough for a missing replica, one is formed while the others train. It
+enters the roster as a newcomer: without lanes, until it has the state of a healthy one. Where no
+replica is left whole, the survivors may still hold a whole copy between them: then they are put
+together into one (`salvage.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from elastic.messages import Answer, Build, Identity, Report, Run, Signal, SignalKind, Stop
+from elastic.events import RegroupReason
+from elastic.messages import (
+    Answer,
+    Build,
+    Identity,
+    Packed,
+    Report,
+    Run,
+    Signal,
+    SignalKind,
+    Standing,
+    Stop,
+)
+from elastic.places import Places
+from elastic.resumption import plan_resumption
 from elastic.roster import Replica, Roster, next_roster, plan_formations, plan_heals
+from elastic.salvage import plan_salvage
 from trainer.commit import Commit
 from trainer.parallel.layout import slot_of
 
@@ -69,8 +88,8 @@ class Effects:
     """Worker waiting in join -> its answer."""
     signals: dict[str, Signal] = field(default_factory=dict)
     """Working worker -> call."""
-    called: Call | None = None
-    """A regroup was called just now."""
+    called: RegroupReason | None = None
+    """A regroup was called just now, and why."""
     formed: list[Replica] = field(default_factory=list)
     """Replicas that began to form."""
     regrouped: Regrouped | None = None
@@ -86,22 +105,34 @@ class Membership:
         config: sizes.
         generation: the last generation that anything was written under, 0 for a new run.
         restore_step: step of the newest checkpoint, 0 without one; updated by `checkpointed`.
+        snapshot_step: step of the newest readable snapshot, 0 without one; see `snapshotted`.
     """
 
-    def __init__(self, config: GroupConfig, *, generation: int, restore_step: int) -> None:
+    def __init__(
+        self, config: GroupConfig, *, generation: int, restore_step: int, snapshot_step: int = 0
+    ) -> None:
         self.config, self.generation = config, generation
-        self.restore_step, self.recorded, self.reached = restore_step, restore_step, restore_step
+        self.restore_step, self.snapshot_step = restore_step, snapshot_step
+        self.recorded = self.reached = max(restore_step, snapshot_step)
         self.members: dict[str, Identity] = {}
         self.waiting: dict[str, Report] = {}
         self.roster = Roster(generation=generation, replicas=(), lanes={})
-        self.forming: list[Replica] = []
         self.call: Call | None = "start"
         self.stopped: Stop | None = None
+        self._places = Places(self.waiting.keys())
+        self._leaving = self._finishing = self._dismissed = False
+        self._broken: list[Replica] = []  # formations that nobody has been told of
         self._formations = 0
         self._serials: dict[str, int] = {}
         self._lost: set[str] = set()
+        self._late: set[str] = set()  # lost, and waiting
         self.called_away: set[str] = set()
         """Workers that were signalled and have not joined since."""
+        self._behind: dict[str, int] = {}  # newcomer's worker without state yet -> formation
+        self._newcomers: set[int] = set()  # formations that entered this roster without state
+        self._failed_heals: dict[int, int] = {}
+        self._heals: tuple[tuple[int, int], ...] = ()
+        self._heal_again = self._salvaged = False
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -110,20 +141,61 @@ class Membership:
         worker = report.identity.worker
         self.waiting[worker] = report
         self.called_away.discard(worker)
-        if worker not in self._lost:
-            self.members[worker] = report.identity
-            self.reached = max(self.reached, report.step or 0)
+        if worker in self._lost:
+            self._late.add(worker)
+            return
+        self.members[worker] = report.identity
+        self.reached = max(self.reached, report.step or 0)
+        self._places.arrive(worker, report.built)
+        if self._places.stands(worker):
+            at_work = not report.finished and (report.in_step or self.call is None)
+            self._leaving |= at_work or (report.step is None and worker not in self._behind)
+            self._finishing |= report.finished
 
     def lose(self, worker: str) -> Identity | None:
         """A worker is gone, for good. Returns who it was, None where it was no member."""
         self._lost.add(worker)
         self.called_away.discard(worker)
         self.waiting.pop(worker, None)
+        self._late.discard(worker)
+        broken = self._places.lose(worker)
+        if broken is not None:
+            self._broken.append(broken)
+        self._salvaged = False
         return self.members.pop(worker, None)
+
+    def drain(self, worker: str) -> None:
+        """The machine of a worker will go: it gets no slot any more, and leaves the one it has at a
+        step boundary, as soon as enough other replicas are whole."""
+        broken = self._places.retire(worker)
+        if broken is not None:
+            self._broken.append(broken)
+
+    def caught_up(self, worker: str) -> Replica | None:
+        """A newcomer's worker has the state. Returns its replica where it was the last of it."""
+        formed = self._behind.pop(worker, None)
+        if formed is None or formed in self._behind.values():
+            return None
+        return self._places.of(worker)
+
+    def heal_failed(self, worker: str) -> int:
+        """A newcomer's worker did not get the state. Returns how often that has happened to its
+        replica."""
+        formed = self._behind.get(worker)
+        if formed is None:
+            return 0
+        if not self._heal_again:
+            self._failed_heals[formed] = self._failed_heals.get(formed, 0) + 1
+        self._heal_again = True
+        return self._failed_heals.get(formed, 0)
 
     def checkpointed(self, step: int) -> None:
         """A checkpoint of `step` is committed."""
         self.restore_step = max(self.restore_step, step)
+
+    def snapshotted(self, step: int) -> None:
+        """The newest snapshot that can be read is of `step`; 0: there is none (any more)."""
+        self.snapshot_step = step
 
     def slot_name(self, worker: str) -> str | None:
         """The slot of a worker in words; None for a worker without one."""
@@ -134,13 +206,64 @@ class Membership:
 
     def replica_broken(self, worker: str) -> bool:
         """Whether the replica that `worker` works in, standing or forming, is no more."""
-        whole = (*self._standing(), *self.forming)
-        return self.stopped is not None or not any(worker in r.workers for r in whole)
+        return self.stopped is not None or self._places.of(worker) is None
+
+    def a_spare(self) -> str | None:
+        """A worker that waits without a slot."""
+        return min(self._places.idle, default=None)
+
+    def source_of(self, worker: str) -> int | None:
+        """Number of the replica that a newcomer's worker heals from."""
+        replica = self._places.of(worker)
+        numbers = [other.index for other in self.roster.replicas]
+        if replica is None or replica.index not in numbers:
+            return None
+        source = dict(self._heals).get(numbers.index(replica.index))
+        return None if source is None else numbers[source]
 
     @property
     def whole_replicas(self) -> int:
         """Replicas that train, or would if there were enough of them."""
-        return len(self._standing()) + len(self.forming)
+        return len(self._places.standing) + len(self._places.forming)
+
+    @property
+    def forming(self) -> tuple[Replica, ...]:
+        """Replicas that form, the oldest first."""
+        return tuple(self._places.forming.values())
+
+    def resume(self, standings: Sequence[Standing], *, started: bool, recorded: int) -> None:
+        """Takes up a run whose coordinator was lost, from what its workers know.
+
+        Where they all stand in one whole roster, nothing is called and no step stops. Workers that
+        wait join once more after this.
+
+        Args:
+            standings: of all living workers.
+            started: whether a roster ever stood.
+            recorded: steps that the run's records hold.
+        """
+        self.members = {s.identity.worker: s.identity for s in standings}
+        self._serials = {s.identity.worker: s.serial for s in standings}
+        self._formations = max((s.last_formed for s in standings), default=0)
+        self.recorded, self.reached = recorded, max(recorded, self.reached)
+        found = plan_resumption(standings, self.config.workers_per_replica)
+        self.generation = max(self.generation, found.roster.generation)
+        self.roster = found.roster
+        self._places.form((*found.standing, *found.forming))
+        self._places.seat(found.standing)
+        self._broken.extend(found.broken)
+        self._newcomers, self._behind = set(found.newcomers), dict(found.behind)
+        self._heals = found.heals
+        self.call = "start" if not started else None if found.standing else "fault"
+        self._leaving = started and not found.consistent
+
+    def give_up_formation(self, worker: str) -> bool:
+        """The replica that a worker builds cannot come about: its workers are free again. Returns
+        whether it was building one."""
+        broken = self._places.give_up(worker)
+        if broken is not None:
+            self._broken.append(broken)
+        return broken is not None
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -151,53 +274,85 @@ class Membership:
             self.stopped = Stop(error=None)
         if self.stopped is not None:
             effects.answers = dict.fromkeys(self.waiting, self.stopped)
-            for worker in self.members.keys() - self.waiting.keys():
-                self._signal(worker, "fault", effects)  # it may wait for one that is gone
+            self._dismiss(effects)
             self.waiting.clear()
             return effects
         self._turn_away(effects)
-        self._drop_broken_formations(effects)
+        self._free_survivors(effects)
         self._call(effects)
-        self._form(effects)
-        self._conclude(effects)
+        if self._salvage(effects):
+            self._form(effects)
+            self._conclude(effects)
+            self._form(effects)  # a replica that has left made room
         return effects
 
     def _all_finished(self) -> bool:
         """Everybody with a slot is done, and the last state is in a committed checkpoint."""
-        reports = [self.waiting.get(w) for replica in self._standing() for w in replica.workers]
+        places = self._places
         return (
-            bool(reports)
-            and all(report is not None and report.finished for report in reports)
-            and self.restore_step >= self.config.steps
+            self.restore_step >= self.config.steps
+            and bool(places.standing)
+            and not places.absent
+            and all(self.waiting[w].finished for r in places.standing.values() for w in r.workers)
         )
+
+    def _dismiss(self, effects: Effects) -> None:
+        """The run is over: those at work may wait for one that is gone."""
+        if not self._dismissed:
+            for worker in self.members.keys() - self.waiting.keys():
+                self._signal(worker, "fault", effects)
+        self._dismissed = True
 
     def _turn_away(self, effects: Effects) -> None:
         """A worker that was written off but lives (or whose join outlived it) must leave."""
-        for worker in self.waiting.keys() & self._lost:
+        for worker in self._late:
             effects.answers[worker] = Stop(error="this worker was written off; it is replaced")
             del self.waiting[worker]
+        self._late.clear()
 
-    def _drop_broken_formations(self, effects: Effects) -> None:
-        broken = [r for r in self.forming if not r.whole(self.members.keys())]
-        for replica in broken:
-            self.forming.remove(replica)
+    def _free_survivors(self, effects: Effects) -> None:
+        """Calls those who build for a replica that will not come about."""
+        for replica in self._broken:
             for worker in replica.workers:
                 if worker in self.members and worker not in self.waiting:
                     self._signal(worker, "fault", effects)
+        self._broken.clear()
 
     def _form(self, effects: Effects) -> None:
-        pool = sorted(self._pool(), key=lambda worker: self.members[worker].rank)
-        if self._formations == 0 and len(pool) < self.config.start_workers:
+        places = self._places
+        least = self.config.start_workers if self._formations == 0 else 1
+        if len(places.idle) < max(least, self.config.workers_per_replica):
             return
+        if self.whole_replicas >= self.config.max_replicas:
+            return
+        pool = sorted(places.idle, key=lambda worker: (self.members[worker].rank, worker))
+        self._build(pool, effects, keep=False)
+
+    def _salvage(self, effects: Effects) -> bool:
+        """Where no whole replica is left, makes one of the survivors, if they hold a whole copy
+        between them. Returns whether that is decided: it waits for all of them."""
+        if self.call != "fault" or self._places.standing or self._salvaged:
+            return True
+        living = [worker for worker in self.roster.workers if worker in self.members]
+        if any(worker not in self.waiting for worker in living):
+            return False
+        self._salvaged = True
+        reports = [self.waiting[worker] for worker in living if worker in self._places.idle]
+        workers = plan_salvage(reports, self.config.workers_per_replica)
+        self._build(workers, effects, keep=True)
+        return True
+
+    def _build(self, pool: Sequence[str], effects: Effects, *, keep: bool) -> None:
+        places = self._places
         replicas = plan_formations(
             pool=pool,
-            taken={r.index for r in (*self._standing(), *self.forming)},
+            taken={r.index for r in (*places.standing.values(), *places.forming.values())},
             max_replicas=self.config.max_replicas,
             workers_per_replica=self.config.workers_per_replica,
             next_number=self._formations + 1,
         )
         self._formations += len(replicas)
-        self.forming.extend(replicas)
+        places.form(replicas)
         effects.formed.extend(replicas)
         for replica in replicas:
             for rank, worker in enumerate(replica.workers):
@@ -205,45 +360,73 @@ class Membership:
                     formed=replica.formed,
                     replica=replica.index,
                     rank=rank,
+                    step=self.reached,
+                    keep=keep,
                     serial=self._settle(worker),
                 )
                 del self.waiting[worker]
 
     def _call(self, effects: Effects) -> None:
-        standing = self._standing()
-        here = [self.waiting[w] for r in standing for w in r.workers if self._arrived(w)]
-        broken = len(standing) < len(self.roster.replicas)
-        unhealed = any(report.step is None for report in here)
-        left = any(not r.finished and (r.in_step or self.call is None) for r in here)
-        finishing = any(report.finished for report in here)
-        if self.call in (None, "boundary") and (broken or left or unhealed):
+        broken = len(self._places.standing) < len(self.roster.replicas)
+        if self.call in (None, "boundary") and (broken or self._leaving):
+            effects.called = "fault"
             self._signal_roster("fault", effects)
-        elif self.call is None and self._ready() and not finishing:
-            self._signal_roster("boundary", effects)
+        elif self.call is None and not self._finishing:
+            effects.called = self._planned()
+            if effects.called is not None:
+                self._signal_roster("boundary", effects)
+
+    def _planned(self) -> RegroupReason | None:
+        """Why to regroup after a step. A heal is not disturbed for a replica that could join
+        later."""
+        if self._doomed():
+            return "drain"
+        if self._heal_again:
+            return "heal"
+        if self._behind:
+            return None
+        ready = len(self._places.forming) > self._places.unready
+        return "heal" if self._newcomers else "grow" if ready else None
+
+    def _doomed(self) -> list[Replica]:
+        """Replicas on machines that will go and that the others can do without."""
+        places = self._places
+        if not places.retired:
+            return []
+        doomed = [r for r in places.standing.values() if not places.retired.isdisjoint(r.workers)]
+        gone = {replica.formed for replica in doomed} | set(self._behind.values())
+        remaining = sum(formed not in gone for formed in places.standing)
+        return doomed if remaining >= max(1, self.config.min_replicas) else []
 
     def _signal_roster(self, kind: SignalKind, effects: Effects) -> None:
         """Calls all who have a slot, survivors of broken replicas too: they may wait for others."""
-        self.call = effects.called = kind
+        self.call = kind
         for worker in self.roster.workers:
-            if worker in self.members and not self._arrived(worker):
+            if worker in self.members and worker not in self.waiting:
                 self._signal(worker, kind, effects)
 
     def _conclude(self, effects: Effects) -> None:
-        standing, ready = self._standing(), self._ready()
-        if self.call is None or not all(self._arrived(w) for r in standing for w in r.workers):
+        places = self._places
+        if self.call is None or places.absent:
             return
-        unready = len(self.forming) - len(ready)
-        if len(standing) + len(ready) < self.config.min_replicas or (not standing and unready):
-            here = len(self._pool()) + sum(len(r.workers) for r in (*standing, *self.forming))
+        whole = self.whole_replicas
+        missing = whole - places.unready < self.config.min_replicas
+        if missing or (not places.standing and places.unready):
+            here = len(places.idle) + whole * self.config.workers_per_replica
             needed = self.config.min_replicas * self.config.workers_per_replica
             effects.short_of = 0 if self._formations == 0 else max(0, needed - here)
             return
-        self._regroup(standing, ready, effects)
+        doomed = {replica.formed for replica in self._doomed()}
+        standing = [r for r in places.standing.values() if r.formed not in doomed]
+        self._regroup(standing, places.ready, effects)
 
     def _regroup(self, standing: list[Replica], ready: list[Replica], effects: Effects) -> None:
-        staying = [r for r in standing if all(self.waiting[w].step is not None for w in r.workers)]
-        joining = [r for r in (*standing, *ready) if r not in staying]
-        step, commit, outcome = self._resolve([self.waiting[w] for r in staying for w in r.workers])
+        able = [*standing, *ready]
+        staying = [r for r in able if all(self.waiting[w].step is not None for w in r.workers)]
+        stays = {replica.formed for replica in staying}
+        joining = [r for r in able if r.formed not in stays]
+        reports = [self.waiting[w] for r in able for w in r.workers] if staying else []
+        step, commit, outcome = self._resolve([r for r in reports if r.step is not None])
         lost = max(0, self.reached - step) if outcome == "restore" else 0
         if not staying:
             self.recorded = self.reached = step
@@ -255,31 +438,40 @@ class Membership:
             total_lanes=self.config.lanes,
             lanes_before=self.roster.lanes if self.call == "fault" and staying else None,
         )
-        effects.answers.update(self._runs(step, commit, {r.index for r in joining}, not staying))
+        self._seat_newcomers(joining if staying else [])
+        effects.answers.update(self._runs(step, commit, not staying))
         for worker in self.roster.workers:
             del self.waiting[worker]
-        self.forming = [replica for replica in self.forming if replica not in ready]
-        self.call = None
+        self._places.seat(self.roster.replicas)
+        self.call, self._leaving, self._finishing = None, False, False
         effects.regrouped = Regrouped(
             roster=self.roster, step=step, outcome=outcome, lost_steps=lost
         )
 
-    def _runs(
-        self, step: int, commit: Commit | None, joining: set[int], restore: bool
-    ) -> dict[str, Answer]:
+    def _seat_newcomers(self, newcomers: Sequence[Replica]) -> None:
+        """Those without state get it from the others; a source that failed before is passed by."""
+        self._newcomers = {replica.formed for replica in newcomers}
+        self._behind = {worker: r.formed for r in newcomers for worker in r.workers}
+        turn = sum(self._failed_heals.get(formed, 0) for formed in self._newcomers)
+        self._heals = plan_heals(self.roster, {r.index for r in newcomers}, turn)
+        self._heal_again = False
+
+    def _runs(self, step: int, commit: Commit | None, restore: bool) -> dict[str, Answer]:
         replicas = self.roster.replicas
-        heals = () if restore else plan_heals(self.roster, joining)
+        lanes = Packed(self.roster.lanes[replica.index] for replica in replicas)
+        heals = Packed(self._heals) if self._heals else ()
         return {
             worker: Run(
                 generation=self.generation,
                 replica=replica.index,
                 rank=rank,
                 position=position,
-                lanes=tuple(self.roster.lanes[other.index] for other in replicas),
+                lanes=lanes,
                 step=step,
                 commit=commit,
                 heals=heals,
                 restore=restore,
+                source="memory" if restore and step > self.restore_step else "store",
                 lead=position == 0 and rank == 0,
                 recorded=self.recorded,
                 serial=self._settle(worker),
@@ -295,7 +487,8 @@ class Membership:
         knows that every worker holds the complete gradient (design.md, "The step and its commit").
         """
         if not reports:
-            return self.restore_step, None, "start" if self.call == "start" else "restore"
+            step = max(self.restore_step, self.snapshot_step)
+            return step, None, "start" if self.call == "start" else "restore"
         furthest = max(reports, key=lambda report: report.step or 0)
         step = furthest.step or 0
         if any(report.step != step for report in reports):
@@ -304,29 +497,6 @@ class Membership:
         return step, furthest.last, "repeat" if repeat else "boundary"
 
     # -- helpers -----------------------------------------------------------------------------------
-
-    def _arrived(self, worker: str) -> bool:
-        return worker in self.waiting
-
-    def _standing(self) -> list[Replica]:
-        """Replicas of the roster that are still whole."""
-        return [r for r in self.roster.replicas if r.whole(self.members.keys())]
-
-    def _pool(self) -> list[str]:
-        """Workers that wait and have no slot: spares, survivors, replacements."""
-        placed = {w for r in (*self._standing(), *self.forming) for w in r.workers}
-        return [worker for worker in self.waiting if worker not in placed]
-
-    def _ready(self) -> list[Replica]:
-        """Formed replicas all of whose workers have built their part and wait."""
-        return [
-            replica
-            for replica in self.forming
-            if all(
-                worker in self.waiting and self.waiting[worker].built == replica.formed
-                for worker in replica.workers
-            )
-        ]
 
     def _signal(self, worker: str, kind: SignalKind, effects: Effects) -> None:
         self._serials[worker] = self._serials.get(worker, 0) + 1

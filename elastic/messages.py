@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
 from elastic.events import Cause, StepRecord
 from trainer.commit import Commit
 
+T = TypeVar("T")
+
+Source = Literal["store", "memory"]
 SignalKind = Literal["fault", "boundary"]
+
+
+class Packed(tuple[T, ...]):
+    """A tuple that many messages share. It is pickled once, and each message copies the bytes; it
+    arrives as a plain tuple.
+    """
+
+    @cached_property
+    def _bytes(self) -> bytes:
+        return pickle.dumps(tuple(self), pickle.HIGHEST_PROTOCOL)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self._bytes,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +66,8 @@ class Report:
     """Who it is."""
     built: int = 0
     """Number of the formation whose process group and model it holds; 0: none."""
+    rank: int = 0
+    """Rank, in its replica, of the state that it holds."""
     step: int | None = None
     """Steps in its state; None: it has no state."""
     in_step: bool = False
@@ -60,6 +81,36 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where a worker stands, for a coordinator that was started anew and knows nothing."""
+
+    identity: Identity
+    """Who it is."""
+    formed: int = 0
+    """Number of the formation that it builds or has built its part of; 0: none."""
+    replica: int = 0
+    """Index of that replica."""
+    rank: int = 0
+    """Its rank in it."""
+    generation: int = 0
+    """Generation of the roster that the formation was in last; 0: none yet."""
+    position: int = 0
+    """Position of the replica in that roster."""
+    lanes: tuple[int, ...] = ()
+    """Lanes of the replica in that roster."""
+    replicas: int = 0
+    """Replicas in that roster."""
+    source: int | None = None
+    """Position that it heals from, as a newcomer."""
+    behind: bool = False
+    """It is a newcomer and has not caught up."""
+    last_formed: int = 0
+    """The latest formation that it was ever told of."""
+    serial: int = 0
+    """The latest signal that it has heard."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Build:
     """Take this slot in a new replica: make its process group, build the model, join again."""
 
@@ -69,6 +120,10 @@ class Build:
     """Index of the replica."""
     rank: int
     """This worker's rank in it."""
+    step: int
+    """Steps that the run has committed so far."""
+    keep: bool
+    """Go on with the state that this worker holds from a broken replica, in the same rank."""
     serial: int
     """Signals up to this one are settled."""
 
@@ -92,10 +147,12 @@ class Run:
     commit: Commit | None
     """Commit of step - 1: a worker at step - 1 holds that step's gradient and applies it."""
     heals: tuple[tuple[int, int], ...]
-    """(position that has no state, position it gets it from)."""
+    """(position that has no state, position it gets it from). The newcomers have no lanes."""
     restore: bool
     """No replica has state: everybody reads checkpoint `step`, or starts from the seed at step
     0."""
+    source: Source
+    """Where `restore` reads: the checkpoint store, or the snapshot in the nodes' memory."""
     lead: bool
     """Whether this worker reports the steps."""
     recorded: int

@@ -26,6 +26,7 @@ from typing import Any
 import ray
 
 from elastic.config import HealthConfig
+from elastic.drain import SpotWatch, on_ec2, tell_coordinator
 from elastic.messages import Death, Identity
 from elastic.process_watch import ProcessWatch
 from health.lease import AwakeClock
@@ -67,6 +68,8 @@ class NodeAgent:
         self._heard_s = 0.0
         """Awake time up to which the coordinator is known to have been in reach."""
         self._run_over = False
+        if on_ec2():
+            self._spot = SpotWatch(node, tell_coordinator(coordinator))
         threading.Thread(target=self._run, name="node-agent", daemon=True).start()
 
     def watch(self, identity: Identity) -> None:

@@ -27,6 +27,7 @@ from elastic.events import (
     ReplicasCompared,
     RunEnded,
     RunStarted,
+    SnapshotFailed,
     StepRecord,
     StepSkipped,
     WorkerLost,
@@ -108,6 +109,8 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return f"waiting: {event.alive} of {event.needed} replicas alive, {event.missing}"
         case StepSkipped():
             return f"step {event.step} skipped: loss {event.loss}, gradient {event.grad_norm}"
+        case SnapshotFailed():
+            return f"snapshot of {event.step} steps cannot be read: {event.reason}"
         case ReplicasCompared(equal=False):
             return f"REPLICAS DIFFER after {event.step} steps"
         case Evaluated():

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpointing import memory_folder
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunPaths:
@@ -38,6 +40,11 @@ class RunPaths:
     def tensorboard(self) -> Path:
         """TensorBoard's log directory."""
         return self.root / "tensorboard"
+
+    @property
+    def memory(self) -> Path:
+        """The run's snapshots in the memory of whichever node this is asked on."""
+        return memory_folder(self.root)
 
     def set_aside(self) -> Path | None:
         """Moves an earlier run of this name out of the way; nothing of it is lost. Returns where

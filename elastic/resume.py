@@ -91,21 +91,20 @@ def local_path(run_config: RunConfig) -> str:
     return str(run_config.storage_path).removeprefix("file://")
 
 
-def find_checkpoint(paths: RunPaths, resume: Resume) -> Manifest | None:
-    """The newest checkpoint that can be read; None for a new run.
+def find_checkpoint(paths: RunPaths) -> Manifest | None:
+    """The newest checkpoint that can be read; None for a new run."""
+    return newest(open_store(paths.checkpoints), Keys())
 
-    Raises:
-        ConfigError: `resume` is "must" and there is none.
-    """
-    manifest = newest(open_store(paths.checkpoints), Keys())
-    if manifest is None and resume == "must":
+
+def check_found(paths: RunPaths, resume: Resume, found: Manifest | None) -> None:
+    """Raises ConfigError where `resume` is "must" and there is no state to go on from."""
+    if found is None and resume == "must":
         raise ConfigError(
             "checkpoint.resume",
             resume,
             f"there is no checkpoint in {paths.checkpoints}",
             "Check run_config.name and storage_path, or use resume='auto'",
         )
-    return manifest
 
 
 def last_generation(paths: RunPaths, manifest: Manifest | None) -> int:

@@ -87,30 +87,42 @@ def next_roster(
     total_lanes: int,
     lanes_before: Mapping[int, tuple[int, ...]] | None,
 ) -> Roster:
-    """The roster of `generation`: staying replicas and joining ones, in order of their index.
+    """The roster of `generation`: staying replicas, then joining ones, each in order of index.
+
+    Where replicas stay, the joining ones are newcomers: they have no state yet, and get no lanes.
 
     Args:
         generation: its number.
-        staying: replicas of the last roster that are still whole.
-        joining: formed replicas that enter.
+        staying: replicas that have state.
+        joining: formed replicas without state that enter.
         total_lanes: lanes of the run.
         lanes_before: given where a step was interrupted: replicas keep the lanes they have
             computed.
     """
-    replicas = tuple(sorted((*staying, *joining), key=lambda replica: replica.index))
-    indices = tuple(replica.index for replica in replicas)
+    replicas = (*_by_index(staying), *_by_index(joining))
+    at_work = tuple(replica.index for replica in _by_index(staying or joining))
     kept = None
     if lanes_before is not None:
         kept = {replica.index: lanes_before.get(replica.index, ()) for replica in staying}
-    return Roster(
-        generation=generation, replicas=replicas, lanes=deal_lanes(total_lanes, indices, kept)
-    )
+    lanes = deal_lanes(total_lanes, at_work, kept)
+    lanes.update({replica.index: () for replica in joining if staying})
+    return Roster(generation=generation, replicas=replicas, lanes=lanes)
 
 
-def plan_heals(roster: Roster, joining: Set[int]) -> tuple[tuple[int, int], ...]:
-    """(position without state, position it heals from): the sources take turns."""
+def _by_index(replicas: Sequence[Replica]) -> list[Replica]:
+    return sorted(replicas, key=lambda replica: replica.index)
+
+
+def plan_heals(roster: Roster, joining: Set[int], turn: int = 0) -> tuple[tuple[int, int], ...]:
+    """(position without state, position it heals from): the sources take turns.
+
+    Args:
+        roster: the new one.
+        joining: indices of the replicas without state.
+        turn: how often a heal has failed: the sources move on by so many.
+    """
     sources = [p for p, replica in enumerate(roster.replicas) if replica.index not in joining]
     targets = [p for p, replica in enumerate(roster.replicas) if replica.index in joining]
     if not sources:
         return ()
-    return tuple((target, sources[i % len(sources)]) for i, target in enumerate(targets))
+    return tuple((target, sources[(turn + i) % len(sources)]) for i, target in enumerate(targets))

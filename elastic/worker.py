@@ -4,9 +4,10 @@
          ──► Run: a part of a roster: heal or restore, train ──► join
          ──► Stop
 
-Spares wait in `join`. A worker whose replica breaks drops its model and joins again as a spare
-would. A worker whose own code fails reports the traceback and exits: a crash is the one way out
-that every peer notices at once.
+Spares wait in `join`. A worker whose replica breaks joins again as a spare would; it keeps its
+state until it is given another place, for the case that no replica is left whole. A worker whose
+own code fails reports the traceback and exits: a crash is the one way out that every peer notices
+at once.
 """
 
 from __future__ import annotations
@@ -14,31 +15,34 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 import traceback
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 import torch
 
-from checkpointing import Keys, Reader, load_manifest, open_store
-from elastic import events
+from checkpointing import CheckpointError, Keys, Reader, load_manifest, open_store
+from elastic.drain import on_sigterm
 from elastic.errors import RunFailedError
 from elastic.job import Job
 from elastic.link import CoordinatorLink
 from elastic.messages import Build, Identity, Report, Run, Stop
 from health.heartbeat import Heartbeat
 from trainer.backend.groups import Rendezvous, leave_replica_group, make_replica_group
-from trainer.engine import Engine
+from trainer.engine import Engine, HeldState
 from trainer.errors import NonFiniteError
-from trainer.heal import give_state, take_state
+from trainer.heal import Newcomer, Source, Wire
 from trainer.lane_sums import LaneSums
 from trainer.loop import LoopConfig, Progress, TrainLoop
 from trainer.parallel.layout import slot_of
 from trainer.replicas import CrossGroup
 
 OWN_FAULT_EXIT_CODE = 70
+
+State = tuple[dict[str, torch.Tensor], Mapping[str, Any]]
+"""A worker's tensors by name, and the training state beside them."""
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -66,9 +70,13 @@ class Worker:
             host=host, port=port, timeout_s=job.health.collective_timeout_s
         )
         self.link = CoordinatorLink(job.coordinator, self.identity, job, heartbeat)
+        on_sigterm(self.link.terminating)
         self.engine: Engine | None = None
+        self.held: HeldState | None = None
         self.sums: LaneSums | None = None
         self.progress: Progress | None = None
+        self.position: Progress | None = None
+        """Where it is in the run: `progress`, or, without state, how far it follows."""
         self.built = 0
         self.finished = False
         job.task.warm_up()
@@ -84,15 +92,22 @@ class Worker:
             if isinstance(answer, Stop):
                 self.stop(answer)
                 return
-            try:
-                if isinstance(answer, Build):
-                    self.build(answer)
-                else:
-                    self.train(answer)
-            except NonFiniteError as error:
-                self.link.fail(str(error))
-            except Exception:
-                self.recover(traceback.format_exc())
+            failure = self.follow(answer)
+            if failure is not None:  # by now its frames hold no process group any more
+                self.recover(failure)
+
+    def follow(self, answer: Build | Run) -> str | None:
+        """Does what the coordinator asks. Returns the traceback where an exception ended it."""
+        try:
+            if isinstance(answer, Build):
+                self.build(answer)
+            else:
+                self.train(answer)
+        except NonFiniteError as error:
+            self.link.fail(str(error))
+        except Exception:
+            return traceback.format_exc()
+        return None
 
     def report(self) -> Report:
         """What this worker has now."""
@@ -100,14 +115,16 @@ class Worker:
         return Report(
             identity=self.identity,
             built=self.built,
+            rank=self.rank,
             step=None if progress is None else progress.step,
-            in_step=progress is not None and progress.in_step,
+            in_step=self.position is not None and self.position.in_step,
             last=None if progress is None else progress.last,
             finished=self.finished,
         )
 
     def stop(self, answer: Stop) -> None:
         """Leaves the run."""
+        self.link.at_step(self.job.train.steps, "shutdown")
         self.link.close()
         self.drop()
         if answer.error is not None:
@@ -118,23 +135,38 @@ class Worker:
         own."""
         step = None if self.progress is None else self.progress.step
         if self.link.trouble(step, detail):
-            self.drop()
+            self.leave_replica()
             return
         sys.stderr.write(f"{self.identity.worker} failed and leaves the run:\n{detail}")
         sys.stderr.flush()
         os._exit(OWN_FAULT_EXIT_CODE)
 
-    def drop(self) -> None:
-        """Lets go of the model and of the replica's process group."""
-        self.engine = self.sums = self.progress = None
+    @property
+    def rank(self) -> int:
+        """Rank, in its replica, of the state that this worker has."""
+        holder = self.engine or self.held
+        return 0 if holder is None else holder.rank
+
+    def leave_replica(self) -> None:
+        """Lets go of the replica's model and process group. The state stays until another place is
+        given: it may be the last copy."""
+        if self.engine is not None and self.progress is not None:
+            self.held = self.engine.hold_state()
+        self.engine = self.sums = None
         self.built, self.finished = 0, False
         gc.collect()
         leave_replica_group()
 
+    def drop(self) -> None:
+        """Lets go of everything."""
+        self.leave_replica()
+        self.held = self.progress = self.position = None
+
     def build(self, answer: Build) -> None:
-        """Makes this worker's part of a new replica, without state. All workers of the replica do
-        it at once."""
-        self.drop()
+        """Makes this worker's part of a new replica, without state, or with the one it holds. All
+        workers of the replica do it at once."""
+        self.leave_replica() if answer.keep else self.drop()
+        self.link.at_step(answer.step, "build")
         train = self.job.train
         mesh = make_replica_group(
             self.rendezvous,
@@ -153,31 +185,51 @@ class Worker:
             device=self.job.scaling.device,
             max_replicas=self.job.scaling.max_replicas,
         )
+        if self.held is not None:
+            self.engine.adopt(self.held)
+            self.held = None
         self.sums = LaneSums(self.job.lanes, self.engine.gradient.numel(), self.engine.device)
         self.built = answer.formed
 
     def train(self, run: Run) -> None:
         """This worker's part in one generation: gets its state up to date, then trains."""
-        assert self.engine is not None and self.sums is not None
-        cross = CrossGroup(
+        assert self.engine is not None
+        self.link.at_step(run.step, "regroup")
+        cross = self.make_cross_group(run, self.engine)
+        heal: Source | Newcomer | None = None
+        loop: TrainLoop | None = None
+        if run.position in dict(run.heals):
+            self.progress = None  # a peer lacks its state, so the whole replica takes it anew
+        try:
+            self.catch_up(run, cross)
+            if run.restore:
+                self.progress = self.restore(self.engine, run)
+                if self.progress is None:
+                    return
+            heal = self.begin_heal(run, self.engine)
+            self.position = self.progress or Progress(step=run.step, last=run.commit)
+            loop = self.make_loop(run, cross, self.position, heal)
+            self.finished = loop.run() == "finished"
+        finally:
+            cross.close()
+            if heal is not None:
+                heal.close()
+            if loop is not None and loop.newcomer is None:
+                self.progress = self.position
+        if self.finished and self.progress is not None:
+            self.finish(run)
+
+    def make_cross_group(self, run: Run, engine: Engine) -> CrossGroup:
+        """The group over this worker's (shard, tensor) in all replicas."""
+        return CrossGroup(
             self.rendezvous,
-            f"cross/{run.generation}/{self.engine.rank}",
+            f"cross/{run.generation}/{engine.rank}",
             lanes=run.lanes,
             total_lanes=self.job.lanes,
             rank=run.position,
             device=self.job.scaling.device,
             leave_now=self.link.leave_now,
         )
-        try:
-            self.catch_up(run, cross)
-            if not self.bring_up(run, cross):
-                return
-            assert self.progress is not None
-            self.finished = self.make_loop(run, cross, self.progress).run() == "finished"
-        finally:
-            cross.close()
-        if self.finished:
-            self.finish(run)
 
     def catch_up(self, run: Run, cross: CrossGroup) -> None:
         """Applies the last step where others saw it committed and this worker did not: it has the
@@ -185,58 +237,67 @@ class Worker:
         progress = self.progress
         if progress is None or run.commit is None or run.restore or progress.step != run.step - 1:
             return
-        loop = self.make_loop(run, cross, progress)
+        loop = self.make_loop(run, cross, progress, None)
         loop.finish_step(run.commit)
         if progress.step < self.job.train.steps:  # at the end, `run` sees to it
             loop.save_and_evaluate()
 
-    def bring_up(self, run: Run, cross: CrossGroup) -> bool:
-        """Sees to it that the new replicas have state. Returns whether this one has."""
-        assert self.engine is not None
-        source = dict(run.heals).get(run.position)
-        if run.restore:
-            self.progress = self.restore(self.engine, run.step)
-        elif source is not None:
-            return self.heal(self.engine, run, cross, source)
-        else:
-            assert self.progress is not None
-            if run.heals:
-                give_state(self.engine, cross, self.progress, run.heals)
-        return True
+    def begin_heal(self, run: Run, engine: Engine) -> Source | Newcomer | None:
+        """Starts to send this worker's state to newcomers, or to receive it as one."""
+        own = run.position
+        source = dict(run.heals).get(own, own)
+        group = [source, *(target for target, giver in run.heals if giver == source)]
+        if len(group) == 1:
+            return None
+        self.link.at_step(run.step, "heal_source" if own == source else "heal_target")
+        wire = Wire(
+            self.rendezvous,
+            f"heal/{run.generation}/{engine.rank}/{source}",
+            rank=group.index(own),
+            size=len(group),
+            device=self.job.scaling.device,
+        )
+        if own != source:
+            return Newcomer(engine, wire, self.job.train.optimizer.clip_norm)
+        assert self.progress is not None
+        return Source(engine, self.progress.skipped_in_a_row, wire)
 
-    def heal(self, engine: Engine, run: Run, cross: CrossGroup, source: int) -> bool:
-        """Takes the state of a healthy replica."""
-        started, progress = time.time(), Progress(step=run.step, last=run.commit)
-        size = take_state(engine, cross, progress, run.heals)
-        if size is None:
-            return False
-        self.progress = progress
-        if engine.rank == 0:
-            self.link.event(
-                events.ReplicaHealed(
-                    time=time.time(),
-                    generation=run.generation,
-                    replica=run.replica,
-                    source=source,
-                    bytes=size,
-                    seconds=time.time() - started,
-                )
-            )
-        return True
-
-    def restore(self, engine: Engine, step: int) -> Progress:
-        """Loads checkpoint `step`, or starts from the seed at step 0."""
-        if step == 0:
+    def restore(self, engine: Engine, run: Run) -> Progress | None:
+        """Loads the state of `run.step`, or starts from the seed at step 0. None where a worker of
+        the replica cannot read its part of a snapshot: then nobody takes it."""
+        if run.step == 0:
             engine.initialize()
             engine.optimizer_steps = 0
             return Progress()
-        store = open_store(self.job.paths.checkpoints)
-        manifest = load_manifest(store, Keys(), step)
-        state = manifest.training_state
-        engine.load(Reader(store, manifest), optimizer_steps=int(state["optimizer_steps"]))
-        return Progress(step=step, skipped_in_a_row=int(state["skipped_in_a_row"]))
+        if run.source == "memory":
+            read = self.read_snapshot(engine, run.step)
+            if engine.sum_in_replica([float(read is None)])[0] > 0 or read is None:
+                return None
+            values, state = read
+        else:
+            store = open_store(self.job.paths.checkpoints)
+            manifest = load_manifest(store, Keys(), run.step)
+            values, state = engine.read(Reader(store, manifest)), manifest.training_state
+        engine.load(values, optimizer_steps=int(state["optimizer_steps"]))
+        return Progress(step=run.step, skipped_in_a_row=int(state["skipped_in_a_row"]))
 
-    def make_loop(self, run: Run, cross: CrossGroup, progress: Progress) -> TrainLoop:
+    def read_snapshot(self, engine: Engine, step: int) -> State | None:
+        """This worker's part of a snapshot; None, and the coordinator knows, where it cannot be
+        read."""
+        try:
+            source, manifest = self.link.snapshot(step)
+            return engine.read(Reader(source, manifest)), manifest.training_state
+        except CheckpointError as error:
+            self.link.snapshot_failed(step, str(error))
+            return None
+
+    def make_loop(
+        self,
+        run: Run,
+        cross: CrossGroup,
+        progress: Progress,
+        heal: Source | Newcomer | None,
+    ) -> TrainLoop:
         """The loop of this generation."""
         assert self.engine is not None and self.sums is not None
         return TrainLoop(
@@ -248,15 +309,18 @@ class Worker:
             config=LoopConfig(
                 lanes=self.job.lanes,
                 save_every=self.job.checkpoint.every_steps,
+                snapshot_every=self.job.checkpoint.memory_every,
                 max_nonfinite_steps=self.job.health.max_nonfinite_steps,
             ),
             link=self.link,
+            source=heal if isinstance(heal, Source) else None,
+            newcomer=heal if isinstance(heal, Newcomer) else None,
         )
 
     def finish(self, run: Run) -> None:
         """Hands in everything that the run still needs from this worker."""
         assert self.engine is not None
-        self.link.wait_for_writer()
+        self.link.wait_for_writers()
         self.link.flush()
         slot = self.engine.slot
         where = f"generation {run.generation} shard {slot.shard} tensor {slot.tensor}"

@@ -7,6 +7,7 @@ arithmetic of layouts can be tested apart from recovery.
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ from trainer.config import TrainConfig
 from trainer.engine import Engine
 from trainer.lane_sums import LaneSums
 from trainer.lanes import deal_lanes
-from trainer.loop import LoopConfig, Progress, TrainLoop
+from trainer.loop import LoopConfig, Place, Progress, TrainLoop
 from trainer.parallel.layout import slot_of
 from trainer.replicas import CrossGroup
 from trainer.task import PreparedTask
@@ -50,7 +51,9 @@ class QuietLink:
     def committed(self, commit: Commit, lr: float, applied: bool) -> None:
         self.commits.append(commit)
 
-    def save(self, step: int, engine: Engine, training_state: dict[str, Any]) -> None:
+    def save(
+        self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
+    ) -> None:
         pass
 
     def evaluated(self, step: int, loss: float, tokens: int) -> None:

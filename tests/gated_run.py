@@ -1,7 +1,10 @@
 """A run that stops halfway until a file appears, as a program of its own, so that a test can
 interrupt it.
 
-    python tests/gated_run.py ADDRESS STORAGE GATE REPLICAS
+    python tests/gated_run.py ADDRESS STORAGE GATE REPLICAS [MEMORY_EVERY]
+
+With ADDRESS "local" it has a cluster of its own, which ends with it. With MEMORY_EVERY it takes
+snapshots in memory, and no checkpoint before its end.
 """
 
 from __future__ import annotations
@@ -16,7 +19,15 @@ from ray.train import RunConfig
 from torch import nn
 
 from checkpointing import CheckpointConfig
-from elastic import CustomTask, ElasticTrainer, OptimizerConfig, ScalingConfig, TrainConfig
+from elastic import (
+    CustomTask,
+    ElasticTrainer,
+    OptimizerConfig,
+    ParallelConfig,
+    ScalingConfig,
+    TrainConfig,
+    parse_faults,
+)
 
 STEPS, HALF, BATCH, LANES, SAMPLES = 12, 6, 8, 2, 64
 
@@ -55,7 +66,16 @@ def late_samples() -> frozenset[int]:
     return frozenset(sample_ids(0, (HALF + 1) * BATCH, BATCH, SAMPLES).tolist())
 
 
-def gated_trainer(storage: str, gate: str, replicas: int) -> ElasticTrainer:
+def gated_trainer(
+    storage: str,
+    gate: str,
+    replicas: int,
+    *,
+    checkpoint: CheckpointConfig | None = None,
+    shard: int = 1,
+    spares: int = 0,
+    faults: str = "none",
+) -> ElasticTrainer:
     """The run."""
     return ElasticTrainer(
         TrainConfig(
@@ -67,15 +87,26 @@ def gated_trainer(storage: str, gate: str, replicas: int) -> ElasticTrainer:
             steps=STEPS,
             global_batch=BATCH,
             lanes=LANES,
+            parallel=ParallelConfig(shard=shard),
             optimizer=OptimizerConfig(lr=1e-2),
         ),
-        scaling=ScalingConfig(max_replicas=replicas),
+        scaling=ScalingConfig(max_replicas=replicas, spares=spares),
         run_config=RunConfig(name="gated", storage_path=storage),
-        checkpoint=CheckpointConfig(every_steps=HALF),
+        checkpoint=checkpoint or CheckpointConfig(every_steps=HALF),
+        faults=parse_faults(faults),
     )
 
 
+def in_memory(every: int) -> CheckpointConfig:
+    """Snapshots alone."""
+    return CheckpointConfig(every_steps=None, memory_every=every)
+
+
 if __name__ == "__main__":
-    address, storage, gate, replicas = sys.argv[1:]
-    ray.init(address=address, log_to_driver=False)
-    gated_trainer(storage, gate, int(replicas)).fit()
+    address, storage, gate, replicas, *memory_every = sys.argv[1:]
+    if address == "local":
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    else:
+        ray.init(address=address, log_to_driver=False)
+    checkpoint = in_memory(int(memory_every[0])) if memory_every else None
+    gated_trainer(storage, gate, int(replicas), checkpoint=checkpoint).fit()

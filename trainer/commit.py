@@ -62,6 +62,11 @@ class Commit:
         """Whether the step may reach the weights."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
+    def scale(self, clip_norm: float) -> float:
+        """Factor on the summed gradient: the mean over the tokens, and clipping (0: none)."""
+        factor = min(1.0, clip_norm / (self.grad_norm + 1e-6)) if clip_norm else 1.0
+        return factor / max(1, self.tokens)
+
 
 def sample_digest(ids: NDArray[np.int64], first: int) -> int:
     """Proves later which samples a lane consumed, however its shard ranks shared them.

@@ -9,8 +9,8 @@ torch's own.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,20 @@ from trainer.schedule import learning_rate
 from trainer.task import PreparedTask
 
 PARAMETERS, MOMENTS = "param/", ("exp_avg/", "exp_avg_sq/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldState:
+    """What a worker keeps of a broken replica."""
+
+    rank: int
+    """Its rank there."""
+    tensors: dict[str, torch.Tensor]
+    """`Engine.state_tensors`."""
+    gradient: torch.Tensor
+    """The reduced gradient of the step in progress; whole where the step was committed."""
+    optimizer_steps: int
+    """Steps that reached the weights."""
 
 
 class Engine:
@@ -168,17 +182,20 @@ class Engine:
         norm = torch.linalg.vector_norm(gradient[: self._own], dtype=torch.float64)
         return float(norm.square())
 
-    def through_leader(
-        self, vector: list[float], at_leader: Callable[[list[float]], list[float]]
-    ) -> list[float]:
-        """Sums a float64 vector at the replica's first worker, lets it act on the sum, and hands
-        out the result."""
+    def sum_at_first(self, vector: list[float]) -> list[float]:
+        """Sums a float64 vector at the replica's first worker; the others get something of no
+        use."""
         if self._workers == 1:
-            return at_leader(vector)
+            return vector
         tensor = torch.tensor(vector, dtype=torch.float64, device=self.device)
         dist.reduce(tensor, 0)
-        if dist.get_rank() == 0:
-            tensor.copy_(torch.tensor(at_leader(tensor.tolist()), dtype=torch.float64))
+        return tensor.tolist()
+
+    def hand_out(self, vector: list[float]) -> list[float]:
+        """The first worker's `vector`, on every worker of the replica."""
+        if self._workers == 1:
+            return vector
+        tensor = torch.tensor(vector, dtype=torch.float64, device=self.device)
         dist.broadcast(tensor, 0)
         return tensor.tolist()
 
@@ -240,14 +257,37 @@ class Engine:
             if name.split("/", 1)[1] not in replicated
         ]
 
-    def load(self, reader: Reader, *, optimizer_steps: int) -> None:
-        """Fills the state from a checkpoint, reading only this worker's boxes."""
+    def hold_state(self) -> HeldState:
+        """The state without the model, which would keep the replica's process group alive."""
+        return HeldState(
+            rank=self.rank,
+            tensors=self.state_tensors(),
+            gradient=self.gradient,
+            optimizer_steps=self.optimizer_steps,
+        )
+
+    @torch.no_grad()
+    def adopt(self, held: HeldState) -> None:
+        """Takes over the state and the reduced gradient that an engine of the same rank had."""
+        mine = self.state_tensors()
+        torch._foreach_copy_(list(mine.values()), [held.tensors[name] for name in mine])
+        self.gradient.copy_(held.gradient)
+        self.optimizer_steps = held.optimizer_steps
+        self.forget_initial_weights()
+
+    def read(self, reader: Reader) -> dict[str, torch.Tensor]:
+        """This worker's boxes of a checkpoint, by name; the state stays as it is."""
         slices = self.state_slices()
-        tensors = {name: tensor for name, tensor in self.state_tensors().items() if tensor.numel()}
-        boxes = [Box(name, slices[name].offsets, slices[name].sizes) for name in tensors]
+        names = [name for name, tensor in self.state_tensors().items() if tensor.numel()]
+        boxes = [Box(name, slices[name].offsets, slices[name].sizes) for name in names]
+        return dict(zip(names, reader.read_many(boxes), strict=True))
+
+    def load(self, values: dict[str, torch.Tensor], *, optimizer_steps: int) -> None:
+        """Fills the state with what `read` returned."""
+        tensors = self.state_tensors()
         with torch.no_grad():
-            for box, value in zip(boxes, reader.read_many(boxes), strict=True):
-                tensors[box.name].copy_(value.reshape(tensors[box.name].shape))
+            for name, value in values.items():
+                tensors[name].copy_(value.reshape(tensors[name].shape))
         self.optimizer_steps = optimizer_steps
         self.forget_initial_weights()
 

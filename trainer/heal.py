@@ -1,92 +1,256 @@
-"""Heal: the copy of model and optimizer state into a replica that has none.
+"""Heal: the copy of model and optimizer state into a replica that has none, while the others train.
 
-Every worker of the new replica receives from the worker with the same (shard, tensor) of a healthy
-one, in parallel, over the group across replicas. Each transfer carries a checksum. The new replica
-agrees inside itself whether all of it arrived, so that none of its workers goes on alone.
+    source     copies its state at a step boundary, in a thread, and sends the copy in chunks
+    newcomer   takes part in every reduce with no lanes, keeps the summed gradients, receives the
+               state in a thread, and applies the kept steps in order: it has caught up
+
+Nobody waits for anybody: the source's step waits for the copy alone, which is made while forward
+and backward compute. Each (shard, tensor) heals from the same one of a healthy replica, in parallel
+and over a group of its own. Each transfer carries a checksum. Design: design.md, "Inside a replica
+ordinary PyTorch".
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from trainer.backend.groups import Device, Rendezvous, abandon, gather, make_cross_group, poll_until
+from trainer.commit import Commit
 from trainer.engine import Engine
-from trainer.errors import CrossGroupLost
-from trainer.loop import Progress
-from trainer.replicas import CrossGroup
 
-_HEADER = 3
-"""int64 numbers before the state: optimizer steps, skipped steps in a row, CRC-32 of the state."""
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 16 << 20
+"""Large enough for the wire's full speed, small enough to leave soon."""
+
+_CATCH_UP_SHARE = 0.5
+"""Of a step's time that a newcomer applies kept steps in: its peers wait for it in the reduce."""
 
 
-def give_state(
-    engine: Engine, cross: CrossGroup, progress: Progress, pairs: Sequence[tuple[int, int]]
-) -> None:
-    """A healthy worker's part: sends its state where it is a source, else just takes part.
-
-    A failure shows in the next collective of `cross`, so that the replica goes on in step until its
-    commit.
+class Wire:
+    """The group of one source (rank 0) and its newcomers. Used by one thread; `stop` by any.
 
     Args:
-        engine: this worker's state.
-        cross: the group across replicas.
-        progress: where the state is in the run.
-        pairs: (target, source), as ranks of `cross`.
+        rendezvous: where they meet.
+        prefix: unique to the generation, the (shard, tensor) and the source.
+        rank: 0 for the source.
+        size: the source and its newcomers.
+        device: where the chunks are.
     """
-    source = any(giver == cross.rank for _, giver in pairs)
-    payload = _pack(engine, progress) if source else None
-    try:
-        cross.hand_over(payload, pairs, _size(engine))
-    except CrossGroupLost:
-        return
+
+    def __init__(
+        self, rendezvous: Rendezvous, prefix: str, *, rank: int, size: int, device: Device
+    ) -> None:
+        self._rendezvous, self._prefix = rendezvous, prefix
+        self._rank, self._size, self._device = rank, size, device
+        self._group: Any = None
+        self._in_flight: list[Any] = []
+        self._stopped = threading.Event()
+
+    def open(self) -> None:
+        """Makes the group once all are there. Raises RuntimeError where one does not come."""
+        place = self._rendezvous, self._prefix, self._rank, self._size
+        gather(*place, self._stopped.is_set)
+        self._group = make_cross_group(
+            self._rendezvous, self._prefix, rank=self._rank, size=self._size, device=self._device
+        )
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Hands rank 0's `tensor` to all, in place. Raises RuntimeError where a peer is lost."""
+        work = self._group.broadcast([tensor], dist.BroadcastOptions())
+        try:
+            poll_until(work.is_completed, self._stopped.is_set, self._rendezvous.timeout_s)
+        except RuntimeError:
+            self._in_flight.append((work, tensor))
+            raise
+        work.wait()
+
+    def stop(self) -> None:
+        """The thread that uses the wire is to leave it."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Leaves the group without waiting for anybody."""
+        if self._group is not None:
+            abandon(self._group, self._in_flight)
+        self._group = None
 
 
-def take_state(
-    engine: Engine, cross: CrossGroup, progress: Progress, pairs: Sequence[tuple[int, int]]
-) -> int | None:
-    """A new worker's part: receives its state. All workers of the new replica call it.
+class Source:
+    """A healthy worker's part. Its thread ends by itself; `close` when leaving the generation.
 
-    Returns:
-        Bytes received by this worker, or None where a part did not reach the whole replica: it has
-        no state.
+    Args:
+        engine: the state, at a step boundary now.
+        skipped_in_a_row: of its progress.
+        wire: to its newcomers.
     """
-    try:
-        payload = cross.hand_over(None, pairs, _size(engine))
-        good = payload is not None and _checksum(payload) == int(_header(payload)[2])
-    except CrossGroupLost:
-        payload, good = None, False
-    if engine.sum_in_replica([0.0 if good else 1.0])[0] > 0 or payload is None:
-        return None
-    tensors = list(engine.state_tensors().values())
-    parts = payload[8 * _HEADER :].view(torch.float32).split([tensor.numel() for tensor in tensors])
-    with torch.no_grad():
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
-    engine.forget_initial_weights()
-    header = _header(payload)
-    engine.optimizer_steps, progress.skipped_in_a_row = int(header[0]), int(header[1])
-    return payload.numel()
+
+    def __init__(self, engine: Engine, skipped_in_a_row: int, wire: Wire) -> None:
+        self._engine, self._skipped, self._wire = engine, skipped_in_a_row, wire
+        self._steps = engine.optimizer_steps
+        self._copied = threading.Event()
+        threading.Thread(target=self._run, name="heal-source", daemon=True).start()
+
+    def await_copy(self) -> None:
+        """Called before the state changes."""
+        self._copied.wait()
+
+    def close(self) -> None:
+        """Ends the sending."""
+        self._wire.stop()
+
+    def _run(self) -> None:
+        try:
+            try:
+                staged = self._copy()
+            finally:
+                self._copied.set()
+            self._wire.open()
+            self._send(staged)
+        except RuntimeError as error:
+            log.warning("a heal was not completed: %s", error)
+        finally:
+            self._wire.close()
+
+    def _copy(self) -> torch.Tensor:
+        parts = _flat_state(self._engine)
+        staged = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)
+        torch.cat([part.cpu() for part in parts], out=staged)
+        return staged
+
+    def _send(self, staged: torch.Tensor) -> None:
+        crc = 0
+        for chunk in staged.split(CHUNK_BYTES):
+            crc = zlib.crc32(chunk.numpy().data, crc)
+            self._wire.send(chunk.to(self._engine.device))
+        trailer = torch.tensor([0, self._steps, self._skipped], dtype=torch.int64)
+        trailer[0] = zlib.crc32(trailer[1:].numpy().data, crc)
+        self._wire.send(trailer.to(self._engine.device))
 
 
-def _size(engine: Engine) -> int:
-    return 8 * _HEADER + 4 * sum(tensor.numel() for tensor in engine.state_tensors().values())
+class Newcomer:
+    """A worker without state: what it receives, and the steps committed meanwhile.
+
+    Args:
+        engine: gets the state.
+        wire: from the source.
+        clip_norm: of the optimizer.
+    """
+
+    def __init__(self, engine: Engine, wire: Wire, clip_norm: float) -> None:
+        self._engine, self._wire, self._clip_norm = engine, wire, clip_norm
+        self._backlog: deque[tuple[Commit, torch.Tensor]] = deque()
+        self._placing = threading.Lock()
+        self._closed = self._arrived = False
+        self._kept_at, self._step_s = time.monotonic(), 0.0
+        self.skipped_in_a_row = 0
+        """Of the state, up to the last step applied."""
+        self.started_at = time.monotonic()
+        self.bytes = sum(part.numel() for part in _flat_state(engine))
+        """Of state to receive, each once."""
+        self.steps_behind = 0
+        """The most steps that it had to make up for."""
+        self._failure: str | None = None
+        threading.Thread(target=self._run, name="heal-target", daemon=True).start()
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether the state is that of the last committed step."""
+        return self._arrived and not self._backlog
+
+    def take_failure(self) -> str | None:
+        """Why the state will not arrive; told once."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def keep(self, commit: Commit) -> None:
+        """A step was committed: its gradient is kept on the host until the state is there."""
+        self._backlog.append((commit, self._engine.gradient.to("cpu", copy=True)))
+        self.steps_behind = max(self.steps_behind, len(self._backlog))
+        now = time.monotonic()
+        self._kept_at, self._step_s = now, now - self._kept_at
+
+    def catch_up(self) -> None:
+        """Applies kept steps for a while. Called before the reduce, in which the others still
+        compute."""
+        if not self._arrived or not self._backlog:
+            return
+        until = time.monotonic() + _CATCH_UP_SHARE * self._step_s
+        while self._backlog:
+            commit, gradient = self._backlog.popleft()
+            self._engine.gradient.copy_(gradient)
+            if commit.finite:
+                self._engine.apply(commit.step, scale=commit.scale(self._clip_norm))
+            self.skipped_in_a_row = 0 if commit.finite else self.skipped_in_a_row + 1
+            if time.monotonic() > until:
+                break
+
+    def close(self) -> None:
+        """Ends the receiving: nothing is written to the engine after this."""
+        with self._placing:
+            self._closed = True
+        self._wire.stop()
+
+    def _run(self) -> None:
+        try:
+            self._wire.open()
+            self._receive()
+        except RuntimeError as error:
+            self._failure = str(error)
+        finally:
+            self._wire.close()
+
+    def _receive(self) -> None:
+        state, crc = _flat_state(self._engine), 0
+        buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=self._engine.device)
+        for start in range(0, self.bytes, CHUNK_BYTES):
+            chunk = buffer[: min(CHUNK_BYTES, self.bytes - start)]
+            self._wire.send(chunk)
+            crc = zlib.crc32(chunk.cpu().numpy().data, crc)
+            with self._placing:
+                if self._closed:
+                    raise RuntimeError("left for a regroup")
+                for target, part in _overlaps(state, start, chunk):
+                    target.copy_(part)
+        trailer = torch.empty(3, dtype=torch.int64, device=self._engine.device)
+        self._wire.send(trailer)
+        self._accept(trailer.cpu(), crc)
+
+    def _accept(self, trailer: torch.Tensor, crc: int) -> None:
+        crc = zlib.crc32(trailer[1:].numpy().data, crc)
+        sent_crc, optimizer_steps, skipped = trailer.tolist()
+        if crc != sent_crc:
+            raise RuntimeError(f"the state's CRC-32 is {crc:08x}, its source sent {sent_crc:08x}")
+        with self._placing:
+            if self._closed:
+                raise RuntimeError("left for a regroup")
+            self._engine.forget_initial_weights()
+            self._engine.optimizer_steps = optimizer_steps
+            self.skipped_in_a_row = skipped
+            self._arrived = True
 
 
-def _pack(engine: Engine, progress: Progress) -> torch.Tensor:
-    """Header and the whole local state, float32, as one flat buffer of bytes."""
-    payload = torch.empty(_size(engine), dtype=torch.uint8, device=engine.device)
-    state = payload[8 * _HEADER :].view(torch.float32)
-    torch.cat([tensor.flatten() for tensor in engine.state_tensors().values()], out=state)
-    numbers = [engine.optimizer_steps, progress.skipped_in_a_row, _checksum(payload)]
-    _header(payload).copy_(torch.tensor(numbers, dtype=torch.int64))
-    return payload
+def _flat_state(engine: Engine) -> list[torch.Tensor]:
+    """The state as flat views of bytes, in the order that every replica has."""
+    return [tensor.view(-1).view(torch.uint8) for tensor in engine.state_tensors().values()]
 
 
-def _header(payload: torch.Tensor) -> torch.Tensor:
-    return payload[: 8 * _HEADER].view(torch.int64)
-
-
-def _checksum(payload: torch.Tensor) -> int:
-    return zlib.crc32(payload[8 * _HEADER :].cpu().numpy().data)
+def _overlaps(
+    state: list[torch.Tensor], start: int, chunk: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(part of the state, the same part of `chunk`), for a chunk that begins at byte `start`."""
+    end, begin = start + chunk.numel(), 0
+    for part in state:
+        low, high = max(begin, start), min(begin + part.numel(), end)
+        if low < high:
+            yield part[low - begin : high - begin], chunk[low - start : high - start]
+        begin += part.numel()

@@ -10,6 +10,7 @@ same bits at any size"; the idea for plain data parallelism: EasyScale, SC'23.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from heapq import heapify, heapreplace
 from typing import TypeVar
 
 Node = tuple[int, int]
@@ -85,7 +86,10 @@ def deal_lanes(
         }
     dealt = {replica: list(before.get(replica, ())) for replica in replicas}
     kept = {lane for lanes in dealt.values() for lane in lanes}
+    fewest = [(len(lanes), replica) for replica, lanes in dealt.items()]
+    heapify(fewest)
     for lane in sorted(set(range(total)) - kept):
-        fewest = min(replicas, key=lambda replica: (len(dealt[replica]), replica))
-        dealt[fewest].append(lane)
+        held, replica = fewest[0]
+        dealt[replica].append(lane)
+        heapreplace(fewest, (held + 1, replica))
     return {replica: tuple(sorted(lanes)) for replica, lanes in dealt.items()}

@@ -27,19 +27,23 @@ from trainer.config import TrainConfig
 from trainer.data import SampleSource
 from trainer.engine import Engine
 from trainer.errors import CrossGroupLost, NonFiniteError
+from trainer.heal import Newcomer, Source
 from trainer.lane_sums import LaneSums
+from trainer.phases import Phase
 from trainer.replicas import CrossGroup
 from trainer.samples import lane_ids, lane_start, micro_seed, step_ids
 from trainer.schedule import learning_rate
 
+Place = Literal["store", "memory"]
+"""Where copies of the state go: the checkpoint store, or the memory of the nodes."""
 Outcome = Literal["finished", "boundary", "fault"]
 
 
 class Link(Protocol):
     """What the loop needs from the control plane.
 
-    What is called within a step may neither block nor make a call; `save` and `evaluated` come
-    between steps, where the workers of a replica may agree on something.
+    What is called within a step may neither block nor wait for an answer; `save` and `evaluated`
+    come between steps, where the workers of a replica may agree on something.
     """
 
     def leave_now(self) -> bool:
@@ -50,7 +54,7 @@ class Link(Protocol):
         """A planned regroup was announced: leave together, after a commit."""
         ...
 
-    def at_step(self, step: int, phase: str) -> None:
+    def at_step(self, step: int, phase: Phase) -> None:
         """The worker enters a phase of a step; heartbeats and injected faults hang here."""
         ...
 
@@ -58,8 +62,18 @@ class Link(Protocol):
         """A step has been committed and, unless it was skipped as non-finite, applied."""
         ...
 
-    def save(self, step: int, engine: Engine, training_state: dict[str, Any]) -> None:
-        """A checkpoint of the state before `step` is due on this worker."""
+    def caught_up(self, newcomer: Newcomer) -> None:
+        """This worker, which had joined without state, has it now."""
+        ...
+
+    def heal_failed(self, reason: str) -> None:
+        """The state that this worker was to receive did not arrive."""
+        ...
+
+    def save(
+        self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
+    ) -> None:
+        """A copy of the state before `step` is due in each of `places`, from this worker."""
         ...
 
     def evaluated(self, step: int, loss: float, tokens: int) -> None:
@@ -89,6 +103,8 @@ class LoopConfig:
     """Lanes of the run."""
     save_every: int | None
     """Steps between checkpoints."""
+    snapshot_every: int | None = None
+    """Steps between snapshots in the nodes' memory."""
     max_nonfinite_steps: int
     """Skipped steps in a row that end the run."""
 
@@ -104,6 +120,8 @@ class TrainLoop:
         progress: updated in place.
         config: what holds for the whole run.
         link: the control plane.
+        source: where this worker's state is sent to newcomers.
+        newcomer: where this worker has no state yet.
     """
 
     def __init__(
@@ -116,11 +134,15 @@ class TrainLoop:
         progress: Progress,
         config: LoopConfig,
         link: Link,
+        source: Source | None = None,
+        newcomer: Newcomer | None = None,
     ) -> None:
         self.engine, self.cross, self.sums, self.link = engine, cross, sums, link
         self.lanes, self.progress, self.config = lanes, progress, config
         self.train: TrainConfig = engine.train_config
         self.data: SampleSource = engine.task.train_data()
+        self.source, self.newcomer = source, newcomer
+        self.joined_without_state = newcomer is not None
 
     def run(self) -> Outcome:
         """Runs steps until the last one, a planned regroup, or a fault in another replica.
@@ -146,6 +168,8 @@ class TrainLoop:
         commit."""
         step = self.progress.step
         self.progress.in_step = True
+        if self.newcomer is not None:
+            self.follow(self.newcomer)
         for lane in self.sums.begin(step, self.lanes):
             self.compute_lane(step, lane)
         self.link.at_step(step, "reduce")
@@ -155,7 +179,7 @@ class TrainLoop:
         except CrossGroupLost:
             self.engine.replace_gradient()
             failed = True
-        self.link.at_step(step, "commit")
+        self.link.at_step(step, "before_commit")
         return self.agree(step, failed)
 
     def compute_lane(self, step: int, lane: int) -> None:
@@ -169,6 +193,7 @@ class TrainLoop:
             torch.manual_seed(
                 micro_seed(self.train.seed, step, lane, index, self.engine.slot.shard)
             )
+            self.link.at_step(step, "data")
             batch = to_device(self.data.batch(ids[start : start + micro]), self.engine.device)
             self.link.at_step(step, "forward")
             loss, count = self.engine.task.loss(self.engine.model, batch)
@@ -204,14 +229,17 @@ class TrainLoop:
             failed=failed,
             boundary=self.link.leave_at_boundary(),
         )
-        total = self.engine.through_leader(vector, self.sum_over_replicas)
+        replica = self.engine.sum_at_first(vector)
+        self.link.at_step(step, "in_commit")
+        total = self.engine.hand_out(self.sum_over_replicas(replica))
         if total[1] > 0:
             return None
+        self.link.at_step(step, "after_commit")
         return commits.unpack(total, step=step, lanes=self.config.lanes)
 
     def sum_over_replicas(self, replica: list[float]) -> list[float]:
-        """The leader's part of the commit: every replica's vector, added up."""
-        if replica[1] > 0:
+        """Every replica's vector, added up. Only a replica's first worker crosses."""
+        if self.engine.rank > 0 or replica[1] > 0:
             return replica
         try:
             total = self.cross.sum(
@@ -228,13 +256,12 @@ class TrainLoop:
         Raises:
             NonFiniteError: this was one skipped step too many.
         """
-        if commit.finite:
-            clip = self.train.optimizer.clip_norm
-            factor = min(1.0, clip / (commit.grad_norm + 1e-6)) if clip else 1.0
-            self.engine.apply(commit.step, scale=factor / max(1, commit.tokens))
+        if self.newcomer is not None:
+            self.newcomer.keep(commit)
+        else:
+            self.apply(commit)
         self.sums.clear()
         self.progress.step = commit.step + 1
-        self.progress.skipped_in_a_row = 0 if commit.finite else self.progress.skipped_in_a_row + 1
         self.progress.last, self.progress.in_step = commit, False
         rate = learning_rate(self.train.optimizer, commit.step, self.train.steps)
         self.link.committed(commit, rate, commit.finite)
@@ -244,18 +271,46 @@ class TrainLoop:
                 commit.step, self.progress.skipped_in_a_row, tuple(samples.tolist())
             )
 
+    def apply(self, commit: Commit) -> None:
+        """The optimizer step; none where the gradient is not finite."""
+        self.link.at_step(commit.step, "optimizer")
+        if self.source is not None:
+            self.source.await_copy()
+        if commit.finite:
+            scale = commit.scale(self.train.optimizer.clip_norm)
+            self.engine.apply(commit.step, scale=scale)
+        self.progress.skipped_in_a_row = 0 if commit.finite else self.progress.skipped_in_a_row + 1
+
+    def follow(self, newcomer: Newcomer) -> None:
+        """A newcomer's part of a step, before the reduce: gets its state up to date."""
+        newcomer.catch_up()
+        failure = newcomer.take_failure()
+        if failure is not None:
+            self.link.heal_failed(failure)
+        if newcomer.caught_up:
+            self.progress.skipped_in_a_row = newcomer.skipped_in_a_row
+            self.link.caught_up(newcomer)
+            self.newcomer = None
+
     def save_and_evaluate(self) -> None:
         """What is due between two steps. The first replica saves; every replica evaluates for
         itself."""
         step, last = self.progress.step, self.progress.step == self.train.steps
-        every = self.config.save_every
-        if self.cross.rank == 0 and (last or (every and step % every == 0)):
-            self.save()
+        if self.joined_without_state:
+            return  # its workers do not get their state at the same step
+        every: dict[Place, int | None] = {
+            "store": self.config.save_every,
+            "memory": self.config.snapshot_every,
+        }
+        due = [place for place, n in every.items() if n and step % n == 0]
+        if self.cross.rank == 0 and (last or due):
+            self.save(["store"] if last else due)
         if last or (self.train.eval_every and step % self.train.eval_every == 0):
             self.evaluate()
 
-    def save(self) -> None:
-        """Hands a copy of the state to the checkpoint writer."""
+    def save(self, places: Sequence[Place]) -> None:
+        """Hands a copy of the state to the writers."""
+        self.link.at_step(self.progress.step, "checkpoint")
         state = {
             "step": self.progress.step,
             "optimizer_steps": self.engine.optimizer_steps,
@@ -265,7 +320,7 @@ class TrainLoop:
             "global_batch": self.train.global_batch,
             "samples": len(self.data),
         }
-        self.link.save(self.progress.step, self.engine, state)
+        self.link.save(self.progress.step, self.engine, state, places)
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -273,6 +328,7 @@ class TrainLoop:
         data = self.engine.task.eval_data()
         if data is None or len(data) == 0:
             return
+        self.link.at_step(self.progress.step, "evaluation")
         shard, shards = self.engine.slot.shard, self.train.parallel.shard
         count = min(len(data), self.train.eval_samples)
         micro = self.train.micro_samples(self.config.lanes)

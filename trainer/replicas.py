@@ -1,4 +1,4 @@
-"""Everything that crosses replicas: the exact reduction, the commit, and heal.
+"""What crosses replicas in a step: the reduction and the commit.
 
 A collective here is started asynchronously and polled, because a Gloo collective whose peer is
 frozen or cut off cannot be woken from outside; on a fault signal the group, the work and its
@@ -118,38 +118,6 @@ class CrossGroup:
         if self.size > 1:
             self._run(lambda group: group.allreduce([tensor]), tensor)
         return tensor
-
-    def hand_over(
-        self, payload: torch.Tensor | None, pairs: Sequence[tuple[int, int]], count: int
-    ) -> torch.Tensor | None:
-        """Moves `count` bytes from a source to a target for each pair; all workers of the group
-        call it.
-
-        One all-to-all, because a point-to-point transfer on Gloo cannot be polled.
-
-        Args:
-            payload: a source's bytes (uint8); None on the others.
-            pairs: (target rank, source rank).
-            count: bytes of every payload.
-
-        Returns:
-            The bytes that came to this rank, None where it is no target.
-        """
-        targets = [target for target, source in pairs if source == self.rank]
-        sources = [source for target, source in pairs if target == self.rank]
-        sends = [count * (rank in targets) for rank in range(self.size)]
-        receives = [count * (rank in sources) for rank in range(self.size)]
-        empty = torch.empty(0, dtype=torch.uint8, device=self._device)
-        outgoing = empty if payload is None else payload
-        if len(targets) > 1:
-            outgoing = outgoing.repeat(len(targets))
-        incoming = empty.new_empty(sum(receives))
-        self._run(
-            lambda group: group.alltoall_base(incoming, outgoing, receives, sends),
-            incoming,
-            outgoing,
-        )
-        return incoming if sources else None
 
     def close(self) -> None:
         """Leaves the group without waiting for anybody."""

@@ -63,6 +63,13 @@ class Store(Protocol):
         """Writes and removes a small object, so that a run can fail before it starts."""
 
 
+class RangeSource(Protocol):
+    """The part of a `Store` that a `Reader` needs."""
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """See `Store.get_range`."""
+
+
 def open_store(url_or_path: str | os.PathLike[str]) -> Store:
     """The store at a `file://` URL or a plain path, which need not exist yet.
 

@@ -12,6 +12,7 @@ from checkpointing import CheckpointConfig, CheckpointConfigError
 def test_defaults() -> None:
     config = CheckpointConfig()
     assert (config.every_steps, config.keep_last, config.keep_every) == (100, 2, None)
+    assert config.memory_every is None
     assert (config.resume, config.segment_bytes) == ("auto", 512 * 1024 * 1024)
 
 
@@ -20,6 +21,7 @@ def test_defaults() -> None:
     [
         ({"every_steps": 0}, "every_steps"),
         ({"every_steps": 1.5}, "every_steps"),
+        ({"memory_every": 0}, "memory_every"),
         ({"keep_last": 0}, "keep_last"),
         ({"keep_last": True}, "keep_last"),
         ({"keep_every": -100}, "keep_every"),

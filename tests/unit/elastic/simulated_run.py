@@ -34,12 +34,15 @@ class Plan:
     lanes: int
     steps: int
     save_every: int | None
+    memory_every: int | None
     kills: int
     """Times that one worker or several are killed."""
     write_offs: int
     """Workers that do not follow a call, and are written off before they are killed."""
     flakes: int
     """Collectives across replicas that fail, and heals that arrive damaged, with nobody dead."""
+    drains: int
+    """Workers whose machine will go."""
     silent: bool
     """A death does not wake those who wait across replicas: a signal has to."""
     by_priority: bool
@@ -61,9 +64,11 @@ class Plan:
             lanes=most + rng.choice([0, 0, 3]),
             steps=rng.randint(2, 5),
             save_every=rng.choice([None, 1, 2]),
+            memory_every=rng.choice([None, 1, 2]),
             kills=rng.randint(0, 4),
             write_offs=rng.choice([0, 0, 2]),
             flakes=rng.choice([0, 0, 2]),
+            drains=rng.choice([0, 0, 1, 3]),
             silent=rng.random() < 0.5,
             by_priority=rng.random() < 0.5,
         )
@@ -94,6 +99,11 @@ class World:
         self.broken: set[int] = set()
         """Formations that have lost a member."""
         self.saved: dict[int, Applied] = {0: ()}
+        self.snapshot: tuple[int, Applied] | None = None
+        """The newest complete snapshot, which some node of those that hold it has."""
+        self.parts: dict[tuple[int, int], dict[int, Applied]] = {}
+        self.went_back_in = 0
+        self.snapshots_read = self.snapshots_failed = 0
         self.receipts: dict[tuple[int, int], dict[int, Applied]] = {}
         self.log: list[int] = []
         self.joins: dict[str, tuple[Report, list[tuple[int, int]]]] = {}
@@ -105,6 +115,10 @@ class World:
         self.vacant: list[int] = list(range(plan.start_workers))
         """Ranks that Ray will start a worker for."""
         self.kills, self.write_offs, self.flakes = plan.kills, plan.write_offs, plan.flakes
+        self.drains = plan.drains
+        self.drained: set[str] = set()
+        self.copies: dict[tuple[int, str], Applied] = {}
+        """(generation, worker) -> the state that it sends to newcomers."""
         self.trace: list[str] = []
         self.outcomes: list[str] = []
         self._arrivals = 0
@@ -142,6 +156,10 @@ class World:
                 yield "hear", name, partial(self._hear, worker)
             if worker.writing is not None:
                 yield "write", name, partial(self._written, worker)
+            if worker.source in self.copies and worker.arrived is None:
+                yield "state", name, partial(self._state_arrives, worker)
+            if worker.remembering is not None:
+                yield "remember", name, partial(self._remembered, worker)
             if worker.records and worker.run is not None and worker.run.lead:
                 yield "flush", name, partial(self._flush, worker)
         for name in self.joins:
@@ -155,9 +173,21 @@ class World:
         for attempt, parts in self.receipts.items():
             if len(parts) == self.plan.workers_per_replica:
                 yield "commit", attempt, partial(self._checkpoint, attempt)
+        for attempt, parts in self.parts.items():
+            if len(parts) == self.plan.workers_per_replica:
+                yield "complete", attempt, partial(self._complete, attempt)
 
     def _flush(self, worker: SimWorker) -> bool:
         worker.flush()
+        return True
+
+    def _state_arrives(self, worker: SimWorker) -> bool:
+        if worker.source[1] in self.dead or worker.heal_failed:
+            return False
+        if self.flake():
+            worker.heal_failed = True
+        else:
+            worker.arrived = self.copies[worker.source]
         return True
 
     def _move(self, worker: SimWorker) -> bool:
@@ -191,11 +221,27 @@ class World:
             self.kills -= 1
             for name in self._victims():
                 self.kill(name)
+        if self.drains and self.rng.random() < 0.02 and self.membership.stopped is None:
+            self.drains -= 1
+            self._drain()
+        if self.snapshot is not None and self.rng.random() < 0.01:
+            self.trace.append("LOSE THE SNAPSHOT")
+            self._set_snapshot(None)
         if self.write_offs and self.membership.call == "fault" and self.rng.random() < 0.2:
             absent = sorted(self.membership.called_away - set(self.dead))
             if absent:
                 self.write_offs -= 1
                 self._write_off(self.rng.choice(absent))
+
+    def _drain(self) -> None:
+        alive = [n for n in self.membership.members if n not in self.dead and n not in self.lost]
+        if alive:
+            name = self.rng.choice(sorted(alive))
+            self.trace.append(f"DRAIN {name}")
+            self.drained.add(name)
+            self.membership.drain(name)
+            self.condemned.append(name)
+            self._advance()
 
     def _victims(self) -> list[str]:
         alive = [n for n, worker in self.workers.items() if n not in self.dead and not worker.done]
@@ -229,9 +275,20 @@ class World:
 
     def _execute(self, name: str) -> bool:
         self.condemned.remove(name)
+        self.trace.append(f"execute {name}")
         if name not in self.dead and not self.workers[name].done:
             self.kill(name)
         return True
+
+    def caught_up(self, worker: SimWorker) -> None:
+        self.membership.caught_up(worker.name)
+        self._advance()
+
+    def heal_failed(self, worker: SimWorker) -> None:
+        if self.membership.heal_failed(worker.name) >= 3:
+            self.condemned.append(worker.name)
+            self._lose(worker.name)
+        self._advance()
 
     def any_gone(self, channel: Channel) -> bool:
         return any(name in self.dead or name in channel.closed for name in channel.members)
@@ -307,6 +364,45 @@ class World:
             self._advance()
         return True
 
+    # -- elastic/snapshots.py ----------------------------------------------------------------------
+
+    def _remembered(self, worker: SimWorker) -> bool:
+        assert worker.remembering is not None
+        step, generation, rank, applied = worker.remembering
+        worker.remembering = None
+        worker.flush()
+        if generation >= self.went_back_in:
+            self.parts.setdefault((step, generation), {})[rank] = applied
+        return True
+
+    def _complete(self, attempt: tuple[int, int]) -> bool:
+        parts = self.parts.pop(attempt)
+        assert len(set(parts.values())) == 1, "a snapshot of two states"
+        if self.snapshot is None or attempt[0] > self.snapshot[0]:
+            self._set_snapshot((attempt[0], parts[0]))
+        return True
+
+    def read_snapshot(self, step: int) -> Applied | None:
+        """A worker reads; where it cannot, the snapshot does not count any more."""
+        damaged = self.rng.random() < 0.5
+        if self.snapshot is not None and self.snapshot[0] == step and not damaged:
+            self.snapshots_read += 1
+            return self.snapshot[1]
+        self.snapshots_failed += 1
+        if self.snapshot is not None and self.snapshot[0] == step:
+            self._set_snapshot(None)
+        return None
+
+    def _set_snapshot(self, snapshot: tuple[int, Applied] | None) -> None:
+        self.snapshot = snapshot
+        self.membership.snapshotted(0 if snapshot is None else snapshot[0])
+
+    def _went_back(self, step: int, generation: int) -> None:
+        self.went_back_in = generation
+        self.parts.clear()
+        if self.snapshot is not None and self.snapshot[0] > step:
+            self._set_snapshot(None)
+
     def _advance(self) -> None:
         before = self.membership.generation
         reports = dict(self.membership.waiting)
@@ -316,6 +412,8 @@ class World:
             self.channels["replica", replica.formed] = Channel(replica.workers)
         if effects.regrouped is not None:
             roster = effects.regrouped.roster
+            if effects.regrouped.outcome in ("start", "restore"):
+                self._went_back(effects.regrouped.step, roster.generation)
             self.trace.append(f"ROSTER {effects.regrouped}")
             self.outcomes.append(effects.regrouped.outcome)
             for rank in range(self.plan.workers_per_replica):

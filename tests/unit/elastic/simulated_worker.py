@@ -9,7 +9,6 @@ only when all are there, or with a signal. `simulated_run.py` decides who moves 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -77,10 +76,22 @@ class SimWorker:
         self.run: Run | None = None
         self.replica: Channel | None = None
         self.progress: Progress | None = None
+        self.position: Progress | None = None
         self.gradient: tuple[int, int] | None = None
         """(step, generation) whose complete gradient it holds."""
         self.finished = self.done = False
+        self.source: tuple[int, str] | None = None
+        """As a newcomer: (generation, worker) whose state is on its way."""
+        self.arrived: Applied | None = None
+        """The state, once it is here."""
+        self.backlog: list[tuple[int, int]] = []
+        """As a newcomer: the gradients of the steps committed meanwhile."""
+        self.place = 0
+        """Rank in its replica."""
+        self.heal_failed = self.newcomer = self.lacked_state = False
         self.writing: tuple[int, int, int, Applied] | None = None
+        self.remembering: tuple[int, int, int, Applied] | None = None
+        """As `writing`, for a snapshot."""
         self.records: list[tuple[int, int]] = []
         """(step, generation) of the steps it saw committed and has not reported."""
         self.life = self._live()
@@ -100,15 +111,16 @@ class SimWorker:
             except Lost:
                 checks.check_trouble(self.world, self)
                 yield Wait("trouble", lambda: self.world.membership.replica_broken(self.name))
-                self._drop()
+                self._leave_replica()
 
     def report(self) -> Report:
         progress = self.progress
         return Report(
             identity=self.identity,
             built=self.built,
+            rank=self.place,
             step=None if progress is None else progress.step,
-            in_step=progress is not None and progress.in_step,
+            in_step=self.position is not None and self.position.in_step,
             last=None if progress is None else progress.last,
             finished=self.finished,
         )
@@ -125,15 +137,18 @@ class SimWorker:
             self.settled = answer.serial
         return answer
 
-    def _drop(self) -> None:
+    def _leave_replica(self) -> None:
         if self.replica is not None:
             self.replica.closed.add(self.name)
-        self.replica = self.progress = self.gradient = None
+        self.replica = None
         self.built, self.finished = 0, False
 
     def _build(self, answer: Build) -> Life:
-        checks.check_build(self.world, self)
-        self._drop()
+        checks.check_build(self.world, self, answer)
+        self._leave_replica()
+        if not answer.keep:
+            self.progress = self.position = self.gradient = None
+        self.place = answer.rank
         self.replica = channel = self.world.channels["replica", answer.formed]
         assert channel.members[answer.rank] == self.name
         yield from self._gather(channel)
@@ -142,61 +157,82 @@ class SimWorker:
 
     def _train(self, run: Run) -> Life:
         checks.check_run(self, run)
-        cross = Cross(self, run)
+        cross, progress = Cross(self, run), None
         try:
             yield from cross.join()
+            if run.position in dict(run.heals):
+                self.progress = None
             self._catch_up(run)
-            if not (yield from self._bring_up(run, cross)):
+            if run.restore and not (yield from self._restore(run)):
                 return
-            self.finished = (yield from self._loop(run, cross)) == "finished"
+            self._begin_heal(run, cross)
+            progress = self.progress or Progress(run.step, (), last=run.commit)
+            self.position = progress
+            self.finished = (yield from self._loop(run, cross, progress)) == "finished"
         finally:
             cross.channel.closed.add(self.name)
-        if self.finished:
+            self.source = None
+            if progress is not None and not self.newcomer:
+                self.progress = progress
+        if self.finished and self.progress is not None:
             yield self._writer_idle()
             self.flush()
 
     def _catch_up(self, run: Run) -> None:
         behind = self.progress is not None and self.progress.step == run.step - 1
         if behind and run.commit is not None and not run.restore:
-            self._finish_step(run.commit)
+            self._finish_step(run.commit, self.progress)
 
-    def _bring_up(self, run: Run, cross: Cross) -> Life:
+    def _begin_heal(self, run: Run, cross: Cross) -> None:
+        """Sources copy their state at this step; newcomers wait for it without waiting."""
         source = dict(run.heals).get(run.position)
-        if run.restore:
-            self.progress = Progress(run.step, self.world.saved[run.step])
-        elif source is not None:
-            return (yield from self._heal(run, cross, source))
-        else:
+        self.newcomer = self.lacked_state = source is not None
+        self.arrived, self.backlog, self.heal_failed = None, [], False
+        if source is not None:
+            assert self.progress is None
+            self.source = run.generation, cross.channel.members[source]
+        elif any(giver == run.position for _, giver in run.heals):
             assert self.progress is not None and self.progress.step == run.step
-            if run.heals:
-                with contextlib.suppress(Lost):
-                    yield from cross.collective("heal", self.progress.applied)
-        return True
+            self.world.copies[run.generation, self.name] = self.progress.applied
 
-    def _heal(self, run: Run, cross: Cross, source: int) -> Life:
-        applied = None
-        with contextlib.suppress(Lost):
-            given = yield from cross.collective("heal")
-            applied = None if self.world.flake() else given[cross.channel.members[source]]
-        all_have = yield from self._inside(("healed", run.generation), applied is not None)
-        if applied is None or not all(all_have.values()):
-            return False
-        assert len(applied) == run.step, "a source without the state of the step"
-        self.progress = Progress(run.step, applied, last=run.commit)
+    def _follow(self, progress: Progress) -> None:
+        """A newcomer's part of a step: makes up for the steps that it has kept, some at a time."""
+        if self.heal_failed:
+            self.heal_failed = False
+            self.world.heal_failed(self)
+        if self.arrived is None:
+            return
+        while self.backlog and self.world.rng.random() < 0.7:
+            self.arrived += (self.backlog.pop(0),)
+        if not self.backlog:
+            progress.applied, self.newcomer = self.arrived, False
+            assert len(progress.applied) == progress.step, "caught up with another step"
+            self.world.caught_up(self)
+
+    def _restore(self, run: Run) -> Life:
+        applied: Applied | None
+        if run.source == "store":
+            applied = self.world.saved[run.step]
+        else:
+            applied = self.world.read_snapshot(run.step)
+            read = yield from self._inside(("read", run.generation), applied is not None)
+            if applied is None or not all(read.values()):
+                return False
+        assert len(applied) == run.step
+        self.progress = Progress(run.step, applied)
         return True
 
     # -- trainer/loop.py ---------------------------------------------------------------------------
 
-    def _loop(self, run: Run, cross: Cross) -> Life:
-        assert self.progress is not None
-        if self.progress.step == self.world.plan.steps:
-            yield from self._save_and_evaluate(run)
-        while self.progress.step < self.world.plan.steps:
-            commit = yield from self._try_step(run, cross, self.progress)
+    def _loop(self, run: Run, cross: Cross, progress: Progress) -> Life:
+        if progress.step == self.world.plan.steps:
+            yield from self._save_and_evaluate(run, progress)
+        while progress.step < self.world.plan.steps:
+            commit = yield from self._try_step(run, cross, progress)
             if commit is None:
                 return "fault"
-            self._finish_step(commit)
-            yield from self._save_and_evaluate(run)
+            self._finish_step(commit, progress)
+            yield from self._save_and_evaluate(run, progress)
             if commit.boundary:
                 return "boundary"
         return "finished"
@@ -204,7 +240,10 @@ class SimWorker:
     def _try_step(self, run: Run, cross: Cross, progress: Progress) -> Life:
         step, failed = progress.step, False
         progress.in_step = True
-        yield from self._inside(("lanes", run.generation, step))
+        if self.newcomer:
+            self._follow(progress)
+        if run.lanes[run.position]:
+            yield from self._inside(("lanes", run.generation, step))
         self.gradient = None
         try:
             yield from cross.collective(("reduce", step))
@@ -241,26 +280,32 @@ class SimWorker:
             return True, mine[1]
         return tuple(map(any, zip(*totals.values(), strict=True)))
 
-    def _finish_step(self, commit: Commit) -> None:
-        progress = self.progress
+    def _finish_step(self, commit: Commit, progress: Progress | None) -> None:
         assert progress is not None and progress.step == commit.step
         assert self.gradient == (commit.step, commit.tokens), "applied without its gradient"
-        progress.applied += (self.gradient,)
+        if self.newcomer:
+            self.backlog.append(self.gradient)
+        else:
+            progress.applied += (self.gradient,)
         progress.step, progress.last, progress.in_step = commit.step + 1, commit, False
         self.gradient = None
         assert self.run is not None
         self.records.append((commit.step, self.run.generation))
 
-    def _save_and_evaluate(self, run: Run) -> Life:
-        assert self.progress is not None
-        step, plan = self.progress.step, self.world.plan
+    def _save_and_evaluate(self, run: Run, progress: Progress) -> Life:
+        if self.lacked_state:
+            return
+        step, plan = progress.step, self.world.plan
         last = step == plan.steps
         due = last or (plan.save_every is not None and step % plan.save_every == 0)
         if run.position == 0 and due:
             if last:
                 yield self._writer_idle()
             if self.writing is None and step not in self.world.saved:
-                self.writing = (step, run.generation, run.rank, self.progress.applied)
+                self.writing = (step, run.generation, run.rank, progress.applied)
+        due = not last and plan.memory_every is not None and step % plan.memory_every == 0
+        if run.position == 0 and due and self.remembering is None:
+            self.remembering = (step, run.generation, run.rank, progress.applied)
         if last:
             yield from self._inside(("evaluate", run.generation, step))
 

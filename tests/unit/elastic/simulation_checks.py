@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from elastic.membership import Effects, Regrouped
-from elastic.messages import Report, Run, Stop
+from elastic.messages import Build, Report, Run, Stop
 
 if TYPE_CHECKING:
     from simulated_run import World
@@ -55,24 +55,36 @@ def check_roster(
     dealt = [lane for index in indices for lane in roster.lanes[index]]
     assert sorted(dealt) == list(range(world.plan.lanes))
     assert sum(run.lead for run in runs.values()) == 1
-    known = [s for s in (reports[worker].step for worker in roster.workers) if s is not None]
-    assert step == (max(known) if known else max(world.saved)), "a committed step is repeated"
+    steps = {worker: reports[worker].step for worker in roster.workers}
+    copies = [r for r in roster.replicas if all(steps[w] is not None for w in r.workers)]
+    known = [step for step in steps.values() if step is not None and copies]
+    snapshot = 0 if world.snapshot is None else world.snapshot[0]
+    newest = max(snapshot, *world.saved)
+    assert step == (max(known) if known else newest), "a committed step is repeated"
+    in_memory = not known and newest > max(world.saved)
+    assert {run.source for run in runs.values()} == {"memory" if in_memory else "store"}
     # One ahead: its only witness told of the step, and died.
     assert world.membership.recorded <= step + 1, "steps recorded that are not done"
     assert (regrouped.outcome in ("start", "restore")) == (not known)
     sources = {run.position: dict(run.heals).get(run.position) for run in runs.values()}
-    for name, run in runs.items():
+    for run in runs.values():
         source = sources[run.position]
-        needs_state = reports[name].step is None and not run.restore
+        replica = roster.replicas[run.position].workers
+        needs_state = not run.restore and any(reports[w].step is None for w in replica)
         assert needs_state == (source is not None)
         assert source is None or sources[source] is None, "a source without state"
+        assert source is None or not run.lanes[run.position], "lanes without state"
 
 
-def check_build(world: World, worker: SimWorker) -> None:
-    """Nobody who works in a whole replica is made to build again."""
+def check_build(world: World, worker: SimWorker, answer: Build) -> None:
+    """Nobody who works in a whole replica is made to build again, and a state is kept in its
+    place."""
     channel = worker.replica
+    if answer.keep:
+        assert worker.progress is not None and worker.place == answer.rank
     assert channel is None or any(
-        name in world.lost or name in channel.closed for name in channel.members
+        name in world.lost or name in channel.closed or name in world.drained
+        for name in channel.members
     ), f"{worker.name} must build again without need"
 
 
@@ -82,8 +94,8 @@ def check_run(worker: SimWorker, run: Run) -> None:
     if run.restore:
         assert not heals
         return
-    assert heals == (progress is None)
-    if progress is not None:
+    assert heals or progress is not None
+    if progress is not None and not heals:
         assert progress.step in (run.step, run.step - 1)
         assert progress.step == run.step or run.commit is not None
 
@@ -108,7 +120,7 @@ def check_end(world: World) -> None:
     assert set(world.log) == set(range(world.plan.steps)), "steps unrecorded"
     whole = [r for r in world.membership.roster.replicas if not world.lost & set(r.workers)]
     holders = [world.workers[name] for replica in whole for name in replica.workers]
-    states = {w.progress.applied if w.progress else () for w in holders}
+    states = {w.progress.applied for w in holders if w.progress is not None}
     assert len(states) <= 1, "replicas differ"
     for applied in (*states, world.saved[world.plan.steps]):
         assert [step for step, _ in applied] == list(range(world.plan.steps))

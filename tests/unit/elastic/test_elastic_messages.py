@@ -9,7 +9,7 @@ import pytest
 
 from elastic import messages
 from elastic.events import StepRecord
-from elastic.messages import Build, Identity, Report, Run, Signal, Stop
+from elastic.messages import Build, Death, Identity, Report, Run, Signal, Stop
 from trainer.commit import Commit
 
 COMMIT = Commit(
@@ -30,11 +30,13 @@ ALL = [
     Build(formed=3, replica=1, rank=2, serial=4),
     Run(
         generation=2, replica=1, rank=0, position=1, lanes=((0, 2), (1,), ()), step=5,
-        commit=COMMIT, heals=((2, 0),), restore=False, lead=False, recorded=4, serial=9,
+        commit=COMMIT, heals=((2, 0),), restore=False, source="store",
+        lead=False, recorded=4, serial=9,
     ),
     Stop(error=None),
     Stop(error="user code failed"),
     Signal(serial=1, kind="boundary"),
+    Death(worker="w0-abc", cause="hang", detail="stopped by a signal"),
 ]  # fmt: skip
 
 

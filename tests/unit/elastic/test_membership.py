@@ -8,6 +8,7 @@ from simulated_run import World, play
 
 from elastic.membership import Effects, GroupConfig, Membership
 from elastic.messages import Build, Identity, Report, Run, Signal, Stop
+from elastic.roster import Replica
 from trainer.commit import Commit
 
 STEPS = 100
@@ -30,6 +31,7 @@ class Group:
         lanes: int | None = None,
         generation: int = 0,
         restore_step: int = 0,
+        snapshot_step: int = 0,
     ) -> None:
         config = GroupConfig(
             max_replicas=replicas,
@@ -40,7 +42,9 @@ class Group:
             steps=STEPS,
             start_workers=replicas * each if start is None else start,
         )
-        self.membership = Membership(config, generation=generation, restore_step=restore_step)
+        self.membership = Membership(
+            config, generation=generation, restore_step=restore_step, snapshot_step=snapshot_step
+        )
         self.built: dict[str, int] = {}
 
     def join(self, worker: str, step: int | None = None, **more: Any) -> Effects:
@@ -49,15 +53,15 @@ class Group:
         built = more.pop("built", self.built.get(worker, 0))
         report = Report(identity=identity, built=built, step=step, **more)
         self.membership.join(report)
-        return self._advance()
+        return self.advance()
 
     def lose(self, worker: str) -> Effects:
         self.membership.lose(worker)
-        return self._advance()
+        return self.advance()
 
     def checkpointed(self, step: int) -> Effects:
         self.membership.checkpointed(step)
-        return self._advance()
+        return self.advance()
 
     def build(self, *workers: str) -> Effects:
         """They have built what they were told to, and join again."""
@@ -71,7 +75,7 @@ class Group:
             self.join(worker)
         return self.build(*self.built)
 
-    def _advance(self) -> Effects:
+    def advance(self) -> Effects:
         effects = self.membership.advance()
         for worker, answer in effects.answers.items():
             if isinstance(answer, Build):
@@ -151,14 +155,24 @@ def test_a_spare_takes_a_dead_workers_place_while_the_others_train() -> None:
     assert (effects.regrouped.outcome, effects.regrouped.lost_steps) == ("repeat", 0)
 
     effects = group.build("c2")
-    assert effects.called == "boundary" and signals(effects) == {"a0": "boundary"}
+    assert effects.called == "grow" and signals(effects) == {"a0": "boundary"}
     effects = group.join("a0", step=5, last=commit(4, boundary=True))
     assert layout(effects) == {0: ("a0",), 1: ("c2",)}
     run = run_of(effects, "c2")
-    assert run.lanes == ((0, 1), (2, 3)), "dealt anew at a boundary"
+    assert run.lanes == ((0, 1, 2, 3), ()), "a newcomer has no state to compute with"
     assert (run.step, run.heals, run.restore) == (5, ((1, 0),), False)
     assert run.commit == commit(4, boundary=True)
     assert effects.regrouped is not None and effects.regrouped.outcome == "boundary"
+
+    assert group.membership.caught_up("c2") == Replica(index=1, formed=3, workers=("c2",))
+    effects = group.advance()
+    assert effects.called == "heal"
+    assert signals(effects) == {"a0": "boundary", "c2": "boundary"}
+    group.join("a0", step=8, last=commit(7, boundary=True))
+    effects = group.join("c2", step=8, last=commit(7, boundary=True))
+    run = run_of(effects, "c2")
+    assert run.lanes == ((0, 1), (2, 3)), "dealt anew at a boundary"
+    assert (run.step, run.heals, run.restore) == (8, (), False)
 
 
 def test_without_a_spare_the_replacement_grows_the_run_again() -> None:
@@ -169,7 +183,7 @@ def test_without_a_spare_the_replacement_grows_the_run_again() -> None:
     effects = group.join("c1")
     assert [(r.index, r.workers) for r in effects.formed] == [(1, ("c1",))]
     assert effects.called is None
-    assert group.build("c1").called == "boundary"
+    assert group.build("c1").called == "grow"
 
 
 def test_a_fault_leaves_lanes_that_are_computed_where_they_are() -> None:
@@ -243,6 +257,48 @@ def test_when_all_die_the_run_goes_back_to_the_checkpoint() -> None:
     assert (run.step, run.restore, run.recorded, run.heals) == (4, True, 4, ())
 
 
+@pytest.mark.parametrize(
+    ("snapshot", "step", "source", "lost"),
+    [(6, 6, "memory", 1), (4, 4, "store", 3), (0, 4, "store", 3)],
+)
+def test_when_all_die_the_newer_of_snapshot_and_checkpoint_counts(
+    snapshot: int, step: int, source: str, lost: int
+) -> None:
+    group = Group(replicas=1)
+    group.start("a0")
+    group.membership.recorded = group.membership.reached = 7
+    group.checkpointed(4)
+    group.membership.snapshotted(6)
+    group.membership.snapshotted(snapshot)
+    group.lose("a0")
+    group.join("b0")
+    effects = group.build("b0")
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.lost_steps) == ("restore", lost)
+    run = run_of(effects, "b0")
+    assert (run.step, run.restore, run.source, run.recorded) == (step, True, source, step)
+
+
+def test_a_snapshot_that_cannot_be_read_leads_to_the_checkpoint() -> None:
+    group = Group(replicas=1, generation=3, restore_step=4, snapshot_step=6)
+    run = run_of(group.start("a0"), "a0")
+    assert (run.step, run.source, run.recorded) == (6, "memory", 6)
+    group.membership.snapshotted(0)
+    effects = group.join("a0")
+    run = run_of(effects, "a0")
+    assert (run.generation, run.step, run.restore, run.source) == (5, 4, True, "store")
+    assert effects.regrouped is not None and effects.regrouped.lost_steps == 2
+
+
+def test_a_replica_that_read_the_snapshot_heals_one_that_could_not() -> None:
+    group = Group(replicas=2, restore_step=4, snapshot_step=6)
+    group.start("a0", "b1")
+    group.membership.snapshotted(0)
+    assert group.join("b1").called == "fault"
+    run = run_of(group.join("a0", step=6, in_step=True), "b1")
+    assert (run.step, run.restore, run.source, run.heals) == (6, False, "store", ((1, 0),))
+
+
 def test_fewer_than_the_minimum_wait_and_say_how_many_are_missing() -> None:
     group = Group(replicas=3, each=2, least=2)
     group.start("a0", "b1", "c2", "d3", "e4", "f5")
@@ -266,7 +322,7 @@ def test_a_lost_worker_stays_lost() -> None:
     group.start("a0", "b1", "c2", "d3")
     assert group.membership.lose("d3") is not None
     assert group.membership.lose("d3") is None
-    group._advance()
+    group.advance()
     effects = group.join("d3", step=3, in_step=True)
     stop = effects.answers["d3"]
     assert isinstance(stop, Stop) and stop.error is not None
@@ -319,13 +375,96 @@ def test_a_heal_that_failed_is_repeated_even_when_a_boundary_was_called() -> Non
     group.build("c1")
     group.join("a0", step=5)
     group.join("d2")
-    assert group.build("d2").called == "boundary"
-    effects = group.join("c1", step=None)
+    assert group.build("d2").called is None, "it would disturb the heal"
+    effects = group.join("c1", step=None, in_step=True)
     assert effects.called == "fault" and signals(effects) == {"a0": "fault"}
     effects = group.join("a0", step=5, in_step=True)
     place = {worker: run_of(effects, worker).position for worker in effects.answers}
     heals = dict(run_of(effects, "c1").heals)
     assert heals == {place["c1"]: place["a0"], place["d2"]: place["a0"]}
+
+
+def test_a_heal_that_failed_is_tried_again_from_another_source() -> None:
+    group = Group(replicas=3, start=3)
+    group.start("a0", "b1", "c2")
+    group.lose("c2")
+    group.join("a0", step=3, in_step=True)
+    group.join("b1", step=3, in_step=True)
+    group.join("d2")
+    group.build("d2")
+    group.join("a0", step=5)
+    first = run_of(group.join("b1", step=5), "d2")
+    assert group.membership.heal_failed("d2") == 1
+    effects = group.advance()
+    assert effects.called == "heal" and set(signals(effects)) == {"a0", "b1", "d2"}
+    group.join("a0", step=6)
+    group.join("b1", step=6)
+    again = run_of(group.join("d2"), "d2")
+    assert dict(again.heals)[2] != dict(first.heals)[2]
+    assert group.membership.heal_failed("d2") == 2
+
+
+def test_survivors_of_all_replicas_put_their_copy_together() -> None:
+    group = Group(replicas=2, each=2)
+    group.start("a0", "b1", "c2", "d3")
+    group.lose("b1")
+    effects = group.lose("c2")
+    assert not effects.formed
+    group.join("a0", step=7, in_step=True, last=commit(6), built=0, rank=0)
+    effects = group.join("d3", step=8, last=commit(7), built=0, rank=1)
+    assert [replica.workers for replica in effects.formed] == [("a0", "d3")]
+    builds = [answer for answer in effects.answers.values() if isinstance(answer, Build)]
+    assert [build.keep for build in builds] == [True, True]
+    group.join("a0", step=7, in_step=True, last=commit(6), rank=0)
+    effects = group.join("d3", step=8, last=commit(7), rank=1)
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.lost_steps) == ("finish_step", 0)
+    run = run_of(effects, "a0")
+    assert (run.step, run.commit, run.restore, run.heals) == (8, commit(7), False, ())
+
+
+def test_survivors_that_lack_a_shard_go_back_to_the_checkpoint() -> None:
+    group = Group(replicas=2, each=2, restore_step=4)
+    group.start("a0", "b1", "c2", "d3")
+    group.lose("b1")
+    group.lose("d3")
+    group.join("a0", step=7, in_step=True, last=commit(6), built=0, rank=0)
+    effects = group.join("c2", step=7, in_step=True, last=commit(6), built=0, rank=0)
+    assert [replica.workers for replica in effects.formed] == [("a0", "c2")]
+    effects = group.build("a0", "c2")
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.step) == ("restore", 4)
+    assert effects.regrouped.lost_steps == 3
+
+
+def test_a_machine_that_will_go_is_left_after_a_step_with_nothing_repeated() -> None:
+    group = Group(replicas=2, start=3)
+    group.start("a0", "b1", "c2")
+    group.membership.drain("b1")
+    effects = group.advance()
+    assert effects.called == "drain"
+    assert signals(effects) == {"a0": "boundary", "b1": "boundary"}
+    group.join("b1", step=5, last=commit(4, boundary=True))
+    effects = group.join("a0", step=5, last=commit(4, boundary=True))
+    assert layout(effects) == {0: ("a0",)} and "b1" not in effects.answers
+    assert effects.regrouped is not None and effects.regrouped.outcome == "boundary"
+    assert [replica.workers for replica in effects.formed] == [("c2",)]
+    effects = group.lose("b1")
+    assert effects.called is None
+
+
+def test_a_machine_that_cannot_be_done_without_is_used_until_it_goes() -> None:
+    group = Group(replicas=2, least=2)
+    group.start("a0", "b1")
+    group.membership.drain("b1")
+    assert group.advance().called is None
+
+
+def test_a_worker_on_a_machine_that_will_go_gets_no_slot() -> None:
+    group = Group(replicas=2, start=1)
+    group.start("a0")
+    group.membership.drain("b1")
+    assert group.join("b1").formed == []
 
 
 def test_a_worker_that_leaves_by_itself_calls_the_others() -> None:
@@ -433,3 +572,8 @@ def test_any_order_of_events_ends_well(batch: int) -> None:
     assert set(outcomes) == {"start", "repeat", "finish_step", "boundary", "restore"}
     for harm in ("kills", "write_offs", "flakes"):
         assert any(getattr(w, harm) < getattr(w.plan, harm) for w in worlds), f"no {harm}"
+
+
+def test_these_schedules_read_snapshots_and_fail_to() -> None:
+    worlds = [play(seed) for seed in range(BATCH, 2 * BATCH)]
+    assert any(w.snapshots_read for w in worlds) and any(w.snapshots_failed for w in worlds)

@@ -1,0 +1,258 @@
+"""The coordinator at 1,024 to 16,384 workers: a lost node, and the nodes' heartbeats.
+
+    python -m benchmarks.coordinator [--workers 1024 4096 16384]
+
+Takes about a minute. A node is a replica of eight workers.
+
+regroup_s: one node is lost -> every other worker has its part of the new roster. The real
+Coordinator and Membership run on this process's event loop; each simulated worker is two tasks, one
+in `watch` and one that answers a call with `join`, as `elastic/link.py` does it. Each report is
+unpickled on arrival and each answer pickled, as an actor does. Ray's own cost for a call is not in
+it.
+
+cpu_share: the share of one core that a Ray actor needs to take a small call from every node each
+0.5 s, measured as CPU time of the actor's process at that rate (where one caller cannot keep the
+rate up: at the rate it can, scaled).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import pickle
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+from ray import cloudpickle
+
+from benchmarks._common import median_of, print_result, ray_cluster, say, scratch, show_table
+from checkpointing import CheckpointConfig
+from elastic import HealthConfig, events
+from elastic.coordinator import Coordinator, CoordinatorConfig
+from elastic.membership import GroupConfig
+from elastic.messages import Build, Identity, Report, Run
+from elastic.records import RunPaths
+from trainer.commit import Commit
+
+NODE = 8
+BEAT_INTERVAL_S = 0.5
+
+
+class LocalCoordinator(Coordinator):
+    """The coordinator without node agents: the benchmark tells it itself which node is lost."""
+
+    async def hello(self, identity: Identity) -> tuple[str, int]:
+        """Registers a worker; no agent is started for its node."""
+        self._started[identity.worker] = identity
+        return self.host, self.port
+
+    async def node_lost(self, node: str) -> None:
+        """What follows when a node's agent is gone."""
+        for worker, identity in list(self._started.items()):
+            if identity.node == node:
+                await self._lose(worker, "node", "lost by the benchmark", None)
+
+
+class SimulatedWorker:
+    """Follows every call at once, and notes when it has its part of a roster."""
+
+    def __init__(self, coordinator: LocalCoordinator, number: int) -> None:
+        self.coordinator = coordinator
+        self.identity = Identity(
+            worker=f"w{number}-{number:06x}", rank=number, node=f"n{number // NODE}", pid=number
+        )
+        self.built, self.generation = 0, 0
+        self.tasks: list[asyncio.Task[None]] = []
+        self.called = asyncio.Event()
+        self.fault = b""
+
+    def report_of_a_fault(self) -> bytes:
+        """What it will send when it is called; made beforehand, on its own machine as it were."""
+        commit = Commit(step=4, loss=2.0, grad_norm=1.0, tokens=10, digests=(1,), boundary=False)
+        report = Report(identity=self.identity, built=self.built, step=5, in_step=True, last=commit)
+        return cloudpickle.dumps(report)
+
+    async def live(self) -> None:
+        """Joins, builds, and takes part in one roster after the other."""
+        await self.coordinator.hello(self.identity)
+        self.tasks.append(asyncio.create_task(self.watch()))
+        report = pickle.dumps(Report(identity=self.identity))
+        while True:
+            answer = await self.coordinator.join(pickle.loads(report))
+            sent = cloudpickle.dumps(answer)
+            assert sent
+            if isinstance(answer, Build):
+                self.built = answer.formed
+                report = pickle.dumps(Report(identity=self.identity, built=self.built))
+                continue
+            assert isinstance(answer, Run)
+            self.generation = answer.generation
+            await self.called.wait()
+            self.called.clear()
+            report = self.fault
+
+    async def watch(self) -> None:
+        """Waits for calls."""
+        seen = 0
+        while True:
+            signal = await self.coordinator.watch(self.identity.worker, seen)
+            assert signal is not None
+            seen = signal.serial
+            self.called.set()
+
+
+async def regroup(workers: int, repeats: int, directory: Path) -> list[dict[str, float]]:
+    """Loses `repeats` nodes, one after the other.
+
+    Returns:
+        For each: seconds until everybody has the new roster, and this process's CPU seconds.
+    """
+    coordinator = LocalCoordinator(_config(workers, directory))
+    group = [SimulatedWorker(coordinator, number) for number in range(workers)]
+    for worker in group:
+        worker.tasks.append(asyncio.create_task(worker.live()))
+    await _until_generation(group, 1)
+    found = []
+    for repeat in range(repeats):
+        lost, group = group[:NODE], group[NODE:]
+        for task in (task for worker in lost for task in worker.tasks):
+            task.cancel()
+        for worker in group:
+            worker.fault = worker.report_of_a_fault()
+        gc.collect()
+        gc.freeze()  # the simulated workers live elsewhere
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        await coordinator.node_lost(lost[0].identity.node)
+        await _until_generation(group, repeat + 2)
+        found.append(
+            {
+                "regroup_s": time.perf_counter() - began_s,
+                "regroup_cpu_s": time.process_time() - began_cpu_s,
+            }
+        )
+    for task in (task for worker in group for task in worker.tasks):
+        task.cancel()
+    for task in coordinator._tasks:
+        task.cancel()
+    return found
+
+
+async def _until_generation(group: list[SimulatedWorker], generation: int) -> None:
+    for worker in group:
+        while worker.generation < generation:
+            await asyncio.sleep(0)
+
+
+def _config(workers: int, directory: Path) -> CoordinatorConfig:
+    replicas = workers // NODE
+    return CoordinatorConfig(
+        groups=GroupConfig(
+            max_replicas=replicas,
+            min_replicas=1,
+            workers_per_replica=NODE,
+            tensor=1,
+            lanes=replicas,
+            steps=1000,
+            start_workers=workers,
+        ),
+        paths=RunPaths(root=directory),
+        health=HealthConfig(max_losses_without_progress=workers),
+        checkpoint=CheckpointConfig(every_steps=None),
+        generation=0,
+        restore_step=0,
+        started=events.RunStarted(
+            time=time.time(), name="bench", layout={}, steps=1000, start_step=0, versions={}
+        ),
+    )
+
+
+class Beats:
+    """An actor that takes the nodes' heartbeats and counts its CPU time."""
+
+    def __init__(self) -> None:
+        self.renewed_s: dict[str, float] = {}
+
+    async def beat(self, node: str, token: str, deaths: list[Any]) -> bool:
+        """The call that each node makes: it renews the node's lease."""
+        self.renewed_s[node] = time.monotonic()
+        return not deaths and bool(token)
+
+    async def cpu_s(self) -> float:
+        """CPU seconds of this process, Ray's threads in it included."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return usage.ru_utime + usage.ru_stime
+
+
+def heartbeats(nodes: int, seconds: float) -> dict[str, float]:
+    """Beats for `nodes` nodes, spread evenly. Returns the actor's share of a core."""
+    import ray
+
+    actor: Any = ray.remote(num_cpus=0, max_concurrency=100_000)(Beats).remote()
+    token = "0" * 32
+    ray.get([actor.beat.remote(f"n{node}", token, []) for node in range(min(nodes, 64))])
+    wanted_per_s = nodes / BEAT_INTERVAL_S
+    began_cpu_s, began_s, sent = ray.get(actor.cpu_s.remote()), time.monotonic(), 0
+    pending: list[Any] = []
+    while (elapsed_s := time.monotonic() - began_s) < seconds:
+        due = min(int(elapsed_s * wanted_per_s), sent + 256)
+        pending += [
+            actor.beat.remote(f"n{number % nodes}", token, []) for number in range(sent, due)
+        ]
+        sent = max(sent, due)
+        if len(pending) > 512:
+            ray.get(pending)
+            pending = []
+        else:
+            time.sleep(0.005)
+    ray.get(pending)
+    spent_s = ray.get(actor.cpu_s.remote()) - began_cpu_s
+    ray.kill(actor)
+    return {"cpu_share": spent_s / sent * wanted_per_s, "beats_per_s": sent / elapsed_s}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[1024, 4096, 16384], help="simulated workers"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="nodes lost at each size")
+    parser.add_argument("--beat-seconds", type=float, default=3.0, help="of heartbeats, each time")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    options = parse_arguments()
+    found: dict[str, dict[str, float]] = {}
+    for workers in options.workers:
+        with scratch("coordinator") as directory:
+            runs = asyncio.run(regroup(workers, options.repeats, directory))
+        found[str(workers)] = median_of(runs)
+        say(f"{workers} workers: {found[str(workers)]}")
+    with ray_cluster(1):
+        for workers in options.workers:
+            beats = [heartbeats(workers // NODE, options.beat_seconds) for _ in range(3)]
+            found[str(workers)].update(median_of(beats))
+            say(f"{workers} workers: {found[str(workers)]}")
+    show_table("one node of 8 lost; heartbeats every 0.5 s", found)
+    print_result(
+        {
+            "workers": found,
+            "notes": {
+                "regroup_s": "real Coordinator and Membership in one process on an event loop, "
+                "every report unpickled, every answer pickled once; without Ray's cost of a call",
+                "cpu_share": "of one core: a real Ray actor with a stand-in for the coordinator's "
+                "`beat`",
+            },
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

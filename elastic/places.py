@@ -1,0 +1,123 @@
+"""Which replicas stand and form, who has a place in them, and who of those is here. Pure.
+
+`membership.py` asks all this after every arrival. To count anew each time would cost 16,384² looks
+in a regroup of 16,384 workers, so the answers are kept up to date, and an event costs what it
+changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from elastic.roster import Replica
+
+
+class Places:
+    """See the module.
+
+    Args:
+        here: the workers that wait in `join`: a view that changes as they come and go.
+    """
+
+    def __init__(self, here: Set[str]) -> None:
+        self._here = here
+        self.standing: dict[int, Replica] = {}
+        """Formation -> replica of the roster that is still whole, in order of position."""
+        self.forming: dict[int, Replica] = {}
+        """Formation -> replica that forms, the oldest first."""
+        self.absent: set[str] = set()
+        """Workers of standing replicas that do not wait."""
+        self.idle: set[str] = set()
+        """Workers that wait and have no place: spares, survivors, replacements."""
+        self.retired: set[str] = set()
+        """Workers that get no place any more."""
+        self._unbuilt: dict[int, set[str]] = {}
+        self._of: dict[str, Replica] = {}
+
+    def of(self, worker: str) -> Replica | None:
+        """The replica, standing or forming, that `worker` has a place in."""
+        return self._of.get(worker)
+
+    def stands(self, worker: str) -> bool:
+        """Whether `worker` has a slot in a standing replica."""
+        replica = self._of.get(worker)
+        return replica is not None and replica.formed in self.standing
+
+    @property
+    def unready(self) -> int:
+        """Replicas that form and have not all built their part."""
+        return len(self._unbuilt)
+
+    @property
+    def ready(self) -> list[Replica]:
+        """Formed replicas all of whose workers have built their part and wait."""
+        return [r for r in self.forming.values() if r.formed not in self._unbuilt]
+
+    def arrive(self, worker: str, built: int) -> None:
+        """A worker waits; `built` is the formation whose part it holds."""
+        replica = self._of.get(worker)
+        if replica is None:
+            self._leave_idle([worker])
+        elif replica.formed in self.standing:
+            self.absent.discard(worker)
+        elif built == replica.formed:
+            self._unbuilt[replica.formed].discard(worker)
+            if not self._unbuilt[replica.formed]:
+                del self._unbuilt[replica.formed]
+
+    def lose(self, worker: str) -> Replica | None:
+        """A worker is gone and waits no more. Returns the formation that breaks with it."""
+        self.idle.discard(worker)
+        self.retired.discard(worker)
+        replica = self._of.get(worker)
+        return None if replica is None else self._dissolve(replica)
+
+    def retire(self, worker: str) -> Replica | None:
+        """A worker is to get no place any more; it keeps one in a standing replica for now.
+        Returns the formation that is given up for it."""
+        self.retired.add(worker)
+        self.idle.discard(worker)
+        replica = self._of.get(worker)
+        if replica is None or replica.formed in self.standing:
+            return None
+        return self._dissolve(replica)
+
+    def give_up(self, worker: str) -> Replica | None:
+        """The formation that a worker has a place in will not come about. Returns it, None where it
+        is none."""
+        replica = self._of.get(worker)
+        if replica is None or replica.formed in self.standing:
+            return None
+        return self._dissolve(replica)
+
+    def _dissolve(self, replica: Replica) -> Replica | None:
+        self.standing.pop(replica.formed, None)
+        self._unbuilt.pop(replica.formed, None)
+        for other in replica.workers:
+            del self._of[other]
+        self.absent.difference_update(replica.workers)
+        self._leave_idle([other for other in replica.workers if other in self._here])
+        return self.forming.pop(replica.formed, None)
+
+    def _leave_idle(self, workers: Sequence[str]) -> None:
+        self.idle.update(worker for worker in workers if worker not in self.retired)
+
+    def form(self, replicas: Sequence[Replica]) -> None:
+        """Replicas begin to form, from idle workers."""
+        for replica in replicas:
+            self.forming[replica.formed] = replica
+            self._unbuilt[replica.formed] = set(replica.workers)
+            self._of.update(dict.fromkeys(replica.workers, replica))
+            self.idle.difference_update(replica.workers)
+
+    def seat(self, replicas: Sequence[Replica]) -> None:
+        """A roster of `replicas` stands, and its workers leave to train. Replicas of the one before
+        that are not in it are given up."""
+        formed = {replica.formed for replica in replicas}
+        for replica in [r for r in self.standing.values() if r.formed not in formed]:
+            self._dissolve(replica)
+        self.standing = {replica.formed: replica for replica in replicas}
+        for number in self.standing:
+            self.forming.pop(number, None)
+            self._unbuilt.pop(number, None)
+        self.absent = {worker for replica in replicas for worker in replica.workers}

@@ -1,0 +1,79 @@
+"""Small things about the cluster: its nodes, and actors on them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node, state
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+log = logging.getLogger(__name__)
+
+
+def start_actor(cls: type, *args: Any, node: str | None = None, max_concurrency: int) -> Any:
+    """Starts an actor that takes no CPU slot, on `node` (Ray's id) or on this process's own.
+
+    Args:
+        cls: the actor's class.
+        args: for its constructor.
+        node: where it lives; it never moves.
+        max_concurrency: calls that may be pending in it.
+    """
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": max_concurrency}
+    place = on_node(node or ray.get_runtime_context().get_node_id())
+    return ray.remote(**options)(cls).options(scheduling_strategy=place).remote(*args)
+
+
+def live_nodes() -> list[str]:
+    """Ray's ids of the nodes that it believes alive."""
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+
+
+def on_every_node(function: Callable[..., Any], *args: Any, timeout_s: float) -> dict[str, Any]:
+    """Calls `function(*args, node)` on each live node, in a process of that node.
+
+    Returns:
+        What each node answered; nodes that failed or took longer than `timeout_s` are left out.
+    """
+    task = ray.remote(num_cpus=0, max_retries=0)(function)
+    calls = {
+        task.options(scheduling_strategy=on_node(node)).remote(*args, node): node
+        for node in live_nodes()
+    }
+    done, late = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
+    answers = {}
+    for call in done:
+        try:
+            answers[calls[call]] = ray.get(call)
+        except ray.exceptions.RayError as error:
+            log.warning("%s on node %s: %s", function.__name__, calls[call], error)
+    for call in late:
+        log.warning("%s on node %s: no answer in %g s", function.__name__, calls[call], timeout_s)
+    return answers
+
+
+def on_node(node: str) -> NodeAffinitySchedulingStrategy:
+    """The strategy that places an actor on `node` (Ray's id) and nowhere else."""
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+
+def available_per_node() -> list[dict[str, float]]:
+    """The free resources of each live node that is not draining."""
+    draining = draining_nodes()
+    return [free for node, free in available_resources_per_node().items() if node not in draining]
+
+
+def draining_nodes() -> dict[str, int]:
+    """Ray's id of every node that Ray drains -> deadline, ms since the epoch; 0: none given."""
+    return dict(state.get_draining_nodes())
+
+
+def host_store() -> tuple[str, int, Any]:
+    """Hosts a TCPStore here. Returns the address, the port, and what keeps it alive."""
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    return ray.util.get_node_ip_address(), store.port, store

@@ -1,0 +1,144 @@
+"""Ray Train's controller, for workers that come and go while the others train."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+import ray
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerStatus
+from ray.train.v2.api.config import FailureConfig
+from ray.train.v2.api.exceptions import TrainingFailedError
+
+from elastic.drain import catch_sigterm
+from elastic.placement import Wanted
+from elastic.ray_compat.workers import ElasticWorkerGroup
+
+log = logging.getLogger(__name__)
+
+MOST_FUTILE_STARTS = 5
+"""Times that workers end before any new one has said hello: nothing is going to start."""
+
+FAREWELL_S = 10.0
+"""How long workers may go on when the run is over. All that counts has been written by then."""
+
+
+class _ElasticBackend(Backend):
+    """Sets up no process groups: those are ours, per replica and generation."""
+
+    has_replica_groups = True
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Runs on the main thread of new workers: first ones, replacements and additions."""
+        worker_group.execute(catch_sigterm)
+
+
+class ElasticBackendConfig(BackendConfig):
+    """Tells Ray Train that each worker stands for itself.
+
+    Args:
+        wanted: the workers of the run when all its machines are there.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """The backend that the controller asks."""
+        return _ElasticBackend
+
+
+class CoordinatorDecides(FailurePolicy):
+    """The run goes on until the coordinator says that it is over, or nothing starts any more."""
+
+    def __init__(self, coordinator: Any) -> None:
+        super().__init__(FailureConfig(max_failures=-1))
+        self._coordinator = coordinator
+        self._hellos = self._settled = self._futile = 0
+        self._over: Any = None
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        """See FailurePolicy. Asked where the first workers do not start, and at the end."""
+        over = self.ends_run(newest=math.inf, launches=self._settled)
+        return FailureDecision.RAISE if over else FailureDecision.RETRY
+
+    def ends_run(self, *, newest: float, launches: int) -> bool:
+        """Whether the run ends now that workers have ended.
+
+        Args:
+            newest: launch of the latest one among those that have ended.
+            launches: workers started so far.
+        """
+        try:
+            asked = [self._coordinator.verdict.remote(), self._coordinator.hellos.remote()]
+            verdict, hellos = ray.get(asked)
+        except ray.exceptions.RayError:
+            return True
+        if hellos > self._hellos:
+            self._hellos, self._settled, self._futile = hellos, launches, 0
+        elif newest > self._settled:
+            self._futile += 1
+        return verdict is not None or self._futile >= MOST_FUTILE_STARTS
+
+    def over(self) -> bool:
+        """Whether the coordinator has ended the run, or died. Costs no call."""
+        if self._over is None:
+            self._over = self._coordinator.over.remote()
+        return bool(ray.wait([self._over], timeout=0)[0])
+
+
+class ElasticController(TrainController):
+    """Never restarts the group: it dismisses workers that end and seats others, between polls."""
+
+    worker_group_cls = ElasticWorkerGroup
+    _over_since: float | None = None
+
+    async def _poll_workers(self) -> WorkerGroupPollStatus:
+        status = await super()._poll_workers()
+        group: Any = self._worker_group
+        policy: Any = self._failure_policy
+        workers = list(group.get_workers())
+        at_work = {i: s for i, s in status.worker_statuses.items() if s.running and not s.error}
+        ended = [worker for i, worker in enumerate(workers) if i not in at_work]
+        failures = group.settle()
+        if policy.over():
+            return self._last_status(status)
+        if ended or failures:
+            newest = math.inf if failures else max(worker.launch for worker in ended)
+            if policy.ends_run(newest=newest, launches=group.launches):
+                return _with_failures(status, failures)
+            group.dismiss(ended)
+        try:
+            group.place()
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            log.warning("placement is looked after at the next poll: %s", error)
+        return WorkerGroupPollStatus(worker_statuses=at_work)
+
+    def _last_status(self, status: WorkerGroupPollStatus) -> WorkerGroupPollStatus:
+        """The run is over: waits a little for workers that still run, then ends them."""
+        self._over_since = self._over_since or time.monotonic()
+        if not status.worker_statuses:
+            return _with_failures(status, [RuntimeError("no worker lives at the end of the run")])
+        if time.monotonic() - self._over_since < FAREWELL_S:
+            return status
+        late = RuntimeError(f"still running {FAREWELL_S:g} s after the end of the run")
+        return WorkerGroupPollStatus(
+            worker_statuses={
+                i: WorkerStatus(running=False, error=late) if worker.running else worker
+                for i, worker in status.worker_statuses.items()
+            }
+        )
+
+
+def _with_failures(
+    status: WorkerGroupPollStatus, failures: list[Exception]
+) -> WorkerGroupPollStatus:
+    known = status.worker_statuses
+    more = {len(known) + i: WorkerStatus(False, error) for i, error in enumerate(failures)}
+    return WorkerGroupPollStatus(worker_statuses={**known, **more})

@@ -1,0 +1,98 @@
+"""The placement groups of a run: each holds one replica's workers, or one spare."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ray._raylet import PlacementGroupID
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from elastic.placement import GroupState
+
+_NUMBERS = itertools.count()
+
+
+@dataclass(kw_only=True)
+class _Held:
+    group: PlacementGroup
+    size: int
+    placed: bool = False
+
+
+class PlacementGroups:
+    """All that a run holds. Stands where Ray Train keeps its one placement group's handle.
+
+    Args:
+        run: name of the run, unique on the cluster; the groups' names begin with it.
+        bundle: resources of one worker.
+    """
+
+    def __init__(self, run: str, bundle: dict[str, float]) -> None:
+        self._run, self._bundle = run, bundle
+        self._held: dict[str, _Held] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._held
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        """(name, size) of each."""
+        return iter([(name, held.size) for name, held in self._held.items()])
+
+    def __getitem__(self, name: str) -> PlacementGroup:
+        return self._held[name].group
+
+    def ask(self, size: int) -> None:
+        """Asks for a group of `size` workers. Returns at once: Ray places it when it can."""
+        name = f"{self._run}-{next(_NUMBERS)}"
+        group = placement_group([self._bundle] * size, strategy="PACK", name=name)
+        self._held[name] = _Held(group=group, size=size)
+
+    def remove(self, name: str) -> None:
+        """Gives a group back, and what runs in it."""
+        remove_placement_group(self._held.pop(name).group)
+
+    def look(self, name: str) -> tuple[GroupState, dict[int, str]]:
+        """Asks Ray for a group's state, and for the nodes of its placed bundles."""
+        held = self._held[name]
+        row = placement_group_table(held.group)
+        if row.get("state") == "CREATED":
+            held.placed = True
+            return "placed", row["bundles_to_node_id"]
+        return "lost" if held.placed else "pending", row.get("bundles_to_node_id", {})
+
+    # -- what Ray Train asks of a handle -----------------------------------------------------------
+
+    @property
+    def placement_group(self) -> PlacementGroup:
+        """The first one."""
+        return next(iter(self._held.values())).group
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Whether all are placed within the time."""
+        deadline = time.monotonic() + timeout_seconds
+        for held in self._held.values():
+            held.placed = held.group.wait(max(0.0, deadline - time.monotonic()))
+            if not held.placed:
+                return False
+        return True
+
+    def shutdown(self) -> None:
+        """Gives all back."""
+        for name in list(self._held):
+            self.remove(name)
+
+
+def remove_groups(run: str) -> None:
+    """Gives back what a run still holds; for the driver, should the controller have died."""
+    for row in placement_group_table().values():
+        if row["name"].startswith(f"{run}-") and row["state"] != "REMOVED":
+            id_ = PlacementGroupID.from_hex(row["placement_group_id"])
+            remove_placement_group(PlacementGroup(id_))

@@ -1,0 +1,241 @@
+"""A Ray Train worker group whose workers come and go one by one, without anyone waiting for them.
+
+Ray Train's own has one placement group, a fixed number of workers, and blocks while a lost one is
+replaced. Here each replica has a placement group of its own, and a thread of its own starts each
+worker: actor, train context, callbacks, train function, as Ray Train's worker group does it. What
+comes of it is taken in between two polls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.execution.worker_group import (
+    Worker,
+    WorkerGroup,
+    WorkerGroupPollStatus,
+)
+from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
+from ray.train.v2._internal.util import bundle_to_remote_args
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from elastic.placement import (
+    MOST_PENDING_GROUPS,
+    GroupState,
+    GroupView,
+    Wanted,
+    plan_group_sizes,
+    plan_placement,
+)
+from elastic.ray_compat.cluster import draining_nodes
+from elastic.ray_compat.groups import PlacementGroups
+
+log = logging.getLogger(__name__)
+
+Seat = tuple[str, int]
+"""Group and bundle."""
+
+
+@dataclass(kw_only=True)
+class SeatedWorker(Worker):
+    """A worker that knows where it sits."""
+
+    seat: Seat
+    """Group and bundle."""
+    launch: int
+    """Number of its start; rising."""
+
+
+class ElasticWorkerGroup(WorkerGroup):
+    """See the module. All methods but the starting threads' run on the controller's event loop."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.launches = 0
+        """Workers started so far."""
+        context = self._worker_group_context
+        config: Any = self._train_run_context.backend_config
+        self._wanted: Wanted = config.wanted
+        self._groups = PlacementGroups(self._train_run_context.run_id, context.resources_per_worker)
+        self._ranks: dict[Seat, int] = {}
+        self._new_ranks = itertools.count(context.num_workers)
+        self._starting: set[Seat] = set()
+        self._news: queue.SimpleQueue[tuple[Seat, SeatedWorker | Exception]] = queue.SimpleQueue()
+
+    # -- the first workers, all at once ------------------------------------------------------------
+
+    def _start_impl(self, worker_group_state_builder: Any) -> None:
+        super()._start_impl(worker_group_state_builder)
+        # Ray Train's own replacement goes by these, and by its one placement group.
+        self._replica_groups = self._worker_rank_to_replica_group_rank = None
+
+    def _create_placement_group(self, *_: Any) -> Any:
+        workers, each = self._worker_group_context.num_workers, self._wanted.workers_per_replica
+        replicas = min(self._wanted.replicas, workers // each)
+        there = Wanted(
+            replicas=replicas, workers_per_replica=each, spares=workers - replicas * each
+        )
+        for size in plan_group_sizes(there, 0, workers):
+            self._groups.ask(size)
+        return self._groups
+
+    def _create_workers(self, *_: Any, **__: Any) -> list[Any]:
+        seats = [(name, bundle) for name, size in self._groups for bundle in range(size)]
+        workers: list[Any] = WorkerGroup._assign_worker_ranks(
+            self._hire(seats, self._launch(len(seats))), replica_group_size=1
+        )
+        self._ranks = {w.seat: w.distributed_context.world_rank for w in workers}
+        return workers
+
+    # -- workers that come and go ------------------------------------------------------------------
+
+    def get_workers(self) -> list[Any]:
+        """See WorkerGroup. They are SeatedWorkers."""
+        workers: list[Any] = super().get_workers()
+        return workers
+
+    def poll_status(self, timeout: float | None = None) -> WorkerGroupPollStatus:
+        """See WorkerGroup, whose callbacks cannot do with no worker at all."""
+        if self.get_workers():
+            return super().poll_status(timeout)
+        self._latest_poll_status = WorkerGroupPollStatus(worker_statuses={})
+        return self._latest_poll_status
+
+    def settle(self) -> list[Exception]:
+        """Takes in the workers that have started. Returns why others have not."""
+        started: list[SeatedWorker] = []
+        failures: list[Exception] = []
+        while not self._news.empty():
+            seat, outcome = self._news.get()
+            self._starting.discard(seat)
+            if seat[0] not in self._groups:  # given up meanwhile, and the worker with it
+                continue
+            if isinstance(outcome, Exception):
+                log.warning("a worker did not start and is tried again: %s", outcome)
+                failures.append(outcome)
+            else:
+                started.append(outcome)
+        if started:
+            self._set_workers([*self.get_workers(), *started])
+        return failures
+
+    def dismiss(self, ended: list[SeatedWorker]) -> None:
+        """Forgets workers that have ended; their seats are free."""
+        for worker in ended:
+            ray.kill(worker.actor)
+        gone = {worker.launch for worker in ended}
+        self._set_workers([w for w in self.get_workers() if w.launch not in gone])
+
+    def place(self) -> None:
+        """Carries out what `plan_placement` decides. Nothing here waits for a machine."""
+        draining = frozenset(draining_nodes())
+        living: dict[str, dict[int, str]] = {name: {} for name, _ in self._groups}
+        for worker in self.get_workers():
+            name, bundle = worker.seat
+            living[name][bundle] = worker.metadata.node_id
+        views = [
+            self._view(name, size, living[name], draining) for name, size in list(self._groups)
+        ]
+        plan = plan_placement(self._wanted, views, MOST_PENDING_GROUPS)
+        for name in plan.give_up:
+            self._groups.remove(name)
+        for size in plan.ask:
+            self._groups.ask(size)
+        for seat in plan.fill:
+            self._start_in(seat)
+
+    def _view(
+        self, name: str, size: int, living: dict[int, str], draining: frozenset[str]
+    ) -> GroupView:
+        state: GroupState = "placed"
+        nodes = living
+        if len(living) < size:
+            state, nodes = self._groups.look(name)
+        return GroupView(
+            name=name,
+            size=size,
+            state=state,
+            living=frozenset(living),
+            starting=frozenset(bundle for group, bundle in self._starting if group == name),
+            draining=frozenset(bundle for bundle, node in nodes.items() if node in draining),
+        )
+
+    def _set_workers(self, workers: list[SeatedWorker]) -> None:
+        """Ray Train keeps pending polls by position in this list."""
+        old = self.get_workers()
+        polls = {old[at].launch: poll for at, poll in self._world_rank_to_ongoing_poll.items()}
+        self._world_rank_to_ongoing_poll = {
+            at: polls[worker.launch] for at, worker in enumerate(workers) if worker.launch in polls
+        }
+        old[:] = workers
+
+    # -- starting one ------------------------------------------------------------------------------
+
+    def _start_in(self, seat: Seat) -> None:
+        if seat not in self._ranks:
+            self._ranks[seat] = next(self._new_ranks)
+        self._starting.add(seat)
+        what = (seat, self._launch(1))
+        threading.Thread(target=self._start_worker, args=what, daemon=True).start()
+
+    def _launch(self, workers: int) -> int:
+        """Numbers launches. Returns the first number."""
+        self.launches += workers
+        return self.launches - workers + 1
+
+    def _start_worker(self, seat: Seat, launch: int) -> None:
+        """On a thread of its own: it may take as long as it takes."""
+        try:
+            workers: list[Any] = WorkerGroup._assign_worker_ranks(
+                self._hire([seat], launch),
+                starting_world_rank=self._ranks[seat],
+                replica_group_size=1,
+            )
+            self._init_train_context(workers, self.get_worker_group_state().sync_actor)
+            callbacks: list[Any] = self._replica_group_callbacks
+            group = ReplicaGroup(workers, self.get_resources_per_worker(), callbacks)
+            group.start_training(self._worker_group_context)
+        except Exception as error:
+            self._news.put((seat, error))
+        else:
+            self._news.put((seat, workers[0]))
+
+    def _hire(self, seats: list[Seat], first_launch: int) -> list[Any]:
+        """Starts an actor in each seat and waits for them."""
+        resources = self.get_resources_per_worker()
+        own: Any = self._train_run_context.run_config.worker_runtime_env
+        environment = self._get_worker_runtime_env(own)
+        options: dict[str, Any] = {**bundle_to_remote_args(resources), "runtime_env": environment}
+        actor_class: Any = ray.remote(**options)(self._worker_cls)
+        actors = [
+            actor_class.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._groups[name], placement_group_bundle_index=bundle
+                )
+            ).remote()
+            for name, bundle in seats
+        ]
+        try:
+            facts = ray.get([actor.get_metadata.remote() for actor in actors])
+        except ray.exceptions.RayActorError as error:
+            for actor in actors:
+                ray.kill(actor)
+            raise WorkerGroupStartupFailedError(f"a worker did not start: {error}") from error
+        return [
+            SeatedWorker(
+                actor=actor,
+                metadata=known,
+                resources=resources,
+                placement_group_bundle_index=seat[1],
+                seat=seat,
+                launch=first_launch + i,
+            )
+            for i, (actor, known, seat) in enumerate(zip(actors, facts, seats, strict=True))
+        ]

@@ -1,0 +1,65 @@
+"""What the records of a run tell a coordinator that was started anew in the middle of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic import events
+from elastic.records import RunPaths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall:
+    """The present start of a run, by its records."""
+
+    workers: frozenset[str]
+    """Workers that started and were not lost."""
+    draining: frozenset[str]
+    """Those whose machines will go."""
+    generation: int
+    """Generation of the newest roster; 0: none stood yet in this start."""
+    recorded: int
+    """Steps that count and are in the records."""
+    fired: tuple[str, ...]
+    """Injected faults that went off, as they were ordered."""
+
+
+def recall(paths: RunPaths, start_step: int) -> Recall:
+    """Reads the records of a run.
+
+    Args:
+        paths: the run directory.
+        start_step: where this start of the run began.
+    """
+    happened = _this_start(events.read_events(paths.events))
+    lost = {e.worker for e in happened if isinstance(e, events.WorkerLost)}
+    rosters = [e for e in happened if isinstance(e, events.RegroupDone)]
+    return Recall(
+        workers=frozenset(_joined(happened) - lost),
+        draining=frozenset(w for e in happened if isinstance(e, events.Draining) for w in e.workers)
+        - lost,
+        generation=rosters[-1].generation if rosters else 0,
+        recorded=_recorded(events.read_steps(paths.steps), rosters, start_step),
+        fired=tuple(e.fault for e in happened if isinstance(e, events.FaultFired)),
+    )
+
+
+def _joined(happened: Sequence[events.Event]) -> set[str]:
+    return {e.worker for e in happened if isinstance(e, events.WorkerJoined)}
+
+
+def _this_start(happened: Sequence[events.Event]) -> Sequence[events.Event]:
+    starts = [i for i, e in enumerate(happened) if isinstance(e, events.RunStarted)]
+    return happened[starts[-1] if starts else 0 :]
+
+
+def _recorded(
+    steps: Sequence[events.StepRecord], rosters: Sequence[events.RegroupDone], start_step: int
+) -> int:
+    """The newest roster may have gone back: older records from its step on do not count."""
+    if not rosters:
+        return start_step
+    newest = rosters[-1]
+    counting = [s for s in steps if s.step < newest.step or s.generation >= newest.generation]
+    return max([start_step, *(s.step + 1 for s in counting)])

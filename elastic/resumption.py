@@ -1,0 +1,89 @@
+"""From what the workers know to what a new coordinator must know. Pure.
+
+The workers of a run hold everything that its coordinator decided: each knows its replica, its rank
+in it, and the roster's generation. So a coordinator that was lost is started anew, asks them, and
+goes on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic.messages import Standing
+from elastic.roster import Replica, Roster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """A run as its workers know it."""
+
+    roster: Roster
+    """The newest roster that one of them is in; a replica that has lost workers has the rest."""
+    standing: tuple[Replica, ...]
+    """Replicas of it that are whole."""
+    forming: tuple[Replica, ...]
+    """Whole formations that were in no roster yet."""
+    broken: tuple[Replica, ...]
+    """What is left of others."""
+    newcomers: frozenset[int]
+    """Formations of the roster that had no state when it began."""
+    behind: dict[str, int]
+    """Worker without state so far -> its formation."""
+    heals: tuple[tuple[int, int], ...]
+    """(position without state, position it heals from)."""
+    consistent: bool
+    """All of the roster is there, and all its workers are in it: no regroup was under way."""
+
+
+def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> Resumption:
+    """Puts together what the living workers know.
+
+    Args:
+        standings: one of each.
+        workers_per_replica: workers in a whole replica.
+    """
+    groups: dict[int, list[Standing]] = defaultdict(list)
+    for standing in standings:
+        if standing.formed:
+            groups[standing.formed].append(standing)
+    formations = [_Formation(group, workers_per_replica) for group in groups.values()]
+    generation = max((f.generation for f in formations), default=0)
+    placed = sorted((f for f in formations if f.generation), key=lambda f: f.first.position)
+    present = [f for f in placed if f.generation == generation and f.agreed]
+    consistent = all(f.whole and f in present for f in placed) and all(
+        f.first.replicas == len(placed) for f in placed
+    )
+    roster = Roster(
+        generation=generation,
+        replicas=tuple(f.replica for f in placed),
+        lanes={f.replica.index: f.first.lanes for f in placed} if consistent else {},
+    )
+    new = [f for f in placed if f.first.source is not None and f.generation == generation]
+    return Resumption(
+        roster=roster,
+        standing=tuple(f.replica for f in placed if f.whole),
+        forming=tuple(f.replica for f in formations if f.whole and not f.generation),
+        broken=tuple(f.replica for f in formations if not f.whole and not f.generation),
+        newcomers=frozenset(f.replica.formed for f in new),
+        behind={s.identity.worker: s.formed for f in new for s in f.members if s.behind},
+        heals=tuple((f.first.position, f.first.source or 0) for f in new),
+        consistent=consistent,
+    )
+
+
+class _Formation:
+    """The standings of the living workers of one formation."""
+
+    def __init__(self, members: Sequence[Standing], workers_per_replica: int) -> None:
+        self.members = sorted(members, key=lambda standing: standing.rank)
+        self.first = self.members[0]
+        self.generation = max(standing.generation for standing in members)
+        self.agreed = all(standing.generation == self.generation for standing in members)
+        self.whole = len(members) == workers_per_replica
+        self.replica = Replica(
+            index=self.first.replica,
+            formed=self.first.formed,
+            workers=tuple(standing.identity.worker for standing in self.members),
+        )

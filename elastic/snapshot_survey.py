@@ -1,0 +1,45 @@
+"""What an earlier start of a run has left in the memory of the nodes. The driver's part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from checkpointing import Snapshot, Stock, clear_memory, find_newest, take_stock
+from elastic.events import RegroupDone, read_events
+from elastic.ray_compat import live_nodes, on_every_node
+from elastic.records import RunPaths
+
+SURVEY_TIMEOUT_S = 60.0
+"""Bound on the answers of the nodes; those that do not answer hold nothing."""
+
+
+def find_snapshot(paths: RunPaths) -> Snapshot | None:
+    """The newest complete snapshot of the run that the live nodes hold between them.
+
+    A run without records is a new one: what lies under its name is deleted. Needs a Ray cluster.
+    """
+    if not paths.events.exists():
+        clear_snapshots(paths)
+        return None
+    stocks = on_every_node(
+        _take_stock, str(paths.memory), frozenset(live_nodes()), timeout_s=SURVEY_TIMEOUT_S
+    )
+    went_back = [
+        (event.generation, event.step)
+        for event in read_events(paths.events)
+        if isinstance(event, RegroupDone) and event.outcome in ("start", "restore")
+    ]
+    return find_newest(stocks, went_back)
+
+
+def clear_snapshots(paths: RunPaths) -> None:
+    """Deletes all snapshots of the run on all live nodes. Needs a Ray cluster."""
+    on_every_node(_clear, str(paths.memory), timeout_s=SURVEY_TIMEOUT_S)
+
+
+def _take_stock(folder: str, live: frozenset[str], node: str) -> Stock:
+    return take_stock(Path(folder), live, node)
+
+
+def _clear(folder: str, node: str) -> None:
+    clear_memory(Path(folder))

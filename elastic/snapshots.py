@@ -1,0 +1,175 @@
+"""The coordinator's part in snapshots: takes in their parts, has them copied, knows the newest.
+
+    a saving worker writes its slices to its node's tmpfs ──► take
+         ──► the holder of another node copies them ──► all parts are there
+         ──► holders write the commit record and delete the snapshot before it
+
+Nothing of this waits for a step, and no step waits for it. Whatever fails on the way costs this
+snapshot and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import ray
+
+from checkpointing import Manifest, Receipt, Snapshot, SnapshotIndex, plan_other_node
+from elastic import events
+from elastic.membership import Membership
+from elastic.ray_compat import start_actor
+from elastic.records import RunPaths
+from elastic.snapshot_holder import MOST_CALLS, HeldSnapshot, SnapshotHolder
+
+log = logging.getLogger(__name__)
+
+
+class Snapshots:
+    """See the module. All methods run on the coordinator's event loop.
+
+    Args:
+        paths: the run directory, after which the folders in memory are named.
+        membership: told of the newest snapshot that can be read.
+        note: writes an event down.
+        workers: parts of one snapshot.
+        versions: library versions.
+        found: what an earlier start has left.
+        timeout_s: bound on a call to a holder, for holders that freeze.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        membership: Membership,
+        note: Callable[[events.Event], None],
+        *,
+        workers: int,
+        versions: Mapping[str, str],
+        found: Snapshot | None,
+        timeout_s: float,
+    ) -> None:
+        self._paths, self._membership, self._note = paths, membership, note
+        self._index = SnapshotIndex(workers=workers, versions=versions, found=found)
+        self._timeout_s = timeout_s
+        self._nodes: set[str] = set() if found is None else set(found.nodes)
+        self._holders: dict[str, Any] = {}
+        self._copying: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._update()
+
+    # -- nodes -------------------------------------------------------------------------------------
+
+    def node_joined(self, node: str) -> None:
+        """A worker runs on `node`: it can hold parts."""
+        self._nodes.add(node)
+        self._holder(node)  # starts while the workers build
+
+    def node_lost(self, node: str) -> None:
+        """A node is gone, and what it held."""
+        self._nodes.discard(node)
+        self._holders.pop(node, None)
+        self._update()
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    async def take(
+        self, receipt: Receipt, training_state: Mapping[str, Any], node: str, started: float
+    ) -> None:
+        """A saving worker has written its part to the memory of `node`; returns when the part has
+        its copy and, if it was the last one, the snapshot counts."""
+        other = plan_other_node(node, self._nodes)
+        nodes = {node}
+        if other is not None and await self._copy(node, other, receipt):
+            nodes.add(other)
+        before = self._index.whole
+        snapshot = self._index.add(receipt, training_state, nodes)
+        if snapshot is None:
+            return
+        self._update()
+        now = time.time()
+        self._note(
+            events.SnapshotTaken(
+                time=now,
+                step=snapshot.step,
+                generation=snapshot.manifest.generation,
+                bytes=snapshot.size_bytes,
+                copies=snapshot.copies,
+                seconds=now - started,
+            )
+        )
+        holders = snapshot.nodes | (before.nodes if before is not None else set())
+        await self._on_all(holders, "settle", snapshot.manifest)
+
+    async def skipped(self, step: int, reason: str) -> None:
+        """A part could not be written: the snapshot of `step` will not be. Makes room again."""
+        self._note(events.SnapshotSkipped(time=time.time(), step=step, reason=reason))
+        await self._on_all(self._nodes, "sweep", step, self._kept())
+
+    async def _copy(self, node: str, other: str, receipt: Receipt) -> bool:
+        async with self._copying[other]:  # two nodes full of copies of each other would both wait
+            return await self._call(other, "copy", self._holder(node), receipt.segments)
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def find(self, step: int) -> HeldSnapshot | None:
+        """The snapshot of `step` and its holders; None where it is not to be had any more."""
+        snapshot = self._index.newest(self._nodes)
+        if snapshot is None or snapshot.step != step:
+            return None
+        return HeldSnapshot(
+            manifest=snapshot.manifest,
+            holders={
+                key: {node: self._holder(node) for node in nodes & self._nodes}
+                for key, nodes in snapshot.places.items()
+            },
+        )
+
+    async def failed(self, step: int, reason: str) -> None:
+        """A worker could not read the snapshot of `step`: from now on it does not count."""
+        self._note(events.SnapshotFailed(time=time.time(), step=step, reason=reason))
+        if self._index.whole is not None and self._index.whole.step == step:
+            self._index.forget()
+            self._update()
+            await self._on_all(self._nodes, "sweep", step, None)
+
+    def went_back(self, step: int, generation: int) -> None:
+        """See `SnapshotIndex.went_back`."""
+        self._index.went_back(step, generation)
+        self._update()
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _update(self) -> None:
+        newest = self._index.newest(self._nodes)
+        self._membership.snapshotted(0 if newest is None else newest.step)
+
+    def _kept(self) -> Manifest | None:
+        return None if self._index.whole is None else self._index.whole.manifest
+
+    def _holder(self, node: str) -> Any:
+        if node not in self._holders:
+            folder = self._paths.memory
+            self._holders[node] = start_actor(
+                SnapshotHolder, folder, node, node=node, max_concurrency=MOST_CALLS
+            )
+        return self._holders[node]
+
+    async def _on_all(self, nodes: Iterable[str], method: str, *args: Any) -> None:
+        live = [node for node in nodes if node in self._nodes]
+        await asyncio.gather(*(self._call(node, method, *args) for node in live))
+
+    async def _call(self, node: str, method: str, *args: Any) -> bool:
+        """Calls a holder. Returns whether it did what was asked."""
+        try:
+            call = getattr(self._holder(node), method).remote(*args)
+            await asyncio.wait_for(call, self._timeout_s)
+        except Exception as error:
+            log.warning("%s on the snapshot holder of node %s: %s", method, node, error)
+            if isinstance(error, ray.exceptions.RayActorError):
+                self._holders.pop(node, None)  # the next call starts another one
+            return False
+        return True

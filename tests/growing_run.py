@@ -1,0 +1,85 @@
+"""A run on a given cluster, slow until a file appears, as a program of its own: a test changes the
+cluster meanwhile.
+
+    python tests/growing_run.py ADDRESS STORAGE GATE REPLICAS MIN_REPLICAS SHARD
+
+Its last line of output is the JSON list of placement groups that it left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import ray
+import torch
+from gated_run import BATCH, LANES, SAMPLES, build_model, loss
+from ray.train import RunConfig
+from ray.util.placement_group import placement_group_table
+
+from checkpointing import CheckpointConfig
+from elastic import (
+    CustomTask,
+    ElasticTrainer,
+    OptimizerConfig,
+    ParallelConfig,
+    ScalingConfig,
+    TrainConfig,
+)
+
+STEPS, PACE_S = 400, 0.05
+
+
+class PacedData:
+    """Points on a parabola. A sample takes its time while the gate is closed."""
+
+    def __init__(self, gate: str) -> None:
+        self.gate = gate
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if not Path(self.gate).exists():
+            time.sleep(PACE_S)
+        x = torch.tensor([index / SAMPLES])
+        return x, x * x
+
+
+def growing_trainer(storage: str, gate: str, scaling: ScalingConfig, shard: int) -> ElasticTrainer:
+    """The run."""
+    return ElasticTrainer(
+        TrainConfig(
+            task=CustomTask(build_model=build_model, loss_function=loss, dataset=PacedData(gate)),
+            steps=STEPS,
+            global_batch=BATCH,
+            lanes=LANES,
+            parallel=ParallelConfig(shard=shard),
+            optimizer=OptimizerConfig(lr=1e-2),
+        ),
+        scaling=scaling,
+        run_config=RunConfig(name="run", storage_path=storage),
+        checkpoint=CheckpointConfig(every_steps=None),
+    )
+
+
+def groups_left() -> list[str]:
+    """States of the groups that are still there a while after the run."""
+    for _ in range(100):
+        states = [row["state"] for row in placement_group_table().values()]
+        left = [state for state in states if state != "REMOVED"]
+        if states and not left:
+            break
+        time.sleep(0.05)
+    return left
+
+
+if __name__ == "__main__":
+    address, storage, gate, *numbers = sys.argv[1:]
+    replicas, min_replicas, shard = map(int, numbers)
+    ray.init(address=address, log_to_driver=False)
+    sizes = ScalingConfig(max_replicas=replicas, min_replicas=min_replicas)
+    growing_trainer(storage, gate, sizes, shard).fit()
+    print(json.dumps(groups_left()))

@@ -1,0 +1,206 @@
+"""Machines come and go during a run: the run follows them, and ends with the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from growing_run import STEPS
+from ray._raylet import GcsClient
+from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
+
+from checkpointing import Keys, Reader, newest, open_store, params_sha256
+from elastic import events
+from elastic.events import read_events, read_steps
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "growing_run.py"
+SLOW = pytest.mark.slow
+PATIENCE_S = 150.0
+
+
+@pytest.fixture
+def machines() -> Iterator[Cluster]:
+    """A cluster whose head has no room for workers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+        )
+        yield cluster
+        cluster.shutdown()
+
+
+class GrowingRun:
+    """A run in a process of its own, and what its records say."""
+
+    def __init__(self, cluster: Cluster, storage: Path, *, minimum: int, shard: int) -> None:
+        self.gate, self.root, self._log = storage / "gate", storage / "run", storage / "log"
+        arguments = [cluster.address, storage, self.gate, 2, minimum, shard]
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(PROGRAM), *map(str, arguments)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+            )
+
+    def events(self) -> list[events.Event]:
+        path = self.root / "events.jsonl"
+        return read_events(path) if path.exists() else []
+
+    def wait_for(self, happened: Callable[[list[events.Event]], bool]) -> list[events.Event]:
+        """Waits until the events so far satisfy `happened`."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not happened(self.events()):
+            assert self.process.poll() is None, self._log.read_text()[-4000:]
+            assert time.monotonic() < deadline, self.events()
+            time.sleep(0.1)
+        return self.events()
+
+    def wait_for_replicas(self, count: int, *, after: int = 0) -> list[events.Event]:
+        """Waits for a roster of `count` replicas later than event number `after`."""
+        return self.wait_for(
+            lambda all_: any(
+                isinstance(e, events.RegroupDone) and e.replicas == count for e in all_[after:]
+            )
+        )
+
+    def finish(self) -> str:
+        """Opens the gate and waits for the end. Returns the hash of the weights."""
+        self.gate.touch()
+        out, _ = self.process.communicate(timeout=PATIENCE_S)
+        assert self.process.returncode == 0, self._log.read_text()[-4000:]
+        assert json.loads(out.splitlines()[-1]) == []  # placement groups left behind
+        assert [step.step for step in read_steps(self.root / "steps.jsonl")] == list(range(STEPS))
+        store = open_store(self.root / "checkpoints")
+        manifest = newest(store, Keys())
+        assert manifest is not None and manifest.step == STEPS
+        names = [name for name in manifest.tensors if name.startswith("param/")]
+        return params_sha256(Reader(store, manifest), names)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+StartRun = Callable[..., GrowingRun]
+
+
+@pytest.fixture
+def start_run(machines: Cluster, tmp_path: Path) -> Iterator[StartRun]:
+    runs: list[GrowingRun] = []
+
+    def start(*, minimum: int = 1, shard: int = 1) -> GrowingRun:
+        storage = tmp_path / str(len(runs))
+        storage.mkdir()
+        runs.append(GrowingRun(machines, storage, minimum=minimum, shard=shard))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def undisturbed(start: StartRun, shard: int = 1) -> str:
+    """The hash of the weights when nothing happens, on the machines that are there now."""
+    run = start(shard=shard)
+    return run.finish()
+
+
+def joined(all_: list[events.Event]) -> list[events.WorkerJoined]:
+    return [e for e in all_ if isinstance(e, events.WorkerJoined)]
+
+
+def lost(all_: list[events.Event]) -> list[events.WorkerLost]:
+    return [e for e in all_ if isinstance(e, events.WorkerLost)]
+
+
+@pytest.mark.parametrize("shard", [1, pytest.param(2, marks=SLOW)])
+def test_a_machine_that_arrives_becomes_a_replica(
+    machines: Cluster, start_run: StartRun, shard: int
+) -> None:
+    machines.add_node(num_cpus=shard)
+    run = start_run(shard=shard)
+    run.wait_for_replicas(1)
+    machines.add_node(num_cpus=shard)
+    happened = run.wait_for_replicas(2)
+    weights = run.finish()
+    assert len(joined(happened)) == 2 * shard and not lost(run.events())
+    assert len({worker.node for worker in joined(happened)}) == 2
+    assert weights == undisturbed(start_run, shard)
+
+
+@SLOW
+@pytest.mark.parametrize("shard", [1, 2])
+def test_a_machine_is_lost_and_another_one_arrives(
+    machines: Cluster, start_run: StartRun, shard: int
+) -> None:
+    machines.add_node(num_cpus=shard)
+    second = machines.add_node(num_cpus=shard)
+    run = start_run(shard=shard)
+    before = len(run.wait_for_replicas(2))
+    machines.remove_node(second, allow_graceful=False)
+    alone = len(run.wait_for_replicas(1, after=before))
+    machines.add_node(num_cpus=shard)
+    run.wait_for_replicas(2, after=alone)
+    weights = run.finish()
+    assert len(lost(run.events())) == shard and len(joined(run.events())) == 3 * shard
+    assert weights == undisturbed(start_run, shard)
+
+
+@SLOW
+def test_below_the_minimum_it_says_what_is_missing_and_waits(
+    machines: Cluster, start_run: StartRun
+) -> None:
+    machines.add_node(num_cpus=1)
+    second = machines.add_node(num_cpus=1)
+    run = start_run(minimum=2)
+    before = len(run.wait_for_replicas(2))
+    machines.remove_node(second, allow_graceful=False)
+    happened = run.wait_for(
+        lambda all_: any(isinstance(e, events.BelowMinimum) for e in all_[before:])
+    )
+    missing = [e for e in happened if isinstance(e, events.BelowMinimum)][-1]
+    assert (missing.alive, missing.needed) == (1, 2) and missing.missing.startswith("1 workers")
+    machines.add_node(num_cpus=1)
+    run.wait_for_replicas(2, after=len(happened))
+    weights = run.finish()
+    lost_steps = [e.lost_steps for e in run.events() if isinstance(e, events.RegroupDone)]
+    assert not any(lost_steps)  # the survivor kept the state in memory
+    assert weights == undisturbed(start_run)
+
+
+def drain(cluster: Cluster, node_id: str) -> None:
+    """Announces that a node will be taken away in ten minutes, as autoscalers do."""
+    deadline_ms = int((time.time() + 600) * 1000)
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, why_not = GcsClient(address=cluster.address).drain_node(
+        node_id, reason, "a test", deadline_ms
+    )
+    assert accepted, why_not
+
+
+@SLOW
+def test_the_successor_of_a_draining_machine_is_there_before_it_goes(
+    machines: Cluster, start_run: StartRun
+) -> None:
+    machines.add_node(num_cpus=1)
+    second = machines.add_node(num_cpus=2)  # its free CPU must not be used
+    run = start_run()
+    run.wait_for_replicas(2)
+    drain(machines, second.node_id)
+    third = machines.add_node(num_cpus=1)
+    happened = run.wait_for(lambda all_: len(joined(all_)) == 3)
+    assert joined(happened)[2].node == third.node_id
+    weights = run.finish()
+    assert weights == undisturbed(start_run)

@@ -1,0 +1,198 @@
+"""A run whose last copy of the state is lost goes on from the snapshot in the nodes' memory.
+
+The runs save nothing to the store before their end, so whatever they go on from was in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gated_run import HALF, STEPS, gated_trainer, in_memory
+
+from checkpointing import Keys, Reader, newest, open_memory, open_store, params_sha256
+from elastic.records import RunPaths
+from elastic.snapshot_survey import find_snapshot
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 120.0
+KILL = f"kill@{HALF + 1}:0"
+
+Undisturbed = Callable[[int], str]
+
+
+def weights_of(storage: Path) -> str:
+    store = open_store(storage / "gated" / "checkpoints")
+    manifest = newest(store, Keys())
+    assert manifest is not None and manifest.step == STEPS
+    return params_sha256(Reader(store, manifest), [n for n in manifest.tensors if "param/" in n])
+
+
+def events_of(storage: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (storage / "gated" / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def restored(storage: Path) -> list[int]:
+    """Steps at which the run went on after it had lost its state."""
+    done = events_of(storage, "regroup_done")
+    return [event["step"] for event in done if event["outcome"] == "restore"]
+
+
+def wait_until(what: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def flip_last_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    @functools.cache
+    def run(shard: int) -> str:
+        storage = tmp_path_factory.mktemp("undisturbed")
+        (storage / "gate").touch()
+        gated_trainer(str(storage), str(storage / "gate"), 1, shard=shard).fit()
+        return weights_of(storage)
+
+    return run
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """Where the snapshots of the test's run lie; nothing is left there in the end."""
+    folder = RunPaths(root=tmp_path / "gated").memory
+    assert not folder.exists()
+    yield folder
+    assert not folder.exists()
+
+
+@contextlib.contextmanager
+def gate_after_snapshot(
+    gate: Path, memory: Path, first: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Opens the gate, which step HALF + 1 waits at, once the snapshot of HALF is in memory and
+    `first` is done."""
+
+    def open_gate() -> None:
+        wait_until(lambda: list(memory.glob(f"*/{Keys().commit(HALF)}")))
+        first()
+        gate.touch()
+
+    porter = threading.Thread(target=open_gate)
+    porter.start()
+    try:
+        yield
+    finally:
+        porter.join()
+
+
+@pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_only_replica_is_killed(
+    undisturbed: Undisturbed, tmp_path: Path, memory: Path, shard: int
+) -> None:
+    gate, every_two = tmp_path / "gate", in_memory(2)
+    trainer = gated_trainer(
+        str(tmp_path), str(gate), 1, checkpoint=every_two, shard=shard, spares=1, faults=KILL
+    )
+    with gate_after_snapshot(gate, memory):
+        report = trainer.fit().metrics
+    assert (report["outcome"], report["faults_fired"]) == ("finished", 1)
+    assert restored(tmp_path) == [HALF]
+    assert report["lost_steps"] <= 1
+    taken = events_of(tmp_path, "snapshot_taken")
+    assert [event["copies"] for event in taken] == [1] * len(taken), "there is one node"
+    assert weights_of(tmp_path) == undisturbed(shard)
+
+
+def test_a_damaged_snapshot_is_not_trusted(
+    undisturbed: Undisturbed, tmp_path: Path, memory: Path
+) -> None:
+    gate, only_half = tmp_path / "gate", in_memory(HALF)
+
+    def damage() -> None:
+        (segment,) = memory.rglob(f"{HALF:012}-*/*.safetensors")
+        flip_last_byte(segment)
+
+    trainer = gated_trainer(
+        str(tmp_path), str(gate), 1, checkpoint=only_half, spares=1, faults=KILL
+    )
+    with gate_after_snapshot(gate, memory, damage):
+        report = trainer.fit().metrics
+    assert (report["outcome"], report["faults_fired"]) == ("finished", 1)
+    (failed,) = events_of(tmp_path, "snapshot_failed")
+    assert failed["step"] == HALF and "CRC32" in failed["reason"]
+    assert restored(tmp_path) == [HALF, 0], "it was tried, and did not count"
+    assert weights_of(tmp_path) == undisturbed(1)
+
+
+def test_the_driver_and_the_whole_cluster_are_killed(
+    undisturbed: Undisturbed, tmp_path: Path, memory: Path
+) -> None:
+    """Started again, on a cluster whose nodes have other names, the run goes on from memory."""
+    gate = tmp_path / "gate"
+    command = [sys.executable, "tests/gated_run.py", "local", str(tmp_path), str(gate), "1", "2"]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths})
+    wait_until(lambda: process.poll() or list(memory.glob(f"*/{Keys().commit(HALF)}")))
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    workers = [event["pid"] for event in events_of(tmp_path, "worker_joined")]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    assert list(memory.iterdir()), "it outlives every process"
+    gate.touch()
+    report = gated_trainer(str(tmp_path), str(gate), 1, checkpoint=in_memory(2)).fit().metrics
+    assert report["outcome"] == "finished"
+    assert [event["start_step"] for event in events_of(tmp_path, "run_started")] == [0, HALF]
+    assert weights_of(tmp_path) == undisturbed(1)
+
+
+def test_a_run_without_records_does_not_go_on_from_memory(
+    cluster: None, tmp_path: Path, memory: Path
+) -> None:
+    """Somebody deleted the run directory, or it was set aside: what lies in memory goes too."""
+    store = open_memory(memory, "a node of another day")
+    store.put(Keys().commit(4), [b"whatever"])
+    assert find_snapshot(RunPaths(root=tmp_path / "gated")) is None
+
+
+@pytest.mark.slow
+def test_a_node_is_lost_with_its_memory(
+    undisturbed: Undisturbed, tmp_path: Path, memory: Path
+) -> None:
+    """Its shard is read from the copy on another node."""
+    command = [sys.executable, "tests/node_loss_run.py", str(tmp_path)]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    output = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        timeout=2 * DEADLINE_S,
+        check=True,
+    ).stdout
+    report = json.loads(output.splitlines()[-1])
+    assert report["outcome"] == "finished" and report["lost_steps"] <= 1
+    (taken,) = events_of(tmp_path, "snapshot_taken")
+    assert (taken["step"], taken["copies"]) == (HALF, 2)
+    assert restored(tmp_path) == [HALF]
+    assert weights_of(tmp_path) == undisturbed(2)

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpointing import (
+    Keys,
+    Manifest,
+    Reader,
+    StoreUnavailableError,
+    TensorSlice,
+    build_manifest,
+    check_room,
+    clear_memory,
+    host_memory,
+    memory_folder,
+    open_memory,
+    settle_snapshot,
+    sweep_snapshots,
+    take_stock,
+    write_slices,
+)
+from checkpointing.stores import LocalStore
+
+NODE, OTHER = "node-a", "node-b"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """The memory folder of a run of this test alone."""
+    folder = memory_folder(tmp_path / "run")
+    yield folder
+    clear_memory(folder)
+
+
+def write(store: LocalStore, step: int, generation: int = 1) -> Manifest:
+    value = torch.arange(8, dtype=torch.float32) + step
+    part = TensorSlice("w", (8,), "float32", (0,), (8,))
+    receipt = write_slices(
+        store, Keys(), rank=0, step=step, generation=generation, attempt=0, slices=[(part, value)]
+    )
+    return build_manifest(
+        step=step, generation=generation, receipts=[receipt], training_state={}, versions={}
+    )
+
+
+def test_runs_have_folders_of_their_own_that_only_their_user_can_open(
+    tmp_path: Path, folder: Path
+) -> None:
+    assert folder != memory_folder(tmp_path / "run2")
+    assert folder.is_relative_to("/dev/shm")
+    store = open_memory(folder, NODE)
+    modes = [stat.S_IMODE(d.stat().st_mode) for d in (folder.parent, folder, store.root)]
+    assert modes == [0o700] * 3
+
+
+def test_a_folder_open_to_others_is_not_used(folder: Path) -> None:
+    open_memory(folder, NODE)
+    folder.chmod(0o755)
+    with pytest.raises(StoreUnavailableError, match="alone"):
+        open_memory(folder, NODE)
+
+
+def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Path, folder: Path) -> None:
+    open_memory(folder, NODE)
+    shutil.rmtree(folder / NODE)
+    (folder / NODE).symlink_to(tmp_path)
+    with pytest.raises(StoreUnavailableError, match="alone"):
+        open_memory(folder, NODE)
+
+
+def test_without_tmpfs_the_error_names_the_knob(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "TMPFS", tmp_path / "absent")
+    with pytest.raises(StoreUnavailableError, match="memory_every"):
+        open_memory(memory_folder(tmp_path / "run"), NODE)
+
+
+def test_a_tenth_of_tmpfs_stays_free(folder: Path) -> None:
+    store = open_memory(folder, NODE)
+    space = os.statvfs(folder)
+    check_room(store, 1)
+    with pytest.raises(StoreUnavailableError, match="less than 10%"):
+        check_room(store, int(0.95 * space.f_blocks * space.f_frsize))
+
+
+def test_a_new_snapshot_replaces_the_one_before(folder: Path) -> None:
+    store = open_memory(folder, NODE)
+    settle_snapshot(store, write(store, 2))
+    write(store, 3)  # parts of one that never became whole
+    four = write(store, 4)
+    later = write(store, 6)  # one that is being written
+    settle_snapshot(store, four)
+    assert set(store.list("")) == {Keys().commit(4), *four.segments, *later.segments}
+    assert Reader(store, four).read_full("w").tolist() == [float(4 + i) for i in range(8)]
+
+
+def test_a_step_that_is_done_again_replaces_its_old_record(folder: Path) -> None:
+    store = open_memory(folder, NODE)
+    settle_snapshot(store, write(store, 4, generation=1))
+    again = write(store, 4, generation=2)
+    settle_snapshot(store, again)
+    assert take_stock(folder, {NODE}, NODE).manifests == (again,)
+
+
+def test_sweeping_spares_only_what_it_is_told_to(folder: Path) -> None:
+    store = open_memory(folder, NODE)
+    two = write(store, 2)
+    settle_snapshot(store, two)
+    write(store, 4)
+    sweep_snapshots(store, 4, two)
+    assert set(store.list("")) == {Keys().commit(2), *two.segments}
+    sweep_snapshots(store, 2, None)
+    assert store.list("") == []
+
+
+def test_stock_is_what_can_be_read(folder: Path) -> None:
+    assert take_stock(folder, {NODE}, NODE).manifests == ()
+    assert not folder.exists(), "looking leaves nothing"
+    store = open_memory(folder, NODE)
+    two = write(store, 2)
+    settle_snapshot(store, two)
+    store.put(Keys().commit(9), [b"not a manifest"])
+    found = take_stock(folder, {NODE}, NODE)
+    assert found.manifests == (two,)
+    assert all(found.has(s.key, s.size_bytes) for s in two.segments.values())
+    assert not found.has("d/nowhere", 1)
+
+
+def test_a_node_that_starts_again_takes_over_its_memory(folder: Path) -> None:
+    before, neighbour = open_memory(folder, "node-before"), open_memory(folder, OTHER)
+    two = write(before, 2)
+    settle_snapshot(before, two)
+    four = write(neighbour, 4)
+    found = take_stock(folder, {NODE, OTHER}, NODE)
+    assert found.manifests == (two,) and set(found.sizes) == set(two.segments)
+    assert not before.root.exists()
+    assert set(neighbour.list("")) == set(four.segments), "a live node keeps its own"
+    reader = Reader(open_memory(folder, NODE), two)
+    assert reader.read_full("w").tolist() == [float(2 + i) for i in range(8)]
+
+
+def test_of_two_former_nodes_the_later_ones_record_stays(folder: Path) -> None:
+    for age, (name, generation) in enumerate((("x", 1), ("w", 2))):
+        store = open_memory(folder, name)
+        settle_snapshot(store, write(store, 4, generation))
+        os.utime(store.root, (age, age))
+    (kept,) = take_stock(folder, {NODE}, NODE).manifests
+    assert kept.generation == 2
