@@ -132,6 +132,8 @@ class Coordinator:
             newest=config.restore_step,
         )
         self._snapshots = self._make_snapshots(config.snapshot)
+        self._restored = 0
+        """Generation that last began from a checkpoint: what older ones still write is void."""
         self._digests: dict[str, str] = {}
         self._short_of = 0
         self._hellos = 0
@@ -192,6 +194,7 @@ class Coordinator:
             formations=self._recalled.formations,
             recorded=self._recalled.recorded,
         )
+        self._restored = self._recalled.restored
         self._faults.count_as_fired(self._recalled.fired)
         for worker in self._recalled.draining & self._standings.keys():
             self._draining.add(worker)
@@ -328,8 +331,14 @@ class Coordinator:
     async def receipt(
         self, receipt: Receipt, training_state: dict[str, Any], started: float
     ) -> None:
-        """A saving worker has written its slices; the last one's receipt commits the checkpoint."""
+        """A saving worker has written its slices; the last one's receipt commits the checkpoint.
+
+        After a restore the records lack the steps that were lost. A late checkpoint of those steps,
+        by a worker that was cut off or slow, must not become one to restore from.
+        """
         await self._ready.wait()
+        if receipt.generation < self._restored:
+            return
         try:
             size = await self._publisher.take(receipt, training_state)
         except Exception as error:
@@ -601,6 +610,8 @@ class Coordinator:
                 )
             )
         if effects.regrouped is not None:
+            if effects.regrouped.outcome == "restore":
+                self._restored = effects.regrouped.roster.generation
             self._note(_regroup_done(now, effects.regrouped))
         if effects.short_of and effects.short_of != self._short_of:
             self._note(_below_minimum(now, self.membership, effects.short_of))

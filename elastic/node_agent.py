@@ -20,6 +20,7 @@ import os
 import socket
 import threading
 import time
+import traceback
 from typing import Any
 
 import ray
@@ -64,7 +65,8 @@ class NodeAgent:
         self._told = 0
         """Deaths in that call."""
         self._sent_s = -health.node_beat_s
-        self._renewed_s = 0.0
+        self._heard_s = 0.0
+        """Awake time up to which the coordinator is known to have been in reach."""
         self._run_over = False
         if on_ec2():
             self._spot = SpotWatch(node, tell_coordinator(coordinator))
@@ -83,6 +85,13 @@ class NodeAgent:
         threading.Event().wait()
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)  # a node must not seem to be watched when it is not
+
+    def _work(self) -> None:
         sampled_s = 0.0
         while True:
             waiting = self._deaths and not self._run_over
@@ -102,9 +111,10 @@ class NodeAgent:
         if self._call is None and due:
             self._told, self._sent_s = len(self._deaths), now_s
             self._call = self._coordinator.beat.remote(self._node, self._token, self._deaths)
-        silent_s = now_s - self._renewed_s
+        silent_s = now_s - self._heard_s
         if silent_s > self._health.node_timeout_s and not self._run_over:
             self._fence(silent_s)
+            self._heard_s = now_s
 
     def _take_answer(self) -> None:
         if self._call is None or not ray.wait([self._call], timeout=0)[0]:
@@ -120,7 +130,7 @@ class NodeAgent:
         if not kept:
             self._leave()
         del self._deaths[: self._told]
-        self._renewed_s = self._sent_s
+        self._heard_s = self._sent_s
 
     def _fence(self, silent_s: float) -> None:
         """Kills the workers where this node is cut off; a coordinator that is only slow cuts off

@@ -19,6 +19,8 @@ class Recall:
     """Those whose machines will go."""
     generation: int
     """Generation of the newest roster; 0: none stood yet in this start."""
+    restored: int
+    """Generation of the newest roster that began from a checkpoint or from the seed."""
     formations: int
     """Replicas that began to form."""
     recorded: int
@@ -46,6 +48,9 @@ def recall(paths: RunPaths, start_step: int) -> Recall:
         draining=frozenset(w for e in happened if isinstance(e, events.Draining) for w in e.workers)
         - lost,
         generation=rosters[-1].generation if rosters else 0,
+        restored=max(
+            (e.generation for e in rosters if e.outcome in ("start", "restore")), default=0
+        ),
         formations=max(
             (e.formed for e in happened if isinstance(e, events.ReplicaForming)), default=0
         ),

@@ -1,24 +1,34 @@
-"""A node that is not heard in time is lost, and its workers never count again."""
+"""A node that is not heard in time is lost, one that is cut off ends its workers; a slow
+coordinator is neither."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from deaf_coordinator import DeafCoordinator
 from tiny import fit, tiny_trainer
 
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig
+from elastic.messages import Identity
+from elastic.node_agent import NodeAgent
+from elastic.ray_compat import start_actor
 
-STEPS, SILENT_AFTER = 90, 5
+STEPS, STOP_AFTER = 400, 5
 NODE_TIMEOUT_S = 1.5
+HEALTH = HealthConfig(node_beat_s=0.2, node_timeout_s=NODE_TIMEOUT_S)
 DEADLINE_S = 120.0
 
 
@@ -33,22 +43,25 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
-def agent_beside(worker: int) -> int:
-    """The node agent's process: a child of the raylet that the worker belongs to."""
+def actor_beside(worker: int, name: str) -> int:
+    """Process of the actor whose class is `name`: a child of the raylet that the worker belongs
+    to."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        pid = int(path.parent.name)
-        if path.read_bytes().startswith(b"ray::NodeAgent") and parent_of(pid) == parent_of(worker):
-            return pid
-    raise AssertionError("there is no node agent")
+        with contextlib.suppress(FileNotFoundError):
+            pid = int(path.parent.name)
+            ours = parent_of(pid) == parent_of(worker)
+            if ours and path.read_bytes().startswith(f"ray::{name}".encode()):
+                return pid
+    raise AssertionError(f"there is no {name}")
 
 
-class Silencer(threading.Thread):
-    """Stops the node's agent in the middle of the run, until the coordinator has lost the node."""
+class Stopper(threading.Thread):
+    """Stops an actor of the run's control plane for a while, in the middle of the run."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, actor: str, enough: Callable[[Stopper], bool]) -> None:
         super().__init__(daemon=True)
-        self.root = root
-        self.agent, self.time = 0, 0.0
+        self.root, self.actor, self.enough = root, actor, enough
+        self.time = self.seconds = 0.0
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         path = self.root / "events.jsonl"
@@ -58,35 +71,82 @@ class Silencer(threading.Thread):
 
     def run(self) -> None:
         steps = self.root / "steps.jsonl"
-        wait_until(lambda: steps.exists() and steps.read_text().count("\n") > SILENT_AFTER)
-        self.agent = agent_beside(self.events("worker_joined")[0]["pid"])
+        wait_until(lambda: steps.exists() and steps.read_text().count("\n") > STOP_AFTER)
+        pid = actor_beside(self.events("worker_joined")[0]["pid"], self.actor)
         self.time = time.time()
-        os.kill(self.agent, signal.SIGSTOP)
-        wait_until(lambda: len(self.events("worker_lost")) > 0)
-        os.kill(self.agent, signal.SIGCONT)
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: self.enough(self))
+        self.seconds = time.time() - self.time
+        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.slow
-def test_a_silent_node(cluster: None, text: Path, tmp_path: Path) -> None:
+def test_a_node_that_is_not_heard(cluster: None, text: Path, tmp_path: Path) -> None:
     """All workers of the run are on the node: the run goes on with those that replace them, and
     with another agent."""
     whole = fit(tiny_trainer(text, tmp_path, name="whole", replicas=1, steps=STEPS))
-    silencer = Silencer(tmp_path / "run")
-    silencer.start()
-    health = HealthConfig(node_beat_s=0.2, node_timeout_s=NODE_TIMEOUT_S)
-    checkpoint = CheckpointConfig(every_steps=30)
+    stopper = Stopper(tmp_path / "run", "NodeAgent", lambda it: len(it.events("worker_lost")) > 0)
+    stopper.start()
+    checkpoint = CheckpointConfig(every_steps=100)
     broken = fit(
         tiny_trainer(
-            text, tmp_path, replicas=1, spares=1, steps=STEPS, health=health, checkpoint=checkpoint
+            text, tmp_path, replicas=1, spares=1, steps=STEPS, health=HEALTH, checkpoint=checkpoint
         )
     )
-    lost, joined = silencer.events("worker_lost"), silencer.events("worker_joined")
+    lost, joined = stopper.events("worker_lost"), stopper.events("worker_joined")
     assert [event["cause"] for event in lost] == ["node", "node"]
     assert "not heard" in lost[0]["detail"]
-    assert NODE_TIMEOUT_S - 0.5 < lost[0]["time"] - silencer.time < NODE_TIMEOUT_S + 2
+    assert NODE_TIMEOUT_S - 0.5 < lost[0]["time"] - stopper.time < NODE_TIMEOUT_S + 2
     assert len(joined) > len(lost)
     for event in lost:
         assert not Path(f"/proc/{event['pid']}").exists()
     assert broken.params == whole.params
     assert broken.samples == whole.samples
     assert broken.losses == whole.losses
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_was_held_up_loses_nobody(
+    cluster: None, text: Path, tmp_path: Path
+) -> None:
+    pause_s = 3 * NODE_TIMEOUT_S
+    stopper = Stopper(tmp_path / "run", "Coordinator", lambda it: time.time() > it.time + pause_s)
+    stopper.start()
+    fit(tiny_trainer(text, tmp_path, replicas=1, steps=STEPS, health=HEALTH))
+    assert stopper.seconds > pause_s
+    assert stopper.events("worker_lost") == []
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_a_node_without_an_answer_ends_its_workers_unless_the_coordinator_is_there(
+    cluster: None, sleeper: subprocess.Popen[bytes], reachable: bool
+) -> None:
+    node = ray.get_runtime_context().get_node_id()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        if not reachable:
+            server.close()
+        coordinator = start_actor(DeafCoordinator, max_concurrency=100)
+        agent = start_actor(
+            NodeAgent, coordinator, node, "token", address, HEALTH, node=node, max_concurrency=8
+        )
+        identity = Identity(worker="w0", rank=0, node=node, pid=sleeper.pid)
+        ray.get(agent.watch.remote(identity))
+        if reachable:
+            with pytest.raises(subprocess.TimeoutExpired):
+                sleeper.wait(3 * NODE_TIMEOUT_S)
+            sleeper.kill()
+        assert sleeper.wait(DEADLINE_S) == -signal.SIGKILL
+        coordinator.listen.remote()
+        wait_until(lambda: ray.get(coordinator.all_told.remote()) != [])
+        (death,) = ray.get(coordinator.all_told.remote())
+        ray.kill(agent)
+        ray.kill(coordinator)
+    assert (death.worker, death.cause) == ("w0", "crash" if reachable else "node")

@@ -38,6 +38,7 @@ ALL = [
     Stop(error=None),
     Stop(error="user code failed"),
     Signal(serial=1, kind="boundary"),
+    Death(worker="w0-abc", cause="hang", detail="stopped by a signal"),
 ]  # fmt: skip
 
 
