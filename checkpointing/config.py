@@ -26,8 +26,8 @@ class CheckpointConfig:
 
     memory_every: int | None = None
     """Steps from one snapshot in the nodes' memory to the next: at most so many are lost where no
-    worker has the state any more. It takes up to four times a node's share of the state in
-    /dev/shm; None takes no snapshots."""
+    worker has the state any more, and those done while a snapshot was on its way. It takes up to
+    four times a node's share of the state in /dev/shm; None takes no snapshots."""
 
     keep_last: int = 2
     """How many of the newest checkpoints stay; the newest one always does."""

@@ -1,6 +1,7 @@
 """A run whose last copy of the state is lost goes on from the snapshot in the nodes' memory.
 
-The runs save nothing to the store before their end, so whatever they go on from was in memory.
+The runs save nothing to the store before their end, so whatever they go on from was in memory. They
+take a snapshot at HALF, and wait at a gate soon after it.
 """
 
 from __future__ import annotations
@@ -110,17 +111,17 @@ def gate_after_snapshot(
 def test_the_only_replica_is_killed(
     undisturbed: Undisturbed, tmp_path: Path, memory: Path, shard: int
 ) -> None:
-    gate, every_two = tmp_path / "gate", in_memory(2)
+    gate, only_half = tmp_path / "gate", in_memory(HALF)
     trainer = gated_trainer(
-        str(tmp_path), str(gate), 1, checkpoint=every_two, shard=shard, spares=1, faults=KILL
+        str(tmp_path), str(gate), 1, checkpoint=only_half, shard=shard, spares=1, faults=KILL
     )
     with gate_after_snapshot(gate, memory):
         report = trainer.fit().metrics
     assert (report["outcome"], report["faults_fired"]) == ("finished", 1)
     assert restored(tmp_path) == [HALF]
     assert report["lost_steps"] <= 1
-    taken = events_of(tmp_path, "snapshot_taken")
-    assert [event["copies"] for event in taken] == [1] * len(taken), "there is one node"
+    (taken,) = events_of(tmp_path, "snapshot_taken")
+    assert (taken["step"], taken["copies"]) == (HALF, 1), "there is one node"
     assert weights_of(tmp_path) == undisturbed(shard)
 
 
@@ -150,17 +151,27 @@ def test_the_driver_and_the_whole_cluster_are_killed(
 ) -> None:
     """Started again, on a cluster whose nodes have other names, the run goes on from memory."""
     gate = tmp_path / "gate"
-    command = [sys.executable, "tests/gated_run.py", "local", str(tmp_path), str(gate), "1", "2"]
+    command = [
+        sys.executable,
+        "tests/gated_run.py",
+        "local",
+        str(tmp_path),
+        str(gate),
+        "1",
+        str(HALF),
+    ]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths})
-    wait_until(lambda: process.poll() or list(memory.glob(f"*/{Keys().commit(HALF)}")))
-    process.send_signal(signal.SIGKILL)
+    try:
+        wait_until(lambda: process.poll() or list(memory.glob(f"*/{Keys().commit(HALF)}")))
+    finally:
+        process.send_signal(signal.SIGKILL)
     assert process.wait(DEADLINE_S) == -signal.SIGKILL
     workers = [event["pid"] for event in events_of(tmp_path, "worker_joined")]
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     assert list(memory.iterdir()), "it outlives every process"
     gate.touch()
-    report = gated_trainer(str(tmp_path), str(gate), 1, checkpoint=in_memory(2)).fit().metrics
+    report = gated_trainer(str(tmp_path), str(gate), 1, checkpoint=in_memory(HALF)).fit().metrics
     assert report["outcome"] == "finished"
     assert [event["start_step"] for event in events_of(tmp_path, "run_started")] == [0, HALF]
     assert weights_of(tmp_path) == undisturbed(1)
