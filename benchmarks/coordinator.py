@@ -159,7 +159,7 @@ def _config(workers: int, directory: Path) -> CoordinatorConfig:
             start_workers=workers,
         ),
         paths=RunPaths(root=directory),
-        health=HealthConfig(max_losses_without_progress=workers),
+        health=HealthConfig(max_crashes=workers),
         checkpoint=CheckpointConfig(every_steps=None),
         generation=0,
         restore_step=0,

@@ -320,6 +320,14 @@ class ReplicasCompared(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LedgerChecked(Event):
+    """Every step of this start took just the samples that it should have taken."""
+
+    steps: int
+    """Steps that were checked, each as it was recorded."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
     """The run came to its end, good or bad."""
 

@@ -16,10 +16,13 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from trainer.errors import ConfigError
 from trainer.phases import PHASES, Phase
+
+if TYPE_CHECKING:
+    from trainer.engine import Engine
 
 Kind = Literal["kill", "freeze", "raise", "flip"]
 """SIGKILL; SIGSTOP; an exception; one bit of the worker's weights changed, for the replicas to
@@ -176,6 +179,14 @@ def draw_faults(
             )
         )
     return tuple(sorted(faults, key=lambda fault: fault.step))
+
+
+def flip_bit(engine: Engine) -> None:
+    """Changes one bit of a worker's weights."""
+    import torch  # a driver without torch can still read and check faults
+
+    weights = next(iter(engine.state_tensors().values()))
+    weights.view(-1).view(torch.int32)[0] ^= 1
 
 
 class FaultPlan:

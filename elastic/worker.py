@@ -192,6 +192,7 @@ class Worker:
             self.held = None
         self.sums = LaneSums(self.job.lanes, self.engine.gradient.numel(), self.engine.device)
         self.built = answer.formed
+        self.link.engine = self.engine
 
     def train(self, run: Run) -> None:
         """This worker's part in one generation: gets its state up to date, then trains."""
@@ -312,6 +313,7 @@ class Worker:
                 lanes=self.job.lanes,
                 save_every=self.job.checkpoint.every_steps,
                 snapshot_every=self.job.checkpoint.memory_every,
+                compare_every=self.job.health.compare_every,
                 max_nonfinite_steps=self.job.health.max_nonfinite_steps,
             ),
             link=self.link,

@@ -124,7 +124,7 @@ def _train(
         LaneSums(lanes, engine.gradient.numel(), engine.device),
         lanes=dealt[replica],
         progress=progress,
-        config=LoopConfig(lanes=lanes, save_every=None, max_nonfinite_steps=2),
+        config=LoopConfig(lanes=lanes, save_every=None, compare_every=None, max_nonfinite_steps=2),
         link=link,
     )
     error: Exception | None = None

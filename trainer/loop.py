@@ -76,6 +76,10 @@ class Link(Protocol):
         """A copy of the state before `step` is due in each of `places`, from this worker."""
         ...
 
+    def compared(self, step: int, checksums: list[int | None]) -> None:
+        """The checksums of this worker's slot in all replicas, by position, before `step`."""
+        ...
+
     def evaluated(self, step: int, loss: float, tokens: int) -> None:
         """The mean loss on the held-out data before `step`."""
         ...
@@ -105,6 +109,8 @@ class LoopConfig:
     """Steps between checkpoints."""
     snapshot_every: int | None = None
     """Steps between snapshots in the nodes' memory."""
+    compare_every: int | None
+    """Steps between comparisons of the replicas."""
     max_nonfinite_steps: int
     """Skipped steps in a row that end the run."""
 
@@ -158,6 +164,7 @@ class TrainLoop:
             if commit is None:
                 return "fault"
             self.finish_step(commit)
+            self.compare()
             self.save_and_evaluate()
             if commit.boundary:
                 return "boundary"
@@ -291,6 +298,19 @@ class TrainLoop:
             self.progress.skipped_in_a_row = newcomer.skipped_in_a_row
             self.link.caught_up(newcomer)
             self.newcomer = None
+
+    def compare(self) -> None:
+        """From time to time: whether all replicas hold the same bits. A group that fails in it
+        fails the next step's reduce as well."""
+        step, every = self.progress.step, self.config.compare_every
+        if not every or step % every:
+            return
+        checksum = None if self.newcomer is not None else self.engine.checksum()
+        try:
+            checksums = self.cross.gather_numbers(checksum)
+        except CrossGroupLost:
+            return
+        self.link.compared(step, checksums)
 
     def save_and_evaluate(self) -> None:
         """What is due between two steps. The first replica saves; every replica evaluates for

@@ -119,6 +119,17 @@ class CrossGroup:
             self._run(lambda group: group.allreduce([tensor]), tensor)
         return tensor
 
+    def gather_numbers(self, number: int | None) -> list[int | None]:
+        """One int64 of each replica, or None, by position, on all of them."""
+        if self.size == 1:
+            return [number]
+        mine = torch.tensor([number is not None, number or 0], dtype=torch.int64)
+        mine = mine.to(self._device)
+        all_of_them = mine.new_empty(2 * self.size)
+        self._run(lambda group: group._allgather_base(all_of_them, mine), all_of_them, mine)
+        pairs = all_of_them.view(self.size, 2).tolist()
+        return [value if there else None for there, value in pairs]
+
     def close(self) -> None:
         """Leaves the group without waiting for anybody."""
         if self._group is not None:
