@@ -82,7 +82,9 @@ def test_any_partition_in_any_order_gives_the_same_bits(
         sums = LaneSums(total, LENGTH, torch.device("cpu"))
         assert sums.begin(0, mine) == mine
         for lane in mine:
-            sums.add(lane, sums.buffer().copy_(torch.from_numpy(vectors[lane])), STATS)
+            sums.open(lane).copy_(torch.from_numpy(vectors[lane]))
+            sums.settle(LENGTH)
+            sums.close(lane, STATS)
         assert set(sums.blocks) == set(blocks_of(mine, total))
         parts.update(sums.blocks)
     result = sum_tree(parts, total, torch.add)
