@@ -20,16 +20,15 @@ from trainer.backend.groups import (
     Rendezvous,
     abandon,
     gather,
-    make_cross_group,
+    make_cross_groups,
     poll_until,
 )
 from trainer.errors import CrossGroupLost
 from trainer.lanes import blocks_of
 
 EXCHANGE, GATHER = 0, -1
-"""Channels. Collectives of different channels may be issued in any order on Gloo, where each has a
-process group of its own. On NCCL there is one group: communicators whose kernels start in different
-orders can wait for each other for ever."""
+"""Channels. On Gloo each has a process group of its own, so collectives of different channels may be
+issued in any order. On NCCL they share one."""
 
 
 class Flight(NamedTuple):
@@ -84,16 +83,9 @@ class CrossGroup:
         collective."""
         try:
             gather(rendezvous, prefix, self.rank, self.size, self._leave_now)
-            self._groups = [
-                make_cross_group(
-                    rendezvous,
-                    f"{prefix}/{channel}",
-                    rank=self.rank,
-                    size=self.size,
-                    device=device,
-                )
-                for channel in (["all"] if device == "cuda" else ["exchange", "gather"])
-            ]
+            self._groups = make_cross_groups(
+                rendezvous, prefix, rank=self.rank, size=self.size, device=device
+            )
         except RuntimeError as error:
             self._lost = str(error)
 
