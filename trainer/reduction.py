@@ -26,7 +26,7 @@ import torch
 
 from trainer.buckets import plan_bounds
 from trainer.errors import CrossGroupLost
-from trainer.lanes import Node, sum_tree
+from trainer.lanes import Node, split, sum_tree
 from trainer.replicas import EXCHANGE, GATHER, CrossGroup, Flight
 
 
@@ -105,7 +105,7 @@ class Reduction:
         whole = self._into[bucket]
         if self._exact:
             parts = {node: block[bucket] for node, block in self._mine.items()}
-            whole.copy_(sum_tree(parts, self._cross.total_lanes, torch.add))
+            whole.copy_(sum_tree(parts, (0, self._cross.total_lanes), torch.add))
             return
         first, *others = [block[bucket] for block in self._mine.values()] or [whole.zero_()]
         whole.copy_(first)
@@ -142,15 +142,25 @@ class Reduction:
             self._gather(self._into[bucket], incoming)
 
     def _gather(self, whole: torch.Tensor, incoming: torch.Tensor) -> None:
-        """Sums the own piece, in place of what arrived, and starts the gathering of all pieces."""
+        """Sums the own piece and starts the gathering of all pieces."""
         cross, piece = self._cross, whole.numel() // self._cross.size
         nodes = [node for blocks in cross.blocks for node in blocks]
-        parts = dict(zip(nodes, incoming.split(piece), strict=True))
         own = whole[cross.rank * piece :][:piece]
-        own.copy_(sum_tree(parts, cross.total_lanes, torch.Tensor.add_))
+        sum_into(own, dict(zip(nodes, incoming.split(piece), strict=True)), cross.total_lanes)
         self._last.append(
             cross.start(lambda group: group._allgather_base(whole, own), whole, own, channel=GATHER)
         )
+
+
+def sum_into(own: torch.Tensor, parts: Mapping[Node, torch.Tensor], lanes: int) -> None:
+    """Adds up `parts` in the tree. They are overwritten, and `own` may be one of them: it is
+    written by the last addition, which needs no other."""
+    root = (0, lanes)
+    if root in parts:
+        own.copy_(parts[root])
+        return
+    left, right = (sum_tree(parts, child, torch.Tensor.add_) for child in split(root))
+    torch.add(left, right, out=own)
 
 
 def pack(held: Sequence[torch.Tensor], pieces: int, like: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,8 @@ from trainer.errors import CrossGroupLost
 from trainer.lanes import blocks_of
 
 EXCHANGE, GATHER = 0, -1
-"""Channels. On Gloo each has a process group of its own, so collectives of different channels may be
-issued in any order. On NCCL they share one."""
+"""Channels. On Gloo each has a process group of its own, so collectives of different channels may
+be issued in any order. On NCCL they share one."""
 
 
 class Flight(NamedTuple):

@@ -39,9 +39,7 @@ def held_by(lanes: tuple[int, ...], gradients: list[torch.Tensor]) -> dict[Node,
     total, held = len(gradients), {}
     for lo, hi in blocks_of(lanes, total):
         parts = {(lane, lane + 1): gradients[lane] for lane in range(lo, hi)}
-        # Aligned blocks: the subtree over [lo, hi) is the tree over as many lanes.
-        shifted = {(a - lo, b - lo): value for (a, b), value in parts.items()}
-        held[lo, hi] = torch.cat([sum_tree(shifted, hi - lo, torch.add), torch.zeros(PADDING)])
+        held[lo, hi] = torch.cat([sum_tree(parts, (lo, hi), torch.add), torch.zeros(PADDING)])
     return held
 
 
@@ -88,7 +86,7 @@ def test_every_replica_gets_the_sum_of_all_lanes(
 ) -> None:
     gradients = lane_gradients(sum(map(len, dealt)))
     lanes = {(lane, lane + 1): gradient for lane, gradient in enumerate(gradients)}
-    expected = sum_tree(lanes, len(gradients), torch.add)
+    expected = sum_tree(lanes, (0, len(gradients)), torch.add)
 
     def act(cross: CrossGroup) -> torch.Tensor:
         mine = held_by(dealt[cross.rank], gradients)
