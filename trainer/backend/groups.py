@@ -152,17 +152,23 @@ def leave_replica_group() -> None:
     gc.collect()
 
 
-def make_cross_group(
+def make_cross_groups(
     rendezvous: Rendezvous, prefix: str, *, rank: int, size: int, device: Device
-) -> Any:
-    """A raw process group over the same (shard, tensor) of all replicas. All of those workers call
-    it."""
+) -> list[Any]:
+    """Raw process groups over the same (shard, tensor) of all replicas: two on Gloo, one on NCCL.
+    All of those workers call it.
+
+    NCCL communicators whose kernels start in different orders can wait for each other for ever.
+    """
     store = rendezvous.store(prefix)
     if device == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = rendezvous.timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, rendezvous.timeout)
+        return [dist.ProcessGroupNCCL(store, rank, size, options)]
+    return [
+        dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, rendezvous.timeout)
+        for name in ("first", "second")
+    ]
 
 
 def abandon(group: Any, in_flight: list[Any]) -> None:
