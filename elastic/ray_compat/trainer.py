@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.train import Result, RunConfig
 from ray.train import ScalingConfig as RayScalingConfig
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import (
     PlacementGroupCleanerCallback,
 )
@@ -71,9 +72,11 @@ class ElasticRayTrainer(DataParallelTrainer):
         )
 
     def _create_default_callbacks(self) -> list[Any]:
-        """Without Ray Train's detached cleaner, which knows of one placement group only."""
-        callbacks = super()._create_default_callbacks()
-        return [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
+        """Without two of Ray Train's own: the detached cleaner knows of one placement group only,
+        and the callback for Ray Datasets, which a run has none of, starts an actor for every worker
+        that is started, seconds of a core each."""
+        unwanted = (PlacementGroupCleanerCallback, DatasetsCallback)
+        return [c for c in super()._create_default_callbacks() if not isinstance(c, unwanted)]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
         arguments["failure_policy"] = CoordinatorDecides(self._coordinator)
