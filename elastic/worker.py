@@ -270,7 +270,6 @@ class Worker:
         the replica cannot read its part of a snapshot: then nobody takes it."""
         if run.step == 0:
             engine.initialize()
-            engine.optimizer_steps = 0
             return Progress()
         if run.source == "memory":
             read = self.read_snapshot(engine, run.step)

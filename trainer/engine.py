@@ -162,9 +162,17 @@ class Engine:
             leaf.grad = grad
 
     def initialize(self) -> None:
-        """Fills the weights from the seed or the pretrained files; the optimizer starts empty."""
-        assert self._source is not None
-        fill(self.model, self.slices, self._source)
+        """Fills the weights from the seed or the pretrained files; the optimizer starts empty.
+
+        The engine may hold something already: a newcomer whose source died in the middle of a heal
+        starts from the seed where nobody else has the state.
+        """
+        source = self._source or self.task.build(self.train_config.seed)[1]
+        fill(self.model, self.slices, source)
+        for name, tensor in self.state_tensors().items():
+            if name.startswith(MOMENTS):
+                tensor.zero_()
+        self.optimizer_steps = 0
         self.forget_initial_weights()
 
     def forget_initial_weights(self) -> None:
