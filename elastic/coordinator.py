@@ -316,7 +316,8 @@ class Coordinator:
         """Whether injected fault `index` hits the worker in `slot` now. Workers that a fault hits
         together get their answers together."""
         await self._ready.wait()
-        if not self._faults.claim(index, slot, self.membership.generation):
+        membership = self.membership
+        if not self._faults.claim(index, slot, membership.generation, settled=membership.settled):
             return False
         fault = str(self._faults.faults[index])
         self._note(events.FaultFired(time=time.time(), fault=fault, step=step, worker=worker))
