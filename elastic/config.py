@@ -60,8 +60,9 @@ class HealthConfig:
     """How long to wait for whom, and how much to put up with."""
 
     collective_timeout_s: float = 300.0
-    """Bound on a collective and on making a process group: the last net, for peers that freeze. A
-    replica waits in one for those that compute more lanes, and a heal is one: it must be longer."""
+    """Bound on a collective, on a chunk of a heal and on making a process group: the last net, for
+    what heartbeats do not see. A replica waits in a collective for those that compute more lanes,
+    so this must be longer than that takes."""
     regroup_timeout_s: float = 300.0
     """A worker that does not follow a call to regroup within this time is killed. It first ends its
     step, so this must be longer than one."""

@@ -1,7 +1,7 @@
 """Faults that a run injects into itself, to show and to test recovery.
 
 A fault is placed by step and phase (trainer/phases.py) and hits workers by the number of their
-slot. In words: `KIND@STEP[.PHASE][:WORKER[+WORKER...]]`, several with commas.
+slot. In words: `KIND@STEP[.PHASE][:WORKER[+WORKER...]]` or `KIND@STEP:spare`, several with commas.
 
     kill@60                  the last slot is killed in the backward pass of step 60, or, where a
                              recovery is going on then, of the first step after it

@@ -65,9 +65,8 @@ def deal_lanes(
         replicas: indices of the replicas that compute, in order. More replicas than lanes: the last
             ones get none.
         before: what each replica had. Given after a fault: a replica keeps its lanes, whose
-            gradients
-            it may hold already, and only the lost ones are dealt, each to the replica with the
-            fewest.
+            gradients it may hold already, and only the lost ones are dealt, each to the replica
+            with the fewest.
 
     Returns:
         replica index -> its lanes in rising order.

@@ -43,8 +43,8 @@ Outcome = Literal["finished", "boundary", "fault"]
 class Link(Protocol):
     """What the loop needs from the control plane.
 
-    What is called within a step may neither block nor wait for an answer; `save` and `evaluated`
-    come between steps, where the workers of a replica may agree on something.
+    What is called within a step may neither block nor wait for an answer; `save`, `compared` and
+    `evaluated` come between steps, where the workers of a replica may agree on something.
     """
 
     def leave_now(self) -> bool:
@@ -245,9 +245,8 @@ class TrainLoop:
         """The commit reduce; None: the step does not count (yet).
 
         Summed inside the replica, then over the replicas by their first workers alone, then handed
-        out inside the
-        replica: all workers of a replica always come to the same answer, so none waits for one that
-            left.
+        out inside the replica: all workers of a replica always come to the same answer, so none
+        waits for one that left.
         """
         vector = commits.pack(
             self.config.lanes,
