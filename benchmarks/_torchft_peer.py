@@ -8,6 +8,10 @@ DistributedDataParallel: in 0.2.0 that one ends the survivors too, by a failed a
 (`fut._fut` in ddp.py) when the all-reduce of a bucket fails. It runs until it is ended. The
 launcher (recovery.py) plays torchx: it starts one lighthouse and the workers, and a killed worker
 again at once.
+
+What to expect: the killed worker's neighbours in Gloo's ring fail at once; the third survivor waits
+for the group's timeout. Two of four are no majority, so the quorum waits for it, or for the
+replacement.
 """
 
 from __future__ import annotations

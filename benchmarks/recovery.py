@@ -23,7 +23,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -42,8 +41,9 @@ from benchmarks._common import (
     show_table,
 )
 from benchmarks._processes import Processes, free_port
+from benchmarks._runs import Meanwhile, run_elastic, run_ray_train
 from benchmarks._torchft import find_torchft
-from benchmarks._toy import BATCH, PacedLoss, Step, build_model, dataset, read_traces
+from benchmarks._toy import Step, read_traces
 
 WORKERS, VICTIM, KILL_STEP = 4, 2, 45
 AFTERMATH_S = 2.0
@@ -206,80 +206,28 @@ def torchft(directory: Path, options: argparse.Namespace) -> Outcome:
 
 def ray_train(directory: Path, options: argparse.Namespace) -> Outcome:
     """Stock Ray Train: the whole group is restarted from the last checkpoint."""
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    from benchmarks._ddp_peer import train_on_ray
-
     (traces := directory / "traces").mkdir()
-    trainer = TorchTrainer(
-        train_on_ray,
-        train_loop_config={
-            "traces": str(traces), "steps": options.steps, "step_s": options.step_s
-        },
-        torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(num_workers=WORKERS),
-        run_config=RunConfig(
-            name="run", storage_path=str(directory), failure_config=FailureConfig(max_failures=3)
-        ),
-    )  # fmt: skip
-    with Killer(lambda: kill_by_trace(traces)) as killer:
-        trainer.fit()
-    return outcome_of_traces(traces, killer.killed)
+    with Meanwhile(lambda: kill_by_trace(traces)) as killer:
+        run_ray_train(
+            directory,
+            workers=WORKERS,
+            steps=options.steps,
+            step_s=options.step_s,
+            max_failures=3,
+        )
+    return outcome_of_traces(traces, killer.result)
 
 
 # -- ours ------------------------------------------------------------------------------------------
 
 
-class Killer:
-    """Kills in a thread of its own while the main one is in `fit`."""
-
-    def __init__(self, kill: Callable[[], float]) -> None:
-        self.killed = 0.0
-        self._kill = kill
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        self.killed = self._kill()
-
-    def __enter__(self) -> Killer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join()
-
-
 def elastic(directory: Path, options: argparse.Namespace, spares: int = 1) -> Outcome:
-    """ElasticTrainer, used as anybody would."""
-    from ray.train import RunConfig
-
-    from elastic import (
-        CheckpointConfig,
-        CustomTask,
-        ElasticTrainer,
-        OptimizerConfig,
-        ScalingConfig,
-        TrainConfig,
-    )
-
-    task = CustomTask(
-        build_model=build_model, loss_function=PacedLoss(options.step_s), dataset=dataset()
-    )
-    trainer = ElasticTrainer(
-        TrainConfig(
-            task=task,
-            steps=options.steps,
-            global_batch=BATCH * WORKERS,
-            optimizer=OptimizerConfig(lr=1e-3, warmup_steps=2),
-        ),
-        scaling=ScalingConfig(max_replicas=WORKERS, spares=spares),
-        run_config=RunConfig(name="run", storage_path=str(directory)),
-        checkpoint=CheckpointConfig(every_steps=10, resume="never"),
-    )
-    with Killer(lambda: kill_by_records(directory / "run")) as killer:
-        trainer.fit()
-    return outcome_of_records(directory / "run", killer.killed)
+    """ElasticTrainer with a spare."""
+    with Meanwhile(lambda: kill_by_records(directory / "run")) as killer:
+        run_elastic(
+            directory, workers=WORKERS, spares=spares, steps=options.steps, step_s=options.step_s
+        )
+    return outcome_of_records(directory / "run", killer.result)
 
 
 def elastic_no_spare(directory: Path, options: argparse.Namespace) -> Outcome:
