@@ -42,6 +42,10 @@ from trainer.replicas import CrossGroup
 
 OWN_FAULT_EXIT_CODE = 70
 
+_LEASES_OF_SILENCE = 2
+"""By then the coordinator has written off the node of a peer that is not heard any more: the error
+is not taken for this worker's own."""
+
 State = tuple[dict[str, torch.Tensor], Mapping[str, Any]]
 """A worker's tensors by name, and the training state beside them."""
 
@@ -96,9 +100,12 @@ class Worker:
 
     def follow(self, answer: Build | Run) -> str | None:
         """Does what the coordinator asks. Returns the traceback where an exception ended it."""
-        host, port = answer.meet
+        (host, port), health = answer.meet, self.job.health
         self.rendezvous = Rendezvous(
-            host=host, port=port, timeout_s=self.job.health.collective_timeout_s
+            host=host,
+            port=port,
+            timeout_s=health.collective_timeout_s,
+            silent_s=_LEASES_OF_SILENCE * health.node_timeout_s,
         )
         try:
             if isinstance(answer, Build):

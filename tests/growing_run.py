@@ -23,6 +23,7 @@ from checkpointing import CheckpointConfig
 from elastic import (
     CustomTask,
     ElasticTrainer,
+    HealthConfig,
     OptimizerConfig,
     ParallelConfig,
     ScalingConfig,
@@ -48,7 +49,16 @@ class PacedData:
         return x, x * x
 
 
-def growing_trainer(storage: str, gate: str, scaling: ScalingConfig, shard: int) -> ElasticTrainer:
+def growing_trainer(
+    storage: str,
+    gate: str,
+    scaling: ScalingConfig,
+    shard: int,
+    *,
+    name: str = "run",
+    checkpoint: CheckpointConfig | None = None,
+    health: HealthConfig | None = None,
+) -> ElasticTrainer:
     """The run."""
     return ElasticTrainer(
         TrainConfig(
@@ -60,8 +70,9 @@ def growing_trainer(storage: str, gate: str, scaling: ScalingConfig, shard: int)
             optimizer=OptimizerConfig(lr=1e-2),
         ),
         scaling=scaling,
-        run_config=RunConfig(name="run", storage_path=storage),
-        checkpoint=CheckpointConfig(every_steps=None),
+        run_config=RunConfig(name=name, storage_path=storage),
+        checkpoint=checkpoint or CheckpointConfig(every_steps=None),
+        health=health,
     )
 
 

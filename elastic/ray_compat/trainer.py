@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
@@ -85,12 +87,27 @@ class ElasticRayTrainer(DataParallelTrainer):
         here = on_node(ray.get_runtime_context().get_node_id())
         actor: Any = ray.remote(**options)(ElasticController)
         controller: Any = actor.options(scheduling_strategy=here).remote(**arguments)
-        if threading.current_thread() is threading.main_thread():
-            self._register_sigint_handler(controller)
         try:
-            return self._wait_for(controller)
-        finally:  # a controller that was killed left them, and one that was interrupted may have
+            with self._aborted_by_sigint(controller):
+                return self._wait_for(controller)
+        finally:
+            ray.kill(controller)
+            # A controller that was killed left them, and one that was interrupted may have.
             remove_groups(self.train_run_context.run_id)
+
+    @contextlib.contextmanager
+    def _aborted_by_sigint(self, controller: Any) -> Iterator[None]:
+        """Ctrl-C ends the run, and after it is what it was before: Ray Train's handler would keep
+        the controller alive, and swallow it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+        self._register_sigint_handler(controller)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def _wait_for(self, controller: Any) -> Result:
         running, over = controller.run.remote(), self._coordinator.over.remote()

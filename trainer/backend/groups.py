@@ -22,6 +22,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainer.backend.interface import listen_towards
+from trainer.backend.silence import limit_silence
+
 Device = Literal["cpu", "cuda"]
 
 _POLL_MIN_S, _POLL_MAX_S = 20e-6, 500e-6
@@ -42,6 +45,8 @@ class Rendezvous:
     """Its port."""
     timeout_s: float
     """Bound on rendezvous and on every collective."""
+    silent_s: float = 30.0
+    """A peer in the replica whose machine acknowledges nothing for so long is given up."""
 
     def store(self, prefix: str) -> Store:
         """A connection to the store that sees only keys below `prefix`."""
@@ -88,23 +93,25 @@ def make_replica_group(
         RuntimeError: a peer went away meanwhile, or `leave_now` became true.
     """
     gather(rendezvous, prefix, rank, shard * tensor, leave_now)
+    listen_towards(rendezvous.host, rendezvous.port)
     options: dict[str, Any] = {}
     if device == "cuda":
         # A failed collective must end in an exception here, not in the end of the process.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         options["device_id"] = torch_device(device)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        store=rendezvous.store(prefix),
-        rank=rank,
-        world_size=shard * tensor,
-        timeout=rendezvous.timeout,
-        **options,
-    )
     # DTensor's caches take meshes of the same shape and names for the same mesh, and would apply
     # this process's old place in its old replica (docs/decisions/007).
     names = (f"shard {prefix}", f"tensor {prefix}")
-    return init_device_mesh(device, (shard, tensor), mesh_dim_names=names)
+    with limit_silence(rendezvous.silent_s):
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=rendezvous.store(prefix),
+            rank=rank,
+            world_size=shard * tensor,
+            timeout=rendezvous.timeout,
+            **options,
+        )
+        return init_device_mesh(device, (shard, tensor), mesh_dim_names=names)
 
 
 def gather(

@@ -1,0 +1,206 @@
+"""A host is cut off, or lost as a whole, in the middle of a run on several: the run goes on without
+it, what is cut off trains and publishes nothing, and the weights are the undisturbed run's."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from growing_run import STEPS
+from hosts import HEAD, ROOT, Hosts, requires_hosts
+from partition_run import NODE_TIMEOUT_S
+
+from checkpointing import Keys, Reader, load_manifest, open_store, params_sha256
+from elastic import events
+from elastic.events import read_events, read_steps
+
+PROGRAM = ROOT / "tests" / "partition_run.py"
+UNDER_WAY = 15
+"""Steps before anything happens: there is a checkpoint by then."""
+PATIENCE_S = 150.0
+LATE_S = 6.0
+"""How much later than a lease's end things may happen, on a machine with other work."""
+
+E = TypeVar("E", bound=events.Event)
+
+
+class PartitionRun:
+    """A run on hosts, and what its records say."""
+
+    def __init__(self, hosts: Hosts, storage: Path, replicas: int, shard: int) -> None:
+        self.hosts, self.storage, self.root = hosts, storage, storage / "run"
+        self.gate, self._log = storage / "gate", storage / "log"
+        arguments = [hosts.address, storage, self.gate, replicas, shard]
+        program = [sys.executable, str(PROGRAM), *map(str, arguments)]
+        self.process = hosts.popen(HEAD, program, self._log)
+
+    def of_kind(self, kind: type[E], *, after_s: float = 0.0) -> list[E]:
+        """Events later than `after_s`, seconds since the epoch."""
+        path = self.root / "events.jsonl"
+        known = read_events(path) if path.exists() else []
+        return [event for event in known if isinstance(event, kind) and event.time > after_s]
+
+    def steps(self) -> list[events.StepRecord]:
+        path = self.root / "steps.jsonl"
+        return read_steps(path) if path.exists() else []
+
+    def wait_until(self, what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not what():
+            assert self.process.poll() is None, self._log.read_text()[-4000:]
+            assert time.monotonic() < deadline, self.of_kind(events.Event)
+            time.sleep(0.05)
+
+    def wait_for_replicas(self, count: int, *, after_s: float) -> None:
+        """Waits for a roster of `count` replicas, all of them with state."""
+
+        def stands() -> bool:
+            done = self.of_kind(events.RegroupDone, after_s=after_s)
+            return bool(done) and sum(map(bool, done[-1].lanes.values())) == count
+
+        self.wait_until(stands)
+
+    def under_way(self) -> int:
+        """Waits for the middle of the run. Returns the host of the lead worker, which records the
+        steps and saves."""
+        self.wait_until(lambda: len(self.steps()) > UNDER_WAY)
+        (lead, *_) = [r.workers[0] for r in self.of_kind(events.ReplicaForming) if r.replica == 0]
+        (pid,) = [w.pid for w in self.of_kind(events.WorkerJoined) if w.worker == lead]
+        host = self.hosts.host_of(pid)
+        assert host is not None
+        return host
+
+    def finish(self) -> None:
+        """Opens the gate, waits for the end, and checks the outcome."""
+        self.gate.touch()
+        assert self.process.wait(PATIENCE_S) == 0, self._log.read_text()[-4000:]
+        assert [step.step for step in self.steps()] == list(range(STEPS))
+        assert params_of(self.root) == params_of(self.storage / "whole")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def params_of(root: Path) -> str:
+    """The hash of a finished run's weights."""
+    store = open_store(root / "checkpoints")
+    manifest = load_manifest(store, Keys(), STEPS)
+    names = [name for name in manifest.tensors if name.startswith("param/")]
+    return params_sha256(Reader(store, manifest), names)
+
+
+@contextlib.contextmanager
+def run_on(
+    tmp_path: Path, *, hosts: int, cpus: int = 1, replicas: int, shard: int = 1
+) -> Iterator[PartitionRun]:
+    with Hosts(hosts, cpus=cpus) as there:
+        run = PartitionRun(there, tmp_path, replicas, shard)
+        try:
+            yield run
+        finally:
+            run.close()
+
+
+def workers_on(run: PartitionRun, host: int) -> dict[str, int]:
+    """Workers of the run that live on a host now, with their process ids."""
+    there = run.hosts.processes(host)
+    return {w.worker: w.pid for w in run.of_kind(events.WorkerJoined) if w.pid in there}
+
+
+def check_fenced(run: PartitionRun, cut_s: float, cut_off: dict[str, int]) -> None:
+    """The cut-off workers were written off in time, and from then on nothing of the generation
+    that they knew was recorded or published."""
+    lost = run.of_kind(events.WorkerLost, after_s=cut_s)
+    assert {event.worker for event in lost} == set(cut_off)
+    assert {event.cause for event in lost} == {"node"}
+    assert max(event.time for event in lost) - cut_s < NODE_TIMEOUT_S + LATE_S
+    fenced_s = lost[0].time
+    (first, *_) = run.of_kind(events.RegroupDone, after_s=fenced_s)
+    assert {s.generation < first.generation for s in run.steps() if s.time > fenced_s} == {False}
+    saves = run.of_kind(events.CheckpointCommitted, after_s=fenced_s)
+    assert {save.generation < first.generation for save in saves} == {False}
+    store = open_store(run.root / "checkpoints")
+    for save in saves:
+        assert load_manifest(store, Keys(), save.step).generation == save.generation
+
+
+@requires_hosts
+def test_a_host_that_is_cut_off_publishes_nothing_and_comes_back(tmp_path: Path) -> None:
+    """The lead's host, at that: its worker records the steps and saves."""
+    with run_on(tmp_path, hosts=2, replicas=2) as run:
+        host = run.under_way()
+        cut_off, cut_s = workers_on(run, host), time.time()
+        run.hosts.cut(host)
+        run.wait_until(lambda: not set(cut_off.values()) & run.hosts.processes(host))
+        assert time.time() - cut_s < NODE_TIMEOUT_S + LATE_S
+        run.wait_for_replicas(1, after_s=cut_s)
+        alone = len(run.steps())
+        run.wait_until(lambda: len(run.steps()) > alone + UNDER_WAY)
+        assert not workers_on(run, host)  # the run went on without it
+        restored_s = time.time()
+        run.hosts.restore(host)
+        run.wait_for_replicas(2, after_s=restored_s)
+        assert workers_on(run, host).keys().isdisjoint(cut_off)
+        run.finish()
+        check_fenced(run, cut_s, cut_off)
+
+
+@pytest.mark.slow
+@requires_hosts
+def test_a_host_that_dies_is_done_without(tmp_path: Path) -> None:
+    """Raylet, workers and agent, all at once; then another raylet starts there."""
+    with run_on(tmp_path, hosts=2, replicas=2) as run:
+        host = run.under_way()
+        dead, killed_s = workers_on(run, host), time.time()
+        run.hosts.kill(host)
+        run.wait_for_replicas(1, after_s=killed_s)
+        alone = len(run.steps())
+        run.wait_until(lambda: len(run.steps()) > alone + UNDER_WAY)
+        started_s = time.time()
+        run.hosts.start(host)
+        run.wait_for_replicas(2, after_s=started_s)
+        run.finish()
+        check_fenced(run, killed_s, dead)
+
+
+@pytest.mark.slow
+@requires_hosts
+def test_a_host_that_is_cut_off_for_good(tmp_path: Path) -> None:
+    """So long that Ray gives it up as well: its raylet ends, and another one starts there."""
+    with run_on(tmp_path, hosts=2, replicas=2) as run:
+        host = run.under_way()
+        cut_off, cut_s = workers_on(run, host), time.time()
+        before = run.hosts.processes(host)
+        run.hosts.cut(host)
+        run.wait_for_replicas(1, after_s=cut_s)
+        run.wait_until(lambda: not before & run.hosts.processes(host))
+        run.hosts.restore(host)
+        started_s = time.time()
+        run.hosts.start(host)
+        run.wait_for_replicas(2, after_s=started_s)
+        run.finish()
+        check_fenced(run, cut_s, cut_off)
+
+
+@pytest.mark.slow
+@requires_hosts
+def test_a_replica_over_two_hosts_loses_one_of_them(tmp_path: Path) -> None:
+    """The worker on the other host waits in a collective that nobody ends but the silence."""
+    with run_on(tmp_path, hosts=2, replicas=1, shard=2) as run:
+        host = run.under_way()
+        cut_off, cut_s = workers_on(run, host), time.time()
+        survivors = workers_on(run, 1 - host)
+        run.hosts.cut(host)
+        run.wait_until(lambda: not workers_on(run, host))
+        run.hosts.restore(host)
+        run.wait_for_replicas(1, after_s=cut_s)
+        assert workers_on(run, 1 - host) == survivors
+        run.finish()
+        check_fenced(run, cut_s, cut_off)

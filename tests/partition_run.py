@@ -1,0 +1,31 @@
+"""A run on several hosts, slow until a file appears, and then the same one undisturbed, as a program
+of its own: a test cuts the hosts' links meanwhile.
+
+    python tests/partition_run.py ADDRESS STORAGE GATE REPLICAS SHARD
+"""
+
+from __future__ import annotations
+
+import sys
+
+import ray
+from growing_run import growing_trainer
+
+from checkpointing import CheckpointConfig
+from elastic import HealthConfig, ScalingConfig
+
+NODE_TIMEOUT_S = 3.0
+
+if __name__ == "__main__":
+    address, storage, gate, *numbers = sys.argv[1:]
+    replicas, shard = map(int, numbers)
+    ray.init(address=address, log_to_driver=False)
+    growing_trainer(
+        storage,
+        gate,
+        ScalingConfig(max_replicas=replicas),
+        shard,
+        checkpoint=CheckpointConfig(every_steps=10, keep_every=10),
+        health=HealthConfig(node_timeout_s=NODE_TIMEOUT_S),
+    ).fit()
+    growing_trainer(storage, gate, ScalingConfig(max_replicas=1), shard, name="whole").fit()
