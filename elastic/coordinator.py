@@ -17,7 +17,7 @@ import signal
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,6 +141,7 @@ class Coordinator:
         self._short_of = 0
         self._hellos = 0
         self._standings: dict[str, Standing] = {}
+        self._taking_up = self._checking_leases = False
         self._ready = asyncio.Event()
         """Set but while a coordinator that was started anew asks the workers where they stand."""
         self.steps: list[events.StepRecord] = []
@@ -174,11 +175,21 @@ class Coordinator:
         if self._ready.is_set():
             return
         worker = standing.identity.worker
-        if not self._standings:
-            self._spawn(self._take_up())
         self._standings[worker] = standing
         self._watch_process(standing.identity)
+        self._begin_take_up()
         await self._tell()
+
+    async def _gate(self) -> None:
+        """Calls that need to know the run wait here until a coordinator started anew knows it."""
+        if not self._ready.is_set():
+            self._begin_take_up()
+            await self._ready.wait()
+
+    def _begin_take_up(self) -> None:
+        if not self._taking_up:
+            self._taking_up = True
+            self._spawn(self._take_up())
 
     async def _take_up(self) -> None:
         """Waits for the workers that lived when the last coordinator was lost; writes off those
@@ -193,12 +204,13 @@ class Coordinator:
             self._snapshots = self._make_snapshots(found)
         self.membership.resume(
             list(self._standings.values()),
-            started=self._recalled.generation > 0,
+            generation=self._recalled.generation,
             formations=self._recalled.formations,
             recorded=self._recalled.recorded,
         )
         self._restored = self._recalled.restored
         self._faults.count_as_fired(self._recalled.fired)
+        self._draining_nodes.update(self._recalled.draining_nodes)
         for worker in self._recalled.draining & self._standings.keys():
             self._draining.add(worker)
             self.membership.drain(worker)
@@ -215,7 +227,7 @@ class Coordinator:
 
     async def hello(self, identity: Identity) -> None:
         """A worker has started: its process is watched from now on."""
-        await self._ready.wait()
+        await self._gate()
         self._hellos += 1
         self._note(
             events.WorkerJoined(
@@ -227,7 +239,8 @@ class Coordinator:
             await self._drain([identity.worker], "its node is draining", None)
 
     def _watch_process(self, identity: Identity) -> None:
-        if not self._started:
+        if not self._checking_leases:
+            self._checking_leases = True
             self._spawn(self._check_leases())
         self._started[identity.worker] = identity
         token = self._agents.start(identity.node, ray.get_runtime_context().current_actor)
@@ -239,7 +252,7 @@ class Coordinator:
 
     async def join(self, report: Report) -> Answer:
         """A worker reports what it has and waits for what to do. No worker joins unwatched."""
-        await self._ready.wait()
+        await self._gate()
         worker = report.identity.worker
         if worker in self._watches:
             await self._watches.pop(worker)
@@ -266,7 +279,7 @@ class Coordinator:
         Returns:
             "peer": join again; "own": the worker is written off and must exit.
         """
-        await self._ready.wait()
+        await self._gate()
         if self.membership.give_up_formation(worker):
             await self._advance()
             return "peer"
@@ -281,7 +294,7 @@ class Coordinator:
 
     async def fail(self, error: str) -> None:
         """Ends the run with an error that no retry can mend."""
-        await self._ready.wait()
+        await self._gate()
         if self.membership.stopped is None:
             self.membership.stopped = Stop(error=error)
             await self._advance()
@@ -289,10 +302,12 @@ class Coordinator:
     async def record(self, steps: list[events.StepRecord], happened: list[events.Event]) -> None:
         """Committed steps from the lead worker, events from any; steps known already are passed
         by."""
-        await self._ready.wait()
+        await self._gate()
         self._take_steps(steps)
         for event in happened:
             self._note(event)
+        if self.membership.stopped is not None:
+            await self._advance()
 
     def _take_steps(self, steps: Sequence[events.StepRecord]) -> None:
         for step in steps:
@@ -315,7 +330,7 @@ class Coordinator:
     async def claim_fault(self, index: int, slot: int, step: int, worker: str) -> bool:
         """Whether injected fault `index` hits the worker in `slot` now. Workers that a fault hits
         together get their answers together."""
-        await self._ready.wait()
+        await self._gate()
         membership = self.membership
         if not self._faults.claim(index, slot, membership.generation, settled=membership.settled):
             return False
@@ -347,7 +362,7 @@ class Coordinator:
         After a restore the records lack the steps that were lost. A late checkpoint of those steps,
         by a worker that was cut off or slow, must not become one to restore from.
         """
-        await self._ready.wait()
+        await self._gate()
         if receipt.generation < self._restored:
             return
         try:
@@ -418,13 +433,15 @@ class Coordinator:
     async def caught_up(self, worker: str, size: int, seconds: float, steps: int) -> None:
         """A newcomer's worker has received `size` bytes of state, in `seconds`, and made up for
         `steps` steps."""
-        await self._ready.wait()
+        await self._gate()
         self._heals[worker] = (size, seconds, steps)
         source = self.membership.source_of(worker)
         replica = self.membership.caught_up(worker)
         if replica is None or source is None:
             return
-        sizes, times, behind = zip(*(self._heals.pop(w) for w in replica.workers), strict=True)
+        # Some may have told a coordinator that was lost since.
+        found = [self._heals.pop(w) for w in replica.workers if w in self._heals]
+        sizes, times, behind = zip(*found, strict=True)
         self._note(
             events.ReplicaHealed(
                 time=time.time(),
@@ -441,7 +458,7 @@ class Coordinator:
     async def heal_failed(self, worker: str, reason: str) -> None:
         """A newcomer's worker did not get the state: another source, or, in the end, another
         newcomer."""
-        await self._ready.wait()
+        await self._gate()
         replica, source = self.membership.slot_name(worker), self.membership.source_of(worker)
         failures = self.membership.heal_failed(worker)
         if replica is None or source is None or failures == 0:
@@ -455,24 +472,28 @@ class Coordinator:
     async def drain(self, node: str, deadline: float | None, reason: str) -> None:
         """A machine will go, by `deadline` in seconds since the epoch: its workers leave training
         after a step, and those that start on it get no slot."""
-        await self._ready.wait()
+        await self._gate()
         self._draining_nodes.add(node)
         workers = [w for w, identity in self._started.items() if identity.node == node]
         left_s = None if deadline is None else deadline - time.time()
-        await self._drain(workers, reason, left_s)
+        await self._drain(workers, reason, left_s, node)
 
     async def drain_worker(self, worker: str, reason: str) -> None:
         """As `drain`, for a single worker."""
-        await self._ready.wait()
+        await self._gate()
         await self._drain([worker], reason, None)
 
-    async def _drain(self, workers: list[str], reason: str, deadline_s: float | None) -> None:
+    async def _drain(
+        self, workers: list[str], reason: str, deadline_s: float | None, node: str | None = None
+    ) -> None:
         known = [w for w in workers if w in self._started and w not in self._draining]
         if not known:
             return
         self._draining.update(known)
         self._note(
-            events.Draining(time=time.time(), workers=known, reason=reason, deadline_s=deadline_s)
+            events.Draining(
+                time=time.time(), workers=known, node=node, reason=reason, deadline_s=deadline_s
+            )
         )
         for worker in known:
             self.membership.drain(worker)
@@ -552,13 +573,13 @@ class Coordinator:
             if identity.node == node:
                 await self._lose(worker, "node", detail, None)
 
-    async def _kill_laggards(self, called: frozenset[str]) -> None:
+    async def _kill_laggards(self, called: Mapping[str, Signal]) -> None:
         """Writes off the workers that did not follow a call in time, and ends their processes."""
         timeout_s = self.config.health.regroup_timeout_s
         await asyncio.sleep(timeout_s)
         detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
-        for worker in sorted(called):
-            if worker in self.membership.called_away:
+        for worker, call in sorted(called.items()):
+            if worker in self.membership.called_away and self._signals.get(worker) == call:
                 self._kill(worker)
                 await self._lose(worker, "hang", detail, None)
 
@@ -590,7 +611,7 @@ class Coordinator:
             if future is not None and not future.done():
                 future.set_result(answer)
         if effects.signals:
-            self._spawn(self._kill_laggards(frozenset(effects.signals)))
+            self._spawn(self._kill_laggards(dict(effects.signals)))
         try:
             self._write_down(effects)
         except OSError as error:

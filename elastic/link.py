@@ -84,6 +84,7 @@ class CoordinatorLink:
         self._receipts: dict[Place, tuple[Any, tuple[Any, ...]]] = {}
         """The latest of each kind: what it is handed in by, and with."""
         self._standing = Standing(identity=identity)
+        self._heal_failure: str | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         threading.Thread(target=self._report, name="report", daemon=True).start()
@@ -112,6 +113,7 @@ class CoordinatorLink:
         if isinstance(answer, Build | Run):
             self._slot = answer.replica * self._job.train.parallel.workers + answer.rank
         if isinstance(answer, Run):
+            self._heal_failure = None
             while self._records and self._records[0].step < answer.recorded:
                 self._records.popleft()
             if answer.restore:
@@ -129,7 +131,7 @@ class CoordinatorLink:
 
     def terminating(self) -> None:
         """This process was sent SIGTERM: it will be killed soon."""
-        self._coordinator.drain_worker.remote(self._identity.worker, "SIGTERM")
+        ask(self._coordinator.drain_worker, self._identity.worker, "SIGTERM")
 
     def compare(self, slot: str, digest: str) -> None:
         """Hands in this worker's state digest at the end of the run."""
@@ -192,6 +194,7 @@ class CoordinatorLink:
 
     def heal_failed(self, reason: str) -> None:
         """See Link."""
+        self._heal_failure = reason
         self._coordinator.heal_failed.remote(self._identity.worker, reason)
 
     def compared(self, step: int, checksums: list[int | None]) -> None:
@@ -209,7 +212,9 @@ class CoordinatorLink:
         if not found.decided and self._run.position == 0:
             self.fail(
                 f"the replicas differ before step {step}, and no majority shows which is right: "
-                f"checksums {shown}. Run the same name again: it goes on from the newest checkpoint"
+                f"checksums {shown}. They were equal {self._job.health.compare_every} steps before "
+                f"(health.compare_every): delete the checkpoints since then, and run the same name "
+                f"again"
             )
 
     def evaluated(self, step: int, loss: float, tokens: int) -> None:
@@ -324,6 +329,8 @@ class CoordinatorLink:
         with contextlib.suppress(ray.exceptions.RayError):
             serial = max(self._settled, *self._called.values())
             ask(self._coordinator.resume, replace(self._standing, serial=serial))
+            if self._heal_failure is not None:
+                self.heal_failed(self._heal_failure)
             for method, args in list(self._receipts.values()):  # some of a checkpoint may be lost
                 ask(method, *args)
 

@@ -239,7 +239,7 @@ class Membership:
         return tuple(self._places.forming.values())
 
     def resume(
-        self, standings: Sequence[Standing], *, started: bool, formations: int, recorded: int
+        self, standings: Sequence[Standing], *, generation: int, formations: int, recorded: int
     ) -> None:
         """Takes up a run whose coordinator was lost, from what its workers know.
 
@@ -248,7 +248,7 @@ class Membership:
 
         Args:
             standings: of all living workers.
-            started: whether a roster ever stood.
+            generation: of the newest roster in the records, 0 where none stood yet.
             formations: replicas that ever began to form.
             recorded: steps that the run's records hold.
         """
@@ -257,7 +257,8 @@ class Membership:
         self._formations = self._resumed_formations = formations
         self.recorded, self.reached = recorded, max(recorded, self.reached)
         found = plan_resumption(standings, self.config.workers_per_replica)
-        self.generation = max(self.generation, found.roster.generation)
+        started = generation > 0 or found.roster.generation > 0
+        self.generation = max(self.generation, generation, found.roster.generation)
         self.roster = found.roster
         self._places.form((*found.standing, *found.forming))
         self._places.seat(found.standing)
@@ -346,11 +347,11 @@ class Membership:
         between them. Returns whether that is decided: it waits for all of them."""
         if self.call != "fault" or self._places.standing or self._salvaged:
             return True
-        living = [worker for worker in self.roster.workers if worker in self.members]
+        living = (worker for worker in self.roster.workers if worker in self.members)
         if any(worker not in self.waiting for worker in living):
             return False
         self._salvaged = True
-        reports = [self.waiting[worker] for worker in living if worker in self._places.idle]
+        reports = [self.waiting[worker] for worker in self._places.idle]
         workers = plan_salvage(reports, self.config.workers_per_replica)
         self._build(workers, effects, keep=True)
         return True

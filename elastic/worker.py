@@ -79,7 +79,7 @@ class Worker:
         self.progress: Progress | None = None
         self.position: Progress | None = None
         """Where it is in the run: `progress`, or, without state, how far it follows."""
-        self.built = 0
+        self.built = self.generation = 0
         self.finished = False
         job.task.warm_up()
 
@@ -125,6 +125,7 @@ class Worker:
             identity=self.identity,
             built=self.built,
             rank=self.rank,
+            generation=self.generation,
             step=None if progress is None else progress.step,
             in_step=self.position is not None and self.position.in_step,
             last=None if progress is None else progress.last,
@@ -204,6 +205,7 @@ class Worker:
     def train(self, run: Run) -> None:
         """This worker's part in one generation: gets its state up to date, then trains."""
         assert self.engine is not None
+        self.generation = run.generation
         self.link.at_step(run.step, "regroup")
         cross = self.make_cross_group(run, self.engine)
         heal: Source | Newcomer | None = None

@@ -38,6 +38,10 @@ from trainer.parallel.layout import Slot
 from trainer.schedule import learning_rate
 from trainer.task import PreparedTask
 
+_NORM_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Numbers under one float32 norm; those are added up in float64. All in float64 took eight per cent
+of a small model's step on a CPU."""
+
 PARAMETERS, MOMENTS = "param/", ("exp_avg/", "exp_avg_sq/")
 
 
@@ -220,8 +224,9 @@ class Engine:
 
     def norm_squared(self, gradient: torch.Tensor) -> float:
         """This worker's part of the squared norm of the reduced flat gradient."""
-        norm = torch.linalg.vector_norm(gradient[: self._own], dtype=torch.float64)
-        return float(norm.square())
+        chunks = gradient[: self._own].split(_NORM_CHUNK[self.device.type])
+        norms = torch.stack(torch._foreach_norm(chunks)) if self._own else gradient.new_zeros(1)
+        return float(norms.double().square().sum())
 
     def sum_at_first(self, vector: list[float]) -> list[float]:
         """Sums a float64 vector at the replica's first worker; the others get something of no

@@ -248,13 +248,12 @@ class World:
         alive = [w for n, w in self.workers.items() if n not in self.dead and not w.done]
         before = self.membership
         self.membership = Membership(self.config, generation=0, restore_step=max(self.saved))
-        self.membership.generation = before.generation  # it stands in the events
         self.membership.meet = ("", self.incarnation)
         self._set_snapshot(self.snapshot)
         self.posted.clear()
         self.membership.resume(
             [worker.standing() for worker in alive if worker.name not in self.lost],
-            started=before.generation > 0,
+            generation=before.generation,
             formations=before._formations,
             recorded=before.recorded,
         )

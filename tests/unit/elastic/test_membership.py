@@ -410,13 +410,13 @@ def test_survivors_of_all_replicas_put_their_copy_together() -> None:
     group.lose("b1")
     effects = group.lose("c2")
     assert not effects.formed
-    group.join("a0", step=7, in_step=True, last=commit(6), built=0, rank=0)
-    effects = group.join("d3", step=8, last=commit(7), built=0, rank=1)
+    group.join("a0", step=7, in_step=True, last=commit(6), built=0, rank=0, generation=1)
+    effects = group.join("d3", step=8, last=commit(7), built=0, rank=1, generation=1)
     assert [replica.workers for replica in effects.formed] == [("a0", "d3")]
     builds = [answer for answer in effects.answers.values() if isinstance(answer, Build)]
     assert [build.keep for build in builds] == [True, True]
-    group.join("a0", step=7, in_step=True, last=commit(6), rank=0)
-    effects = group.join("d3", step=8, last=commit(7), rank=1)
+    group.join("a0", step=7, in_step=True, last=commit(6), rank=0, generation=1)
+    effects = group.join("d3", step=8, last=commit(7), rank=1, generation=1)
     assert effects.regrouped is not None
     assert (effects.regrouped.outcome, effects.regrouped.lost_steps) == ("finish_step", 0)
     run = run_of(effects, "a0")
@@ -428,8 +428,8 @@ def test_survivors_that_lack_a_shard_go_back_to_the_checkpoint() -> None:
     group.start("a0", "b1", "c2", "d3")
     group.lose("b1")
     group.lose("d3")
-    group.join("a0", step=7, in_step=True, last=commit(6), built=0, rank=0)
-    effects = group.join("c2", step=7, in_step=True, last=commit(6), built=0, rank=0)
+    group.join("a0", step=7, in_step=True, last=commit(6), built=0, rank=0, generation=1)
+    effects = group.join("c2", step=7, in_step=True, last=commit(6), built=0, rank=0, generation=1)
     assert [replica.workers for replica in effects.formed] == [("a0", "c2")]
     effects = group.build("a0", "c2")
     assert effects.regrouped is not None
