@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 MOST_CALLS = 100_000
 """Calls pending in the actor at once: each worker has one in `watch`, and perhaps one in `join`."""
 
-_SETTLED_AFTER_S = 1.0
-"""The answers of a regroup have left by then."""
+_NO_GC_S = 3.0
+"""A regroup is over by then, or waits for machines."""
 
 _TAKE_UP_S = 10.0
 """How long a coordinator that was started anew waits for the workers to say where they stand."""
@@ -141,6 +141,8 @@ class Coordinator:
         self._short_of = 0
         self._hellos = 0
         self._standings: dict[str, Standing] = {}
+        self._dead_early: set[str] = set()
+        """Workers whose death was told while their standings were waited for."""
         self._taking_up = self._checking_leases = False
         self._ready = asyncio.Event()
         """Set but while a coordinator that was started anew asks the workers where they stand."""
@@ -193,35 +195,43 @@ class Coordinator:
 
     async def _take_up(self) -> None:
         """Waits for the workers that lived when the last coordinator was lost; writes off those
-        that do not speak up."""
-        expected = self._recalled.workers.keys()
+        that have died, or do not speak up."""
+        expected = self._recalled.workers
+        for worker, joined in expected.items():
+            if worker not in self._standings:
+                self._watch_process(
+                    Identity(worker=worker, rank=0, node=joined.node, pid=joined.pid)
+                )
         async with self._news:
             with contextlib.suppress(asyncio.TimeoutError):
-                all_here = self._news.wait_for(lambda: expected <= self._standings.keys())
-                await asyncio.wait_for(all_here, _TAKE_UP_S)
-        if self.config.checkpoint.memory_every is not None:
-            found = await asyncio.to_thread(find_snapshot, self.config.paths)
-            self._snapshots = self._make_snapshots(found)
+                heard = self._news.wait_for(
+                    lambda: expected.keys() <= self._standings.keys() | self._dead_early
+                )
+                await asyncio.wait_for(heard, _TAKE_UP_S)
+        living = expected.keys() & self._standings.keys()
         self.membership.resume(
-            list(self._standings.values()),
+            [self._standings[worker] for worker in sorted(living)],
             generation=self._recalled.generation,
             formations=self._recalled.formations,
             recorded=self._recalled.recorded,
         )
+        for worker in self._standings.keys() - living:
+            self.membership.lose(worker)  # it was written off before
         self._restored = self._recalled.restored
         self._faults.count_as_fired(self._recalled.fired)
         self._draining_nodes.update(self._recalled.draining_nodes)
-        for worker in self._recalled.draining & self._standings.keys():
+        for worker in self._recalled.draining & living:
             self._draining.add(worker)
             self.membership.drain(worker)
-        for worker in expected - self._standings.keys():
-            joined = self._recalled.workers[worker]
-            self._started[worker] = Identity(
-                worker=worker, rank=0, node=joined.node, pid=joined.pid
-            )
-            await self._lose(worker, "crash", _SILENT, None)
         self._ready.set()
+        for worker in expected.keys() - living - self._dead_early:
+            await self._lose(worker, "crash", _SILENT, None)
         await self._advance()
+        if self.config.checkpoint.memory_every is not None:
+            found = await asyncio.to_thread(find_snapshot, self.config.paths)
+            self._snapshots = self._make_snapshots(found)
+            for node in {identity.node for identity in self._started.values()}:
+                self._snapshots.node_joined(node)
 
     # -- workers -----------------------------------------------------------------------------------
 
@@ -273,8 +283,9 @@ class Coordinator:
                 return None
             await self._bells[worker].wait()
 
-    async def trouble(self, worker: str, step: int | None, detail: str) -> str:
-        """A worker's own code raised. Was it the loss of a peer, or its own fault?
+    async def trouble(self, worker: str, step: int | None, detail: str, of_a_group: bool) -> str:
+        """A worker's own code raised. Was it the loss of a peer, or its own fault? An error of a
+        process group may be the first sign of the loss of a whole node, which takes longer to show.
 
         Returns:
             "peer": join again; "own": the worker is written off and must exit.
@@ -283,10 +294,12 @@ class Coordinator:
         if self.membership.give_up_formation(worker):
             await self._advance()
             return "peer"
+        node_s = self.config.health.node_timeout_s + _PEER_LOSS_PATIENCE_S
+        patience_s = node_s if of_a_group else _PEER_LOSS_PATIENCE_S
         async with self._news:
             with contextlib.suppress(asyncio.TimeoutError):
                 broken = self._news.wait_for(lambda: self.membership.replica_broken(worker))
-                await asyncio.wait_for(broken, _PEER_LOSS_PATIENCE_S)
+                await asyncio.wait_for(broken, patience_s)
         if self.membership.replica_broken(worker):
             return "peer"
         await self._lose(worker, "user_error", detail, step)
@@ -509,6 +522,10 @@ class Coordinator:
         """
         if not self._agents.renew(node, token):
             return False
+        if deaths and not self._ready.is_set():
+            self._dead_early.update(death.worker for death in deaths)
+            await self._tell()
+            await self._gate()
         for death in deaths:
             await self.worker_died(death.worker, death.detail, death.cause)
         return True
@@ -518,13 +535,15 @@ class Coordinator:
         await self._lose(worker, cause, detail, None)
 
     async def _lose(self, worker: str, cause: events.Cause, detail: str, step: int | None) -> None:
+        await self._gate()
         slot = self.membership.slot_name(worker)
         if worker in self._draining and cause in ("crash", "node"):
             cause = "preemption"
-        identity = self.membership.lose(worker) or self._started.get(worker)
-        if self._started.pop(worker, None) is None or self.membership.stopped is not None:
+        member, identity = self.membership.lose(worker), self._started.pop(worker, None)
+        if identity is None and member is not None:
+            await self._advance()
+        if identity is None or self.membership.stopped is not None:
             return
-        assert identity is not None
         answer = self._answers.pop(worker, None)
         if answer is not None and not answer.done():
             answer.set_result(Stop(error="this worker was written off; it is replaced"))
@@ -601,8 +620,7 @@ class Coordinator:
         # Of the many calls and answers that a regroup makes, none is garbage until it is over.
         if effects.called is not None:
             gc.disable()
-        if effects.regrouped is not None:
-            asyncio.get_running_loop().call_later(_SETTLED_AFTER_S, gc.enable)
+            asyncio.get_running_loop().call_later(_NO_GC_S, gc.enable)
         if effects.regrouped is not None and effects.regrouped.outcome in ("start", "restore"):
             self._snapshots.went_back(effects.regrouped.step, effects.regrouped.roster.generation)
         self._signals.update(effects.signals)
@@ -612,11 +630,11 @@ class Coordinator:
                 future.set_result(answer)
         if effects.signals:
             self._spawn(self._kill_laggards(dict(effects.signals)))
-        try:
-            self._write_down(effects)
-        except OSError as error:
-            await self.fail(f"the run's records cannot be written: {error}")
+        going_on = self.membership.stopped is None
+        self._write_down(effects)
         over = self.membership.stopped is not None
+        if going_on and over:  # it could not be written down
+            await self._advance()
         for worker in list(self._bells) if over else effects.signals:
             self._bells.pop(worker, asyncio.Event()).set()
         if over:
@@ -655,12 +673,25 @@ class Coordinator:
 
     def _note(self, event: events.Event) -> None:
         self.events.append(event)
-        self._event_log.append(event)
+        try:
+            self._event_log.append(event)
+        except OSError as error:
+            unwritten = Stop(error=f"the run's records cannot be written: {error}")
+            self.membership.stopped = self.membership.stopped or unwritten
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        """A failure in the background must end the run with its traceback, not go unseen."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("the coordinator failed", exc_info=task.exception())
+            detail = "".join(traceback.format_exception(task.exception()))
+            self._ready.set()
+            self._spawn(self.fail(f"the coordinator failed:\n{detail}"))
 
     # -- the driver --------------------------------------------------------------------------------
 

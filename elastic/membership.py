@@ -516,7 +516,8 @@ class Membership:
 
     def _signal(self, worker: str, kind: SignalKind, effects: Effects) -> None:
         self._serials[worker] = self._serials.get(worker, 0) + 1
-        effects.signals[worker] = Signal(serial=self._serials[worker], kind=kind)
+        broken = kind == "fault" and self.replica_broken(worker)
+        effects.signals[worker] = Signal(serial=self._serials[worker], kind=kind, broken=broken)
         self.called_away.add(worker)
 
     def _settle(self, worker: str) -> int:

@@ -186,3 +186,5 @@ class Signal:
     """Rising number, per worker."""
     kind: SignalKind
     """`fault`: leave now. `boundary`: leave together after a commit."""
+    broken: bool = False
+    """This worker's own replica has lost a peer."""

@@ -31,7 +31,12 @@ from elastic.job import Job
 from elastic.link import CoordinatorLink
 from elastic.messages import Build, Identity, Report, Run, Stop
 from health.heartbeat import Heartbeat
-from trainer.backend.groups import Rendezvous, leave_replica_group, make_replica_group
+from trainer.backend.groups import (
+    Rendezvous,
+    is_of_a_group,
+    leave_replica_group,
+    make_replica_group,
+)
 from trainer.engine import Engine, HeldState
 from trainer.errors import NonFiniteError
 from trainer.heal import Newcomer, Source, Wire
@@ -80,7 +85,7 @@ class Worker:
         self.position: Progress | None = None
         """Where it is in the run: `progress`, or, without state, how far it follows."""
         self.built = self.generation = 0
-        self.finished = False
+        self.finished = self.salvaged = False
         job.task.warm_up()
 
     def run(self) -> None:
@@ -96,10 +101,11 @@ class Worker:
                 return
             failure = self.follow(answer)
             if failure is not None:  # by now its frames hold no process group any more
-                self.recover(failure)
+                self.recover(*failure)
 
-    def follow(self, answer: Build | Run) -> str | None:
-        """Does what the coordinator asks. Returns the traceback where an exception ended it."""
+    def follow(self, answer: Build | Run) -> tuple[str, bool] | None:
+        """Does what the coordinator asks. Returns the traceback where an exception ended it, and
+        whether it came from a process group."""
         (host, port), health = answer.meet, self.job.health
         self.rendezvous = Rendezvous(
             host=host,
@@ -114,8 +120,8 @@ class Worker:
                 self.train(answer)
         except NonFiniteError as error:
             self.link.fail(str(error))
-        except Exception:
-            return traceback.format_exc()
+        except Exception as error:
+            return traceback.format_exc(), is_of_a_group(error)
         return None
 
     def report(self) -> Report:
@@ -140,11 +146,11 @@ class Worker:
         if answer.error is not None:
             raise RunFailedError(answer.error)
 
-    def recover(self, detail: str) -> None:
+    def recover(self, detail: str, of_a_group: bool) -> None:
         """After an exception: joins again where a peer was lost, exits where it was this worker's
         own."""
         step = None if self.progress is None else self.progress.step
-        if self.link.trouble(step, detail):
+        if self.link.trouble(step, detail, of_a_group=of_a_group):
             self.leave_replica()
             return
         sys.stderr.write(f"{self.identity.worker} failed and leaves the run:\n{detail}")
@@ -162,7 +168,7 @@ class Worker:
         given: it may be the last copy."""
         if self.engine is not None and self.progress is not None:
             self.held = self.engine.hold_state()
-        self.engine = self.sums = None
+        self.engine = self.sums = self.link.engine = None
         self.built, self.finished = 0, False
         gc.collect()
         leave_replica_group()
@@ -195,6 +201,7 @@ class Worker:
             device=self.job.scaling.device,
             max_replicas=self.job.scaling.max_replicas,
         )
+        self.salvaged = self.held is not None
         if self.held is not None:
             self.engine.adopt(self.held)
             self.held = None
@@ -251,7 +258,8 @@ class Worker:
             return
         loop = self.make_loop(run, cross, progress, None)
         loop.finish_step(run.commit)
-        if progress.step < self.job.train.steps:  # at the end, `run` sees to it
+        # At the end, `run` sees to it; in a salvaged replica only some of the workers are here.
+        if progress.step < self.job.train.steps and not self.salvaged:
             loop.save_and_evaluate()
 
     def begin_heal(self, run: Run, engine: Engine) -> Source | Newcomer | None:

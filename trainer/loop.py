@@ -264,16 +264,18 @@ class TrainLoop:
         return commits.unpack(total, step=step, lanes=self.config.lanes)
 
     def sum_over_replicas(self, replica: list[float]) -> list[float]:
-        """Every replica's vector, added up. Only a replica's first worker crosses."""
+        """Every replica's vector, added up. Only a replica's first worker crosses. The norm is the
+        first replica's: how a replica adds up its workers' parts is its backend's choice."""
         if self.engine.rank > 0 or replica[1] > 0:
             return replica
+        own = replica if self.cross.rank == 0 else [0.0, *replica[1:]]
         try:
             total = self.cross.sum(
-                torch.tensor(replica, dtype=torch.float64, device=self.engine.device)
+                torch.tensor(own, dtype=torch.float64, device=self.engine.device)
             )
         except CrossGroupLost:
             return [replica[0], 1.0, *replica[2:]]
-        return [replica[0], *total.tolist()[1:]]
+        return total.tolist()
 
     def finish_step(self, commit: Commit) -> None:
         """Applies a committed step. Also called after a regroup, for a step that others saw

@@ -19,7 +19,6 @@ from trainer.backend.groups import (
     Device,
     Rendezvous,
     abandon,
-    gather,
     make_cross_groups,
     poll_until,
 )
@@ -82,9 +81,13 @@ class CrossGroup:
         """Makes the group once everybody is there. A failure is noted and shows in the first
         collective."""
         try:
-            gather(rendezvous, prefix, self.rank, self.size, self._leave_now)
             self._groups = make_cross_groups(
-                rendezvous, prefix, rank=self.rank, size=self.size, device=device
+                rendezvous,
+                prefix,
+                rank=self.rank,
+                size=self.size,
+                device=device,
+                leave_now=self._leave_now,
             )
         except RuntimeError as error:
             self._lost = str(error)
@@ -99,6 +102,7 @@ class CrossGroup:
         """One int64 of each replica, or None, by position, on all of them."""
         if self.size == 1:
             return [number]
+        self.check()
         mine = torch.tensor([number is not None, number or 0], dtype=torch.int64)
         mine = mine.to(self._device)
         all_of_them = mine.new_empty(2 * self.size)
@@ -119,14 +123,18 @@ class CrossGroup:
         Raises:
             CrossGroupLost: it could not be started, or an earlier one has failed.
         """
-        if self._lost is not None:
-            raise CrossGroupLost(self._lost)
+        self.check()
         try:
             flight = Flight(issue(self._groups[channel]), buffers)
         except RuntimeError as error:
             raise self._lose(error) from error
         self._in_flight[id(flight.work)] = flight
         return flight
+
+    def check(self) -> None:
+        """Raises CrossGroupLost where a collective has failed already."""
+        if self._lost is not None:
+            raise CrossGroupLost(self._lost)
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """On CUDA, a stream for what must not hold up the current one, beginning after what is

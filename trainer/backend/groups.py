@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +31,9 @@ Device = Literal["cpu", "cuda"]
 
 _POLL_MIN_S, _POLL_MAX_S = 20e-6, 500e-6
 _CONNECT_TIMEOUT_S = 5.0
+_LEFT = "left for a regroup"
 
+_abandoning = threading.Lock()
 _abandoned: list[tuple[Any, list[Any]]] = []
 """Groups and works left mid-collective: dropping the last reference can block until their
 timeout."""
@@ -92,7 +96,7 @@ def make_replica_group(
     Raises:
         RuntimeError: a peer went away meanwhile, or `leave_now` became true.
     """
-    gather(rendezvous, prefix, rank, shard * tensor, leave_now)
+    gather(rendezvous, prefix, shard * tensor, leave_now)
     listen_towards(rendezvous.host, rendezvous.port)
     options: dict[str, Any] = {}
     if device == "cuda":
@@ -114,10 +118,8 @@ def make_replica_group(
         return init_device_mesh(device, (shard, tensor), mesh_dim_names=names)
 
 
-def gather(
-    rendezvous: Rendezvous, prefix: str, rank: int, size: int, leave_now: Callable[[], bool]
-) -> None:
-    """Waits until all ranks are here, so that making a group cannot wait for one that never comes.
+def gather(rendezvous: Rendezvous, prefix: str, size: int, leave_now: Callable[[], bool]) -> None:
+    """Waits until all ranks are here, so that making a group seldom waits for one that never comes.
 
     Raises:
         RuntimeError: `leave_now` became true, or a peer did not come in time.
@@ -125,9 +127,9 @@ def gather(
     # A store whose host is gone would be looked for until the timeout, deaf to a call to leave.
     poll_until(rendezvous.reachable, leave_now, rendezvous.timeout_s)
     store = rendezvous.store(f"{prefix}/here")
-    store.set(str(rank), "here")
-    peers = [str(peer) for peer in range(size)]
-    poll_until(lambda: bool(store.check(peers)), leave_now, rendezvous.timeout_s)
+    if store.add("count", 1) == size:
+        store.set("all", "")
+    poll_until(lambda: bool(store.check(["all"])), leave_now, rendezvous.timeout_s)
 
 
 def poll_until(done: Callable[[], bool], leave_now: Callable[[], bool], timeout_s: float) -> None:
@@ -139,13 +141,19 @@ def poll_until(done: Callable[[], bool], leave_now: Callable[[], bool], timeout_
     pause, deadline = _POLL_MIN_S, time.monotonic() + timeout_s
     while not done():
         if leave_now():
-            raise RuntimeError("left for a regroup")
+            raise RuntimeError(_LEFT)
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"a peer did not come within {timeout_s:g} s (health.collective_timeout_s)"
             )
         time.sleep(pause)
         pause = min(2 * pause, _POLL_MAX_S)
+
+
+def is_of_a_group(error: Exception) -> bool:
+    """Whether an exception came from a process group or its rendezvous: a peer may be gone."""
+    signs = ("gloo", "nccl", _LEFT)
+    return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in signs)
 
 
 def leave_replica_group() -> None:
@@ -160,24 +168,73 @@ def leave_replica_group() -> None:
 
 
 def make_cross_groups(
-    rendezvous: Rendezvous, prefix: str, *, rank: int, size: int, device: Device
+    rendezvous: Rendezvous,
+    prefix: str,
+    *,
+    rank: int,
+    size: int,
+    device: Device,
+    leave_now: Callable[[], bool],
 ) -> list[Any]:
     """The groups over the same (shard, tensor) of all replicas: two on Gloo, one on NCCL. All of
     those workers call it.
 
     NCCL communicators whose kernels start in different orders can wait for each other for ever.
+
+    Raises:
+        RuntimeError: a peer is gone, or `leave_now` became true.
     """
     names = ("all",) if device == "cuda" else ("first", "second")
     return [
-        make_raw_group(rendezvous, f"{prefix}/{name}", rank=rank, size=size, device=device)
+        make_raw_group(
+            rendezvous,
+            f"{prefix}/{name}",
+            rank=rank,
+            size=size,
+            device=device,
+            leave_now=leave_now,
+        )
         for name in names
     ]
 
 
 def make_raw_group(
-    rendezvous: Rendezvous, prefix: str, *, rank: int, size: int, device: Device
+    rendezvous: Rendezvous,
+    prefix: str,
+    *,
+    rank: int,
+    size: int,
+    device: Device,
+    leave_now: Callable[[], bool],
 ) -> Any:
-    """A process group that c10d's registry does not know. All its ranks call it."""
+    """A process group that c10d's registry does not know. All its ranks call it.
+
+    It is made on a thread of its own, which is left to itself where `leave_now` becomes true: a
+    peer that dies while the others connect would hold them up until the timeout.
+
+    Raises:
+        RuntimeError: a peer is gone, or `leave_now` became true.
+    """
+    made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def make() -> None:
+        try:
+            with limit_silence(rendezvous.silent_s):
+                made.put(_raw_group(rendezvous, prefix, rank, size, device))
+        except Exception as error:
+            made.put(RuntimeError(str(error)))
+
+    gather(rendezvous, prefix, size, leave_now)
+    listen_towards(rendezvous.host, rendezvous.port)
+    threading.Thread(target=make, name="make-group", daemon=True).start()
+    poll_until(lambda: not made.empty(), leave_now, rendezvous.timeout_s)
+    group = made.get()
+    if isinstance(group, RuntimeError):
+        raise group
+    return group
+
+
+def _raw_group(rendezvous: Rendezvous, prefix: str, rank: int, size: int, device: Device) -> Any:
     store = rendezvous.store(prefix)
     if device == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -186,11 +243,20 @@ def make_raw_group(
     return dist.ProcessGroupGloo(store, rank, size, rendezvous.timeout)
 
 
+def abort_replica_group() -> None:
+    """Ends the collectives of the default group from another thread: of its peers one is gone. Gloo
+    has woken them by then; NCCL needs to be told."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+
+
 def abandon(group: Any, in_flight: list[Any]) -> None:
     """Gives up a raw group without waiting for the works and buffers still `in_flight` in it."""
     if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
         group.abort()
         return
-    _abandoned[:] = [(g, w) for g, w in _abandoned if not all(work.is_completed() for work, _ in w)]
-    if in_flight:
-        _abandoned.append((group, in_flight))
+    with _abandoning:
+        done = [e for e in _abandoned if all(work.is_completed() for work, _ in e[1])]
+        _abandoned[:] = [entry for entry in _abandoned if entry not in done]
+        if in_flight:
+            _abandoned.append((group, in_flight))
