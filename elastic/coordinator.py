@@ -537,15 +537,14 @@ class Coordinator:
             if identity.node == node:
                 await self._lose(worker, "node", detail, None)
 
-    async def _kill_laggards(self, called: frozenset[str]) -> None:
+    async def _kill_laggards(self, signals: dict[str, Signal]) -> None:
         """Writes off the workers that did not follow a call in time, and ends their processes."""
         timeout_s = self.config.health.regroup_timeout_s
         await asyncio.sleep(timeout_s)
         detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
-        for worker in sorted(called):
-            if worker in self.membership.called_away:
-                self._kill(worker)
-                await self._lose(worker, "hang", detail, None)
+        for worker in self.membership.laggards(signals):
+            self._kill(worker)
+            await self._lose(worker, "hang", detail, None)
 
     def _kill(self, worker: str) -> None:
         if worker in self._started:
@@ -575,7 +574,7 @@ class Coordinator:
             if future is not None and not future.done():
                 future.set_result(answer)
         if effects.signals:
-            self._spawn(self._kill_laggards(frozenset(effects.signals)))
+            self._spawn(self._kill_laggards(effects.signals))
         try:
             self._write_down(effects)
         except OSError as error:

@@ -552,9 +552,28 @@ def test_names_of_slots_and_who_is_awaited() -> None:
     assert group.membership.slot_name("e4") is None
     group.lose("b1")
     group.join("c2", step=1, in_step=True)
-    assert group.membership.called_away == {"a0", "d3"}
+    assert group.membership.called_away.keys() == {"a0", "d3"}
     assert not group.membership.replica_broken("c2")
     assert group.membership.replica_broken("a0")
+
+
+def test_who_followed_a_call_is_no_laggard_of_it_when_called_again() -> None:
+    group = Group(replicas=3, start=3)
+    group.start("a0", "b1", "c2")
+    first = group.lose("c2").signals
+    assert group.membership.laggards(first) == ["a0", "b1"]
+    group.join("a0", step=1, in_step=True)
+    assert group.membership.laggards(first) == ["b1"]
+    group.join("b1", step=1, in_step=True)
+    assert group.membership.laggards(first) == []
+    group.join("d3")
+    second = group.build("d3").signals
+    assert second.keys() == {"a0", "b1"}, "called again, for the new replica"
+    assert group.membership.laggards(first) == []
+    assert group.membership.laggards(second) == ["a0", "b1"]
+    third = group.lose("b1").signals
+    assert third.keys() == {"a0"}
+    assert group.membership.laggards(second) == ["a0"], "the second call counts, not the third"
 
 
 # -- every order of events -------------------------------------------------------------------------
