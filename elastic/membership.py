@@ -135,6 +135,7 @@ class Membership:
         self._failed_heals: dict[int, int] = {}
         self._heals: tuple[tuple[int, int], ...] = ()
         self._heal_again = self._salvaged = False
+        self._outdated: set[str] = set()  # what they may hold is of steps that were given up
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -354,8 +355,11 @@ class Membership:
         if any(worker not in self.waiting for worker in living):
             return False
         self._salvaged = True
-        reports = [self.waiting[worker] for worker in living if worker in self._places.idle]
-        workers = plan_salvage(reports, self.config.workers_per_replica)
+        there = sorted(self._places.idle - self._outdated)
+        idle = {worker: self.waiting[worker] for worker in there}
+        reports = [idle.pop(worker) for worker in living if worker in idle]
+        earlier = list(idle.values())
+        workers = plan_salvage(reports, self.config.workers_per_replica, earlier)
         self._build(workers, effects, keep=True)
         return True
 
@@ -456,6 +460,9 @@ class Membership:
             total_lanes=self.config.lanes,
             lanes_before=self.roster.lanes if self.call == "fault" and staying else None,
         )
+        if not staying:
+            self._outdated = set(self.members)
+        self._outdated.difference_update(self.roster.workers)
         self._seat_newcomers(joining if staying else [])
         effects.answers.update(self._runs(step, commit, not staying))
         for worker in self.roster.workers:

@@ -134,12 +134,35 @@ BEGIN = [
             ],
             [3],
         ),
+        # b, of the roster before, was as far as c and d when d was lost.
+        (
+            [
+                lost(5, "a"),
+                roster(6, 2, "repeat", {"1": [0, 1]}),
+                lost(7, "d"),
+                forming(8, 0, "b", "c"),
+                roster(9, 3, "restore", {}),
+            ],
+            [3],
+        ),
+        # A step was committed without b, which it does not have.
+        (
+            [
+                lost(5, "a"),
+                roster(6, 3, "repeat", {"1": [0, 1]}),
+                lost(12, "d"),
+                forming(13, 0, "b", "c"),
+                roster(14, 4, "restore", {}),
+            ],
+            [],
+        ),
         # It went on from what was there.
         ([lost(5, "a"), lost(6, "b"), roster(9, 2, "repeat", {"1": [0, 1]})], []),
     ],
 )
 def test_needless_restores(happened: list[Event], found: list[int]) -> None:
-    assert find_needless_restores([*BEGIN, *happened], [committed(4, 1)], workers=2) == found
+    steps = [committed(4, 1), committed(10, 3)]
+    assert find_needless_restores([*BEGIN, *happened], steps, workers=2) == found
 
 
 def test_a_roster_without_a_commit_may_have_no_state() -> None:

@@ -542,6 +542,22 @@ def test_at_the_end_nobody_is_left_waiting_for_one_that_is_gone(error: str | Non
     assert group.membership.replica_broken("b1"), "not its own fault"
 
 
+@pytest.mark.parametrize(("step", "keep"), [(14, True), (15, False)])
+def test_a_survivor_of_the_roster_before_completes_the_copy_while_its_state_is_current(
+    step: int, keep: bool
+) -> None:
+    group = Group(replicas=2, each=2)
+    group.start("a0", "b1", "c2", "d3")
+    group.lose("b1")
+    for worker in ("a0", "c2", "d3"):
+        effects = group.join(worker, step=14, in_step=True)
+    assert layout(effects) == {1: ("c2", "d3")}
+    group.lose("c2")
+    effects = group.join("d3", step=step, in_step=True, rank=1)
+    builds = {w: a.keep for w, a in effects.answers.items() if isinstance(a, Build)}
+    assert builds == {"a0": keep, "d3": keep}
+
+
 # -- what the coordinator asks ---------------------------------------------------------------------
 
 
