@@ -190,13 +190,16 @@ def _middle(rng: random.Random) -> int:
 
 
 def find_wrong_causes(happened: Sequence[Event], faults: Sequence[Fault]) -> list[str]:
-    """Injected faults whose worker was not lost, or for another cause than it should."""
-    kinds = {str(fault): fault.kind for fault in faults}
+    """Injected faults whose worker was not lost, or for another cause than it should. At shutdown
+    nobody counts any more."""
+    kinds = {str(fault): fault.kind for fault in faults if fault.phase != "shutdown"}
     causes = {e.worker: e.cause for e in happened if isinstance(e, WorkerLost)}
     return [
         f"{e.fault} on {e.worker}: {causes.get(e.worker, 'not lost')}"
         for e in happened
-        if isinstance(e, FaultFired) and causes.get(e.worker) != CAUSES[kinds[e.fault]]
+        if isinstance(e, FaultFired)
+        and e.fault in kinds
+        and causes.get(e.worker) != CAUSES[kinds[e.fault]]
     ]
 
 

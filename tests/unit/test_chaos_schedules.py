@@ -175,10 +175,11 @@ def test_wrong_causes() -> None:
         FaultFired(time=1, fault="kill@1:0", step=1, worker="a"),
         FaultFired(time=2, fault="freeze@2:0", step=2, worker="b"),
         FaultFired(time=3, fault="raise@3:0", step=3, worker="c"),
+        FaultFired(time=4, fault="kill@9.shutdown:0", step=9, worker="d"),
         lost(4, "a", "crash"),
         lost(5, "b", "crash"),
     ]
-    faults = parse_faults("kill@1:0,freeze@2:0,raise@3:0")
+    faults = parse_faults("kill@1:0,freeze@2:0,raise@3:0,kill@9.shutdown:0")
     assert find_wrong_causes(happened, faults) == [
         "freeze@2:0 on b: crash",
         "raise@3:0 on c: not lost",
