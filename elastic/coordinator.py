@@ -597,10 +597,9 @@ class Coordinator:
         timeout_s = self.config.health.regroup_timeout_s
         await asyncio.sleep(timeout_s)
         detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
-        for worker, call in sorted(called.items()):
-            if worker in self.membership.called_away and self._signals.get(worker) == call:
-                self._kill(worker)
-                await self._lose(worker, "hang", detail, None)
+        for worker in self.membership.laggards(called):
+            self._kill(worker)
+            await self._lose(worker, "hang", detail, None)
 
     def _kill(self, worker: str) -> None:
         if worker in self._started:

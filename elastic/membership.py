@@ -18,7 +18,7 @@ together into one (`salvage.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -128,13 +128,14 @@ class Membership:
         self._serials: dict[str, int] = {}
         self._lost: set[str] = set()
         self._late: set[str] = set()  # lost, and waiting
-        self.called_away: set[str] = set()
-        """Workers that were signalled and have not joined since."""
+        self.called_away: dict[str, int] = {}
+        """Workers that were signalled and have not joined since, with the first such signal."""
         self._behind: dict[str, int] = {}  # newcomer's worker without state yet -> formation
         self._newcomers: set[int] = set()  # formations that entered this roster without state
         self._failed_heals: dict[int, int] = {}
         self._heals: tuple[tuple[int, int], ...] = ()
         self._heal_again = self._salvaged = False
+        self._outdated: set[str] = set()  # what they may hold is of steps that were given up
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -142,7 +143,7 @@ class Membership:
         """A worker is here and waits."""
         worker = report.identity.worker
         self.waiting[worker] = report
-        self.called_away.discard(worker)
+        self.called_away.pop(worker, None)
         if worker in self._lost:
             self._late.add(worker)
             return
@@ -157,7 +158,7 @@ class Membership:
     def lose(self, worker: str) -> Identity | None:
         """A worker is gone, for good. Returns who it was, None where it was no member."""
         self._lost.add(worker)
-        self.called_away.discard(worker)
+        self.called_away.pop(worker, None)
         self.waiting.pop(worker, None)
         self._late.discard(worker)
         broken = self._places.lose(worker)
@@ -198,6 +199,15 @@ class Membership:
     def snapshotted(self, step: int) -> None:
         """The newest snapshot that can be read is of `step`; 0: there is none (any more)."""
         self.snapshot_step = step
+
+    def laggards(self, signals: Mapping[str, Signal]) -> list[str]:
+        """Those who have followed neither the signal that they were sent nor a later one. Who has
+        joined in between has followed, though it may be called again by now."""
+        return sorted(
+            worker
+            for worker, signal in signals.items()
+            if self.called_away.get(worker, signal.serial + 1) <= signal.serial
+        )
 
     def slot_name(self, worker: str) -> str | None:
         """The slot of a worker in words; None for a worker without one."""
@@ -351,7 +361,7 @@ class Membership:
         if any(worker not in self.waiting for worker in living):
             return False
         self._salvaged = True
-        reports = [self.waiting[worker] for worker in self._places.idle]
+        reports = [self.waiting[w] for w in sorted(self._places.idle - self._outdated)]
         workers = plan_salvage(reports, self.config.workers_per_replica)
         self._build(workers, effects, keep=True)
         return True
@@ -453,6 +463,9 @@ class Membership:
             total_lanes=self.config.lanes,
             lanes_before=self.roster.lanes if self.call == "fault" and staying else None,
         )
+        if not staying:
+            self._outdated = set(self.members)
+        self._outdated.difference_update(self.roster.workers)
         self._seat_newcomers(joining if staying else [])
         effects.answers.update(self._runs(step, commit, not staying))
         for worker in self.roster.workers:
@@ -518,7 +531,7 @@ class Membership:
         self._serials[worker] = self._serials.get(worker, 0) + 1
         broken = kind == "fault" and self.replica_broken(worker)
         effects.signals[worker] = Signal(serial=self._serials[worker], kind=kind, broken=broken)
-        self.called_away.add(worker)
+        self.called_away.setdefault(worker, self._serials[worker])
 
     def _settle(self, worker: str) -> int:
         return self._serials.get(worker, 0)

@@ -233,7 +233,7 @@ class Worker:
             cross.close()
             if heal is not None:
                 heal.close()
-            if loop is not None and loop.newcomer is None:
+            if loop is not None and loop.has_state():
                 self.progress = self.position
         if self.finished and self.progress is not None:
             self.finish(run)

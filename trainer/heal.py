@@ -203,13 +203,30 @@ class Newcomer:
             return
         until = time.monotonic() + _CATCH_UP_SHARE * self._step_s
         while self._backlog:
-            commit, gradient = self._backlog.popleft()
-            self._engine.gradient.copy_(gradient)
-            if commit.finite:
-                self._engine.apply(commit.step, scale=commit.scale(self._clip_norm))
-            self.skipped_in_a_row = 0 if commit.finite else self.skipped_in_a_row + 1
+            self._apply_oldest()
             if time.monotonic() > until:
                 break
+
+    def finish(self) -> bool:
+        """Called when leaving the generation, after `close`: where the state has arrived, applies
+        all kept steps, for the source may be gone and this the last copy. Returns whether the state
+        is that of the last committed step.
+
+        The engine's gradient stays: it may be that of a step that others saw committed.
+        """
+        if self._arrived and self._backlog:
+            gradient = self._engine.gradient.clone()
+            while self._backlog:
+                self._apply_oldest()
+            self._engine.gradient.copy_(gradient)
+        return self._arrived
+
+    def _apply_oldest(self) -> None:
+        commit, gradient = self._backlog.popleft()
+        self._engine.gradient.copy_(gradient)
+        if commit.finite:
+            self._engine.apply(commit.step, scale=commit.scale(self._clip_norm))
+        self.skipped_in_a_row = 0 if commit.finite else self.skipped_in_a_row + 1
 
     def close(self) -> None:
         """Ends the receiving: nothing is written to the engine after this."""

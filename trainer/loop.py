@@ -171,6 +171,14 @@ class TrainLoop:
                 return "boundary"
         return "finished"
 
+    def has_state(self) -> bool:
+        """Asked when the generation is left: whether this worker's state is that of `progress`. A
+        newcomer whose state has just arrived makes up for what it lacks."""
+        if self.newcomer is not None and self.newcomer.finish():
+            self.progress.skipped_in_a_row = self.newcomer.skipped_in_a_row
+            self.newcomer = None
+        return self.newcomer is None
+
     def try_step(self) -> Commit | None:
         """Computes and reduces the current step; None where another replica was lost before the
         commit."""

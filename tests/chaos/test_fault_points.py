@@ -237,3 +237,13 @@ def test_at_once(
 ) -> None:
     run = break_run(parse_layout(layout), [f"{kind}@{FIRST}:{together}"], steps=steps_for(1))
     assert bool(run.restored) == lost
+
+
+@SLOW
+@pytest.mark.parametrize("layout", ["2x1x1", "1x2x1"])
+def test_everybody_at_once_and_no_spare(break_run: Callable[..., Broken], layout: str) -> None:
+    """For a while the run has no worker at all."""
+    sizes = parse_layout(layout)
+    everybody = "+".join(map(str, range(sizes.slots)))
+    run = break_run(sizes, [f"kill@{FIRST}:{everybody}"], steps=steps_for(1), spares=0)
+    assert len(run.restored) == 1

@@ -236,7 +236,7 @@ class World:
             self.trace.append("LOSE THE SNAPSHOT")
             self._set_snapshot(None)
         if self.write_offs and self.membership.call == "fault" and self.rng.random() < 0.2:
-            absent = sorted(self.membership.called_away - set(self.dead))
+            absent = sorted(self.membership.called_away.keys() - self.dead)
             if absent:
                 self.write_offs -= 1
                 self._write_off(self.rng.choice(absent))

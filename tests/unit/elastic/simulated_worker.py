@@ -196,6 +196,9 @@ class SimWorker:
         finally:
             cross.channel.closed.add(self.name)
             self.source = None
+            if progress is not None and self.newcomer and self.arrived is not None:
+                progress.applied, self.newcomer = (*self.arrived, *self.backlog), False
+                assert len(progress.applied) == progress.step, "made up with another step"
             if progress is not None and not self.newcomer:
                 self.progress = progress
         if self.finished and self.progress is not None:
