@@ -1,5 +1,5 @@
-"""A run on several hosts, slow until a file appears, and then the same one undisturbed, as a program
-of its own: a test cuts the hosts' links meanwhile.
+"""A run on several hosts, slow until a file appears, and then the same one undisturbed, as a
+program of its own: a test cuts the hosts' links meanwhile.
 
     python tests/partition_run.py ADDRESS STORAGE GATE REPLICAS SHARD
 """

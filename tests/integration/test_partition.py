@@ -71,9 +71,7 @@ class PartitionRun:
         self.wait_until(lambda: len(self.steps()) > UNDER_WAY)
         (lead, *_) = [r.workers[0] for r in self.of_kind(events.ReplicaForming) if r.replica == 0]
         (pid,) = [w.pid for w in self.of_kind(events.WorkerJoined) if w.worker == lead]
-        host = self.hosts.host_of(pid)
-        assert host is not None
-        return host
+        return self.hosts.host_of(pid)
 
     def finish(self) -> None:
         """Opens the gate, waits for the end, and checks the outcome."""

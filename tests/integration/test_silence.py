@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import HEAD, ROOT, Network, ip_of, requires_hosts
+from hosts import ROOT, Network, ip_of, requires_hosts
 
 PROGRAM = ROOT / "tests" / "replica_over_hosts.py"
 DEADLINE_S = 100.0
