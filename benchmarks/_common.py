@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -20,6 +21,11 @@ _START_S = time.monotonic()
 def say(text: str) -> None:
     """A line of progress."""
     print(f"[{time.monotonic() - _START_S:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+def end_properly() -> None:
+    """Makes SIGTERM an exception, so that what was started is ended."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def show_table(title: str, rows: Mapping[str, Mapping[str, Any] | None]) -> None:

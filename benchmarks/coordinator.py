@@ -28,7 +28,15 @@ from typing import Any
 
 from ray import cloudpickle
 
-from benchmarks._common import median_of, print_result, ray_cluster, say, scratch, show_table
+from benchmarks._common import (
+    end_properly,
+    median_of,
+    print_result,
+    ray_cluster,
+    say,
+    scratch,
+    show_table,
+)
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig, events
 from elastic.coordinator import Coordinator, CoordinatorConfig
@@ -159,7 +167,7 @@ def _config(workers: int, directory: Path) -> CoordinatorConfig:
             start_workers=workers,
         ),
         paths=RunPaths(root=directory),
-        health=HealthConfig(max_losses_without_progress=workers),
+        health=HealthConfig(max_crashes=workers),
         checkpoint=CheckpointConfig(every_steps=None),
         generation=0,
         restore_step=0,
@@ -229,6 +237,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Runs the benchmark."""
     options = parse_arguments()
+    end_properly()
     found: dict[str, dict[str, float]] = {}
     for workers in options.workers:
         with scratch("coordinator") as directory:

@@ -36,8 +36,8 @@ class CheckpointConfig:
     """Checkpoints at multiples of this many steps stay for good; None keeps none for good."""
 
     resume: Resume = "auto"
-    """`auto` starts from the newest checkpoint if there is one, `must` fails if there is none,
-    `never` starts from step 0."""
+    """`auto` starts from the newest checkpoint, or newer snapshot, if there is one, `must` fails if
+    there is none, `never` starts from step 0."""
 
     segment_bytes: int = SEGMENT_BYTES
     """Bound on the tensor bytes in one file of a checkpoint."""

@@ -39,6 +39,7 @@ from elastic.resume import (
 from elastic.snapshot_survey import clear_snapshots, find_snapshot
 from elastic.worker import train_worker
 from trainer.config import TrainConfig
+from trainer.samples import Ledger
 from trainer.task import PreparedTask, default_cache_dir
 
 _RECORDED_VERSIONS = ("torch", "ray", "transformers", "tokenizers", "numpy")
@@ -117,7 +118,7 @@ class ElasticTrainer:
                 ray.init()
             plan = wait_for_workers(self.scaling, self.train.parallel)
             set_unreadable_aside(paths, stored)
-            config = self._coordinator_config(paths, stored, snapshot, plan)
+            config = self._coordinator_config(paths, stored, snapshot, plan, task)
             coordinator = start_actor(
                 Coordinator, config, max_concurrency=MOST_CALLS, restarts=True
             )
@@ -142,6 +143,7 @@ class ElasticTrainer:
         stored: Manifest | None,
         snapshot: Snapshot | None,
         plan: WorkerPlan,
+        task: PreparedTask,
     ) -> CoordinatorConfig:
         restore_step = 0 if stored is None else stored.step
         manifest = stored if snapshot is None else snapshot.manifest
@@ -161,6 +163,11 @@ class ElasticTrainer:
             checkpoint=self.checkpoint,
             generation=last_generation(paths, manifest),
             faults=self.faults,
+            ledger=Ledger(
+                train=dataclasses.replace(self.train, task=None),
+                lanes=self.lanes,
+                samples=len(task.train_data()),
+            ),
             restore_step=restore_step,
             snapshot=snapshot,
             started=events.RunStarted(

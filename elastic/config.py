@@ -60,17 +60,27 @@ class HealthConfig:
     """How long to wait for whom, and how much to put up with."""
 
     collective_timeout_s: float = 300.0
-    """Bound on a collective and on making a process group: the last net, for peers that freeze. A
-    replica waits in one for those that compute more lanes, and a heal is one: it must be longer."""
+    """Bound on a collective, on a chunk of a heal and on making a process group: the last net, for
+    what heartbeats do not see. A replica waits in a collective for those that compute more lanes,
+    so this must be longer than that takes."""
     regroup_timeout_s: float = 300.0
     """A worker that does not follow a call to regroup within this time is killed. It first ends its
     step, so this must be longer than one."""
     max_nonfinite_steps: int = 5
     """Steps in a row with a non-finite loss or gradient that end the run; each one is skipped."""
-    max_losses_without_progress: int = 50
-    """Workers lost, spares included, with no step committed in between, that end the run."""
+    max_crashes: int = 50
+    """Workers lost to crashes, errors or lost nodes, with no step committed in between, that end
+    the run. Spares count, here and below."""
+    max_hangs: int = 10
+    """Workers killed because they were frozen or stuck, with no step committed in between, that end
+    the run."""
+    max_preemptions: int = 200
+    """Workers taken away with notice before they could leave, with no step committed in between,
+    that end the run."""
     max_same_step_errors: int = 2
     """Exceptions in user code at one step, on whichever worker, that end the run."""
+    compare_every: int | None = 100
+    """Steps between comparisons of the replicas' states, by a checksum; None: at the end only."""
     freeze_timeout_s: float = 10.0
     """A worker whose heartbeat stands still for this long is killed. It does so while code holds
     the interpreter's lock without a break, so this must be longer than any such code takes. A
@@ -84,7 +94,7 @@ class HealthConfig:
     def check(self) -> None:
         """Raises ConfigError where a bound is not positive, or two contradict each other."""
         for name, value in vars(self).items():
-            if value <= 0:
+            if value is not None and value <= 0:
                 raise ConfigError(f"health.{name}", value, "not positive", "Use a positive number")
         if self.node_timeout_s <= 2 * self.node_beat_s:
             raise ConfigError(

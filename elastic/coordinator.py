@@ -39,6 +39,7 @@ from elastic.resume import find_checkpoint
 from elastic.snapshot_holder import HeldSnapshot
 from elastic.snapshot_survey import find_snapshot
 from elastic.snapshots import Snapshots
+from trainer.samples import Ledger, LedgerError
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class CoordinatorConfig:
     """The run's first event."""
     faults: tuple[Fault, ...]
     """Faults to inject."""
+    ledger: Ledger
+    """Which samples each step must take."""
 
     @property
     def slots(self) -> int:
@@ -296,17 +299,25 @@ class Coordinator:
             # Steps of older generations were shown when their worker joined for this one.
             current = step.generation == self.membership.generation
             if current and step.step >= self.membership.recorded:
+                self._check_ledger(step)
                 self._step_log.append(step)
                 self.steps.append(step)
                 self.membership.recorded = step.step + 1
                 self.membership.reached = max(self.membership.reached, step.step + 1)
         self._fire_at_spares()
 
+    def _check_ledger(self, step: events.StepRecord) -> None:
+        try:
+            self.config.ledger.check(step.step, step.sample_digests)
+        except LedgerError as error:
+            self.membership.stopped = self.membership.stopped or Stop(error=str(error))
+
     async def claim_fault(self, index: int, slot: int, step: int, worker: str) -> bool:
         """Whether injected fault `index` hits the worker in `slot` now. Workers that a fault hits
         together get their answers together."""
         await self._ready.wait()
-        if not self._faults.claim(index, slot, self.membership.generation):
+        membership = self.membership
+        if not self._faults.claim(index, slot, membership.generation, settled=membership.settled):
             return False
         fault = str(self._faults.faults[index])
         self._note(events.FaultFired(time=time.time(), fault=fault, step=step, worker=worker))
@@ -397,6 +408,10 @@ class Coordinator:
                 )
             )
             await self.fail(f"replicas differ at the end of the run in {slot}: this is a bug")
+
+    async def corrupt(self, worker: str, detail: str) -> None:
+        """A worker's state is not that of most replicas: it leaves."""
+        await self._lose(worker, "corruption", detail, None)
 
     # -- heals and machines that go ----------------------------------------------------------------
 
@@ -655,6 +670,9 @@ class Coordinator:
             self._note(
                 events.ReplicasCompared(time=time.time(), step=self.config.groups.steps, equal=True)
             )
+        steps = self.membership.recorded - self.config.started.start_step
+        if stopped is not None and stopped.error is None:
+            self._note(events.LedgerChecked(time=time.time(), steps=steps))
         self._note(
             events.RunEnded(
                 time=time.time(), step=self.membership.recorded, outcome=outcome, error=error

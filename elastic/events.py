@@ -123,7 +123,8 @@ class RegroupCalled(Event):
     generation: int
     """Generation of the roster to come."""
     reason: RegroupReason
-    """Why."""
+    """Why. `grow`: a formed replica enters, without lanes. `heal`: newcomers have the state and get
+    lanes, or a heal failed and is begun again. `drain`: machines that will go are left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +174,7 @@ class ReplicaHealed(Event):
     seconds: float
     """From its place in the roster until its last worker had caught up."""
     catch_up_steps: int
-    """Steps that were committed meanwhile, and that it applied afterwards."""
+    """The most steps that it was behind: committed meanwhile, and not applied yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,6 +318,14 @@ class ReplicasCompared(Event):
     """Steps done before the comparison."""
     equal: bool
     """Whether all were bitwise equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerChecked(Event):
+    """Every step of this start took just the samples that it should have taken."""
+
+    steps: int
+    """Steps that were checked, each as it was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,16 @@ from dataclasses import dataclass
 from elastic.config import HealthConfig
 from elastic.events import Cause
 
+_BUDGETS: dict[Cause, str] = {
+    "crash": "max_crashes",
+    "node": "max_crashes",
+    "corruption": "max_crashes",
+    "user_error": "max_crashes",
+    "hang": "max_hangs",
+    "preemption": "max_preemptions",
+}
+"""Cause -> the field of HealthConfig that bounds it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
@@ -47,11 +57,16 @@ def decide_failure(losses: Sequence[Loss], health: HealthConfig) -> str | None:
                 f"user code failed {len(same)} times {where} "
                 f"(health.max_same_step_errors = {health.max_same_step_errors}):\n{last.detail}"
             )
-    stuck = [loss for loss in losses if loss.committed == last.committed]
-    if len(stuck) >= health.max_losses_without_progress:
+    budget = _BUDGETS[last.cause]
+    limit: int = getattr(health, budget)
+    stuck = [
+        loss
+        for loss in losses
+        if loss.committed == last.committed and _BUDGETS[loss.cause] == budget
+    ]
+    if len(stuck) >= limit:
         return (
             f"{len(stuck)} workers were lost with {last.committed} steps committed and no progress "
-            f"(health.max_losses_without_progress = {health.max_losses_without_progress}); "
-            f"the last one: {last.cause}, {last.detail}"
+            f"(health.{budget} = {limit}); the last one: {last.cause}, {last.detail}"
         )
     return None

@@ -1,9 +1,10 @@
 """Faults that a run injects into itself, to show and to test recovery.
 
 A fault is placed by step and phase (trainer/phases.py) and hits workers by the number of their
-slot. In words: `KIND@STEP[.PHASE][:WORKER[+WORKER...]]`, several with commas.
+slot. In words: `KIND@STEP[.PHASE][:WORKER[+WORKER...]]` or `KIND@STEP:spare`, several with commas.
 
-    kill@60                  the last slot is killed in the backward pass of step 60
+    kill@60                  the last slot is killed in the backward pass of step 60, or, where a
+                             recovery is going on then, of the first step after it
     freeze@6.in_commit:1     slot 1 is stopped in the middle of the commit of step 6
     kill@6.reduce:0+1        slots 0 and 1 are killed at once
     kill@6:1,raise@6.heal_source:0    the second one hits the recovery from the first
@@ -16,10 +17,13 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from trainer.errors import ConfigError
 from trainer.phases import PHASES, Phase
+
+if TYPE_CHECKING:
+    from trainer.engine import Engine
 
 Kind = Literal["kill", "freeze", "raise", "flip"]
 """SIGKILL; SIGSTOP; an exception; one bit of the worker's weights changed, for the replicas to
@@ -39,7 +43,7 @@ STEP_PHASES: frozenset[Phase] = frozenset(
         "optimizer",
     }
 )
-"""A fault here fires in exactly its step; elsewhere at the first chance from its step on."""
+"""What a worker passes in every step."""
 
 RECOVERY_PHASES: frozenset[Phase] = frozenset({"build", "regroup", "heal_source", "heal_target"})
 """A fault here may hit the recovery from the fault before it."""
@@ -76,10 +80,8 @@ class Fault:
         return () if self.spare else self.workers or (slots - 1,)
 
     def due(self, step: int, phase: Phase) -> bool:
-        """Whether a worker that enters `phase` of `step` has come to its place."""
-        if phase != self.phase or self.spare:
-            return False
-        return step == self.step if phase in STEP_PHASES else step >= self.step
+        """Whether a worker that enters `phase` of `step` has come to its place, or past it."""
+        return phase == self.phase and step >= self.step and not self.spare
 
 
 _FORM = re.compile(
@@ -178,12 +180,20 @@ def draw_faults(
     return tuple(sorted(faults, key=lambda fault: fault.step))
 
 
+def flip_bit(engine: Engine) -> None:
+    """Changes one bit of a worker's weights."""
+    import torch  # a driver without torch can still read and check faults
+
+    weights = next(iter(engine.state_tensors().values()))
+    weights.view(-1).view(torch.int32)[0] ^= 1
+
+
 class FaultPlan:
     """Which injected fault fires when. Pure; the coordinator asks it on the workers' behalf.
 
-    A fault waits for the ones before it in the list that are due at the same step, and, in a step,
-    for a roster in which no other has fired: so `kill@6:0,kill@6:1` are two recoveries, one after
-    the other, and `kill@6:0+1` is one from a loss of both.
+    A fault waits for the ones before it in the list that are ordered for the same step, and, in a
+    step, for the recovery from whatever fired before: so `kill@6:0,kill@6:1` are two recoveries,
+    one after the other, and `kill@6:0+1` is one from a loss of both.
 
     Args:
         faults: in order; a fault is known by its place in it.
@@ -194,9 +204,17 @@ class FaultPlan:
         self.faults, self._slots = tuple(faults), slots
         self._fired: list[dict[int, int]] = [{} for _ in faults]
 
-    def claim(self, index: int, slot: int, generation: int) -> bool:
-        """Whether fault `index` hits the worker in `slot` now; it then counts as fired there."""
-        if slot in self._fired[index] or not self._may_fire(index, generation):
+    def claim(self, index: int, slot: int, generation: int, *, settled: bool = True) -> bool:
+        """Whether fault `index` hits the worker in `slot` now; it then counts as fired there.
+
+        Args:
+            index: place of the fault in the list.
+            slot: of the worker that asks.
+            generation: of the roster.
+            settled: whether everybody in it has state and nobody is called away.
+        """
+        begun = bool(self._fired[index])
+        if slot in self._fired[index] or not (begun or self._may_fire(index, generation, settled)):
             return False
         self._fired[index][slot] = generation
         return True
@@ -224,7 +242,7 @@ class FaultPlan:
             self._fired[index][_NO_SLOT] = _NO_SLOT
         return [self.faults[index] for index in due]
 
-    def _may_fire(self, index: int, generation: int) -> bool:
+    def _may_fire(self, index: int, generation: int, settled: bool) -> bool:
         fault = self.faults[index]
         before = [i for i in range(index) if self.faults[i].step == fault.step]
         if not all(self.fired(i) for i in before):
@@ -235,4 +253,5 @@ class FaultPlan:
             if i != index and other.phase in STEP_PHASES and other.kind != "flip"
             for hit in self._fired[i].values()
         }
-        return fault.phase not in STEP_PHASES or generation not in others
+        recovered = settled and generation not in others
+        return fault.phase not in STEP_PHASES or recovered

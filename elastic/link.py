@@ -33,10 +33,11 @@ from checkpointing import (
 )
 from elastic import events
 from elastic.ask import ask
-from elastic.faults import InjectedError
+from elastic.faults import InjectedError, flip_bit
 from elastic.job import Job
 from elastic.messages import Answer, Build, Identity, Report, Run, Standing
 from elastic.snapshot_holder import HeldSegments
+from health.corruption import compare_checksums
 from health.heartbeat import NO_PHASE, NO_STEP, Heartbeat
 from trainer.commit import Commit
 from trainer.engine import Engine
@@ -47,7 +48,9 @@ from trainer.phases import PHASES, Phase
 log = logging.getLogger(__name__)
 
 _PHASE_NUMBERS: dict[str, int] = {phase: number for number, phase in enumerate(PHASES)}
+_MASK = 0xFFFFFFFFFFFFFFFF
 _REPORT_INTERVAL_S = 0.2
+CORRUPT_EXIT_CODE = 71
 _RECORDS_KEPT = 10_000
 _RECENT_MOST = 500
 """Steps that a worker shows when it joins: more than the lead can have failed to send."""
@@ -72,8 +75,8 @@ class CoordinatorLink:
         self._settled = 0
         self._run: Run | None = None
         self._slot: int | None = None
-        self.flip = False
-        """An injected fault wants a bit of the weights changed."""
+        self.engine: Engine | None = None
+        """What an injected fault may disturb."""
         self._records: deque[events.StepRecord] = deque(maxlen=_RECORDS_KEPT)
         self._events: deque[events.Event] = deque()
         self._sending = threading.Lock()
@@ -190,6 +193,24 @@ class CoordinatorLink:
     def heal_failed(self, reason: str) -> None:
         """See Link."""
         self._coordinator.heal_failed.remote(self._identity.worker, reason)
+
+    def compared(self, step: int, checksums: list[int | None]) -> None:
+        """See Link. A worker that differs from most leaves; its replica heals from another one."""
+        assert self._run is not None
+        found, worker = compare_checksums(checksums), self._identity.worker
+        shown = ", ".join("-" if c is None else f"{c & _MASK:016x}" for c in checksums)
+        if self._run.lead:
+            self.event(events.ReplicasCompared(time=time.time(), step=step, equal=found.equal))
+        if self._run.position in found.outliers:
+            detail = f"its state before step {step} differs from most replicas': {shown}"
+            self.flush()
+            ask(self._coordinator.corrupt, worker, detail)
+            os._exit(CORRUPT_EXIT_CODE)
+        if not found.decided and self._run.position == 0:
+            self.fail(
+                f"the replicas differ before step {step}, and no majority shows which is right: "
+                f"checksums {shown}. Run the same name again: it goes on from the newest checkpoint"
+            )
 
     def evaluated(self, step: int, loss: float, tokens: int) -> None:
         """See Link."""
@@ -368,7 +389,8 @@ class CoordinatorLink:
         if fault.kind == "raise":
             raise InjectedError(str(fault))
         if fault.kind == "flip":
-            self.flip = True
+            assert self.engine is not None
+            flip_bit(self.engine)
         else:
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 

@@ -224,6 +224,11 @@ class Membership:
         return None if source is None else numbers[source]
 
     @property
+    def settled(self) -> bool:
+        """Whether everybody with a slot has state, and nobody is called away."""
+        return self.call is None and not self._behind
+
+    @property
     def whole_replicas(self) -> int:
         """Replicas that train, or would if there were enough of them."""
         return len(self._places.standing) + len(self._places.forming)

@@ -1,8 +1,8 @@
 """One actor per node: it watches the node's workers, and it is the node's word that it is there.
 
-It tells the coordinator of every worker that ended or froze (`process_watch.py`), in the same small
-call, twice a second at least, that renews the node's lease. What was not acknowledged is told
-again.
+It tells the coordinator of every worker that ended or froze (`process_watch.py`), at once, in the
+same small call that renews the node's lease every `health.node_beat_s`. What was not acknowledged
+is told again.
 
 Where no renewal comes through for the length of a lease, the node is cut off: the coordinator has
 written its workers off, or is about to. So the agent kills them; they neither train on nor publish

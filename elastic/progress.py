@@ -19,9 +19,12 @@ from typing import TextIO
 from elastic.events import (
     BelowMinimum,
     CheckpointCommitted,
+    CoordinatorStarted,
+    Draining,
     Evaluated,
     Event,
     FaultFired,
+    HealFailed,
     RegroupDone,
     ReplicaHealed,
     ReplicasCompared,
@@ -103,8 +106,16 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
         case ReplicaHealed():
             return (
                 f"replica {event.replica} healed from replica {event.source}: "
-                f"{event.bytes / 1e6:.1f} MB in {event.seconds:.2f} s"
+                f"{event.bytes / 1e6:.1f} MB in {event.seconds:.2f} s, "
+                f"{event.catch_up_steps} steps made up for"
             )
+        case HealFailed():
+            return f"heal of {event.slot} from replica {event.source} failed: {event.reason}"
+        case Draining():
+            left = "" if event.deadline_s is None else f", {event.deadline_s:.0f} s left"
+            return f"{', '.join(event.workers)} will go ({event.reason}{left})"
+        case CoordinatorStarted(anew=True):
+            return f"the coordinator was lost and started anew (process {event.pid})"
         case BelowMinimum():
             return f"waiting: {event.alive} of {event.needed} replicas alive, {event.missing}"
         case StepSkipped():

@@ -18,6 +18,7 @@ from elastic.events import (
     Evaluated,
     Event,
     FaultFired,
+    LedgerChecked,
     RegroupCalled,
     RegroupDone,
     ReplicasCompared,
@@ -92,6 +93,9 @@ class Report:
     """Checkpoints committed."""
     replicas_equal: bool | None
     """Whether all comparisons found the replicas bitwise equal; None without a comparison."""
+    ledger_steps: int | None
+    """Steps of the last start that were found to have taken just the samples due; None where it did
+    not end well."""
     incidents: tuple[Incident, ...]
     """All losses of workers, in order."""
     layout: dict[str, int]
@@ -116,6 +120,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
     incidents = find_incidents(events, steps)
     started = _of(events, RunStarted)
     regroups = _of(events, RegroupDone)
+    ledgers = _of(events, LedgerChecked)
     evaluated, compared = _of(events, Evaluated), _of(events, ReplicasCompared)
     return Report(
         name=started[-1].name if started else "",
@@ -138,6 +143,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         faults_fired=len(_of(events, FaultFired)),
         checkpoints=len(_of(events, CheckpointCommitted)),
         replicas_equal=all(e.equal for e in compared) if compared else None,
+        ledger_steps=ledgers[-1].steps if ledgers else None,
         incidents=tuple(incidents),
         layout=started[-1].layout if started else {},
         versions=started[-1].versions if started else {},
@@ -255,6 +261,7 @@ def _facts(report: Report) -> dict[str, str]:
         "events": f"regroups {report.regroups}, faults fired {report.faults_fired}, "
         f"checkpoints {report.checkpoints}",
         "replicas": _EQUALITY[report.replicas_equal],
+        "ledger": "-" if report.ledger_steps is None else f"{report.ledger_steps} steps exact",
         "layout": layout or "-",
         "versions": ", ".join(f"{k} {v}" for k, v in report.versions.items()) or "-",
     }

@@ -199,6 +199,7 @@ class Worker:
             self.held = None
         self.sums = LaneSums(self.job.lanes, self.engine.gradient.numel(), self.engine.device)
         self.built = answer.formed
+        self.link.engine = self.engine
 
     def train(self, run: Run) -> None:
         """This worker's part in one generation: gets its state up to date, then trains."""
@@ -276,7 +277,6 @@ class Worker:
         the replica cannot read its part of a snapshot: then nobody takes it."""
         if run.step == 0:
             engine.initialize()
-            engine.optimizer_steps = 0
             return Progress()
         if run.source == "memory":
             read = self.read_snapshot(engine, run.step)
@@ -319,6 +319,7 @@ class Worker:
                 lanes=self.job.lanes,
                 save_every=self.job.checkpoint.every_steps,
                 snapshot_every=self.job.checkpoint.memory_every,
+                compare_every=self.job.health.compare_every,
                 max_nonfinite_steps=self.job.health.max_nonfinite_steps,
             ),
             link=self.link,

@@ -83,7 +83,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--steps", type=int, default=300, help="optimizer steps")
     add("--replicas", type=int, default=2, help="replicas with all machines there")
     add("--spares", type=int, default=1, help="workers waiting to take a lost one's place")
-    add("--fault", default="none", help="none, or kill@STEP[:WORKER], several with commas")
+    add(
+        "--fault",
+        default="none",
+        help="none, or KIND@STEP[.PHASE][:WORKER[+WORKER]], several with commas; KIND is kill, "
+        "freeze, raise or flip (elastic/faults.py says more)",
+    )
     add("--storage", default="runs", help="directory for runs, seen by all nodes")
     add("--name", default="custom_task", help="name of the run; the same name continues it")
     add("--resume", choices=["auto", "never", "must"], default="auto", help="never starts anew")

@@ -71,7 +71,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--name", default="quickstart", help="name of the run; the same name continues it")
     add("--resume", choices=["auto", "never", "must"], default="auto", help="never starts anew")
     add("--checkpoint-every", type=int, default=50, help="steps between checkpoints")
-    add("--fault", default="none", help="none, or kill@STEP[:WORKER], several with commas")
+    add(
+        "--fault",
+        default="none",
+        help="none, or KIND@STEP[.PHASE][:WORKER[+WORKER]], several with commas; KIND is kill, "
+        "freeze, raise or flip (elastic/faults.py says more)",
+    )
     add("--device", choices=["cpu", "cuda"], default="cpu", help="what workers compute on")
     add("--cpus-per-worker", type=float, default=1.0, help="CPUs that Ray reserves for a worker")
     add("--wait", type=float, default=60.0, help="seconds to wait for the cluster's resources")

@@ -1,1 +1,2 @@
-"""From facts to verdicts: who is dead, frozen, slow or wrong. Imports neither Ray nor torch."""
+"""From facts to verdicts: which worker is frozen, which node is lost, whose state is wrong. Imports
+neither Ray nor torch."""

@@ -21,6 +21,7 @@ from trainer.backend.groups import (
     leave_replica_group,
     make_replica_group,
 )
+from trainer.buckets import BUCKET_BYTES
 from trainer.commit import Commit
 from trainer.config import TrainConfig
 from trainer.engine import Engine
@@ -64,6 +65,7 @@ class QuietLink:
 class WorkerResult:
     """What one worker saw."""
 
+    buckets: int
     losses: list[float]
     norms: list[float]
     digests: list[tuple[int, ...]]
@@ -94,6 +96,7 @@ def _train(
     train: TrainConfig,
     replicas: int,
     lanes: int,
+    bucket_bytes: tuple[int, int],
 ) -> WorkerResult | Exception:
     replica, rank = divmod(index, train.parallel.workers)
     slot = slot_of(replica, rank, train.parallel.tensor)
@@ -105,7 +108,15 @@ def _train(
         tensor=train.parallel.tensor,
         device=device,
     )
-    engine = Engine(task, train, slot=slot, mesh=mesh, device=device, max_replicas=replicas)
+    engine = Engine(
+        task,
+        train,
+        slot=slot,
+        mesh=mesh,
+        device=device,
+        max_replicas=replicas,
+        bucket_bytes=bucket_bytes,
+    )
     engine.initialize()
     dealt = deal_lanes(lanes, tuple(range(replicas)))
     cross = CrossGroup(
@@ -124,7 +135,7 @@ def _train(
         LaneSums(lanes, engine.gradient.numel(), engine.device),
         lanes=dealt[replica],
         progress=progress,
-        config=LoopConfig(lanes=lanes, save_every=None, max_nonfinite_steps=2),
+        config=LoopConfig(lanes=lanes, save_every=None, compare_every=None, max_nonfinite_steps=2),
         link=link,
     )
     error: Exception | None = None
@@ -142,6 +153,7 @@ def _train(
         if name.startswith("param/")
     }
     return error or WorkerResult(
+        buckets=len(engine.buckets),
         losses=[c.loss for c in link.commits],
         norms=[c.grad_norm for c in link.commits],
         digests=[c.digests for c in link.commits],
@@ -162,6 +174,7 @@ def run_formations(
     lanes: int,
     orders: list[list[int]],
     device: Device = "cpu",
+    bucket_bytes: tuple[int, int] = BUCKET_BYTES,
 ) -> list[list[Any]]:
     """Trains once for each of `orders`, on the same processes, the i-th taking place `order[i]`.
 
@@ -172,18 +185,25 @@ def run_formations(
     workers = replicas * train.parallel.workers
     with mp.Manager() as manager:
         results = manager.dict()
-        arguments = (store.port, orders, device, (task, train, replicas, lanes), results)
+        arguments = (
+            store.port,
+            orders,
+            device,
+            (task, train, replicas, lanes, bucket_bytes),
+            results,
+        )
         mp.start_processes(_process, args=arguments, nprocs=workers, start_method="forkserver")
         return [[results[i, place] for place in range(workers)] for i in range(len(orders))]
 
 
 def run_layout(
-    task: PreparedTask, train: TrainConfig, *, replicas: int, lanes: int, device: Device = "cpu"
+    task: PreparedTask, train: TrainConfig, *, replicas: int, lanes: int, **options: Any
 ) -> list[Any]:
-    """Trains on `replicas` x shard x tensor fresh processes; the result of every worker."""
+    """Trains on `replicas` x shard x tensor fresh processes; the result of every worker. `options`
+    go to `run_formations`."""
     order = list(range(replicas * train.parallel.workers))
     (results,) = run_formations(
-        task, train, replicas=replicas, lanes=lanes, orders=[order], device=device
+        task, train, replicas=replicas, lanes=lanes, orders=[order], **options
     )
     return results
 

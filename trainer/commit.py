@@ -2,8 +2,7 @@
 
 One float64 vector is summed over the replica (shard x tensor) and then over the replicas:
 
-    [grad norm^2, failed, boundary, loss per lane ..., tokens per lane ..., sample digest per lane
-    ...]
+    [grad norm^2, failed, boundary, loss per lane ..., tokens per lane ..., digest per lane ...]
 
 Each lane's entries are set by the one replica that computed the lane and are zero elsewhere, so
 sums are exact and their order does not matter. The norm^2 is that of the already reduced gradient,

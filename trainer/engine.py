@@ -9,8 +9,10 @@ torch's own.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from bisect import bisect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from checkpointing import Box, Reader, TensorSlice
 from trainer.backend.groups import Device, torch_device
+from trainer.buckets import BUCKET_BYTES, plan_buckets
 from trainer.config import TrainConfig
 from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
@@ -30,6 +33,7 @@ from trainer.parallel.apply import (
     parallelize,
     tensor_dim,
 )
+from trainer.parallel.backward import BackwardWatch, groups_in_backward_order
 from trainer.parallel.layout import Slot
 from trainer.schedule import learning_rate
 from trainer.task import PreparedTask
@@ -61,6 +65,7 @@ class Engine:
         mesh: the replica's mesh, shard x tensor.
         device: "cpu" or "cuda".
         max_replicas: gradient buffers are padded so that so many replicas can own equal pieces.
+        bucket_bytes: the least and the most that are reduced at once.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Engine:
         mesh: DeviceMesh,
         device: Device,
         max_replicas: int,
+        bucket_bytes: tuple[int, int] = BUCKET_BYTES,
     ) -> None:
         self._padding, self._workers = max_replicas, train.parallel.workers
         self.task, self.train_config, self.slot, self.mesh = task, train, slot, mesh
@@ -89,24 +95,32 @@ class Engine:
         )
         materialize(self.model, self.device)
         self.model.train()
-        self._flatten()
+        self._flatten(bucket_bytes)
+        self._watch = BackwardWatch(self.model)
         self.optimizer = self._make_optimizer()
 
-    def _flatten(self) -> None:
-        """Lays the trainable local slices out in one flat gradient: those that count towards this
-        worker's norm first, those that a tensor rank before it already counts last."""
+    def _flatten(self, bucket_bytes: tuple[int, int]) -> None:
+        """Lays the trainable local slices out in one flat gradient, in the order in which backward
+        finishes them; those that a tensor rank before this one already counts come last, so that
+        the norm is over a prefix."""
+        groups = groups_in_backward_order(self.model)
+        order = {id(param): index for index, group in enumerate(groups) for param in group}
+
+        def place(param: nn.Parameter) -> int:
+            return len(groups) if self._counted_elsewhere(param) else order[id(param)]
+
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        named.sort(key=lambda entry: self._counted_elsewhere(entry[1]))
+        named.sort(key=lambda entry: place(entry[1]))
         self._names = [name for name, _ in named]
         self._params = [param for _, param in named]
         self._locals = [local_tensor(param) for param in self._params]
         self._counts = [local.numel() for local in self._locals]
-        self.count = sum(self._counts)
-        self._own = sum(
-            count
-            for count, param in zip(self._counts, self._params, strict=True)
-            if not self._counted_elsewhere(param)
-        )
+        places, ends = [place(param) for param in self._params], [0, *accumulate(self._counts)]
+        self._group_params = [bisect(places, group) for group in range(len(groups) + 1)]
+        self._group_ends = [ends[params] for params in self._group_params]
+        self._own, self.count = self._group_ends[-2:]
+        least, most = (size // torch.float32.itemsize for size in bucket_bytes)
+        self.buckets = plan_buckets(self._group_ends, least=least, most=most)
 
     def _counted_elsewhere(self, param: nn.Parameter) -> bool:
         return self.slot.tensor > 0 and tensor_dim(param) is None
@@ -148,9 +162,17 @@ class Engine:
             leaf.grad = grad
 
     def initialize(self) -> None:
-        """Fills the weights from the seed or the pretrained files; the optimizer starts empty."""
-        assert self._source is not None
-        fill(self.model, self.slices, self._source)
+        """Fills the weights from the seed or the pretrained files; the optimizer starts empty.
+
+        The engine may hold something already: a newcomer whose source died in the middle of a heal
+        starts from the seed where nobody else has the state.
+        """
+        source = self._source or self.task.build(self.train_config.seed)[1]
+        fill(self.model, self.slices, source)
+        for name, tensor in self.state_tensors().items():
+            if name.startswith(MOMENTS):
+                tensor.zero_()
+        self.optimizer_steps = 0
         self.forget_initial_weights()
 
     def forget_initial_weights(self) -> None:
@@ -164,17 +186,36 @@ class Engine:
 
     # -- the step ---------------------------------------------------------------------------------
 
-    def take_gradient(self, into: torch.Tensor) -> None:
-        """Moves the local gradients into the flat buffer `into`, and leaves the model without
-        any."""
-        views, grads = self.views(into), [param.grad for param in self._params]
-        torch._foreach_copy_(
-            [view for view, grad in zip(views, grads, strict=True) if grad is not None],
-            [local_tensor(grad) for grad in grads if grad is not None],
-        )
-        for view, grad in zip(views, grads, strict=True):
-            if grad is None:
-                view.zero_()
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds the gradients of a micro-batch to the local ones."""
+        with self._watch.backward():
+            loss.backward()
+
+    def backward_into(
+        self, flat: torch.Tensor, loss: torch.Tensor, taken: Callable[[int], None]
+    ) -> None:
+        """Backward of a lane's last micro-batch: moves the lane's gradients into a flat buffer, and
+        leaves the model without any.
+
+        Args:
+            flat: the buffer, of `count` numbers or more.
+            loss: of the micro-batch.
+            taken: called with n whenever the first n numbers are there: during backward, with the
+                end of each parameter group, and with `count` at last.
+        """
+        views, first = self.views(flat), 0
+
+        def take(groups: int) -> None:
+            nonlocal first
+            last = self._group_params[groups - 1]
+            _copy_gradients(self._params[first:last], views[first:last])
+            first = last
+            taken(self._group_ends[groups - 1])
+
+        with self._watch.backward(take):
+            loss.backward()
+        take(len(self._group_ends))
+        # Not before: until backward ends, FSDP may reuse the memory of a gradient that is let go.
         self.model.zero_grad(set_to_none=True)
 
     def norm_squared(self, gradient: torch.Tensor) -> float:
@@ -291,9 +332,35 @@ class Engine:
         self.optimizer_steps = optimizer_steps
         self.forget_initial_weights()
 
+    def checksum(self) -> int:
+        """A cheap number over this worker's state: one bit changed changes it. Waits for the
+        device."""
+        words = [_words(tensor) for tensor in self.state_tensors().values() if tensor.numel()]
+        sums = torch.stack([word.sum(dtype=torch.int64) for word in words])
+        places = torch.arange(1, len(words) + 1, device=sums.device)
+        return int((sums * places).sum())
+
     def digest(self) -> str:
         """SHA-256 of this worker's state, to compare replicas."""
         return _digest(tensor for _, tensor in sorted(self.state_tensors().items()))
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor as integers."""
+    return tensor.view(-1).view(torch.int32 if tensor.nbytes % 4 == 0 else torch.uint8)
+
+
+def _copy_gradients(params: list[nn.Parameter], into: list[torch.Tensor]) -> None:
+    """Copies local gradients; a parameter without one has had no part in the loss."""
+    views, grads = [], []
+    for view, param in zip(into, params, strict=True):
+        if param.grad is None:
+            view.zero_()
+        else:
+            views.append(view)
+            grads.append(local_tensor(param.grad))
+    if grads:
+        torch._foreach_copy_(views, grads)
 
 
 def _digest(tensors: Iterable[Any]) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.backend.groups import Device, Rendezvous, abandon, gather, make_cross_group, poll_until
+from trainer.backend.groups import Device, Rendezvous, abandon, gather, make_raw_group, poll_until
 from trainer.commit import Commit
 from trainer.engine import Engine
 
@@ -60,7 +60,7 @@ class Wire:
         """Makes the group once all are there. Raises RuntimeError where one does not come."""
         place = self._rendezvous, self._prefix, self._rank, self._size
         gather(*place, self._stopped.is_set)
-        self._group = make_cross_group(
+        self._group = make_raw_group(
             self._rendezvous, self._prefix, rank=self._rank, size=self._size, device=self._device
         )
 

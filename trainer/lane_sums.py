@@ -28,6 +28,8 @@ class LaneSums:
         self._free: list[torch.Tensor] = []
         self.blocks: dict[Node, torch.Tensor] = {}
         self.stats: dict[int, LaneStats] = {}
+        self._additions: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._settled = 0
         self.step = -1
 
     def begin(self, step: int, lanes: Sequence[int]) -> list[int]:
@@ -42,28 +44,44 @@ class LaneSums:
             self.step = step
         return [lane for lane in lanes if lane not in self.stats]
 
-    def buffer(self) -> torch.Tensor:
-        """A flat float32 buffer to put a lane's gradient in; its padding is zero."""
-        if self._free:
-            return self._free.pop()
+    def open(self, lane: int) -> torch.Tensor:
+        """Gives `lane` its place in the tree, and a flat float32 buffer to put its gradient in.
+
+        `settle` does the additions as the gradient comes in, and `close` ends the lane.
+        """
+        gradient = self._free.pop() if self._free else self._new()
+        self.blocks[(lane, lane + 1)] = gradient
+        self._additions, self._settled = [], 0
+        held = {lane for node in self.blocks for lane in range(*node)}
+        for node in blocks_of(held, self._total):
+            self._merge(node)
+        return gradient
+
+    def _new(self) -> torch.Tensor:
         return torch.zeros(self._length, device=self._device)
 
-    def add(self, lane: int, gradient: torch.Tensor, stats: LaneStats) -> None:
-        """Takes a lane's gradient (a `buffer()`), and adds up every subtree that is now whole."""
-        self.stats[lane] = stats
-        self.blocks[(lane, lane + 1)] = gradient
-        for node in blocks_of(self.stats, self._total):
-            self._merge(node)
-
     def _merge(self, node: Node) -> torch.Tensor:
+        """Puts the sum of a whole subtree where its left part is."""
         if node in self.blocks:
             return self.blocks[node]
         left, right = (self._merge(child) for child in split(node))
         for child in split(node):
             del self.blocks[child]
+        self._additions.append((left, right))
         self._free.append(right)
-        self.blocks[node] = left.add_(right)
+        self.blocks[node] = left
         return left
+
+    def settle(self, stop: int) -> None:
+        """Adds up every subtree that the open lane makes whole, in its first `stop` numbers: they
+        are in its buffer."""
+        for left, right in self._additions:
+            left[self._settled : stop].add_(right[self._settled : stop])
+        self._settled = stop
+
+    def close(self, lane: int, stats: LaneStats) -> None:
+        """The lane's whole gradient has been settled."""
+        self.stats[lane] = stats
 
     def clear(self) -> None:
         """Forgets everything; the buffers are kept for the next step."""

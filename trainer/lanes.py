@@ -47,16 +47,12 @@ def blocks_of(lanes: Iterable[int], total: int) -> tuple[Node, ...]:
     return cover((0, total))
 
 
-def sum_tree(parts: Mapping[Node, T], total: int, add: Callable[[T, T], T]) -> T:
-    """Adds the subtrees in `parts`, which together cover all lanes once, in tree order."""
-
-    def value(node: Node) -> T:
-        if node in parts:
-            return parts[node]
-        left, right = split(node)
-        return add(value(left), value(right))
-
-    return value((0, total))
+def sum_tree(parts: Mapping[Node, T], root: Node, add: Callable[[T, T], T]) -> T:
+    """Adds the subtrees in `parts`, which together cover the lanes of `root`, in tree order."""
+    if root in parts:
+        return parts[root]
+    left, right = split(root)
+    return add(sum_tree(parts, left, add), sum_tree(parts, right, add))
 
 
 def deal_lanes(
@@ -69,9 +65,8 @@ def deal_lanes(
         replicas: indices of the replicas that compute, in order. More replicas than lanes: the last
             ones get none.
         before: what each replica had. Given after a fault: a replica keeps its lanes, whose
-            gradients
-            it may hold already, and only the lost ones are dealt, each to the replica with the
-            fewest.
+            gradients it may hold already, and only the lost ones are dealt, each to the replica
+            with the fewest.
 
     Returns:
         replica index -> its lanes in rising order.

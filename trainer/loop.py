@@ -1,7 +1,7 @@
 """One readable step, and the steps of one generation.
 
     lanes: forward and backward of the lanes dealt to this replica (reduce-scatter inside it)
-    reduce: the lanes' gradients summed over the replicas
+    reduce: the lanes' gradients summed over the replicas, begun in the last lane's backward
     commit: a few numbers agreed on, first inside the replica, then across replicas
     apply: clip, optimizer step, step += 1
 
@@ -30,6 +30,7 @@ from trainer.errors import CrossGroupLost, NonFiniteError
 from trainer.heal import Newcomer, Source
 from trainer.lane_sums import LaneSums
 from trainer.phases import Phase
+from trainer.reduction import Reduction
 from trainer.replicas import CrossGroup
 from trainer.samples import lane_ids, lane_start, micro_seed, step_ids
 from trainer.schedule import learning_rate
@@ -42,8 +43,8 @@ Outcome = Literal["finished", "boundary", "fault"]
 class Link(Protocol):
     """What the loop needs from the control plane.
 
-    What is called within a step may neither block nor wait for an answer; `save` and `evaluated`
-    come between steps, where the workers of a replica may agree on something.
+    What is called within a step may neither block nor wait for an answer; `save`, `compared` and
+    `evaluated` come between steps, where the workers of a replica may agree on something.
     """
 
     def leave_now(self) -> bool:
@@ -76,6 +77,10 @@ class Link(Protocol):
         """A copy of the state before `step` is due in each of `places`, from this worker."""
         ...
 
+    def compared(self, step: int, checksums: list[int | None]) -> None:
+        """The checksums of this worker's slot in all replicas, by position, before `step`."""
+        ...
+
     def evaluated(self, step: int, loss: float, tokens: int) -> None:
         """The mean loss on the held-out data before `step`."""
         ...
@@ -105,6 +110,8 @@ class LoopConfig:
     """Steps between checkpoints."""
     snapshot_every: int | None = None
     """Steps between snapshots in the nodes' memory."""
+    compare_every: int | None
+    """Steps between comparisons of the replicas."""
     max_nonfinite_steps: int
     """Skipped steps in a row that end the run."""
 
@@ -158,6 +165,7 @@ class TrainLoop:
             if commit is None:
                 return "fault"
             self.finish_step(commit)
+            self.compare()
             self.save_and_evaluate()
             if commit.boundary:
                 return "boundary"
@@ -170,11 +178,12 @@ class TrainLoop:
         self.progress.in_step = True
         if self.newcomer is not None:
             self.follow(self.newcomer)
-        for lane in self.sums.begin(step, self.lanes):
-            self.compute_lane(step, lane)
+        missing, reduction = self.sums.begin(step, self.lanes), self.make_reduction()
+        for lane in missing:
+            self.compute_lane(step, lane, reduction if lane == missing[-1] else None)
         self.link.at_step(step, "reduce")
         try:
-            self.reduce()
+            reduction.finish()
             failed = False
         except CrossGroupLost:
             self.engine.replace_gradient()
@@ -182,13 +191,26 @@ class TrainLoop:
         self.link.at_step(step, "before_commit")
         return self.agree(step, failed)
 
-    def compute_lane(self, step: int, lane: int) -> None:
-        """Forward and backward of all micro-batches of a lane."""
+    def compute_lane(self, step: int, lane: int, reduction: Reduction | None) -> None:
+        """Forward and backward of all micro-batches of a lane.
+
+        Args:
+            step: the current step.
+            lane: the lane.
+            reduction: given with the last lane; starts as the gradients come in.
+        """
         ids = lane_ids(
             self.train, self.config.lanes, len(self.data), step, lane, self.engine.slot.shard
         )
         micro = self.train.micro_samples(self.config.lanes)
         loss_sum, tokens = 0.0, 0
+        gradient = self.sums.open(lane)
+
+        def take(stop: int) -> None:
+            self.sums.settle(stop)
+            if reduction is not None:
+                reduction.start(stop)
+
         for index, start in enumerate(range(0, len(ids), micro)):
             torch.manual_seed(
                 micro_seed(self.train.seed, step, lane, index, self.engine.slot.shard)
@@ -198,29 +220,33 @@ class TrainLoop:
             self.link.at_step(step, "forward")
             loss, count = self.engine.task.loss(self.engine.model, batch)
             self.link.at_step(step, "backward")
-            loss.backward()
+            if start + micro < len(ids):
+                self.engine.backward(loss)
+            else:
+                self.engine.backward_into(gradient, loss, take)
             loss_sum, tokens = loss_sum + float(loss.detach()), tokens + count
-        gradient = self.sums.buffer()
-        self.engine.take_gradient(gradient)
         counts = self.engine.slot.tensor == 0
         first = lane_start(self.train, self.config.lanes, lane, self.engine.slot.shard)
         digest = commits.sample_digest(ids, first)
         stats = LaneStats(loss=loss_sum, tokens=tokens, digest=digest)
-        self.sums.add(lane, gradient, stats if counts else LaneStats(loss=0.0, tokens=0, digest=0))
+        self.sums.close(lane, stats if counts else LaneStats(loss=0.0, tokens=0, digest=0))
 
-    def reduce(self) -> None:
-        """Sums the lanes' gradients over the replicas into the engine's gradient."""
-        exact = self.train.reduction == "exact"
-        reduce = self.cross.reduce_exact if exact else self.cross.reduce_fast
-        reduce(self.sums.blocks, self.engine.gradient)
+    def make_reduction(self) -> Reduction:
+        """The sum of the lanes' gradients over the replicas into the engine's gradient."""
+        return Reduction(
+            self.cross,
+            self.sums.blocks,
+            self.engine.gradient,
+            self.engine.buckets,
+            exact=self.train.reduction == "exact",
+        )
 
     def agree(self, step: int, failed: bool) -> Commit | None:
         """The commit reduce; None: the step does not count (yet).
 
         Summed inside the replica, then over the replicas by their first workers alone, then handed
-        out inside the
-        replica: all workers of a replica always come to the same answer, so none waits for one that
-            left.
+        out inside the replica: all workers of a replica always come to the same answer, so none
+        waits for one that left.
         """
         vector = commits.pack(
             self.config.lanes,
@@ -291,6 +317,19 @@ class TrainLoop:
             self.progress.skipped_in_a_row = newcomer.skipped_in_a_row
             self.link.caught_up(newcomer)
             self.newcomer = None
+
+    def compare(self) -> None:
+        """From time to time: whether all replicas hold the same bits. A group that fails in it
+        fails the next step's reduce as well."""
+        step, every = self.progress.step, self.config.compare_every
+        if not every or step % every:
+            return
+        checksum = None if self.newcomer is not None else self.engine.checksum()
+        try:
+            checksums = self.cross.gather_numbers(checksum)
+        except CrossGroupLost:
+            return
+        self.link.compared(step, checksums)
 
     def save_and_evaluate(self) -> None:
         """What is due between two steps. The first replica saves; every replica evaluates for

@@ -1,6 +1,8 @@
 """What a worker is doing, by name: heartbeats show it, and injected faults are placed by it.
 
-The first ten are passed in every step, in this order; the others belong to the life round it.
+The first eight are passed in every step, in this order, the first three of them once for each
+micro-batch; a worker without lanes skips those three, one without state the optimizer. The others
+belong to the life round it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ Phase = Literal[
     "shutdown",
 ]
 """`build`: making a replica's process group and model. `regroup`: making the group across replicas.
-`wait`: without a slot, or called to join."""
+`heal_source`, `heal_target`: beginning to send or to receive state; both go on beside the steps.
+`wait`: in `join`, without a slot or called there."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)

@@ -9,8 +9,9 @@ the commit with the failure noted), so a healthy replica never blocks in itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,11 +20,24 @@ from trainer.backend.groups import (
     Rendezvous,
     abandon,
     gather,
-    make_cross_group,
+    make_cross_groups,
     poll_until,
 )
 from trainer.errors import CrossGroupLost
-from trainer.lanes import Node, blocks_of, sum_tree
+from trainer.lanes import blocks_of
+
+EXCHANGE, GATHER = 0, -1
+"""Channels. On Gloo each has a process group of its own, so collectives of different channels may
+be issued in any order. On NCCL they share one."""
+
+
+class Flight(NamedTuple):
+    """A collective that was started."""
+
+    work: Any
+    """c10d's handle."""
+    buffers: tuple[torch.Tensor, ...]
+    """What it reads and writes."""
 
 
 class CrossGroup:
@@ -55,10 +69,12 @@ class CrossGroup:
         self.blocks = [blocks_of(held, total_lanes) for held in lanes]
         self._device = torch.device(device)
         self._leave_now = leave_now
-        self._kept: list[Any] = []
-        self._group: Any = None
+        self._in_flight: dict[int, Flight] = {}
+        self._groups: list[Any] = []
         self._lost: str | None = None
         self._timeout_s = rendezvous.timeout_s
+        self._streams = torch.get_device_module(self._device)
+        self.stream = self._streams.Stream()
         if self.size > 1:
             self._join(rendezvous, prefix, device)
 
@@ -67,51 +83,11 @@ class CrossGroup:
         collective."""
         try:
             gather(rendezvous, prefix, self.rank, self.size, self._leave_now)
-            self._group = make_cross_group(
+            self._groups = make_cross_groups(
                 rendezvous, prefix, rank=self.rank, size=self.size, device=device
             )
         except RuntimeError as error:
             self._lost = str(error)
-
-    def reduce_exact(self, mine: Mapping[Node, torch.Tensor], into: torch.Tensor) -> None:
-        """Sums the gradients of all lanes in the fixed tree; every replica gets the same bits.
-
-        Each replica owns one piece of the gradient: it receives all contributions to it
-        (all-to-all), adds them in tree order, and the pieces are gathered again. The traffic is
-        that of a ring all-reduce.
-
-        Args:
-            mine: this replica's subtrees -> flat gradients. They stay as they are.
-            into: gets the sum; as long as each of `mine`, padding included.
-
-        Shapes: all flat; the padding makes the length at least that of `size` equal pieces.
-        """
-        if self.size == 1:
-            into.copy_(sum_tree(mine, self.total_lanes, torch.add))
-            return
-        piece = into.numel() // self.size
-        held = [mine[node] for node in self.blocks[self.rank]]
-        sends = [len(held) * piece] * self.size
-        receives = [len(blocks) * piece for blocks in self.blocks]
-        outgoing = self._pack(held, piece)
-        incoming = outgoing.new_empty(sum(receives))
-        self._run(
-            lambda group: group.alltoall_base(incoming, outgoing, receives, sends),
-            incoming,
-            outgoing,
-        )
-        nodes = [node for blocks in self.blocks for node in blocks]
-        parts = dict(zip(nodes, incoming.split(piece), strict=True))
-        own = sum_tree(parts, self.total_lanes, torch.add)
-        whole = into[: self.size * piece]
-        self._run(lambda group: group._allgather_base(whole, own), whole, own)
-
-    def reduce_fast(self, mine: Mapping[Node, torch.Tensor], into: torch.Tensor) -> None:
-        """Plain all-reduce: the sum's bits depend on how many replicas there are."""
-        into.zero_()
-        for block in mine.values():
-            into.add_(block)
-        self.sum(into)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduces `tensor` over the replicas, in place."""
@@ -119,36 +95,89 @@ class CrossGroup:
             self._run(lambda group: group.allreduce([tensor]), tensor)
         return tensor
 
-    def close(self) -> None:
-        """Leaves the group without waiting for anybody."""
-        if self._group is not None:
-            abandon(self._group, self._kept)
-        self._group, self._kept = None, []
+    def gather_numbers(self, number: int | None) -> list[int | None]:
+        """One int64 of each replica, or None, by position, on all of them."""
+        if self.size == 1:
+            return [number]
+        mine = torch.tensor([number is not None, number or 0], dtype=torch.int64)
+        mine = mine.to(self._device)
+        all_of_them = mine.new_empty(2 * self.size)
+        self._run(lambda group: group._allgather_base(all_of_them, mine), all_of_them, mine)
+        pairs = all_of_them.view(self.size, 2).tolist()
+        return [value if there else None for there, value in pairs]
 
-    def _pack(self, held: Sequence[torch.Tensor], piece: int) -> torch.Tensor:
-        whole = self.size * piece
-        if len(held) == 1:
-            return held[0][:whole]
-        if not held:
-            return torch.empty(0, device=self._device)
-        return torch.stack(
-            [block[:whole].view(self.size, piece) for block in held], dim=1
-        ).flatten()
+    def start(
+        self, issue: Callable[[Any], Any], *buffers: torch.Tensor, channel: int = EXCHANGE
+    ) -> Flight:
+        """Starts a collective.
 
-    def _run(self, start: Callable[[Any], Any], *buffers: torch.Tensor) -> None:
-        """Starts a collective and waits for it, watching for a fault."""
+        Args:
+            issue: gets the process group and returns the work.
+            buffers: what it reads and writes, kept alive until it is done.
+            channel: collectives of one channel are issued in the same order on all ranks.
+
+        Raises:
+            CrossGroupLost: it could not be started, or an earlier one has failed.
+        """
         if self._lost is not None:
             raise CrossGroupLost(self._lost)
         try:
-            work = start(self._group)
-            try:
-                poll_until(work.is_completed, self._leave_now, self._timeout_s)
-            except RuntimeError:
-                self._kept.append((work, buffers))
-                raise
-            work.wait()
-            if work.exception() is not None:  # NCCL's wait does not raise it
-                raise RuntimeError(str(work.exception()))
+            flight = Flight(issue(self._groups[channel]), buffers)
         except RuntimeError as error:
-            self._lost = str(error)
-            raise CrossGroupLost(self._lost) from error
+            raise self._lose(error) from error
+        self._in_flight[id(flight.work)] = flight
+        return flight
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """On CUDA, a stream for what must not hold up the current one, beginning after what is
+        queued there now."""
+        self.stream.wait_stream(self._streams.current_stream())
+        return self._streams.stream(self.stream)
+
+    def join_stream(self) -> None:
+        """What is queued on the current stream from now on comes after all that is in `stream`."""
+        self._streams.current_stream().wait_stream(self.stream)
+
+    def may_follow(self, flight: Flight) -> bool:
+        """Whether `follow` will not make the host wait. On CUDA it never does."""
+        return self._device.type == "cuda" or flight.work.is_completed()
+
+    def poll(self, flight: Flight) -> None:
+        """Waits for a collective on the host, watching for a fault.
+
+        Raises:
+            CrossGroupLost: a fault was announced, or a peer did not come.
+        """
+        try:
+            poll_until(flight.work.is_completed, self._leave_now, self._timeout_s)
+        except RuntimeError as error:
+            raise self._lose(error) from error
+
+    def follow(self, flight: Flight) -> None:
+        """Orders what this worker does next after a collective: on CUDA the current stream waits.
+
+        Raises:
+            CrossGroupLost: the collective failed.
+        """
+        try:
+            flight.work.wait()
+            if flight.work.exception() is not None:  # NCCL's wait does not raise it
+                raise RuntimeError(str(flight.work.exception()))
+        except RuntimeError as error:
+            raise self._lose(error) from error
+        del self._in_flight[id(flight.work)]
+
+    def close(self) -> None:
+        """Leaves the group without waiting for anybody."""
+        for group in self._groups:
+            abandon(group, list(self._in_flight.values()))
+        self._groups, self._in_flight = [], {}
+
+    def _run(self, issue: Callable[[Any], Any], *buffers: torch.Tensor) -> None:
+        flight = self.start(issue, *buffers)
+        self.poll(flight)
+        self.follow(flight)
+
+    def _lose(self, error: RuntimeError) -> CrossGroupLost:
+        self._lost = str(error)
+        return CrossGroupLost(self._lost)

@@ -8,7 +8,8 @@ them, each lane an equal stretch of these, each shard rank an equal stretch of t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +63,40 @@ def micro_seed(*parts: int) -> int:
     return state >> 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """Which samples every step of a run must take (I2). Pure data; it crosses to whoever checks."""
+
+    train: TrainConfig
+    """The settings of the run; the task is not needed."""
+    lanes: int
+    """Lanes of the run."""
+    samples: int
+    """Samples in the data."""
+
+    def check(self, step: int, digests: Sequence[int]) -> Ids:
+        """Holds what a committed step took against what it should have taken.
+
+        Args:
+            step: which.
+            digests: per lane, what the workers computed from the ids they read.
+
+        Returns:
+            The ids of the step, in lane order.
+
+        Raises:
+            LedgerError: other samples.
+        """
+        ids = step_ids(self.train, self.samples, step)
+        size = self.train.global_batch // self.lanes
+        if len(digests) != self.lanes:
+            raise LedgerError(step, 0)
+        for lane, digest in enumerate(digests):
+            if sample_digest(ids[lane * size : (lane + 1) * size], lane * size) != digest:
+                raise LedgerError(step, lane)
+        return ids
+
+
 def samples_sha256(
     train: TrainConfig, lanes: int, samples: int, committed: Iterable[tuple[int, list[int]]]
 ) -> str:
@@ -77,14 +112,10 @@ def samples_sha256(
     Raises:
         LedgerError: a step is missing, or took other samples.
     """
-    total = hashlib.sha256()
-    size, ledger = train.global_batch // lanes, list(committed)
+    total, found = hashlib.sha256(), list(committed)
+    ledger = Ledger(train=train, lanes=lanes, samples=samples)
     for step in range(train.steps):
-        if step >= len(ledger) or ledger[step][0] != step or len(ledger[step][1]) != lanes:
+        if step >= len(found) or found[step][0] != step:
             raise LedgerError(step, 0)
-        ids = step_ids(train, samples, step)
-        for lane, digest in enumerate(ledger[step][1]):
-            if sample_digest(ids[lane * size : (lane + 1) * size], lane * size) != digest:
-                raise LedgerError(step, lane)
-        total.update(ids.astype("<i8").tobytes())
+        total.update(ledger.check(step, found[step][1]).astype("<i8").tobytes())
     return total.hexdigest()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
 from ray.train import Result, RunConfig
 from ray.train import ScalingConfig as RayScalingConfig
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import (
     PlacementGroupCleanerCallback,
 )
@@ -71,9 +74,11 @@ class ElasticRayTrainer(DataParallelTrainer):
         )
 
     def _create_default_callbacks(self) -> list[Any]:
-        """Without Ray Train's detached cleaner, which knows of one placement group only."""
-        callbacks = super()._create_default_callbacks()
-        return [c for c in callbacks if not isinstance(c, PlacementGroupCleanerCallback)]
+        """Without two of Ray Train's own: the detached cleaner knows of one placement group only,
+        and the callback for Ray Datasets, which a run has none of, starts an actor for every worker
+        that is started, seconds of a core each."""
+        unwanted = (PlacementGroupCleanerCallback, DatasetsCallback)
+        return [c for c in super()._create_default_callbacks() if not isinstance(c, unwanted)]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
         arguments["failure_policy"] = CoordinatorDecides(self._coordinator)
@@ -82,12 +87,27 @@ class ElasticRayTrainer(DataParallelTrainer):
         here = on_node(ray.get_runtime_context().get_node_id())
         actor: Any = ray.remote(**options)(ElasticController)
         controller: Any = actor.options(scheduling_strategy=here).remote(**arguments)
-        if threading.current_thread() is threading.main_thread():
-            self._register_sigint_handler(controller)
         try:
-            return self._wait_for(controller)
-        finally:  # a controller that was killed left them, and one that was interrupted may have
+            with self._aborted_by_sigint(controller):
+                return self._wait_for(controller)
+        finally:
+            ray.kill(controller)
+            # A controller that was killed left them, and one that was interrupted may have.
             remove_groups(self.train_run_context.run_id)
+
+    @contextlib.contextmanager
+    def _aborted_by_sigint(self, controller: Any) -> Iterator[None]:
+        """Ctrl-C ends the run, and after it is what it was before: Ray Train's handler would keep
+        the controller alive, and swallow it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+        self._register_sigint_handler(controller)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def _wait_for(self, controller: Any) -> Result:
         running, over = controller.run.remote(), self._coordinator.over.remote()

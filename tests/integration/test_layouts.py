@@ -140,6 +140,41 @@ def test_the_number_of_replicas_does_not_change_a_bit(lab: Lab) -> None:
     assert len(hashes) == 1
 
 
+SMALL_BUCKETS = (4_000, 12_000)
+"""Bytes: a layer of the tiny model is 37 kB, a quarter of one at shard x tensor 2x2 is 9 kB."""
+
+
+def check_buckets_change_no_bit(lab: Lab, shard: int, tensor: int, replicas: list[int]) -> None:
+    """One bucket at one replica against many buckets at others, place by place."""
+    task, train = lab.task(False), lab.train(shard, tensor)
+    whole = run_layout(task, train, replicas=1, lanes=LANES)
+    assert [worker.buckets for worker in whole] == [1] * shard * tensor
+    for n in replicas:
+        cut = run_layout(task, train, replicas=n, lanes=LANES, bucket_bytes=SMALL_BUCKETS)
+        assert len(cut) == n * shard * tensor
+        for index, worker in enumerate(cut):
+            same = whole[index % (shard * tensor)]
+            assert worker.buckets > 3
+            assert (worker.losses, worker.norms) == (same.losses, same.norms)
+            for name, (_, _, value) in worker.local.items():
+                assert torch.equal(value, same.local[name][2]), name
+
+
+def test_buckets_do_not_change_a_bit(lab: Lab) -> None:
+    """Up to a fifth replica, for which there is no lane."""
+    check_buckets_change_no_bit(lab, 1, 1, [1, 3, 5])
+
+
+def test_buckets_do_not_change_a_bit_with_shards_and_tensor_ranks(lab: Lab) -> None:
+    check_buckets_change_no_bit(lab, 2, 2, [2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shard", "tensor"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_buckets_do_not_change_a_bit_in_any_layout(lab: Lab, shard: int, tensor: int) -> None:
+    check_buckets_change_no_bit(lab, shard, tensor, [1, 2, 3])
+
+
 @pytest.mark.parametrize(("shard", "tensor"), [(2, 1), (1, 2), (2, 2)])
 def test_workers_may_change_places(lab: Lab, shard: int, tensor: int) -> None:
     """A survivor of a broken replica gets another slot in the same process, and must not remember

@@ -159,11 +159,25 @@ def leave_replica_group() -> None:
     gc.collect()
 
 
-def make_cross_group(
+def make_cross_groups(
+    rendezvous: Rendezvous, prefix: str, *, rank: int, size: int, device: Device
+) -> list[Any]:
+    """The groups over the same (shard, tensor) of all replicas: two on Gloo, one on NCCL. All of
+    those workers call it.
+
+    NCCL communicators whose kernels start in different orders can wait for each other for ever.
+    """
+    names = ("all",) if device == "cuda" else ("first", "second")
+    return [
+        make_raw_group(rendezvous, f"{prefix}/{name}", rank=rank, size=size, device=device)
+        for name in names
+    ]
+
+
+def make_raw_group(
     rendezvous: Rendezvous, prefix: str, *, rank: int, size: int, device: Device
 ) -> Any:
-    """A raw process group over the same (shard, tensor) of all replicas. All of those workers call
-    it."""
+    """A process group that c10d's registry does not know. All its ranks call it."""
     store = rendezvous.store(prefix)
     if device == "cuda":
         options = dist.ProcessGroupNCCL.Options()

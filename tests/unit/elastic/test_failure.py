@@ -4,7 +4,7 @@ from elastic.config import HealthConfig
 from elastic.events import Cause
 from elastic.failure import Loss, decide_failure
 
-HEALTH = HealthConfig(max_same_step_errors=2, max_losses_without_progress=4)
+HEALTH = HealthConfig(max_same_step_errors=2, max_crashes=4, max_hangs=2)
 
 
 def loss(
@@ -28,10 +28,21 @@ def test_losses_with_progress_in_between_never_end_a_run() -> None:
 def test_too_many_losses_without_progress_end_it() -> None:
     losses = [loss(committed=1), *(loss(committed=7) for _ in range(3))]
     assert decide_failure(losses, HEALTH) is None
-    assert decide_failure([*losses, loss("hang", committed=7, detail="frozen")], HEALTH) == (
+    assert decide_failure([*losses, loss("node", committed=7, detail="gone")], HEALTH) == (
         "4 workers were lost with 7 steps committed and no progress "
-        "(health.max_losses_without_progress = 4); the last one: hang, frozen"
+        "(health.max_crashes = 4); the last one: node, gone"
     )
+
+
+def test_each_cause_has_its_own_budget() -> None:
+    losses = [*(loss(committed=7) for _ in range(3)), loss("hang", committed=7)]
+    assert decide_failure(losses, HEALTH) is None
+    assert decide_failure([*losses, loss("hang", committed=7, detail="frozen")], HEALTH) == (
+        "2 workers were lost with 7 steps committed and no progress "
+        "(health.max_hangs = 2); the last one: hang, frozen"
+    )
+    many = [loss("preemption", committed=7) for _ in range(100)]
+    assert decide_failure(many, HEALTH) is None
 
 
 def test_the_same_error_at_the_same_step_ends_it() -> None:

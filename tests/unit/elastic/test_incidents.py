@@ -70,7 +70,13 @@ def done(
 
 def healed(time: float, replica: int = 1) -> ReplicaHealed:
     return ReplicaHealed(
-        time=time, generation=3, replica=replica, source=0, bytes=1000, seconds=0.5
+        time=time,
+        generation=3,
+        replica=replica,
+        source=0,
+        bytes=1000,
+        seconds=0.5,
+        catch_up_steps=2,
     )
 
 

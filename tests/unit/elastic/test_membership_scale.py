@@ -59,7 +59,7 @@ def test_a_packed_tuple_is_pickled_once_and_arrives_as_a_plain_one() -> None:
     assert lanes == ((0, 1), (2,)) and lanes.__reduce__()[1][0] is lanes.__reduce__()[1][0]
     run = Run(
         generation=1, replica=0, rank=0, position=0, lanes=lanes, step=0, commit=None, heals=(),
-        restore=True, lead=True, recorded=0, serial=0,
+        restore=True, source="store", lead=True, recorded=0, meet=("", 0), serial=0,
     )  # fmt: skip
     there = pickle.loads(pickle.dumps(run))
     assert there == run and type(there.lanes) is tuple

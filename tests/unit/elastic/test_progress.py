@@ -92,7 +92,13 @@ def test_a_log_gets_a_line_per_interval_and_notable_events_at_once() -> None:
     clock.now = 1.0
     printer.update(steps_at(102.0, first=2), [])
     healed = ReplicaHealed(
-        time=104.0, generation=3, replica=1, source=0, bytes=2_000_000, seconds=0.25
+        time=104.0,
+        generation=3,
+        replica=1,
+        source=0,
+        bytes=2_000_000,
+        seconds=0.25,
+        catch_up_steps=2,
     )
     printer.update([], [LOST, DONE, healed, CHECKPOINT])
     clock.now = 5.0
@@ -103,7 +109,7 @@ def test_a_log_gets_a_line_per_interval_and_notable_events_at_once() -> None:
         "lost w3 (replica 1 shard 0 tensor 0): crash, exit code -9",
         "generation 2: 1 replicas at step 3, repeat, 1 repeated, "
         "stalled 1.75 s since the last commit",
-        "replica 1 healed from replica 0: 2.0 MB in 0.25 s",
+        "replica 1 healed from replica 0: 2.0 MB in 0.25 s, 2 steps made up for",
         "run finished after 4 steps",
         # 18,000 tokens in 4.5 s; steps of 1, 1 and 2.5 s, and 96 are left
         "step 4/100 | loss 2.0000 | 4.0k tokens/s | replicas 2/2 | generation 1 | 1:36 left",

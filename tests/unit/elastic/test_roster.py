@@ -58,9 +58,22 @@ def test_without_an_interrupted_step_lanes_are_dealt_anew() -> None:
         lanes_before=None,
     )
     assert after.generation == 5
-    assert {r.index: r.workers for r in after.replicas} == {0: ("a",), 1: ("b",), 2: ("c",)}
-    # Neighbouring lanes are whole subtrees: each replica gets a run of them, in its position.
-    assert [after.lanes[r.index] for r in after.replicas] == [(0, 1), (2, 3), (4, 5)]
+    assert [(r.index, r.workers) for r in after.replicas] == [(0, ("a",)), (2, ("c",)), (1, ("b",))]
+    # Neighbouring lanes are whole subtrees: each replica gets a run of them, in its position. A
+    # newcomer has no state to compute with.
+    assert after.lanes == {0: (0, 1, 2), 2: (3, 4, 5), 1: ()}
+
+
+def test_where_nobody_has_state_all_compute() -> None:
+    after = next_roster(
+        generation=1,
+        staying=[],
+        joining=[replica(1, "b"), replica(0, "a")],
+        total_lanes=4,
+        lanes_before=None,
+    )
+    assert [r.index for r in after.replicas] == [0, 1]
+    assert after.lanes == {0: (0, 1), 1: (2, 3)}
 
 
 def test_after_a_fault_only_the_lost_lanes_move() -> None:
@@ -82,7 +95,7 @@ def test_a_new_replica_inherits_no_lanes_of_its_index() -> None:
         total_lanes=2,
         lanes_before={0: (0,), 1: (1,)},
     )
-    assert after.lanes == {0: (0,), 1: (1,)}
+    assert after.lanes == {0: (), 1: (0, 1)}
 
 
 @settings(derandomize=True, deadline=None)

@@ -17,9 +17,9 @@ def make(total: int = 4) -> LaneSums:
 def add(sums: LaneSums, *lanes: int) -> None:
     """Lane n's gradient is 10**n in the first three places; the fourth is padding."""
     for lane in lanes:
-        buffer = sums.buffer()
-        buffer[:3] = 10.0**lane
-        sums.add(lane, buffer, LaneStats(loss=float(lane), tokens=1, digest=lane))
+        sums.open(lane)[:3] = 10.0**lane
+        sums.settle(3)
+        sums.close(lane, LaneStats(loss=float(lane), tokens=1, digest=lane))
 
 
 def values(sums: LaneSums) -> dict[tuple[int, int], float]:
@@ -84,9 +84,30 @@ def test_a_step_of_eight_lanes_takes_four_buffers_and_later_steps_reuse_them() -
     for step in range(3):
         sums.begin(step, range(8))
         for lane in range(8):
-            buffer = sums.buffer()
+            buffer = sums.open(lane)
             places.add(buffer.data_ptr())
             buffer[:3] = 1.0
-            sums.add(lane, buffer, LaneStats(loss=0.0, tokens=0, digest=0))
+            sums.settle(3)
+            sums.close(lane, LaneStats(loss=0.0, tokens=0, digest=0))
         assert values(sums) == {(0, 8): 8}
     assert len(places) == 4
+
+
+def test_a_lane_is_added_up_range_by_range_as_it_comes_in() -> None:
+    sums = make()
+    sums.begin(0, (0, 1, 2, 3))
+    add(sums, 0, 1, 2)
+    last = sums.open(3)
+    assert set(sums.blocks) == {(0, 4)}
+    total = sums.blocks[0, 4]
+    last[0] = 1000
+    sums.settle(1)
+    assert total[0] == 1111
+    last[1:3] = 1000
+    sums.settle(2)
+    assert total.tolist() == [1111, 1111, 11, 0]
+    sums.settle(3)
+    assert total.tolist() == [1111, 1111, 1111, 0]
+    assert sums.begin(0, (0, 1, 2, 3)) == [3]  # until it is closed
+    sums.close(3, LaneStats(loss=0.0, tokens=0, digest=0))
+    assert sums.begin(0, (0, 1, 2, 3)) == []

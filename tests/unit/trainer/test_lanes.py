@@ -82,10 +82,12 @@ def test_any_partition_in_any_order_gives_the_same_bits(
         sums = LaneSums(total, LENGTH, torch.device("cpu"))
         assert sums.begin(0, mine) == mine
         for lane in mine:
-            sums.add(lane, sums.buffer().copy_(torch.from_numpy(vectors[lane])), STATS)
+            sums.open(lane).copy_(torch.from_numpy(vectors[lane]))
+            sums.settle(LENGTH)
+            sums.close(lane, STATS)
         assert set(sums.blocks) == set(blocks_of(mine, total))
         parts.update(sums.blocks)
-    result = sum_tree(parts, total, torch.add)
+    result = sum_tree(parts, (0, total), torch.add)
     assert result.numpy().tobytes() == tree_sum(vectors).tobytes()
 
 
@@ -99,8 +101,8 @@ def test_the_order_of_a_sum_shows_in_its_bits() -> None:
 
 def test_partial_sums_are_added_left_to_right() -> None:
     parts = {(4, 5): "4", (0, 2): "01", (2, 3): "2", (3, 4): "3"}
-    assert sum_tree(parts, 5, lambda left, right: f"({left}+{right})") == "((01+(2+3))+4)"
-    assert sum_tree({(0, 3): 7}, 3, operator.add) == 7
+    assert sum_tree(parts, (0, 5), lambda left, right: f"({left}+{right})") == "((01+(2+3))+4)"
+    assert sum_tree({(0, 3): 7}, (0, 3), operator.add) == 7
 
 
 @settings(deadline=None)

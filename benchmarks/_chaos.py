@@ -1,0 +1,249 @@
+"""What the soak decides and judges, without a cluster: schedules drawn from seeds, and what the
+records of a run must not show."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from elastic.events import (
+    Event,
+    FaultFired,
+    RegroupDone,
+    ReplicaForming,
+    ReplicaHealed,
+    StepRecord,
+    WorkerLost,
+)
+from elastic.faults import Fault, Kind, draw_faults
+from trainer.phases import Phase
+
+STEPS, LANES = 40, 4
+
+ActionKind = Literal["add", "remove", "drain", "coordinator"]
+KINDS: tuple[Kind, ...] = ("kill", "freeze", "raise")
+EDGES: tuple[Phase, ...] = ("checkpoint", "evaluation", "shutdown")
+CAUSES = {"kill": "crash", "freeze": "hang", "raise": "user_error"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Replicas x shard x tensor."""
+
+    replicas: int
+    """Replicas of the whole run."""
+    shard: int
+    """Sharding degree."""
+    tensor: int
+    """Tensor degree."""
+
+    def __str__(self) -> str:
+        return f"{self.replicas}x{self.shard}x{self.tensor}"
+
+    @property
+    def workers(self) -> int:
+        """Of one replica."""
+        return self.shard * self.tensor
+
+    @property
+    def slots(self) -> int:
+        """Of all replicas."""
+        return self.replicas * self.workers
+
+
+def parse_layout(text: str) -> Layout:
+    """Reads `2x1x1`. Raises ValueError for anything else."""
+    replicas, shard, tensor = map(int, text.split("x"))
+    return Layout(replicas=replicas, shard=shard, tensor=tensor)
+
+
+LAYOUTS = tuple(map(parse_layout, ("2x1x1", "3x1x1", "2x2x1", "1x2x1", "2x1x2")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """Something that is done to the cluster in the middle of a run."""
+
+    step: int
+    """When so many steps are recorded, or earlier where the run waits for machines."""
+    kind: ActionKind
+    """A machine for one replica comes; it is gone without a word; that it will go is announced; the
+    coordinator's process is killed."""
+    paused: bool
+    """Whether the run stands still until the cluster has taken notice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One run of the soak."""
+
+    seed: int
+    """It is drawn from this."""
+    layout: Layout
+    """Its sizes."""
+    spares: int
+    """Workers without a slot."""
+    min_replicas: int
+    """Fewest replicas to train with."""
+    faults: tuple[Fault, ...]
+    """Injected by the run into itself."""
+    actions: tuple[Action, ...]
+    """Done to it from outside, in order."""
+    machines: tuple[int, ...] | None
+    """CPUs of its machines at the start; None: one that has room for all."""
+    save_every: int | None
+    """Steps between checkpoints."""
+    memory_every: int | None
+    """Steps between snapshots."""
+    patience_s: float
+    """How long a batch waits for the run to be whole; 0: faults hit it as it is."""
+
+    def __str__(self) -> str:
+        faults = ",".join(map(str, self.faults)) or "none"
+        actions = ",".join(
+            f"{a.kind}@{a.step}{' paused' if a.paused else ''}" for a in self.actions
+        )
+        return (
+            f"seed {self.seed}: {self.layout} spares {self.spares} min {self.min_replicas} "
+            f"saves {self.save_every}/{self.memory_every} patience {self.patience_s:g} s | "
+            f"{faults} | {actions or 'no actions'}"
+        )
+
+
+def draw_schedule(seed: int, layouts: Sequence[Layout], *, resize: bool) -> Schedule:
+    """The schedule of a seed.
+
+    Args:
+        seed: the same seed and the same other arguments draw the same schedule.
+        layouts: one of them is taken.
+        resize: whether machines may come and go; about half of the runs then have it.
+    """
+    rng = random.Random(seed)
+    layout = rng.choice(list(layouts))
+    spares = rng.randint(0, 2)
+    faults = _draw_faults(rng, layout)
+    resized = resize and layout.replicas > 1 and rng.random() < 0.5
+    machines, actions = _draw_resize(rng, layout, spares) if resized else (None, [])
+    if rng.random() < 0.3:
+        kill = Action(step=_middle(rng), kind="coordinator", paused=rng.random() < 0.5)
+        actions = sorted([*actions, kill], key=lambda action: action.step)
+    return Schedule(
+        seed=seed,
+        layout=layout,
+        spares=spares,
+        min_replicas=rng.randint(1, layout.replicas - resized),
+        faults=faults,
+        actions=tuple(actions),
+        machines=machines,
+        save_every=rng.choice([None, 10]),
+        memory_every=rng.choice([None, None, 5]),
+        patience_s=rng.choice([0.0, 0.2]),
+    )
+
+
+def _draw_faults(rng: random.Random, layout: Layout) -> tuple[Fault, ...]:
+    """Those of `draw_faults`, and sometimes one at a spare or outside the steps."""
+    faults = list(
+        draw_faults(
+            rng.randrange(2**31),
+            count=rng.randint(1, 4),
+            steps=STEPS,
+            slots=layout.slots,
+            kinds=KINDS,
+        )
+    )
+    if rng.random() < 0.3:
+        kind: Kind = rng.choice(["kill", "freeze"])
+        faults.append(Fault(kind=kind, step=_middle(rng), spare=True))
+    if rng.random() < 0.3:
+        edge = rng.choice(EDGES)
+        step = STEPS if edge == "shutdown" else _middle(rng)
+        workers = (rng.randrange(layout.slots),)
+        faults.append(Fault(kind=rng.choice(KINDS), step=step, phase=edge, workers=workers))
+    return tuple(sorted(faults, key=lambda fault: fault.step))
+
+
+def _draw_resize(
+    rng: random.Random, layout: Layout, spares: int
+) -> tuple[tuple[int, ...], list[Action]]:
+    """One machine holds all but one replica, the other one comes, goes, or is replaced."""
+    first, second = sorted(rng.sample(range(5, STEPS - 5), 2))
+    base = (layout.replicas - 1) * layout.workers + spares
+    paused = rng.random() < 0.7
+    kinds: dict[str, tuple[bool, list[tuple[int, ActionKind]]]] = {
+        "grow": (False, [(first, "add")]),
+        "shrink": (True, [(first, "remove"), (second, "add")]),
+        "replace": (True, [(first, "drain"), (first, "add"), (second, "remove")]),
+    }
+    there, actions = kinds[rng.choice(sorted(kinds))]
+    machines = (base, layout.workers) if there else (base,)
+    return machines, [Action(step=step, kind=kind, paused=paused) for step, kind in actions]
+
+
+def _middle(rng: random.Random) -> int:
+    return rng.randrange(2, STEPS - 2)
+
+
+# -- judging ---------------------------------------------------------------------------------------
+
+
+def find_wrong_causes(happened: Sequence[Event], faults: Sequence[Fault]) -> list[str]:
+    """Injected faults whose worker was not lost, or for another cause than it should."""
+    kinds = {str(fault): fault.kind for fault in faults}
+    causes = {e.worker: e.cause for e in happened if isinstance(e, WorkerLost)}
+    return [
+        f"{e.fault} on {e.worker}: {causes.get(e.worker, 'not lost')}"
+        for e in happened
+        if isinstance(e, FaultFired) and causes.get(e.worker) != CAUSES[kinds[e.fault]]
+    ]
+
+
+def find_needless_restores(
+    happened: Sequence[Event], steps: Sequence[StepRecord], workers: int
+) -> list[int]:
+    """Generations that went back to a saved state although the living held a whole copy.
+
+    A worker holds its part of the state once a step is committed in a roster in which it has lanes,
+    or once its replica has healed, until it is lost or takes a place in a new replica. A doubtful
+    one does not count, so whatever is found is a fault of ours.
+
+    Args:
+        happened: all events of one start of a run.
+        steps: its step records, those of lost steps included.
+        workers: of one replica.
+    """
+    committed = {step.generation: step.time for step in reversed(steps)}
+    members: dict[int, list[str]] = {}
+    rank: dict[str, int] = {}
+    due: dict[str, int] = {}  # worker -> generation in which the next commit makes it a holder
+    holders: set[str] = set()
+    found = []
+    for event in happened:
+        proven = {w for w, g in due.items() if committed.get(g, event.time) < event.time}
+        holders |= proven
+        due = {w: g for w, g in due.items() if w not in proven}
+        match event:
+            case ReplicaForming():
+                members[event.replica] = event.workers
+                rank.update({worker: i for i, worker in enumerate(event.workers)})
+                holders -= set(event.workers)
+            case ReplicaHealed():
+                holders |= {w for w in members[event.replica] if w in rank}
+            case WorkerLost():
+                holders.discard(event.worker)
+                due.pop(event.worker, None)
+                rank.pop(event.worker, None)
+            case RegroupDone():
+                if event.outcome == "restore" and len({rank[w] for w in holders}) == workers:
+                    found.append(event.generation)
+                if event.outcome == "restore":
+                    holders.clear()
+                due = {
+                    worker: event.generation
+                    for index, lanes in event.lanes.items()
+                    for worker in members[int(index)]
+                    if lanes and worker in rank
+                }
+    return found

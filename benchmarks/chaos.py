@@ -1,0 +1,107 @@
+"""Random schedules of faults and resizes, each held against the undisturbed run.
+
+    python -m benchmarks.chaos --runs 100 --seed 0
+    python -m benchmarks.chaos --runs 1 --seed 17        # the run of seed 17 alone
+
+Every run has a seed of its own, S, S + 1, ...: layout, spares, faults (kills, freezes, exceptions,
+in any phase, several at once, in recoveries), machines that come, go and are drained, kills of the
+coordinator. A run is good when it finishes with the weights, losses and samples of an undisturbed
+run of one replica, bit for bit, with equal replicas, and leaves nothing behind. Exit status 1 where
+one is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks._chaos import LAYOUTS, draw_schedule, parse_layout
+from benchmarks._common import print_result, say, scratch
+
+ROOT = Path(__file__).parents[1]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the soak. Returns the exit status."""
+    options = _options(arguments)
+    _let_workers_import()
+    from tiny import write_text
+
+    from benchmarks._chaos_run import Machines, Verdict, run_schedule, run_undisturbed
+
+    layouts = [parse_layout(text) for text in options.layouts.split(",")]
+    verdicts: dict[int, Verdict] = {}
+    whole: dict[tuple[int, int], Any] = {}
+    with scratch("chaos") as directory:
+        text, machines = write_text(directory / "text"), Machines()
+        try:
+            for seed in range(options.seed, options.seed + options.runs):
+                schedule = draw_schedule(seed, layouts, resize=not options.no_resize)
+                say(str(schedule))
+                degrees = schedule.layout.shard, schedule.layout.tensor
+                if degrees not in whole:
+                    whole[degrees] = run_undisturbed(schedule, text, directory, machines)
+                verdict = run_schedule(schedule, text, directory, machines, whole[degrees])
+                verdicts[seed] = verdict
+                say(_line(seed, verdict))
+                if not verdict.good and options.keep is not None:
+                    (directory / f"seed-{seed}").rename(Path(options.keep) / f"seed-{seed}")
+        finally:
+            machines.close()
+    runs = list(verdicts.values())
+    print_result(
+        {
+            "runs": len(runs),
+            "finished": sum(run.error is None for run in runs),
+            "bitwise_equal": sum(run.bitwise_equal for run in runs),
+            "ledger_exact": sum(run.ledger_exact for run in runs),
+            "faults_fired": sum(run.faults_fired for run in runs),
+            "actions_done": sum(run.actions_done for run in runs),
+            "left_behind": sum(len(run.left_behind) for run in runs),
+            "complaints": sum(len(run.complaints) for run in runs),
+            "seeds_not_good": [seed for seed, run in verdicts.items() if not run.good],
+            "median_run_s": round(sorted(run.wall_s for run in runs)[len(runs) // 2], 1),
+        }
+    )
+    return 0 if all(run.good for run in runs) else 1
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=5, help="how many (default 5)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run (default 0)")
+    parser.add_argument(
+        "--layouts",
+        default=",".join(map(str, LAYOUTS)),
+        help="replicas x shard x tensor, with commas (default %(default)s)",
+    )
+    parser.add_argument("--no-resize", action="store_true", help="machines neither come nor go")
+    parser.add_argument("--keep", help="existing directory for the records of runs that went wrong")
+    return parser.parse_args(arguments)
+
+
+def _line(seed: int, verdict: Any) -> str:
+    facts = [f"{verdict.faults_fired} faults, {verdict.actions_done} actions"]
+    facts += [] if verdict.error is None else [verdict.error]
+    facts += [] if verdict.ledger_exact else ["LEDGER"]
+    facts += [] if verdict.bitwise_equal else ["BITS DIFFER"]
+    facts += [*verdict.complaints, *(f"left behind: {thing}" for thing in verdict.left_behind)]
+    word = "good" if verdict.good else "NOT GOOD"
+    return f"seed {seed}: {word} after {verdict.wall_s:.1f} s; {'; '.join(facts)}"
+
+
+def _let_workers_import() -> None:
+    """The tiny run belongs to the tests; Ray's processes inherit the path."""
+    paths = [str(ROOT), str(ROOT / "tests")]
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

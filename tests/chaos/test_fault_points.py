@@ -1,0 +1,239 @@
+"""Every fault point, every kind, every layout: the run ends as if nothing had happened.
+
+A worker takes seconds to start and a step milliseconds, so one run takes many faults. They stand
+`APART` steps from each other, the samples wait for the run to be whole (tests/paced.py), and
+`min_replicas` is `max_replicas`: so each fault finds its slot taken by a worker with state.
+
+Checked of each run: it ends; every fault fired, and its worker was lost for the right cause; the
+weights, losses and samples are those of one undisturbed replica (I1, I2, I5); the replicas are
+equal (I3); its last checkpoint is whole (I4, it is read); nobody went back to a saved state while
+the living held a copy (I6); nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from paced import paced_task
+from tiny import Outcome, fit, tiny_train, tiny_trainer
+
+from benchmarks._chaos import (
+    LANES,
+    LAYOUTS,
+    Layout,
+    find_needless_restores,
+    find_wrong_causes,
+    parse_layout,
+)
+from benchmarks._chaos_run import HEALTH, find_left_behind, read_all_steps
+from checkpointing import CheckpointConfig
+from elastic.events import FaultFired, RegroupDone, read_events
+from elastic.faults import parse_faults
+
+APART, FIRST = 6, 8
+KINDS = ("kill", "freeze", "raise")
+SLOW = pytest.mark.slow
+
+Undisturbed = Callable[[Layout, int], Outcome]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The outcome of one replica of the layout's degrees when nothing happens."""
+    storage = tmp_path_factory.mktemp("undisturbed")
+
+    @functools.cache
+    def run(shard: int, tensor: int, steps: int) -> Outcome:
+        name = f"{shard}x{tensor}-{steps}"
+        settings = {"shard": shard, "tensor": tensor, "lanes": LANES, "steps": steps}
+        return fit(tiny_trainer(text, storage, name=name, replicas=1, **settings))
+
+    return lambda layout, steps: run(layout.shard, layout.tensor, steps)
+
+
+class Broken:
+    """A run with faults, held against the undisturbed one."""
+
+    def __init__(
+        self,
+        undisturbed: Undisturbed,
+        text: Path,
+        storage: Path,
+        layout: Layout,
+        faults: Sequence[str],
+        *,
+        steps: int,
+        spares: int = 2,
+    ) -> None:
+        self.faults = parse_faults(",".join(faults))
+        self.outcome = fit(
+            tiny_trainer(
+                text,
+                storage,
+                train=tiny_train(
+                    text,
+                    task=paced_task(text, storage, "run", layout.replicas, patience_s=0.25),
+                    shard=layout.shard,
+                    tensor=layout.tensor,
+                    lanes=LANES,
+                    steps=steps,
+                    eval_every=2,
+                ),
+                replicas=layout.replicas,
+                min_replicas=layout.replicas,
+                spares=spares,
+                faults=",".join(faults),
+                checkpoint=CheckpointConfig(
+                    every_steps=None, memory_every=1 if layout.replicas == 1 else None
+                ),
+                health=HEALTH,
+            )
+        )
+        self.events = read_events(storage / "run" / "events.jsonl")
+        self.restored = [
+            e.step for e in self.events if isinstance(e, RegroupDone) and e.outcome == "restore"
+        ]
+        self._check(undisturbed(layout, steps), storage / "run", layout)
+
+    def _check(self, whole: Outcome, root: Path, layout: Layout) -> None:
+        slots = layout.slots
+        fired = sorted(e.fault for e in self.events if isinstance(e, FaultFired))
+        hits = [str(f) for f in self.faults for _ in f.targets(slots) or (0,)]
+        assert fired == sorted(hits)
+        assert find_wrong_causes(self.events, self.faults) == []
+        assert self.outcome.report["outcome"] == "finished"
+        assert self.outcome.report["replicas_equal"] is True
+        assert self.outcome.samples == whole.samples
+        assert self.outcome.losses == whole.losses
+        assert self.outcome.params == whole.params
+        steps = read_all_steps(root / "steps.jsonl")
+        assert find_needless_restores(self.events, steps, layout.workers) == []
+        assert find_left_behind(root) == []
+
+
+@pytest.fixture
+def break_run(undisturbed: Undisturbed, text: Path, tmp_path: Path) -> Callable[..., Broken]:
+    return functools.partial(Broken, undisturbed, text, tmp_path)
+
+
+def at_each_point(layout: Layout, phases: Sequence[str], kinds: Sequence[str]) -> list[str]:
+    """One fault for each phase and kind; the slots take turns."""
+    points = [(phase, kind) for phase in phases for kind in kinds]
+    return [
+        f"{kind}@{FIRST + i * APART}.{phase}:{i % layout.slots}"
+        for i, (phase, kind) in enumerate(points)
+    ]
+
+
+def in_each_recovery(layout: Layout, phases: Sequence[str], kinds: Sequence[str]) -> list[str]:
+    """A worker of the last replica is killed, and then the recovery is hit: in the replica that
+    gives the state, or, elsewhere, in the one that takes the place."""
+    faults = []
+    for i, (phase, kind) in enumerate((phase, kind) for phase in phases for kind in kinds):
+        step, last = FIRST + i * APART, layout.slots - 1
+        slot = i % layout.workers if phase == "heal_source" else last - i % layout.workers
+        faults += [f"kill@{step}:{last}", f"{kind}@{step}.{phase}:{slot}"]
+    return faults
+
+
+def steps_for(points: int) -> int:
+    return FIRST + points * APART
+
+
+COMPUTE = ("data", "forward", "backward", "reduce")
+COMMIT = ("before_commit", "in_commit", "after_commit", "optimizer")
+ALL = [pytest.param(layout, id=str(layout), marks=SLOW) for layout in LAYOUTS]
+SEVERAL = [param for param, layout in zip(ALL, LAYOUTS, strict=True) if layout.replicas > 1]
+
+
+def test_one_of_each_kind(break_run: Callable[..., Broken]) -> None:
+    faults = [
+        f"raise@{FIRST}.before_commit:0",
+        f"freeze@{FIRST + APART}.in_commit:1",
+        f"kill@{FIRST + 2 * APART}.after_commit:0",
+    ]
+    run = break_run(parse_layout("2x1x1"), faults, steps=steps_for(3))
+    assert run.outcome.report["lost_steps"] == 0
+
+
+@pytest.mark.parametrize("layout", ALL)
+@pytest.mark.parametrize("phases", [COMPUTE, COMMIT], ids=["compute", "commit"])
+def test_in_a_step(break_run: Callable[..., Broken], layout: Layout, phases: Sequence[str]) -> None:
+    points = len(phases) * len(KINDS)
+    faults = at_each_point(layout, phases, KINDS)
+    run = break_run(layout, faults, steps=steps_for(points))
+    if layout.replicas > 1:
+        assert run.outcome.report["lost_steps"] == 0
+    else:
+        assert len(run.restored) == points, "one replica loses its state each time"
+        assert min(run.restored) > 0, "and has a snapshot"
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_while_a_replica_forms(break_run: Callable[..., Broken], layout: Layout) -> None:
+    faults = in_each_recovery(layout, ("build", "regroup"), KINDS)
+    run = break_run(layout, faults, steps=steps_for(2 * len(KINDS)))
+    if layout.replicas > 1:
+        assert run.outcome.report["lost_steps"] == 0
+
+
+@pytest.mark.parametrize("layout", SEVERAL)
+def test_while_a_replica_heals(break_run: Callable[..., Broken], layout: Layout) -> None:
+    """Where the giver was the last whole replica, all is lost with it; `Broken` checks that it is
+    lost only then."""
+    faults = in_each_recovery(layout, ("heal_target", "heal_source"), KINDS)
+    run = break_run(layout, faults, steps=steps_for(2 * len(KINDS)))
+    if layout.replicas == 3:
+        assert run.outcome.report["lost_steps"] == 0
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_between_steps(break_run: Callable[..., Broken], layout: Layout) -> None:
+    """While a checkpoint is taken (by the first replica), in an evaluation, and at the very end."""
+    steps = steps_for(3)
+    faults = [f"{kind}@{FIRST + i * APART}.evaluation:0" for i, kind in enumerate(KINDS)]
+    faults += [f"kill@{steps}.checkpoint:0", f"freeze@{steps}.shutdown:{layout.slots - 1}"]
+    run = break_run(layout, faults, steps=steps)
+    if layout.replicas > 1:
+        assert run.outcome.report["lost_steps"] == 0
+
+
+@pytest.mark.parametrize("layout", SEVERAL)
+def test_spares(break_run: Callable[..., Broken], layout: Layout) -> None:
+    """A spare that is gone when it is needed costs time, and nothing else."""
+    faults = [f"kill@{FIRST}:spare", f"freeze@{FIRST + 1}:spare", f"kill@{FIRST + APART}:0"]
+    run = break_run(layout, faults, steps=steps_for(2))
+    assert run.outcome.report["lost_steps"] == 0
+
+
+@pytest.mark.parametrize("kind", ["kill", pytest.param("freeze", marks=SLOW)])
+def test_the_survivors_hold_a_whole_copy(break_run: Callable[..., Broken], kind: str) -> None:
+    """Each replica loses another shard: the two other workers go on together."""
+    run = break_run(parse_layout("2x2x1"), [f"{kind}@{FIRST}:0+3"], steps=steps_for(1))
+    assert run.outcome.report["lost_steps"] == 0 and run.restored == []
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("layout", "together", "lost"),
+    [
+        ("2x2x1", "0+1", False),  # a whole replica
+        ("2x2x1", "0+2", True),  # a shard, in both replicas
+        ("2x2x1", "0+1+2", True),
+        ("2x1x2", "0+3", False),  # another tensor rank in each
+        ("2x1x2", "1+3", True),
+        ("2x1x1", "0+1", True),  # everybody
+        ("3x1x1", "0+1", False),
+        ("3x1x1", "1+2", False),
+        ("1x2x1", "0+1", True),
+    ],
+)
+@pytest.mark.parametrize("kind", ["kill", "raise"])
+def test_at_once(
+    break_run: Callable[..., Broken], layout: str, together: str, lost: bool, kind: str
+) -> None:
+    run = break_run(parse_layout(layout), [f"{kind}@{FIRST}:{together}"], steps=steps_for(1))
+    assert bool(run.restored) == lost

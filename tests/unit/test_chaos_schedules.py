@@ -1,0 +1,162 @@
+"""What the soak draws can happen, and what it finds in records is there."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks._chaos import (
+    LAYOUTS,
+    STEPS,
+    draw_schedule,
+    find_needless_restores,
+    find_wrong_causes,
+)
+from elastic.events import (
+    Cause,
+    Event,
+    FaultFired,
+    RegroupDone,
+    RegroupOutcome,
+    ReplicaForming,
+    ReplicaHealed,
+    StepRecord,
+    WorkerLost,
+)
+from elastic.faults import check_faults, parse_faults
+
+SEEDS = range(300)
+
+
+def test_every_schedule_can_be_run() -> None:
+    for seed in SEEDS:
+        schedule = draw_schedule(seed, LAYOUTS, resize=True)
+        layout = schedule.layout
+        check_faults(schedule.faults, steps=STEPS, slots=layout.slots)
+        assert parse_faults(",".join(map(str, schedule.faults))) == schedule.faults
+        assert 1 <= schedule.min_replicas <= layout.replicas
+        if schedule.machines is not None:
+            assert sum(schedule.machines) >= schedule.min_replicas * layout.workers
+        else:
+            assert all(action.kind == "coordinator" for action in schedule.actions)
+
+
+def test_everything_is_drawn() -> None:
+    schedules = [draw_schedule(seed, LAYOUTS, resize=True) for seed in SEEDS]
+    assert {str(s.layout) for s in schedules} == set(map(str, LAYOUTS))
+    assert {f.kind for s in schedules for f in s.faults} == {"kill", "freeze", "raise"}
+    actions = {a.kind for s in schedules for a in s.actions}
+    assert actions == {"add", "remove", "drain", "coordinator"}
+    phases = {f.phase for s in schedules for f in s.faults}
+    assert {"heal_source", "heal_target", "build", "checkpoint", "shutdown"} <= phases
+    assert any(f.spare for s in schedules for f in s.faults)
+
+
+def test_the_same_seed_draws_the_same() -> None:
+    assert all(
+        draw_schedule(s, LAYOUTS, resize=True) == draw_schedule(s, LAYOUTS, resize=True)
+        for s in SEEDS
+    )
+
+
+def forming(time: float, replica: int, *workers: str) -> ReplicaForming:
+    return ReplicaForming(time=time, formed=int(time), replica=replica, workers=list(workers))
+
+
+def roster(
+    time: float, generation: int, outcome: RegroupOutcome, lanes: dict[str, list[int]]
+) -> RegroupDone:
+    return RegroupDone(
+        time=time,
+        generation=generation,
+        step=0,
+        replicas=len(lanes),
+        lanes=lanes,
+        outcome=outcome,
+        lost_steps=0,
+        repeated_steps=0,
+    )
+
+
+def lost(time: float, worker: str, cause: Cause = "crash") -> WorkerLost:
+    return WorkerLost(time=time, worker=worker, node="n", pid=1, slot=None, cause=cause, detail="")
+
+
+def committed(time: float, generation: int) -> StepRecord:
+    return StepRecord(
+        step=0,
+        loss=1.0,
+        grad_norm=1.0,
+        lr=1.0,
+        tokens=1,
+        time=time,
+        generation=generation,
+        replicas=1,
+        sample_digests=[],
+    )
+
+
+BEGIN = [
+    forming(1, 0, "a", "b"),
+    forming(2, 1, "c", "d"),
+    roster(3, 1, "start", {"0": [0], "1": [1]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("happened", "found"),
+    [
+        # One shard is gone in both replicas.
+        ([lost(5, "a"), lost(6, "c"), roster(9, 2, "restore", {})], []),
+        # The survivors b and c hold both.
+        ([lost(5, "a"), lost(6, "d"), roster(9, 2, "restore", {})], [2]),
+        # A whole replica lives.
+        ([lost(5, "a"), lost(6, "b"), roster(9, 2, "restore", {})], [2]),
+        # b took a place in a new replica, which had not healed.
+        ([lost(5, "a"), forming(6, 0, "e", "b"), lost(7, "c"), roster(9, 2, "restore", {})], []),
+        # As before, but healed: e and d are a whole copy.
+        (
+            [
+                lost(5, "a"),
+                forming(6, 0, "e", "b"),
+                roster(7, 2, "repeat", {"0": [], "1": [0, 1]}),
+                ReplicaHealed(
+                    time=8,
+                    generation=2,
+                    replica=0,
+                    source=1,
+                    bytes=1,
+                    seconds=1.0,
+                    catch_up_steps=0,
+                ),
+                lost(8.5, "c"),
+                lost(8.6, "b"),
+                roster(9, 3, "restore", {}),
+            ],
+            [3],
+        ),
+        # It went on from what was there.
+        ([lost(5, "a"), lost(6, "b"), roster(9, 2, "repeat", {"1": [0, 1]})], []),
+    ],
+)
+def test_needless_restores(happened: list[Event], found: list[int]) -> None:
+    assert find_needless_restores([*BEGIN, *happened], [committed(4, 1)], workers=2) == found
+
+
+def test_a_roster_without_a_commit_may_have_no_state() -> None:
+    happened = [lost(5, "a"), lost(6, "b"), roster(9, 2, "restore", {})]
+    assert find_needless_restores([*BEGIN, *happened], [], workers=2) == []
+
+
+def test_wrong_causes() -> None:
+    happened: list[Event] = [
+        FaultFired(time=1, fault="kill@1:0", step=1, worker="a"),
+        FaultFired(time=2, fault="freeze@2:0", step=2, worker="b"),
+        FaultFired(time=3, fault="raise@3:0", step=3, worker="c"),
+        lost(4, "a", "crash"),
+        lost(5, "b", "crash"),
+    ]
+    faults = parse_faults("kill@1:0,freeze@2:0,raise@3:0")
+    assert find_wrong_causes(happened, faults) == [
+        "freeze@2:0 on b: crash",
+        "raise@3:0 on c: not lost",
+    ]

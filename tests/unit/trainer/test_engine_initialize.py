@@ -1,0 +1,61 @@
+"""An engine starts from the seed as often as it must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.backend.groups import Rendezvous, leave_replica_group, make_replica_group
+from trainer.config import TrainConfig
+from trainer.engine import Engine
+from trainer.parallel.layout import Slot
+from trainer.task import CustomTask
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """An engine of one worker."""
+    task = CustomTask(
+        build_model=lambda: nn.Linear(3, 2), loss_function=lambda m, b: (m(b).sum(), 1), dataset=[0]
+    )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mesh = make_replica_group(
+        Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60),
+        "replica",
+        rank=0,
+        shard=1,
+        tensor=1,
+        device="cpu",
+    )
+    yield Engine(
+        task,
+        TrainConfig(task=task, steps=1, global_batch=1, seed=5),
+        slot=Slot(replica=0, shard=0, tensor=0),
+        mesh=mesh,
+        device="cpu",
+        max_replicas=1,
+    )
+    leave_replica_group()
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_half_a_heal_leaves_no_trace(engine: Engine, arrived: bool) -> None:
+    """A newcomer's source may die when part of the state, moments included, has arrived, or just
+    after all of it has; where nobody else has the state, all start from the seed."""
+    for tensor in engine.state_tensors().values():
+        tensor.fill_(9.0)
+    engine.optimizer_steps = 4
+    if arrived:
+        engine.forget_initial_weights()
+    engine.initialize()
+    torch.manual_seed(5)
+    fresh = nn.Linear(3, 2)
+    state = engine.state_tensors()
+    assert torch.equal(state["param/weight"], fresh.weight.detach())
+    assert torch.equal(state["param/bias"], fresh.bias.detach())
+    assert not any(t.any() for name, t in state.items() if name.startswith("exp_avg"))
+    assert engine.optimizer_steps == 0

@@ -1,0 +1,172 @@
+"""The sum of one step's gradients over the lanes of all replicas, started bucket by bucket.
+
+In the exact reduction each replica owns an equal piece of every bucket. It receives all lanes'
+contributions to its piece (an all-to-all), adds them in the one fixed tree, and the pieces are
+gathered again:
+
+    start(stop)     in backward: the first `stop` numbers are there
+        _begin          all-to-all of each bucket that is whole now
+        _advance        for each that has arrived: sum of the own piece, gathering
+    finish()        after backward: the remaining buckets, then waits for all of them
+
+Every replica issues the same collectives in the same order whenever its own gradients come, because
+a group matches collectives by their order. On Gloo the gatherings have a group of their own, since
+how they fall among the all-to-alls depends on timing. On CUDA a stream of their own orders them,
+and nothing on the host waits before `finish`. Decision: docs/decisions/008.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+
+import torch
+
+from trainer.buckets import plan_bounds
+from trainer.errors import CrossGroupLost
+from trainer.lanes import Node, split, sum_tree
+from trainer.replicas import EXCHANGE, GATHER, CrossGroup, Flight
+
+
+class Reduction:
+    """One step's reduction on one worker; the same worker of every replica makes one.
+
+    A replica may have no lanes: it takes part in the sums and gets the result.
+
+    Args:
+        cross: the group across replicas.
+        mine: this replica's subtrees -> flat gradients. Read only, and complete once the last lane
+            is open.
+        into: gets the sum. Its padding makes it long enough for equal pieces.
+        ends: where the buckets end.
+        exact: sums in the fixed tree; else a plain all-reduce, whose bits depend on how many
+            replicas there are.
+    """
+
+    def __init__(
+        self,
+        cross: CrossGroup,
+        mine: Mapping[Node, torch.Tensor],
+        into: torch.Tensor,
+        ends: Sequence[int],
+        *,
+        exact: bool,
+    ) -> None:
+        self._cross, self._mine, self._into, self._exact = cross, mine, into, exact
+        self._ends = ends
+        self._buckets = list(pairwise(plan_bounds(ends, cross.size)))
+        self._begun = 0
+        self._arriving: deque[tuple[Flight, slice, torch.Tensor]] = deque()
+        self._last: list[Flight] = []
+        if into.is_cuda:  # an abandoned reduction may still write there
+            into.record_stream(cross.stream)
+
+    def start(self, stop: int) -> None:
+        """Starts the buckets within the first `stop` numbers, which are in all of `mine`.
+
+        Called within backward, so it never raises for a lost group and never waits: `finish` does.
+        """
+        with suppress(CrossGroupLost), self._cross.on_stream():
+            self._begin(stop)
+            self._advance()
+
+    def finish(self) -> None:
+        """Starts what has not been started yet, and waits until the sum is in `into`.
+
+        Raises:
+            CrossGroupLost: another replica is gone. What is in `into` is of no use.
+        """
+        with self._cross.on_stream():
+            self._begin(self._ends[-1])
+            self._advance()
+            while self._arriving:
+                self._cross.poll(self._arriving[0][0])
+                self._advance()
+            for flight in self._last:
+                self._cross.poll(flight)
+                self._cross.follow(flight)
+        self._cross.join_stream()
+
+    def _begin(self, stop: int) -> None:
+        while self._begun < len(self._ends) and self._ends[self._begun] <= stop:
+            bucket = slice(*self._buckets[self._begun])
+            self._begun += 1
+            if bucket.start == bucket.stop:
+                continue
+            if self._exact and self._cross.size > 1:
+                self._exchange(bucket)
+            else:
+                self._add_up(bucket)
+
+    def _add_up(self, bucket: slice) -> None:
+        """The plain all-reduce, and the exact sum where one replica has all the lanes."""
+        whole = self._into[bucket]
+        if self._exact:
+            parts = {node: block[bucket] for node, block in self._mine.items()}
+            whole.copy_(sum_tree(parts, (0, self._cross.total_lanes), torch.add))
+            return
+        first, *others = [block[bucket] for block in self._mine.values()] or [whole.zero_()]
+        whole.copy_(first)
+        for block in others:
+            whole.add_(block)
+        if self._cross.size > 1:
+            issue = self._cross.start(lambda group: group.allreduce([whole]), whole)
+            self._last.append(issue)
+
+    def _exchange(self, bucket: slice) -> None:
+        """Starts the all-to-all of a bucket. What arrives lies in the result's place, where it
+        fits."""
+        cross, whole = self._cross, self._into[bucket]
+        piece = whole.numel() // cross.size
+        held = [self._mine[node][bucket] for node in cross.blocks[cross.rank]]
+        outgoing = pack(held, cross.size, whole)
+        sends = [len(held) * piece] * cross.size
+        receives = [len(blocks) * piece for blocks in cross.blocks]
+        count = sum(receives)
+        incoming = whole[:count] if count <= whole.numel() else whole.new_empty(count)
+        flight = cross.start(
+            lambda group: group.alltoall_base(incoming, outgoing, receives, sends),
+            incoming,
+            outgoing,
+            channel=EXCHANGE,
+        )
+        self._arriving.append((flight, bucket, incoming))
+
+    def _advance(self) -> None:
+        """Sums and gathers what has arrived, in order."""
+        while self._arriving and self._cross.may_follow(self._arriving[0][0]):
+            flight, bucket, incoming = self._arriving.popleft()
+            self._cross.follow(flight)
+            self._gather(self._into[bucket], incoming)
+
+    def _gather(self, whole: torch.Tensor, incoming: torch.Tensor) -> None:
+        """Sums the own piece and starts the gathering of all pieces."""
+        cross, piece = self._cross, whole.numel() // self._cross.size
+        nodes = [node for blocks in cross.blocks for node in blocks]
+        own = whole[cross.rank * piece :][:piece]
+        sum_into(own, dict(zip(nodes, incoming.split(piece), strict=True)), cross.total_lanes)
+        self._last.append(
+            cross.start(lambda group: group._allgather_base(whole, own), whole, own, channel=GATHER)
+        )
+
+
+def sum_into(own: torch.Tensor, parts: Mapping[Node, torch.Tensor], lanes: int) -> None:
+    """Adds up `parts` in the tree. They are overwritten, and `own` may be one of them: it is
+    written by the last addition, which needs no other."""
+    root = (0, lanes)
+    if root in parts:
+        own.copy_(parts[root])
+        return
+    left, right = (sum_tree(parts, child, torch.Tensor.add_) for child in split(root))
+    torch.add(left, right, out=own)
+
+
+def pack(held: Sequence[torch.Tensor], pieces: int, like: torch.Tensor) -> torch.Tensor:
+    """The first piece of each of `held`, then the second of each, ...; a view where one is held."""
+    if len(held) == 1:
+        return held[0]
+    if not held:
+        return like.new_empty(0)
+    return torch.stack([block.view(pieces, -1) for block in held], dim=1).flatten()
