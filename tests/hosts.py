@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 HEAD = -1
 """Number of the head, where a host is asked for."""
 HEAD_IP, PORT = "10.77.0.1", 6399
-_START_S, _END_S = 150.0, 20.0
+_START_S, _END_S = 300.0, 20.0
 _networks = itertools.count()
 
 
@@ -182,11 +182,11 @@ class Hosts(Network):
         return self.popen(host, command, self._log(host))
 
     def _await(self, host: int, start: subprocess.Popen[bytes]) -> None:
-        try:
+        """Waits until a raylet has started; nobody else's work on this machine should fail that."""
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
             code = start.wait(_START_S)
-        finally:
-            start.kill()
-        assert code == 0, self._log(host).read_text()[-4000:]
+        assert code == 0, f"exit {code}: {self._log(host).read_text()[-4000:]}"
 
     def _log(self, host: int) -> Path:
         return self.folder / f"{host}.log"

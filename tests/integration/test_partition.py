@@ -22,9 +22,11 @@ from elastic.events import read_events, read_steps
 PROGRAM = ROOT / "tests" / "partition_run.py"
 UNDER_WAY = 15
 """Steps before anything happens: there is a checkpoint by then."""
-PATIENCE_S = 150.0
+PATIENCE_S = 300.0
 LATE_S = 6.0
 """How much later than a lease's end things may happen, on a machine with other work."""
+
+pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
 
 E = TypeVar("E", bound=events.Event)
 
