@@ -22,9 +22,11 @@ from elastic.events import read_events, read_steps
 PROGRAM = ROOT / "tests" / "partition_run.py"
 UNDER_WAY = 15
 """Steps before anything happens: there is a checkpoint by then."""
-PATIENCE_S = 150.0
+PATIENCE_S = 300.0
 LATE_S = 6.0
 """How much later than a lease's end things may happen, on a machine with other work."""
+
+pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
 
 E = TypeVar("E", bound=events.Event)
 
@@ -71,9 +73,7 @@ class PartitionRun:
         self.wait_until(lambda: len(self.steps()) > UNDER_WAY)
         (lead, *_) = [r.workers[0] for r in self.of_kind(events.ReplicaForming) if r.replica == 0]
         (pid,) = [w.pid for w in self.of_kind(events.WorkerJoined) if w.worker == lead]
-        host = self.hosts.host_of(pid)
-        assert host is not None
-        return host
+        return self.hosts.host_of(pid)
 
     def finish(self) -> None:
         """Opens the gate, waits for the end, and checks the outcome."""
