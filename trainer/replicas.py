@@ -169,7 +169,8 @@ class CrossGroup:
         """
         try:
             flight.work.wait()
-            if flight.work.exception() is not None:  # NCCL's wait does not raise it
+            # NCCL's wait does not raise what went wrong; Gloo's does.
+            if self._device.type == "cuda" and flight.work.exception() is not None:
                 raise RuntimeError(str(flight.work.exception()))
         except RuntimeError as error:
             raise self._lose(error) from error
