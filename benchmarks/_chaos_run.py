@@ -41,7 +41,7 @@ _LOOK_S = 0.02
 _OF_RAY = ("_AutoscalingCoordinatorActor", "DatasetManager")
 """Ray's own, one of each in a cluster, for as long as the cluster lasts."""
 HEALTH = HealthConfig(
-    max_losses_without_progress=200, max_same_step_errors=50, regroup_timeout_s=60.0
+    max_crashes=200, max_hangs=200, max_same_step_errors=50, regroup_timeout_s=60.0
 )
 """Many faults in one place end no run here."""
 

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from trainer.backend.groups import Rendezvous, make_replica_group
+from trainer.backend.groups import make_replica_group
+from trainer.backend.rendezvous import Rendezvous
 from trainer.buckets import BUCKET_BYTES, plan_buckets
 from trainer.config import TrainConfig
 from trainer.engine import Engine

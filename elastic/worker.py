@@ -31,12 +31,8 @@ from elastic.job import Job
 from elastic.link import CoordinatorLink
 from elastic.messages import Build, Identity, Report, Run, Stop
 from health.heartbeat import Heartbeat
-from trainer.backend.groups import (
-    Rendezvous,
-    is_of_a_group,
-    leave_replica_group,
-    make_replica_group,
-)
+from trainer.backend.groups import is_of_a_group, leave_replica_group, make_replica_group
+from trainer.backend.rendezvous import Rendezvous
 from trainer.engine import Engine, HeldState
 from trainer.errors import NonFiniteError
 from trainer.heal import Newcomer, Source, Wire

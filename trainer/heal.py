@@ -23,7 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.backend.groups import Device, Rendezvous, abandon, make_raw_group, poll_until
+from trainer.backend.groups import Device, abandon, make_raw_groups
+from trainer.backend.polling import poll_until
+from trainer.backend.rendezvous import Rendezvous
 from trainer.commit import Commit
 from trainer.engine import Engine
 
@@ -58,9 +60,9 @@ class Wire:
 
     def open(self) -> None:
         """Makes the group once all are there. Raises RuntimeError where one does not come."""
-        self._group = make_raw_group(
+        (self._group,) = make_raw_groups(
             self._rendezvous,
-            self._prefix,
+            [self._prefix],
             rank=self._rank,
             size=self._size,
             device=self._device,

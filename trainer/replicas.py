@@ -15,13 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer.backend.groups import (
-    Device,
-    Rendezvous,
-    abandon,
-    make_cross_groups,
-    poll_until,
-)
+from trainer.backend.groups import Device, abandon, make_cross_groups
+from trainer.backend.polling import poll_until
+from trainer.backend.rendezvous import Rendezvous
 from trainer.errors import CrossGroupLost
 from trainer.lanes import blocks_of
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.backend.groups import Rendezvous, leave_replica_group, make_replica_group
+from trainer.backend.groups import leave_replica_group, make_replica_group
+from trainer.backend.rendezvous import Rendezvous
 from trainer.commit import Commit
 from trainer.config import OptimizerConfig, TrainConfig
 from trainer.engine import Engine
