@@ -32,7 +32,7 @@ from elastic.faults import Fault, FaultPlan
 from elastic.membership import Effects, GroupConfig, Membership, Regrouped
 from elastic.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
 from elastic.publisher import Publisher
-from elastic.ray_compat import host_store
+from elastic.ray_compat import host_store, started_anew
 from elastic.recall import recall
 from elastic.records import RunPaths
 from elastic.resume import find_checkpoint
@@ -98,7 +98,7 @@ class Coordinator:
     """See the module. An async Ray actor; the driver makes it and all workers know it."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
-        anew = ray.get_runtime_context().was_current_actor_reconstructed
+        anew = started_anew()
         if anew:
             stored = find_checkpoint(config.paths)
             step = 0 if stored is None else stored.step

@@ -125,7 +125,8 @@ def lost(all_: list[events.Event]) -> list[events.WorkerLost]:
     return [e for e in all_ if isinstance(e, events.WorkerLost)]
 
 
-@pytest.mark.parametrize("shard", [1, pytest.param(2, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("shard", [1, 2])
 def test_a_machine_that_arrives_becomes_a_replica(
     machines: Cluster, start_run: StartRun, shard: int
 ) -> None:

@@ -131,6 +131,7 @@ def check_fenced(run: PartitionRun, cut_s: float, cut_off: dict[str, int]) -> No
         assert load_manifest(store, Keys(), save.step).generation == save.generation
 
 
+@pytest.mark.slow
 @requires_hosts
 def test_a_host_that_is_cut_off_publishes_nothing_and_comes_back(tmp_path: Path) -> None:
     """The lead's host, at that: its worker records the steps and saves."""

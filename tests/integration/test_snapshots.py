@@ -125,6 +125,7 @@ def test_the_only_replica_is_killed(
     assert weights_of(tmp_path) == undisturbed(shard)
 
 
+@pytest.mark.slow
 def test_a_damaged_snapshot_is_not_trusted(
     undisturbed: Undisturbed, tmp_path: Path, memory: Path
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_damaged_snapshot_is_not_trusted(
     assert weights_of(tmp_path) == undisturbed(1)
 
 
+@pytest.mark.slow
 def test_the_driver_and_the_whole_cluster_are_killed(
     undisturbed: Undisturbed, tmp_path: Path, memory: Path
 ) -> None:
