@@ -21,7 +21,7 @@ test: $(READY)  ## the tests, 12 minutes at most on two cores
 test-slow: $(READY)  ## the tests that `make test` leaves out
 	$(BIN)/pytest -m slow
 
-test-soak: $(READY)  ## every fault point in every layout; most of an hour
+test-soak: $(READY)  ## machines that come and go, partitions, every fault point; most of an hour
 	$(BIN)/pytest -m soak
 
 check: $(READY)  ## format, lint, types, import rules

@@ -209,7 +209,7 @@ def test_spares(break_run: Callable[..., Broken], layout: Layout) -> None:
     assert run.outcome.report["lost_steps"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_the_survivors_hold_a_whole_copy(break_run: Callable[..., Broken], kind: str) -> None:
     """Each replica loses another shard: the two other workers go on together."""

@@ -131,7 +131,7 @@ def check_fenced(run: PartitionRun, cut_s: float, cut_off: dict[str, int]) -> No
         assert load_manifest(store, Keys(), save.step).generation == save.generation
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @requires_hosts
 def test_a_host_that_is_cut_off_publishes_nothing_and_comes_back(tmp_path: Path) -> None:
     """The lead's host, at that: its worker records the steps and saves."""
@@ -153,7 +153,7 @@ def test_a_host_that_is_cut_off_publishes_nothing_and_comes_back(tmp_path: Path)
         check_fenced(run, cut_s, cut_off)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @requires_hosts
 def test_a_host_that_dies_is_done_without(tmp_path: Path) -> None:
     """Raylet, workers and agent, all at once; then another raylet starts there."""
@@ -171,7 +171,7 @@ def test_a_host_that_dies_is_done_without(tmp_path: Path) -> None:
         check_fenced(run, killed_s, dead)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @requires_hosts
 def test_a_host_that_is_cut_off_for_good(tmp_path: Path) -> None:
     """So long that Ray gives it up as well: its raylet ends, and another one starts there."""
@@ -190,7 +190,7 @@ def test_a_host_that_is_cut_off_for_good(tmp_path: Path) -> None:
         check_fenced(run, cut_s, cut_off)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @requires_hosts
 def test_a_replica_over_two_hosts_loses_one_of_them(tmp_path: Path) -> None:
     """The worker on the other host waits in a collective that nobody ends but the silence."""
