@@ -172,6 +172,11 @@ class Hosts(Network):
         """Starts the raylet of a host that has none any more."""
         self._await(host, self._join(host))
 
+    def given_up(self) -> bool:
+        """Whether Ray has declared a host dead that did not answer."""
+        log = self.folder / str(HEAD) / "session_latest" / "logs" / "gcs_server.out"
+        return "Node is dead because the health check failed" in log.read_text()
+
     def _join(self, host: int) -> subprocess.Popen[bytes]:
         return self._ray_start(host, f"--address={self.address}", f"--num-cpus={self._cpus}")
 

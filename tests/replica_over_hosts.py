@@ -24,7 +24,7 @@ if __name__ == "__main__":
     silent_s, sleep_s = map(float, sys.argv[3:])
     if rank == 0:
         store = TCPStore("0.0.0.0", PORT, is_master=True, wait_for_workers=False)
-    meet = Rendezvous(host=host, port=PORT, timeout_s=90, silent_s=silent_s)
+    meet = Rendezvous(host=host, port=PORT, timeout_s=900, silent_s=silent_s)
     make_replica_group(meet, "one", rank=rank, shard=2, tensor=1, device="cpu")
     ones = torch.ones(4)
     dist.all_reduce(ones)
