@@ -7,7 +7,7 @@ READY := .venv/.ready
 ARGS ?= --fault kill@60 --resume never
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench clean
+.PHONY: help demo test test-slow test-soak check bench clean
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ test: $(READY)  ## the tests, 12 minutes at most on two cores
 
 test-slow: $(READY)  ## the tests that `make test` leaves out
 	$(BIN)/pytest -m slow
+
+test-soak: $(READY)  ## machines that come and go, partitions, every fault point; most of an hour
+	$(BIN)/pytest -m soak
 
 check: $(READY)  ## format, lint, types, import rules
 	$(BIN)/ruff format --check

@@ -41,7 +41,7 @@ _LOOK_S = 0.02
 _OF_RAY = ("_AutoscalingCoordinatorActor", "DatasetManager")
 """Ray's own, one of each in a cluster, for as long as the cluster lasts."""
 HEALTH = HealthConfig(
-    max_losses_without_progress=200, max_same_step_errors=50, regroup_timeout_s=60.0
+    max_crashes=200, max_hangs=200, max_same_step_errors=50, regroup_timeout_s=60.0
 )
 """Many faults in one place end no run here."""
 
@@ -95,31 +95,28 @@ class Machines:
         self.cluster.shutdown()
 
 
-class Hand(threading.Thread):
-    """Does to a run what its schedule says, each thing when its step is recorded."""
+class Hand:
+    """Does to a run what its schedule says, each thing when its step is recorded. It works on the
+    main thread, where alone Ray starts machines; the run is on another one."""
 
-    def __init__(self, schedule: Schedule, machines: Machines, root: Path, pause: Path) -> None:
-        super().__init__(name="hand", daemon=True)
+    def __init__(
+        self, schedule: Schedule, machines: Machines, root: Path, pause: Path, run: threading.Thread
+    ) -> None:
         self._schedule, self._machines, self._pause = schedule, machines, pause
-        self._paths = RunPaths(root=root)
-        self._over = threading.Event()
-        self.done: list[Action] = []
-        """What was done; less than all where the run was over before."""
-        self._left: int | None = None
+        self._paths, self._run = RunPaths(root=root), run
+        self.done = 0
+        """Things done; less than all where the run was over before."""
+        self._left = -1
 
-    def run(self) -> None:
-        """See Thread."""
+    def work(self) -> None:
+        """Returns when all is done or the run is over."""
         for action in self._schedule.actions:
             while not self._due(action):
-                if self._over.wait(_LOOK_S):
+                self._run.join(_LOOK_S)
+                if not self._run.is_alive():
                     return
             self._do(action)
-            self.done.append(action)
-
-    def close(self) -> None:
-        """The run is over."""
-        self._over.set()
-        self.join()
+            self.done += 1
 
     def _due(self, action: Action) -> bool:
         steps = self._paths.steps
@@ -135,8 +132,7 @@ class Hand(threading.Thread):
             noticed = getattr(self, f"_{action.kind}")()
             until = time.monotonic() + NOTICE_S
             while action.paused and not noticed() and time.monotonic() < until:
-                if self._over.wait(_LOOK_S):
-                    return
+                self._run.join(_LOOK_S)
         finally:
             self._pause.unlink(missing_ok=True)
 
@@ -145,8 +141,7 @@ class Hand(threading.Thread):
         return lambda: any(e.node == node for e in self._events(events.WorkerJoined))
 
     def _remove(self) -> Callable[[], bool]:
-        at = -1 if self._left is None else self._left
-        node = self._machines.remove(at)
+        node = self._machines.remove(self._left)
         return lambda: any(e.node == node for e in self._events(events.WorkerLost))
 
     def _drain(self) -> Callable[[], bool]:
@@ -217,15 +212,24 @@ def run_schedule(
     machines.have(schedule.machines or (ROOM_FOR_ALL,))
     name = f"seed-{schedule.seed}"
     root, pause = storage / name, storage / f"{name}.pause"
-    began, outcome, error = time.monotonic(), None, None
-    hand = Hand(schedule, machines, root, pause)
-    hand.start()
+    began = time.monotonic()
+    ends: list[Outcome | Exception] = []
+
+    def run() -> None:
+        try:
+            ends.append(fit(_trainer(schedule, text, storage, name)))
+        except Exception as failure:
+            ends.append(failure)
+
+    thread = threading.Thread(target=run, name="run")
+    thread.start()
+    hand = Hand(schedule, machines, root, pause, thread)
     try:
-        outcome = fit(_trainer(schedule, text, storage, name))
-    except Exception as failure:
-        error = f"{type(failure).__name__}: {failure}"
+        hand.work()
     finally:
-        hand.close()
+        thread.join()
+    outcome = ends[0] if isinstance(ends[0], Outcome) else None
+    error = None if outcome else f"{type(ends[0]).__name__}: {ends[0]}"
     return Verdict(
         error=error,
         ledger_exact=outcome is not None and outcome.samples == whole.samples,
@@ -233,7 +237,7 @@ def run_schedule(
         and outcome.report["replicas_equal"] is True
         and (outcome.params, outcome.losses) == (whole.params, whole.losses),
         faults_fired=0 if outcome is None else outcome.report["faults_fired"],
-        actions_done=len(hand.done),
+        actions_done=hand.done,
         complaints=tuple(_complaints(schedule, root)) if error is None else (),
         left_behind=tuple(find_left_behind(root)),
         wall_s=time.monotonic() - began,

@@ -11,7 +11,7 @@ unpickled on arrival and each answer pickled, as an actor does. Ray's own cost f
 it.
 
 cpu_share: the share of one core that a Ray actor needs to take a small call from every node each
-0.5 s, measured as CPU time of the actor's process at that rate (where one caller cannot keep the
+second, measured as CPU time of the actor's process at that rate (where one caller cannot keep the
 rate up: at the rate it can, scaled).
 """
 
@@ -44,18 +44,19 @@ from elastic.membership import GroupConfig
 from elastic.messages import Build, Identity, Report, Run
 from elastic.records import RunPaths
 from trainer.commit import Commit
+from trainer.config import TrainConfig
+from trainer.samples import Ledger
 
 NODE = 8
-BEAT_INTERVAL_S = 0.5
+BEAT_INTERVAL_S = HealthConfig().node_beat_s
 
 
 class LocalCoordinator(Coordinator):
     """The coordinator without node agents: the benchmark tells it itself which node is lost."""
 
-    async def hello(self, identity: Identity) -> tuple[str, int]:
+    async def hello(self, identity: Identity) -> None:
         """Registers a worker; no agent is started for its node."""
         self._started[identity.worker] = identity
-        return self.host, self.port
 
     async def node_lost(self, node: str) -> None:
         """What follows when a node's agent is gone."""
@@ -80,7 +81,14 @@ class SimulatedWorker:
     def report_of_a_fault(self) -> bytes:
         """What it will send when it is called; made beforehand, on its own machine as it were."""
         commit = Commit(step=4, loss=2.0, grad_norm=1.0, tokens=10, digests=(1,), boundary=False)
-        report = Report(identity=self.identity, built=self.built, step=5, in_step=True, last=commit)
+        report = Report(
+            identity=self.identity,
+            built=self.built,
+            generation=self.generation,
+            step=5,
+            in_step=True,
+            last=commit,
+        )
         return cloudpickle.dumps(report)
 
     async def live(self) -> None:
@@ -171,6 +179,9 @@ def _config(workers: int, directory: Path) -> CoordinatorConfig:
         checkpoint=CheckpointConfig(every_steps=None),
         generation=0,
         restore_step=0,
+        snapshot=None,
+        faults=(),
+        ledger=Ledger(train=TrainConfig(task=None, steps=1, global_batch=1), lanes=1, samples=1),
         started=events.RunStarted(
             time=time.time(), name="bench", layout={}, steps=1000, start_step=0, versions={}
         ),
@@ -249,7 +260,7 @@ def main() -> None:
             beats = [heartbeats(workers // NODE, options.beat_seconds) for _ in range(3)]
             found[str(workers)].update(median_of(beats))
             say(f"{workers} workers: {found[str(workers)]}")
-    show_table("one node of 8 lost; heartbeats every 0.5 s", found)
+    show_table("one node of 8 lost; heartbeats every second", found)
     print_result(
         {
             "workers": found,

@@ -29,7 +29,8 @@ from torch import nn
 
 from benchmarks._common import median_of, print_result, say, show_table
 from elastic import CustomTask, ParallelConfig, TrainConfig
-from trainer.backend.groups import Rendezvous, make_replica_group
+from trainer.backend.groups import make_replica_group
+from trainer.backend.rendezvous import Rendezvous
 from trainer.commit import Commit
 from trainer.engine import Engine
 from trainer.heal import Newcomer, Source, Wire

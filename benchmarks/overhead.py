@@ -189,7 +189,8 @@ def make_ours(system: str, index: int, port: int, task: Any, train: Any) -> Runn
     """Our loop, as `elastic/worker.py` sets it up."""
     import dataclasses
 
-    from trainer.backend.groups import Rendezvous, make_replica_group
+    from trainer.backend.groups import make_replica_group
+    from trainer.backend.rendezvous import Rendezvous
     from trainer.engine import Engine
     from trainer.lane_sums import LaneSums
     from trainer.lanes import deal_lanes

@@ -7,13 +7,15 @@ medians are over the turns.
 1. The reduction alone, of a gradient that is all there: `exact`, `fast` (the trainer's other
    reduction, also in buckets), and one in-place all-reduce of the whole gradient.
 2. A step of a small model: forward and backward alone, and with the exact reduction after it or
-   overlapping with it. What a way adds to the first is its exposed time.
+   overlapping with it. What a way adds to the first is its exposed time. On the bare loopback the
+   transfers are work for the same processors, so there is little to hide; `--link` makes them wait.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -24,7 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from trainer.backend.groups import Rendezvous, make_replica_group
+from trainer.backend.groups import make_replica_group
+from trainer.backend.rendezvous import Rendezvous
 from trainer.buckets import BUCKET_BYTES, plan_buckets
 from trainer.config import TrainConfig
 from trainer.engine import Engine
@@ -40,6 +43,8 @@ Ways = dict[str, Callable[[], None]]
 def main() -> None:
     """Runs the benchmark; the last line on stdout is one JSON object."""
     options = parse()
+    if options.link:
+        limit_link(options.link)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with mp.Manager() as manager:
         results = manager.dict()
@@ -59,13 +64,29 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reduction", description=__doc__)
     parser.add_argument("--replicas", type=int, default=2, help="processes (2)")
     parser.add_argument("--mib", type=int, default=64, help="MiB of gradient in part 1 (64)")
-    parser.add_argument("--turns", type=int, default=15, help="timed turns of each way (15)")
+    parser.add_argument(
+        "--turns", type=int, default=9, help="timed turns; three times in part 1 (9)"
+    )
     parser.add_argument("--layers", type=int, default=8, help="layers of the model in part 2 (8)")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a lane in part 2 (512)")
+    parser.add_argument(
+        "--link", help="rate of the link between replicas, such as 4gbit; needs root, tc, unshare"
+    )
     options = parser.parse_args()
     if options.replicas < 2 or options.turns < 5:
         parser.error("use 2 replicas or more, and 5 turns or more")
     return options
+
+
+def limit_link(rate: str) -> None:
+    """Starts this benchmark anew in a network namespace whose loopback has a rate."""
+    script = (
+        f"ip link set lo up && tc qdisc add dev lo root tbf rate {rate} burst 2mb latency 200ms"
+        ' && exec "$@"'
+    )
+    arguments = [word for word in sys.argv[1:] if word not in ("--link", rate, f"--link={rate}")]
+    again = [sys.executable, "-m", "benchmarks.reduction", *arguments]
+    os.execvp("unshare", ["unshare", "--net", "sh", "-c", script, "sh", *again])
 
 
 def replica(rank: int, port: int, options: argparse.Namespace, results: Any) -> None:
@@ -82,7 +103,7 @@ def replica(rank: int, port: int, options: argparse.Namespace, results: Any) -> 
         leave_now=lambda: False,
     )
     try:
-        alone = turns(cross, options.turns, reductions(cross, options.mib * 2**20 // 4))
+        alone = turns(cross, 3 * options.turns, reductions(cross, options.mib * 2**20 // 4))
         step = turns(cross, options.turns, steps(cross, rendezvous, options))
         results[rank] = {**alone, **step}
     finally:

@@ -34,6 +34,7 @@ class NodeAgents:
 
     def __init__(self, health: HealthConfig, address: tuple[str, int]) -> None:
         self._health, self._address = health, address
+        self._coordinator = uuid.uuid4().hex
         self._agents: dict[str, _Agent] = {}
         self._renewed_s: dict[str, float] = {}
         self.check_interval_s = health.node_beat_s / 2
@@ -48,7 +49,7 @@ class NodeAgents:
         """
         if node in self._agents:
             return None
-        token = uuid.uuid4().hex
+        token = f"{self._coordinator}-{uuid.uuid4().hex}"
         handle = start_actor(
             NodeAgent,
             coordinator,
@@ -81,7 +82,13 @@ class NodeAgents:
         return "it returned"
 
     def renew(self, node: str, token: str) -> bool:
-        """Renews the lease of a node. Returns False for an agent that was forgotten."""
+        """Renews the lease of a node. Returns False for an agent that was forgotten.
+
+        An agent of a coordinator that was lost is not for this one to judge: it ends with its
+        owner, and the node's workers are watched by another.
+        """
+        if not token.startswith(self._coordinator):
+            return True
         agent = self._agents.get(node)
         if agent is None or agent.token != token:
             return False

@@ -85,8 +85,8 @@ class HealthConfig:
     """A worker whose heartbeat stands still for this long is killed. It does so while code holds
     the interpreter's lock without a break, so this must be longer than any such code takes. A
     worker that a signal has stopped is killed within half a second."""
-    node_beat_s: float = 0.5
-    """How often a node says that it is there."""
+    node_beat_s: float = 1.0
+    """How often a node says that it is there. A death is told at once, whatever this is."""
     node_timeout_s: float = 5.0
     """A node that was not heard for this long is lost; cut off from the coordinator for as long, it
     ends its workers itself."""

@@ -17,7 +17,7 @@ import signal
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from elastic.faults import Fault, FaultPlan
 from elastic.membership import Effects, GroupConfig, Membership, Regrouped
 from elastic.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
 from elastic.publisher import Publisher
-from elastic.ray_compat import host_store
+from elastic.ray_compat import host_store, started_anew
 from elastic.recall import recall
 from elastic.records import RunPaths
 from elastic.resume import find_checkpoint
@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 MOST_CALLS = 100_000
 """Calls pending in the actor at once: each worker has one in `watch`, and perhaps one in `join`."""
 
-_SETTLED_AFTER_S = 1.0
-"""The answers of a regroup have left by then."""
+_NO_GC_S = 3.0
+"""A regroup is over by then, or waits for machines."""
 
 _TAKE_UP_S = 10.0
 """How long a coordinator that was started anew waits for the workers to say where they stand."""
@@ -98,7 +98,7 @@ class Coordinator:
     """See the module. An async Ray actor; the driver makes it and all workers know it."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
-        anew = ray.get_runtime_context().was_current_actor_reconstructed
+        anew = started_anew()
         if anew:
             stored = find_checkpoint(config.paths)
             step = 0 if stored is None else stored.step
@@ -141,6 +141,9 @@ class Coordinator:
         self._short_of = 0
         self._hellos = 0
         self._standings: dict[str, Standing] = {}
+        self._dead_early: set[str] = set()
+        """Workers whose death was told while their standings were waited for."""
+        self._taking_up = self._checking_leases = False
         self._ready = asyncio.Event()
         """Set but while a coordinator that was started anew asks the workers where they stand."""
         self.steps: list[events.StepRecord] = []
@@ -174,48 +177,67 @@ class Coordinator:
         if self._ready.is_set():
             return
         worker = standing.identity.worker
-        if not self._standings:
-            self._spawn(self._take_up())
         self._standings[worker] = standing
         self._watch_process(standing.identity)
+        self._begin_take_up()
         await self._tell()
+
+    async def _gate(self) -> None:
+        """Calls that need to know the run wait here until a coordinator started anew knows it."""
+        if not self._ready.is_set():
+            self._begin_take_up()
+            await self._ready.wait()
+
+    def _begin_take_up(self) -> None:
+        if not self._taking_up:
+            self._taking_up = True
+            self._spawn(self._take_up())
 
     async def _take_up(self) -> None:
         """Waits for the workers that lived when the last coordinator was lost; writes off those
-        that do not speak up."""
-        expected = self._recalled.workers.keys()
+        that have died, or do not speak up."""
+        expected = self._recalled.workers
+        for worker, joined in expected.items():
+            if worker not in self._standings:
+                self._watch_process(
+                    Identity(worker=worker, rank=0, node=joined.node, pid=joined.pid)
+                )
         async with self._news:
             with contextlib.suppress(asyncio.TimeoutError):
-                all_here = self._news.wait_for(lambda: expected <= self._standings.keys())
-                await asyncio.wait_for(all_here, _TAKE_UP_S)
-        if self.config.checkpoint.memory_every is not None:
-            found = await asyncio.to_thread(find_snapshot, self.config.paths)
-            self._snapshots = self._make_snapshots(found)
+                heard = self._news.wait_for(
+                    lambda: expected.keys() <= self._standings.keys() | self._dead_early
+                )
+                await asyncio.wait_for(heard, _TAKE_UP_S)
+        living = expected.keys() & self._standings.keys()
         self.membership.resume(
-            list(self._standings.values()),
-            started=self._recalled.generation > 0,
+            [self._standings[worker] for worker in sorted(living)],
+            generation=self._recalled.generation,
             formations=self._recalled.formations,
             recorded=self._recalled.recorded,
         )
+        for worker in self._standings.keys() - living:
+            self.membership.lose(worker)  # it was written off before
         self._restored = self._recalled.restored
         self._faults.count_as_fired(self._recalled.fired)
-        for worker in self._recalled.draining & self._standings.keys():
+        self._draining_nodes.update(self._recalled.draining_nodes)
+        for worker in self._recalled.draining & living:
             self._draining.add(worker)
             self.membership.drain(worker)
-        for worker in expected - self._standings.keys():
-            joined = self._recalled.workers[worker]
-            self._started[worker] = Identity(
-                worker=worker, rank=0, node=joined.node, pid=joined.pid
-            )
-            await self._lose(worker, "crash", _SILENT, None)
         self._ready.set()
+        for worker in expected.keys() - living - self._dead_early:
+            await self._lose(worker, "crash", _SILENT, None)
         await self._advance()
+        if self.config.checkpoint.memory_every is not None:
+            found = await asyncio.to_thread(find_snapshot, self.config.paths)
+            self._snapshots = self._make_snapshots(found)
+            for node in {identity.node for identity in self._started.values()}:
+                self._snapshots.node_joined(node)
 
     # -- workers -----------------------------------------------------------------------------------
 
     async def hello(self, identity: Identity) -> None:
         """A worker has started: its process is watched from now on."""
-        await self._ready.wait()
+        await self._gate()
         self._hellos += 1
         self._note(
             events.WorkerJoined(
@@ -227,7 +249,8 @@ class Coordinator:
             await self._drain([identity.worker], "its node is draining", None)
 
     def _watch_process(self, identity: Identity) -> None:
-        if not self._started:
+        if not self._checking_leases:
+            self._checking_leases = True
             self._spawn(self._check_leases())
         self._started[identity.worker] = identity
         token = self._agents.start(identity.node, ray.get_runtime_context().current_actor)
@@ -239,7 +262,7 @@ class Coordinator:
 
     async def join(self, report: Report) -> Answer:
         """A worker reports what it has and waits for what to do. No worker joins unwatched."""
-        await self._ready.wait()
+        await self._gate()
         worker = report.identity.worker
         if worker in self._watches:
             await self._watches.pop(worker)
@@ -260,20 +283,23 @@ class Coordinator:
                 return None
             await self._bells[worker].wait()
 
-    async def trouble(self, worker: str, step: int | None, detail: str) -> str:
-        """A worker's own code raised. Was it the loss of a peer, or its own fault?
+    async def trouble(self, worker: str, step: int | None, detail: str, of_a_group: bool) -> str:
+        """A worker's own code raised. Was it the loss of a peer, or its own fault? An error of a
+        process group may be the first sign of the loss of a whole node, which takes longer to show.
 
         Returns:
             "peer": join again; "own": the worker is written off and must exit.
         """
-        await self._ready.wait()
+        await self._gate()
         if self.membership.give_up_formation(worker):
             await self._advance()
             return "peer"
+        node_s = self.config.health.node_timeout_s + _PEER_LOSS_PATIENCE_S
+        patience_s = node_s if of_a_group else _PEER_LOSS_PATIENCE_S
         async with self._news:
             with contextlib.suppress(asyncio.TimeoutError):
                 broken = self._news.wait_for(lambda: self.membership.replica_broken(worker))
-                await asyncio.wait_for(broken, _PEER_LOSS_PATIENCE_S)
+                await asyncio.wait_for(broken, patience_s)
         if self.membership.replica_broken(worker):
             return "peer"
         await self._lose(worker, "user_error", detail, step)
@@ -281,7 +307,7 @@ class Coordinator:
 
     async def fail(self, error: str) -> None:
         """Ends the run with an error that no retry can mend."""
-        await self._ready.wait()
+        await self._gate()
         if self.membership.stopped is None:
             self.membership.stopped = Stop(error=error)
             await self._advance()
@@ -289,10 +315,12 @@ class Coordinator:
     async def record(self, steps: list[events.StepRecord], happened: list[events.Event]) -> None:
         """Committed steps from the lead worker, events from any; steps known already are passed
         by."""
-        await self._ready.wait()
+        await self._gate()
         self._take_steps(steps)
         for event in happened:
             self._note(event)
+        if self.membership.stopped is not None:
+            await self._advance()
 
     def _take_steps(self, steps: Sequence[events.StepRecord]) -> None:
         for step in steps:
@@ -315,7 +343,7 @@ class Coordinator:
     async def claim_fault(self, index: int, slot: int, step: int, worker: str) -> bool:
         """Whether injected fault `index` hits the worker in `slot` now. Workers that a fault hits
         together get their answers together."""
-        await self._ready.wait()
+        await self._gate()
         membership = self.membership
         if not self._faults.claim(index, slot, membership.generation, settled=membership.settled):
             return False
@@ -347,7 +375,7 @@ class Coordinator:
         After a restore the records lack the steps that were lost. A late checkpoint of those steps,
         by a worker that was cut off or slow, must not become one to restore from.
         """
-        await self._ready.wait()
+        await self._gate()
         if receipt.generation < self._restored:
             return
         try:
@@ -418,13 +446,15 @@ class Coordinator:
     async def caught_up(self, worker: str, size: int, seconds: float, steps: int) -> None:
         """A newcomer's worker has received `size` bytes of state, in `seconds`, and made up for
         `steps` steps."""
-        await self._ready.wait()
+        await self._gate()
         self._heals[worker] = (size, seconds, steps)
         source = self.membership.source_of(worker)
         replica = self.membership.caught_up(worker)
         if replica is None or source is None:
             return
-        sizes, times, behind = zip(*(self._heals.pop(w) for w in replica.workers), strict=True)
+        # Some may have told a coordinator that was lost since.
+        found = [self._heals.pop(w) for w in replica.workers if w in self._heals]
+        sizes, times, behind = zip(*found, strict=True)
         self._note(
             events.ReplicaHealed(
                 time=time.time(),
@@ -441,7 +471,7 @@ class Coordinator:
     async def heal_failed(self, worker: str, reason: str) -> None:
         """A newcomer's worker did not get the state: another source, or, in the end, another
         newcomer."""
-        await self._ready.wait()
+        await self._gate()
         replica, source = self.membership.slot_name(worker), self.membership.source_of(worker)
         failures = self.membership.heal_failed(worker)
         if replica is None or source is None or failures == 0:
@@ -455,24 +485,28 @@ class Coordinator:
     async def drain(self, node: str, deadline: float | None, reason: str) -> None:
         """A machine will go, by `deadline` in seconds since the epoch: its workers leave training
         after a step, and those that start on it get no slot."""
-        await self._ready.wait()
+        await self._gate()
         self._draining_nodes.add(node)
         workers = [w for w, identity in self._started.items() if identity.node == node]
         left_s = None if deadline is None else deadline - time.time()
-        await self._drain(workers, reason, left_s)
+        await self._drain(workers, reason, left_s, node)
 
     async def drain_worker(self, worker: str, reason: str) -> None:
         """As `drain`, for a single worker."""
-        await self._ready.wait()
+        await self._gate()
         await self._drain([worker], reason, None)
 
-    async def _drain(self, workers: list[str], reason: str, deadline_s: float | None) -> None:
+    async def _drain(
+        self, workers: list[str], reason: str, deadline_s: float | None, node: str | None = None
+    ) -> None:
         known = [w for w in workers if w in self._started and w not in self._draining]
         if not known:
             return
         self._draining.update(known)
         self._note(
-            events.Draining(time=time.time(), workers=known, reason=reason, deadline_s=deadline_s)
+            events.Draining(
+                time=time.time(), workers=known, node=node, reason=reason, deadline_s=deadline_s
+            )
         )
         for worker in known:
             self.membership.drain(worker)
@@ -488,6 +522,10 @@ class Coordinator:
         """
         if not self._agents.renew(node, token):
             return False
+        if deaths and not self._ready.is_set():
+            self._dead_early.update(death.worker for death in deaths)
+            await self._tell()
+            await self._gate()
         for death in deaths:
             await self.worker_died(death.worker, death.detail, death.cause)
         return True
@@ -497,13 +535,15 @@ class Coordinator:
         await self._lose(worker, cause, detail, None)
 
     async def _lose(self, worker: str, cause: events.Cause, detail: str, step: int | None) -> None:
+        await self._gate()
         slot = self.membership.slot_name(worker)
         if worker in self._draining and cause in ("crash", "node"):
             cause = "preemption"
-        identity = self.membership.lose(worker) or self._started.get(worker)
-        if self._started.pop(worker, None) is None or self.membership.stopped is not None:
+        member, identity = self.membership.lose(worker), self._started.pop(worker, None)
+        if identity is None and member is not None:
+            await self._advance()
+        if identity is None or self.membership.stopped is not None:
             return
-        assert identity is not None
         answer = self._answers.pop(worker, None)
         if answer is not None and not answer.done():
             answer.set_result(Stop(error="this worker was written off; it is replaced"))
@@ -552,15 +592,14 @@ class Coordinator:
             if identity.node == node:
                 await self._lose(worker, "node", detail, None)
 
-    async def _kill_laggards(self, called: frozenset[str]) -> None:
+    async def _kill_laggards(self, called: Mapping[str, Signal]) -> None:
         """Writes off the workers that did not follow a call in time, and ends their processes."""
         timeout_s = self.config.health.regroup_timeout_s
         await asyncio.sleep(timeout_s)
         detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
-        for worker in sorted(called):
-            if worker in self.membership.called_away:
-                self._kill(worker)
-                await self._lose(worker, "hang", detail, None)
+        for worker in self.membership.laggards(called):
+            self._kill(worker)
+            await self._lose(worker, "hang", detail, None)
 
     def _kill(self, worker: str) -> None:
         if worker in self._started:
@@ -580,8 +619,7 @@ class Coordinator:
         # Of the many calls and answers that a regroup makes, none is garbage until it is over.
         if effects.called is not None:
             gc.disable()
-        if effects.regrouped is not None:
-            asyncio.get_running_loop().call_later(_SETTLED_AFTER_S, gc.enable)
+            asyncio.get_running_loop().call_later(_NO_GC_S, gc.enable)
         if effects.regrouped is not None and effects.regrouped.outcome in ("start", "restore"):
             self._snapshots.went_back(effects.regrouped.step, effects.regrouped.roster.generation)
         self._signals.update(effects.signals)
@@ -590,12 +628,12 @@ class Coordinator:
             if future is not None and not future.done():
                 future.set_result(answer)
         if effects.signals:
-            self._spawn(self._kill_laggards(frozenset(effects.signals)))
-        try:
-            self._write_down(effects)
-        except OSError as error:
-            await self.fail(f"the run's records cannot be written: {error}")
+            self._spawn(self._kill_laggards(dict(effects.signals)))
+        going_on = self.membership.stopped is None
+        self._write_down(effects)
         over = self.membership.stopped is not None
+        if going_on and over:  # it could not be written down
+            await self._advance()
         for worker in list(self._bells) if over else effects.signals:
             self._bells.pop(worker, asyncio.Event()).set()
         if over:
@@ -634,12 +672,25 @@ class Coordinator:
 
     def _note(self, event: events.Event) -> None:
         self.events.append(event)
-        self._event_log.append(event)
+        try:
+            self._event_log.append(event)
+        except OSError as error:
+            unwritten = Stop(error=f"the run's records cannot be written: {error}")
+            self.membership.stopped = self.membership.stopped or unwritten
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        """A failure in the background must end the run with its traceback, not go unseen."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("the coordinator failed", exc_info=task.exception())
+            detail = "".join(traceback.format_exception(task.exception()))
+            self._ready.set()
+            self._spawn(self.fail(f"the coordinator failed:\n{detail}"))
 
     # -- the driver --------------------------------------------------------------------------------
 

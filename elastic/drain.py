@@ -23,6 +23,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from elastic.ask import ask
+
 log = logging.getLogger(__name__)
 
 METADATA_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
@@ -77,10 +79,10 @@ class DrainWatch:
 
 
 def tell_coordinator(coordinator: Any) -> Tell:
-    """A `Tell` for a coordinator actor. It does not wait for the coordinator."""
+    """A `Tell` for a coordinator actor. It waits through a restart of the coordinator."""
 
     def tell(node: str, deadline_s: float | None, reason: str) -> None:
-        coordinator.drain.remote(node, deadline_s, reason)
+        ask(coordinator.drain, node, deadline_s, reason)
 
     return tell
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 Cause = Literal["crash", "hang", "user_error", "node", "preemption", "corruption"]
-RegroupReason = Literal["start", "fault", "grow", "heal", "drain"]
+RegroupReason = Literal["fault", "grow", "heal", "drain"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
 RunOutcome = Literal["finished", "failed", "interrupted"]
 
@@ -196,6 +196,8 @@ class Draining(Event):
 
     workers: list[str]
     """The workers on them."""
+    node: str | None
+    """The machine, where all of it will go; None for single workers."""
     reason: str
     """Who said so."""
     deadline_s: float | None

@@ -108,7 +108,7 @@ def _parse(text: str, part: str) -> Fault:
             "fault",
             text,
             f"{part!r} is not understood",
-            f"Write none or KIND@STEP[.PHASE][:WORKER[+WORKER]], with KIND one of "
+            f"Write none or KIND@STEP[.PHASE][:WORKER[+WORKER] or :spare], with KIND one of "
             f"{', '.join(get_args(Kind))}",
         )
     phase = match["phase"] or "backward"
@@ -138,6 +138,10 @@ def check_faults(faults: Sequence[Fault], *, steps: int, slots: int) -> None:
         if not all(0 <= slot < slots for slot in fault.targets(slots)):
             raise ConfigError(
                 "fault", str(fault), f"the layout has workers 0 to {slots - 1}", "Name one of them"
+            )
+        if fault.phase == "wait":
+            raise ConfigError(
+                "fault", str(fault), "a worker that waits has no slot", "Write kill@STEP:spare"
             )
         if fault.spare and fault.kind not in ("kill", "freeze"):
             raise ConfigError(

@@ -32,13 +32,14 @@ from checkpointing import (
     write_slices,
 )
 from elastic import events
-from elastic.ask import ask
+from elastic.ask import RETRY_S, ask
 from elastic.faults import InjectedError, flip_bit
 from elastic.job import Job
 from elastic.messages import Answer, Build, Identity, Report, Run, Standing
 from elastic.snapshot_holder import HeldSegments
 from health.corruption import compare_checksums
 from health.heartbeat import NO_PHASE, NO_STEP, Heartbeat
+from trainer.backend.groups import abort_replica_group
 from trainer.commit import Commit
 from trainer.engine import Engine
 from trainer.heal import Newcomer
@@ -51,6 +52,9 @@ _PHASE_NUMBERS: dict[str, int] = {phase: number for number, phase in enumerate(P
 _MASK = 0xFFFFFFFFFFFFFFFF
 _REPORT_INTERVAL_S = 0.2
 CORRUPT_EXIT_CODE = 71
+
+_NO_NEWS: tuple[Any, tuple[Any, ...]] = (None, ())
+"""(method of the coordinator, arguments)."""
 _RECORDS_KEPT = 10_000
 _RECENT_MOST = 500
 """Steps that a worker shows when it joins: more than the lead can have failed to send."""
@@ -81,9 +85,10 @@ class CoordinatorLink:
         self._events: deque[events.Event] = deque()
         self._sending = threading.Lock()
         self._writers: dict[Place, threading.Thread] = {}
-        self._receipts: dict[Place, tuple[Any, tuple[Any, ...]]] = {}
-        """The latest of each kind: what it is handed in by, and with."""
+        self._receipt = _NO_NEWS
+        """The latest for the store."""
         self._standing = Standing(identity=identity)
+        self._heal_news = _NO_NEWS
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         threading.Thread(target=self._report, name="report", daemon=True).start()
@@ -112,15 +117,17 @@ class CoordinatorLink:
         if isinstance(answer, Build | Run):
             self._slot = answer.replica * self._job.train.parallel.workers + answer.rank
         if isinstance(answer, Run):
+            self._heal_news = _NO_NEWS
             while self._records and self._records[0].step < answer.recorded:
                 self._records.popleft()
             if answer.restore:
                 self._records.clear()
 
-    def trouble(self, step: int | None, detail: str) -> bool:
-        """Reports an exception. Returns whether it was only the loss of a peer."""
+    def trouble(self, step: int | None, detail: str, *, of_a_group: bool) -> bool:
+        """Reports an exception. Returns whether it was only the loss of a peer, of which one from a
+        process group is a sign."""
         worker = self._identity.worker
-        return ask(self._coordinator.trouble, worker, step, detail) == "peer"
+        return ask(self._coordinator.trouble, worker, step, detail, of_a_group) == "peer"
 
     def fail(self, error: str) -> None:
         """Ends the whole run."""
@@ -129,7 +136,7 @@ class CoordinatorLink:
 
     def terminating(self) -> None:
         """This process was sent SIGTERM: it will be killed soon."""
-        self._coordinator.drain_worker.remote(self._identity.worker, "SIGTERM")
+        ask(self._coordinator.drain_worker, self._identity.worker, "SIGTERM")
 
     def compare(self, slot: str, digest: str) -> None:
         """Hands in this worker's state digest at the end of the run."""
@@ -184,14 +191,15 @@ class CoordinatorLink:
 
     def caught_up(self, newcomer: Newcomer) -> None:
         """See Link."""
-        seconds = time.monotonic() - newcomer.started_at
         self._standing = replace(self._standing, behind=False)
-        self._coordinator.caught_up.remote(
-            self._identity.worker, newcomer.bytes, seconds, newcomer.steps_behind
-        )
+        seconds = time.monotonic() - newcomer.started_at
+        news = self._identity.worker, newcomer.bytes, seconds, newcomer.steps_behind
+        self._heal_news = self._coordinator.caught_up, news
+        self._coordinator.caught_up.remote(*news)
 
     def heal_failed(self, reason: str) -> None:
         """See Link."""
+        self._heal_news = self._coordinator.heal_failed, (self._identity.worker, reason)
         self._coordinator.heal_failed.remote(self._identity.worker, reason)
 
     def compared(self, step: int, checksums: list[int | None]) -> None:
@@ -209,7 +217,9 @@ class CoordinatorLink:
         if not found.decided and self._run.position == 0:
             self.fail(
                 f"the replicas differ before step {step}, and no majority shows which is right: "
-                f"checksums {shown}. Run the same name again: it goes on from the newest checkpoint"
+                f"checksums {shown}. They were equal {self._job.health.compare_every} steps before "
+                f"(health.compare_every): delete the checkpoints since then, and run the same name "
+                f"again"
             )
 
     def evaluated(self, step: int, loss: float, tokens: int) -> None:
@@ -287,10 +297,13 @@ class CoordinatorLink:
         """Sends what is queued, and waits until the coordinator has it."""
         with self._sending:
             lead = self._run is not None and self._run.lead
-            steps = [self._records.popleft() for _ in range(len(self._records))] if lead else []
-            happened = [self._events.popleft() for _ in range(len(self._events))]
+            steps = list(self._records) if lead else []
+            happened = list(self._events)
             if steps or happened:
                 ask(self._coordinator.record, steps, happened)
+            for queue, sent in ((self._records, steps), (self._events, happened)):
+                for _ in sent:
+                    queue.popleft()
 
     def wait_for_writers(self) -> None:
         """Waits until whatever is being written is written."""
@@ -317,15 +330,30 @@ class CoordinatorLink:
                 return
             seen = call.serial
             self._called[call.kind] = call.serial
+            if call.broken:
+                abort_replica_group()
 
     def _reintroduce(self) -> None:
         """The coordinator was lost: tells the one that is started in its place what it must
         know."""
-        with contextlib.suppress(ray.exceptions.RayError):
+        while True:
+            standing = self._standing  # it may change until somebody is there to hear it
             serial = max(self._settled, *self._called.values())
-            ask(self._coordinator.resume, replace(self._standing, serial=serial))
-            for method, args in list(self._receipts.values()):  # some of a checkpoint may be lost
-                ask(method, *args)
+            try:
+                ray.get(self._coordinator.resume.remote(replace(standing, serial=serial)))
+                break
+            except ray.exceptions.ActorUnavailableError:
+                time.sleep(RETRY_S)
+            except ray.exceptions.RayError:
+                return
+        threading.Thread(target=self._tell_again, name="tell-again", daemon=True).start()
+
+    def _tell_again(self) -> None:
+        """Repeats what the coordinator that was lost may not have heard, or have told nobody."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            for method, args in (self._heal_news, self._receipt):
+                if method is not None:
+                    ask(method, *args)
 
     def _report(self) -> None:
         while not self._closed.wait(_REPORT_INTERVAL_S):
@@ -333,6 +361,8 @@ class CoordinatorLink:
                 self.flush()
             except ray.exceptions.RayActorError:
                 return
+            except ray.exceptions.RayError as error:
+                log.warning("records are sent again: %s", error)
 
     def _write(
         self,
@@ -360,16 +390,12 @@ class CoordinatorLink:
                 segment_bytes=self._job.checkpoint.segment_bytes,
             )
             self.flush()  # a checkpoint must not count before its steps are in the records
-            self._receipts[place] = (
-                (coordinator.receipt, (receipt, training_state, started))
-                if place == "store"
-                else (
-                    coordinator.snapshot_part,
-                    (receipt, training_state, self._identity.node, started),
-                )
-            )
-            method, args = self._receipts[place]
-            ask(method, *args)
+            if place == "store":
+                self._receipt = coordinator.receipt, (receipt, training_state, started)
+                ask(*self._receipt[:1], *self._receipt[1])
+            else:
+                node = self._identity.node
+                ask(coordinator.snapshot_part, receipt, training_state, node, started)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             failed = coordinator.save_failed if place == "store" else coordinator.snapshot_skipped

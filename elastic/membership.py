@@ -18,7 +18,7 @@ together into one (`salvage.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -128,13 +128,14 @@ class Membership:
         self._serials: dict[str, int] = {}
         self._lost: set[str] = set()
         self._late: set[str] = set()  # lost, and waiting
-        self.called_away: set[str] = set()
-        """Workers that were signalled and have not joined since."""
+        self.called_away: dict[str, int] = {}
+        """Workers that were signalled and have not joined since, with the first such signal."""
         self._behind: dict[str, int] = {}  # newcomer's worker without state yet -> formation
         self._newcomers: set[int] = set()  # formations that entered this roster without state
         self._failed_heals: dict[int, int] = {}
         self._heals: tuple[tuple[int, int], ...] = ()
         self._heal_again = self._salvaged = False
+        self._outdated: set[str] = set()  # what they may hold is of steps that were given up
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -142,7 +143,7 @@ class Membership:
         """A worker is here and waits."""
         worker = report.identity.worker
         self.waiting[worker] = report
-        self.called_away.discard(worker)
+        self.called_away.pop(worker, None)
         if worker in self._lost:
             self._late.add(worker)
             return
@@ -157,7 +158,7 @@ class Membership:
     def lose(self, worker: str) -> Identity | None:
         """A worker is gone, for good. Returns who it was, None where it was no member."""
         self._lost.add(worker)
-        self.called_away.discard(worker)
+        self.called_away.pop(worker, None)
         self.waiting.pop(worker, None)
         self._late.discard(worker)
         broken = self._places.lose(worker)
@@ -199,6 +200,15 @@ class Membership:
         """The newest snapshot that can be read is of `step`; 0: there is none (any more)."""
         self.snapshot_step = step
 
+    def laggards(self, signals: Mapping[str, Signal]) -> list[str]:
+        """Those who have followed neither the signal that they were sent nor a later one. Who has
+        joined in between has followed, though it may be called again by now."""
+        return sorted(
+            worker
+            for worker, signal in signals.items()
+            if self.called_away.get(worker, signal.serial + 1) <= signal.serial
+        )
+
     def slot_name(self, worker: str) -> str | None:
         """The slot of a worker in words; None for a worker without one."""
         replica = self.roster.replica_of(worker)
@@ -239,7 +249,7 @@ class Membership:
         return tuple(self._places.forming.values())
 
     def resume(
-        self, standings: Sequence[Standing], *, started: bool, formations: int, recorded: int
+        self, standings: Sequence[Standing], *, generation: int, formations: int, recorded: int
     ) -> None:
         """Takes up a run whose coordinator was lost, from what its workers know.
 
@@ -248,7 +258,7 @@ class Membership:
 
         Args:
             standings: of all living workers.
-            started: whether a roster ever stood.
+            generation: of the newest roster in the records, 0 where none stood yet.
             formations: replicas that ever began to form.
             recorded: steps that the run's records hold.
         """
@@ -257,7 +267,8 @@ class Membership:
         self._formations = self._resumed_formations = formations
         self.recorded, self.reached = recorded, max(recorded, self.reached)
         found = plan_resumption(standings, self.config.workers_per_replica)
-        self.generation = max(self.generation, found.roster.generation)
+        started = generation > 0 or found.roster.generation > 0
+        self.generation = max(self.generation, generation, found.roster.generation)
         self.roster = found.roster
         self._places.form((*found.standing, *found.forming))
         self._places.seat(found.standing)
@@ -346,11 +357,11 @@ class Membership:
         between them. Returns whether that is decided: it waits for all of them."""
         if self.call != "fault" or self._places.standing or self._salvaged:
             return True
-        living = [worker for worker in self.roster.workers if worker in self.members]
+        living = (worker for worker in self.roster.workers if worker in self.members)
         if any(worker not in self.waiting for worker in living):
             return False
         self._salvaged = True
-        reports = [self.waiting[worker] for worker in living if worker in self._places.idle]
+        reports = [self.waiting[w] for w in sorted(self._places.idle - self._outdated)]
         workers = plan_salvage(reports, self.config.workers_per_replica)
         self._build(workers, effects, keep=True)
         return True
@@ -452,6 +463,9 @@ class Membership:
             total_lanes=self.config.lanes,
             lanes_before=self.roster.lanes if self.call == "fault" and staying else None,
         )
+        if not staying:
+            self._outdated = set(self.members)
+        self._outdated.difference_update(self.roster.workers)
         self._seat_newcomers(joining if staying else [])
         effects.answers.update(self._runs(step, commit, not staying))
         for worker in self.roster.workers:
@@ -515,8 +529,9 @@ class Membership:
 
     def _signal(self, worker: str, kind: SignalKind, effects: Effects) -> None:
         self._serials[worker] = self._serials.get(worker, 0) + 1
-        effects.signals[worker] = Signal(serial=self._serials[worker], kind=kind)
-        self.called_away.add(worker)
+        broken = kind == "fault" and self.replica_broken(worker)
+        effects.signals[worker] = Signal(serial=self._serials[worker], kind=kind, broken=broken)
+        self.called_away.setdefault(worker, self._serials[worker])
 
     def _settle(self, worker: str) -> int:
         return self._serials.get(worker, 0)

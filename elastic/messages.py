@@ -68,6 +68,8 @@ class Report:
     """Number of the formation whose process group and model it holds; 0: none."""
     rank: int = 0
     """Rank, in its replica, of the state that it holds."""
+    generation: int = 0
+    """Generation of the roster that it worked in last."""
     step: int | None = None
     """Steps in its state; None: it has no state."""
     in_step: bool = False
@@ -184,3 +186,5 @@ class Signal:
     """Rising number, per worker."""
     kind: SignalKind
     """`fault`: leave now. `boundary`: leave together after a commit."""
+    broken: bool = False
+    """This worker's own replica has lost a peer."""

@@ -105,6 +105,11 @@ class ProcessWatch:
             state = read_state(process.pid)
             if state is None or process.reported:
                 continue
+            if state == "Z":
+                # Its first thread has ended. The pidfd tells only when all have, which takes
+                # seconds where the machine has more to do than it can.
+                deaths += _condemn(pidfd, process, "crash", f"process {process.pid} ended")
+                continue
             record = None if process.heartbeat is None else process.heartbeat.read()
             sample = Sample(awake_s=awake_s, state=state, record=record)
             process.history = observe(process.history, sample)

@@ -74,6 +74,8 @@ class Publisher:
                 return None
             size = await asyncio.to_thread(self._commit, list(parts.values()), training_state)
             self._saved.add(receipt.step)
+        for attempt in [a for a in self._receipts if a[0] <= receipt.step]:
+            del self._receipts[attempt]  # they will not be completed, or too late
         try:
             await asyncio.to_thread(self._retire, receipt.step)
         except CheckpointError as error:

@@ -17,6 +17,8 @@ class Recall:
     """Workers that started and were not lost."""
     draining: frozenset[str]
     """Those whose machines will go."""
+    draining_nodes: frozenset[str]
+    """Machines that will go."""
     generation: int
     """Generation of the newest roster; 0: none stood yet in this start."""
     restored: int
@@ -47,6 +49,9 @@ def recall(paths: RunPaths, start_step: int) -> Recall:
         },
         draining=frozenset(w for e in happened if isinstance(e, events.Draining) for w in e.workers)
         - lost,
+        draining_nodes=frozenset(
+            e.node for e in happened if isinstance(e, events.Draining) and e.node is not None
+        ),
         generation=rosters[-1].generation if rosters else 0,
         restored=max(
             (e.generation for e in rosters if e.outcome in ("start", "restore")), default=0

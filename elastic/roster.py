@@ -24,10 +24,6 @@ class Replica:
     workers: tuple[str, ...]
     """By rank: shard major, tensor minor."""
 
-    def whole(self, live: Set[str]) -> bool:
-        """Whether all its workers live."""
-        return set(self.workers) <= live
-
 
 @dataclass(frozen=True, kw_only=True)
 class Roster:

@@ -31,7 +31,8 @@ from elastic.job import Job
 from elastic.link import CoordinatorLink
 from elastic.messages import Build, Identity, Report, Run, Stop
 from health.heartbeat import Heartbeat
-from trainer.backend.groups import Rendezvous, leave_replica_group, make_replica_group
+from trainer.backend.groups import is_of_a_group, leave_replica_group, make_replica_group
+from trainer.backend.rendezvous import Rendezvous
 from trainer.engine import Engine, HeldState
 from trainer.errors import NonFiniteError
 from trainer.heal import Newcomer, Source, Wire
@@ -79,8 +80,8 @@ class Worker:
         self.progress: Progress | None = None
         self.position: Progress | None = None
         """Where it is in the run: `progress`, or, without state, how far it follows."""
-        self.built = 0
-        self.finished = False
+        self.built = self.generation = 0
+        self.finished = self.salvaged = False
         job.task.warm_up()
 
     def run(self) -> None:
@@ -96,10 +97,11 @@ class Worker:
                 return
             failure = self.follow(answer)
             if failure is not None:  # by now its frames hold no process group any more
-                self.recover(failure)
+                self.recover(*failure)
 
-    def follow(self, answer: Build | Run) -> str | None:
-        """Does what the coordinator asks. Returns the traceback where an exception ended it."""
+    def follow(self, answer: Build | Run) -> tuple[str, bool] | None:
+        """Does what the coordinator asks. Returns the traceback where an exception ended it, and
+        whether it came from a process group."""
         (host, port), health = answer.meet, self.job.health
         self.rendezvous = Rendezvous(
             host=host,
@@ -114,8 +116,8 @@ class Worker:
                 self.train(answer)
         except NonFiniteError as error:
             self.link.fail(str(error))
-        except Exception:
-            return traceback.format_exc()
+        except Exception as error:
+            return traceback.format_exc(), is_of_a_group(error)
         return None
 
     def report(self) -> Report:
@@ -125,6 +127,7 @@ class Worker:
             identity=self.identity,
             built=self.built,
             rank=self.rank,
+            generation=self.generation,
             step=None if progress is None else progress.step,
             in_step=self.position is not None and self.position.in_step,
             last=None if progress is None else progress.last,
@@ -139,11 +142,11 @@ class Worker:
         if answer.error is not None:
             raise RunFailedError(answer.error)
 
-    def recover(self, detail: str) -> None:
+    def recover(self, detail: str, of_a_group: bool) -> None:
         """After an exception: joins again where a peer was lost, exits where it was this worker's
         own."""
         step = None if self.progress is None else self.progress.step
-        if self.link.trouble(step, detail):
+        if self.link.trouble(step, detail, of_a_group=of_a_group):
             self.leave_replica()
             return
         sys.stderr.write(f"{self.identity.worker} failed and leaves the run:\n{detail}")
@@ -161,7 +164,7 @@ class Worker:
         given: it may be the last copy."""
         if self.engine is not None and self.progress is not None:
             self.held = self.engine.hold_state()
-        self.engine = self.sums = None
+        self.engine = self.sums = self.link.engine = None
         self.built, self.finished = 0, False
         gc.collect()
         leave_replica_group()
@@ -194,6 +197,7 @@ class Worker:
             device=self.job.scaling.device,
             max_replicas=self.job.scaling.max_replicas,
         )
+        self.salvaged = self.held is not None
         if self.held is not None:
             self.engine.adopt(self.held)
             self.held = None
@@ -204,6 +208,7 @@ class Worker:
     def train(self, run: Run) -> None:
         """This worker's part in one generation: gets its state up to date, then trains."""
         assert self.engine is not None
+        self.generation = run.generation
         self.link.at_step(run.step, "regroup")
         cross = self.make_cross_group(run, self.engine)
         heal: Source | Newcomer | None = None
@@ -224,7 +229,7 @@ class Worker:
             cross.close()
             if heal is not None:
                 heal.close()
-            if loop is not None and loop.newcomer is None:
+            if loop is not None and loop.has_state():
                 self.progress = self.position
         if self.finished and self.progress is not None:
             self.finish(run)
@@ -249,7 +254,8 @@ class Worker:
             return
         loop = self.make_loop(run, cross, progress, None)
         loop.finish_step(run.commit)
-        if progress.step < self.job.train.steps:  # at the end, `run` sees to it
+        # At the end, `run` sees to it; in a salvaged replica only some of the workers are here.
+        if progress.step < self.job.train.steps and not self.salvaged:
             loop.save_and_evaluate()
 
     def begin_heal(self, run: Run, engine: Engine) -> Source | Newcomer | None:

@@ -17,10 +17,10 @@ import torch.multiprocessing as mp
 
 from trainer.backend.groups import (
     Device,
-    Rendezvous,
     leave_replica_group,
     make_replica_group,
 )
+from trainer.backend.rendezvous import Rendezvous
 from trainer.buckets import BUCKET_BYTES
 from trainer.commit import Commit
 from trainer.config import TrainConfig

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from trainer.backend.groups import Rendezvous, make_replica_group
+from trainer.backend.groups import make_replica_group
+from trainer.backend.rendezvous import Rendezvous
 
 PORT = 7001
 

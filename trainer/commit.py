@@ -6,7 +6,7 @@ One float64 vector is summed over the replica (shard x tensor) and then over the
 
 Each lane's entries are set by the one replica that computed the lane and are zero elsewhere, so
 sums are exact and their order does not matter. The norm^2 is that of the already reduced gradient,
-equal on every replica, and is taken from the replica's own sum. `failed` says that a worker's
+equal on every replica, and is the first replica's. `failed` says that a worker's
 cross-replica reduce did not come through; `boundary` that a worker has heard of a planned regroup.
 Design: design.md, "The step and its commit".
 """

@@ -23,7 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.backend.groups import Device, Rendezvous, abandon, gather, make_raw_group, poll_until
+from trainer.backend.groups import Device, abandon, make_raw_groups
+from trainer.backend.polling import poll_until
+from trainer.backend.rendezvous import Rendezvous
 from trainer.commit import Commit
 from trainer.engine import Engine
 
@@ -58,10 +60,13 @@ class Wire:
 
     def open(self) -> None:
         """Makes the group once all are there. Raises RuntimeError where one does not come."""
-        place = self._rendezvous, self._prefix, self._rank, self._size
-        gather(*place, self._stopped.is_set)
-        self._group = make_raw_group(
-            self._rendezvous, self._prefix, rank=self._rank, size=self._size, device=self._device
+        (self._group,) = make_raw_groups(
+            self._rendezvous,
+            [self._prefix],
+            rank=self._rank,
+            size=self._size,
+            device=self._device,
+            leave_now=self._stopped.is_set,
         )
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -95,9 +100,13 @@ class Source:
     """
 
     def __init__(self, engine: Engine, skipped_in_a_row: int, wire: Wire) -> None:
-        self._engine, self._skipped, self._wire = engine, skipped_in_a_row, wire
-        self._steps = engine.optimizer_steps
-        self._copied = threading.Event()
+        # The thread gets tensors and not the engine, which it would keep alive.
+        self._parts, self._device = _flat_state(engine), engine.device
+        self._numbers = engine.optimizer_steps, skipped_in_a_row
+        self._wire, self._copied = wire, threading.Event()
+        self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
         threading.Thread(target=self._run, name="heal-source", daemon=True).start()
 
     def await_copy(self) -> None:
@@ -113,28 +122,35 @@ class Source:
             try:
                 staged = self._copy()
             finally:
+                self._parts = []
                 self._copied.set()
             self._wire.open()
             self._send(staged)
-        except RuntimeError as error:
+        except Exception as error:
             log.warning("a heal was not completed: %s", error)
         finally:
             self._wire.close()
 
     def _copy(self) -> torch.Tensor:
-        parts = _flat_state(self._engine)
-        staged = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8)
-        torch.cat([part.cpu() for part in parts], out=staged)
+        """On CUDA beside what the device computes, on a stream of its own."""
+        count = sum(part.numel() for part in self._parts)
+        staged = torch.empty(count, dtype=torch.uint8, pin_memory=self._stream is not None)
+        with torch.cuda.stream(self._stream):  # nothing on a CPU
+            places = staged.split([part.numel() for part in self._parts])
+            for place, part in zip(places, self._parts, strict=True):
+                place.copy_(part, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
         return staged
 
     def _send(self, staged: torch.Tensor) -> None:
         crc = 0
         for chunk in staged.split(CHUNK_BYTES):
             crc = zlib.crc32(chunk.numpy().data, crc)
-            self._wire.send(chunk.to(self._engine.device))
-        trailer = torch.tensor([0, self._steps, self._skipped], dtype=torch.int64)
+            self._wire.send(chunk.to(self._device))
+        trailer = torch.tensor([0, *self._numbers], dtype=torch.int64)
         trailer[0] = zlib.crc32(trailer[1:].numpy().data, crc)
-        self._wire.send(trailer.to(self._engine.device))
+        self._wire.send(trailer.to(self._device))
 
 
 class Newcomer:
@@ -160,6 +176,7 @@ class Newcomer:
         self.steps_behind = 0
         """The most steps that it had to make up for."""
         self._failure: str | None = None
+        self._failed = False
         threading.Thread(target=self._run, name="heal-target", daemon=True).start()
 
     @property
@@ -174,6 +191,8 @@ class Newcomer:
 
     def keep(self, commit: Commit) -> None:
         """A step was committed: its gradient is kept on the host until the state is there."""
+        if self._failed:
+            return
         self._backlog.append((commit, self._engine.gradient.to("cpu", copy=True)))
         self.steps_behind = max(self.steps_behind, len(self._backlog))
         now = time.monotonic()
@@ -186,13 +205,30 @@ class Newcomer:
             return
         until = time.monotonic() + _CATCH_UP_SHARE * self._step_s
         while self._backlog:
-            commit, gradient = self._backlog.popleft()
-            self._engine.gradient.copy_(gradient)
-            if commit.finite:
-                self._engine.apply(commit.step, scale=commit.scale(self._clip_norm))
-            self.skipped_in_a_row = 0 if commit.finite else self.skipped_in_a_row + 1
+            self._apply_oldest()
             if time.monotonic() > until:
                 break
+
+    def finish(self) -> bool:
+        """Called when leaving the generation, after `close`: where the state has arrived, applies
+        all kept steps, for the source may be gone and this the last copy. Returns whether the state
+        is that of the last committed step.
+
+        The engine's gradient stays: it may be that of a step that others saw committed.
+        """
+        if self._arrived and self._backlog:
+            gradient = self._engine.gradient.clone()
+            while self._backlog:
+                self._apply_oldest()
+            self._engine.gradient.copy_(gradient)
+        return self._arrived
+
+    def _apply_oldest(self) -> None:
+        commit, gradient = self._backlog.popleft()
+        self._engine.gradient.copy_(gradient)
+        if commit.finite:
+            self._engine.apply(commit.step, scale=commit.scale(self._clip_norm))
+        self.skipped_in_a_row = 0 if commit.finite else self.skipped_in_a_row + 1
 
     def close(self) -> None:
         """Ends the receiving: nothing is written to the engine after this."""
@@ -204,8 +240,9 @@ class Newcomer:
         try:
             self._wire.open()
             self._receive()
-        except RuntimeError as error:
-            self._failure = str(error)
+        except Exception as error:
+            self._failure, self._failed = str(error), True
+            self._backlog.clear()
         finally:
             self._wire.close()
 

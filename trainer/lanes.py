@@ -48,7 +48,7 @@ def blocks_of(lanes: Iterable[int], total: int) -> tuple[Node, ...]:
 
 
 def sum_tree(parts: Mapping[Node, T], root: Node, add: Callable[[T, T], T]) -> T:
-    """Adds the subtrees in `parts`, which together cover the lanes of `root`, in tree order."""
+    """Adds the subtrees in `parts`, which together cover `root` once, in tree order."""
     if root in parts:
         return parts[root]
     left, right = split(root)

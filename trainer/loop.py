@@ -171,6 +171,14 @@ class TrainLoop:
                 return "boundary"
         return "finished"
 
+    def has_state(self) -> bool:
+        """Asked when the generation is left: whether this worker's state is that of `progress`. A
+        newcomer whose state has just arrived makes up for what it lacks."""
+        if self.newcomer is not None and self.newcomer.finish():
+            self.progress.skipped_in_a_row = self.newcomer.skipped_in_a_row
+            self.newcomer = None
+        return self.newcomer is None
+
     def try_step(self) -> Commit | None:
         """Computes and reduces the current step; None where another replica was lost before the
         commit."""
@@ -264,16 +272,18 @@ class TrainLoop:
         return commits.unpack(total, step=step, lanes=self.config.lanes)
 
     def sum_over_replicas(self, replica: list[float]) -> list[float]:
-        """Every replica's vector, added up. Only a replica's first worker crosses."""
+        """Every replica's vector, added up. Only a replica's first worker crosses. The norm is the
+        first replica's: how a replica adds up its workers' parts is its backend's choice."""
         if self.engine.rank > 0 or replica[1] > 0:
             return replica
+        own = replica if self.cross.rank == 0 else [0.0, *replica[1:]]
         try:
             total = self.cross.sum(
-                torch.tensor(replica, dtype=torch.float64, device=self.engine.device)
+                torch.tensor(own, dtype=torch.float64, device=self.engine.device)
             )
         except CrossGroupLost:
             return [replica[0], 1.0, *replica[2:]]
-        return [replica[0], *total.tolist()[1:]]
+        return total.tolist()
 
     def finish_step(self, commit: Commit) -> None:
         """Applies a committed step. Also called after a regroup, for a step that others saw

@@ -78,6 +78,7 @@ class Reduction:
         Raises:
             CrossGroupLost: another replica is gone. What is in `into` is of no use.
         """
+        self._cross.check()  # what `start` passed over in silence
         with self._cross.on_stream():
             self._begin(self._ends[-1])
             self._advance()

@@ -15,14 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer.backend.groups import (
-    Device,
-    Rendezvous,
-    abandon,
-    gather,
-    make_cross_groups,
-    poll_until,
-)
+from trainer.backend.groups import Device, abandon, make_cross_groups
+from trainer.backend.polling import poll_until
+from trainer.backend.rendezvous import Rendezvous
 from trainer.errors import CrossGroupLost
 from trainer.lanes import blocks_of
 
@@ -82,9 +77,13 @@ class CrossGroup:
         """Makes the group once everybody is there. A failure is noted and shows in the first
         collective."""
         try:
-            gather(rendezvous, prefix, self.rank, self.size, self._leave_now)
             self._groups = make_cross_groups(
-                rendezvous, prefix, rank=self.rank, size=self.size, device=device
+                rendezvous,
+                prefix,
+                rank=self.rank,
+                size=self.size,
+                device=device,
+                leave_now=self._leave_now,
             )
         except RuntimeError as error:
             self._lost = str(error)
@@ -99,6 +98,7 @@ class CrossGroup:
         """One int64 of each replica, or None, by position, on all of them."""
         if self.size == 1:
             return [number]
+        self.check()
         mine = torch.tensor([number is not None, number or 0], dtype=torch.int64)
         mine = mine.to(self._device)
         all_of_them = mine.new_empty(2 * self.size)
@@ -119,14 +119,18 @@ class CrossGroup:
         Raises:
             CrossGroupLost: it could not be started, or an earlier one has failed.
         """
-        if self._lost is not None:
-            raise CrossGroupLost(self._lost)
+        self.check()
         try:
             flight = Flight(issue(self._groups[channel]), buffers)
         except RuntimeError as error:
             raise self._lose(error) from error
         self._in_flight[id(flight.work)] = flight
         return flight
+
+    def check(self) -> None:
+        """Raises CrossGroupLost where a collective has failed already."""
+        if self._lost is not None:
+            raise CrossGroupLost(self._lost)
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """On CUDA, a stream for what must not hold up the current one, beginning after what is
@@ -161,7 +165,8 @@ class CrossGroup:
         """
         try:
             flight.work.wait()
-            if flight.work.exception() is not None:  # NCCL's wait does not raise it
+            # NCCL's wait does not raise what went wrong; Gloo's does.
+            if self._device.type == "cuda" and flight.work.exception() is not None:
                 raise RuntimeError(str(flight.work.exception()))
         except RuntimeError as error:
             raise self._lose(error) from error

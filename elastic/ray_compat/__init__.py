@@ -14,6 +14,7 @@ from elastic.ray_compat.cluster import (
     live_nodes,
     on_every_node,
     start_actor,
+    started_anew,
 )
 from elastic.ray_compat.trainer import ElasticRayTrainer
 
@@ -25,4 +26,5 @@ __all__ = [
     "live_nodes",
     "on_every_node",
     "start_actor",
+    "started_anew",
 ]

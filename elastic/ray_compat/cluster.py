@@ -64,6 +64,11 @@ def on_every_node(function: Callable[..., Any], *args: Any, timeout_s: float) ->
     return answers
 
 
+def started_anew() -> bool:
+    """Whether this actor was started in the place of one whose process died."""
+    return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
+
+
 def on_node(node: str) -> NodeAffinitySchedulingStrategy:
     """The strategy that places an actor on `node` (Ray's id) and nowhere else."""
     return NodeAffinitySchedulingStrategy(node_id=node, soft=False)

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.execution.checkpoint.report_handler import ReportCallbackHandler
 from ray.train.v2._internal.execution.worker_group import (
     Worker,
     WorkerGroup,
@@ -56,8 +57,14 @@ class SeatedWorker(Worker):
 class ElasticWorkerGroup(WorkerGroup):
     """See the module. All methods but the starting threads' run on the controller's event loop."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(
+        self, train_run_context: Any, worker_group_context: Any, callbacks: Any = None
+    ) -> None:
+        # Ours report nothing to Ray Train, and its collector of reports can do neither with no
+        # worker (it is what a group is between the loss of all and the first new one) nor with
+        # other numbers of them than at the start.
+        kept = [c for c in callbacks or () if not isinstance(c, ReportCallbackHandler)]
+        super().__init__(train_run_context, worker_group_context, kept)
         self.launches = 0
         """Workers started so far."""
         context = self._worker_group_context

@@ -35,7 +35,7 @@ from elastic.faults import parse_faults
 
 APART, FIRST = 6, 8
 KINDS = ("kill", "freeze", "raise")
-SLOW = pytest.mark.slow
+SOAK = pytest.mark.soak
 
 Undisturbed = Callable[[Layout, int], Outcome]
 
@@ -145,7 +145,7 @@ def steps_for(points: int) -> int:
 
 COMPUTE = ("data", "forward", "backward", "reduce")
 COMMIT = ("before_commit", "in_commit", "after_commit", "optimizer")
-ALL = [pytest.param(layout, id=str(layout), marks=SLOW) for layout in LAYOUTS]
+ALL = [pytest.param(layout, id=str(layout), marks=SOAK) for layout in LAYOUTS]
 SEVERAL = [param for param, layout in zip(ALL, LAYOUTS, strict=True) if layout.replicas > 1]
 
 
@@ -209,14 +209,15 @@ def test_spares(break_run: Callable[..., Broken], layout: Layout) -> None:
     assert run.outcome.report["lost_steps"] == 0
 
 
-@pytest.mark.parametrize("kind", ["kill", pytest.param("freeze", marks=SLOW)])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_the_survivors_hold_a_whole_copy(break_run: Callable[..., Broken], kind: str) -> None:
     """Each replica loses another shard: the two other workers go on together."""
     run = break_run(parse_layout("2x2x1"), [f"{kind}@{FIRST}:0+3"], steps=steps_for(1))
     assert run.outcome.report["lost_steps"] == 0 and run.restored == []
 
 
-@SLOW
+@SOAK
 @pytest.mark.parametrize(
     ("layout", "together", "lost"),
     [
@@ -237,3 +238,13 @@ def test_at_once(
 ) -> None:
     run = break_run(parse_layout(layout), [f"{kind}@{FIRST}:{together}"], steps=steps_for(1))
     assert bool(run.restored) == lost
+
+
+@SOAK
+@pytest.mark.parametrize("layout", ["2x1x1", "1x2x1"])
+def test_everybody_at_once_and_no_spare(break_run: Callable[..., Broken], layout: str) -> None:
+    """For a while the run has no worker at all."""
+    sizes = parse_layout(layout)
+    everybody = "+".join(map(str, range(sizes.slots)))
+    run = break_run(sizes, [f"kill@{FIRST}:{everybody}"], steps=steps_for(1), spares=0)
+    assert len(run.restored) == 1

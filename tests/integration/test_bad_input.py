@@ -132,7 +132,7 @@ CASES: dict[str, tuple[Build, str]] = {
     ),
     "fault text": (
         lambda text, tmp: tiny_trainer(text, tmp, faults="burn@1"),
-        r"fault = 'burn@1': .*Write none or kill@STEP",
+        r"fault = 'burn@1': .*Write none or KIND@STEP",
     ),
 }
 

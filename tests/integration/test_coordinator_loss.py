@@ -48,7 +48,7 @@ def undisturbed(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize(
     "faults",
-    ["none", pytest.param(f"kill@{STEPS - 5}:1", marks=pytest.mark.slow)],
+    ["none", pytest.param(f"kill@{STEPS - 5}:1", marks=pytest.mark.soak)],
     ids=["quiet", "and_a_worker_later"],
 )
 def test_the_coordinator_is_killed(

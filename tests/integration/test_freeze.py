@@ -65,9 +65,9 @@ def undisturbed(
 @pytest.mark.parametrize(
     ("replicas", "spare"),
     [
-        pytest.param(1, False, id="one_replica"),
-        pytest.param(2, False, id="two_replicas", marks=pytest.mark.slow),
-        pytest.param(2, True, id="spare", marks=pytest.mark.slow),
+        pytest.param(1, False, id="one_replica", marks=pytest.mark.soak),
+        pytest.param(2, False, id="two_replicas", marks=pytest.mark.soak),
+        pytest.param(2, True, id="spare", marks=pytest.mark.soak),
     ],
 )
 def test_a_frozen_worker(

@@ -22,7 +22,7 @@ from elastic.events import read_events, read_steps
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "growing_run.py"
-SLOW = pytest.mark.slow
+SOAK = pytest.mark.soak
 PATIENCE_S = 150.0
 
 
@@ -125,7 +125,8 @@ def lost(all_: list[events.Event]) -> list[events.WorkerLost]:
     return [e for e in all_ if isinstance(e, events.WorkerLost)]
 
 
-@pytest.mark.parametrize("shard", [1, pytest.param(2, marks=SLOW)])
+@SOAK
+@pytest.mark.parametrize("shard", [1, 2])
 def test_a_machine_that_arrives_becomes_a_replica(
     machines: Cluster, start_run: StartRun, shard: int
 ) -> None:
@@ -140,7 +141,7 @@ def test_a_machine_that_arrives_becomes_a_replica(
     assert weights == undisturbed(start_run, shard)
 
 
-@SLOW
+@SOAK
 @pytest.mark.parametrize("shard", [1, 2])
 def test_a_machine_is_lost_and_another_one_arrives(
     machines: Cluster, start_run: StartRun, shard: int
@@ -158,7 +159,7 @@ def test_a_machine_is_lost_and_another_one_arrives(
     assert weights == undisturbed(start_run, shard)
 
 
-@SLOW
+@SOAK
 def test_below_the_minimum_it_says_what_is_missing_and_waits(
     machines: Cluster, start_run: StartRun
 ) -> None:
@@ -190,7 +191,7 @@ def drain(cluster: Cluster, node_id: str) -> None:
     assert accepted, why_not
 
 
-@SLOW
+@SOAK
 def test_the_successor_of_a_draining_machine_is_there_before_it_goes(
     machines: Cluster, start_run: StartRun
 ) -> None:

@@ -80,7 +80,7 @@ class Stopper(threading.Thread):
         os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_node_that_is_not_heard(cluster: None, text: Path, tmp_path: Path) -> None:
     """All workers of the run are on the node: the run goes on with those that replace them, and
     with another agent."""
@@ -105,7 +105,7 @@ def test_a_node_that_is_not_heard(cluster: None, text: Path, tmp_path: Path) -> 
     assert broken.losses == whole.losses
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_coordinator_that_was_held_up_loses_nobody(
     cluster: None, text: Path, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ PATIENCE_S = 300.0
 LATE_S = 6.0
 """How much later than a lease's end things may happen, on a machine with other work."""
 
-pytestmark = [requires_hosts, pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE_S)]
+pytestmark = [requires_hosts, pytest.mark.soak, pytest.mark.timeout(3 * PATIENCE_S)]
 
 E = TypeVar("E", bound=events.Event)
 

@@ -107,7 +107,7 @@ def gate_after_snapshot(
         porter.join()
 
 
-@pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_the_only_replica_is_killed(
     undisturbed: Undisturbed, tmp_path: Path, memory: Path, shard: int
 ) -> None:
@@ -125,6 +125,7 @@ def test_the_only_replica_is_killed(
     assert weights_of(tmp_path) == undisturbed(shard)
 
 
+@pytest.mark.soak
 def test_a_damaged_snapshot_is_not_trusted(
     undisturbed: Undisturbed, tmp_path: Path, memory: Path
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_damaged_snapshot_is_not_trusted(
     assert weights_of(tmp_path) == undisturbed(1)
 
 
+@pytest.mark.soak
 def test_the_driver_and_the_whole_cluster_are_killed(
     undisturbed: Undisturbed, tmp_path: Path, memory: Path
 ) -> None:
@@ -186,7 +188,7 @@ def test_a_run_without_records_does_not_go_on_from_memory(
     assert find_snapshot(RunPaths(root=tmp_path / "gated")) is None
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_node_is_lost_with_its_memory(
     undisturbed: Undisturbed, tmp_path: Path, memory: Path
 ) -> None:

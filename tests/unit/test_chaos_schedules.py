@@ -134,12 +134,35 @@ BEGIN = [
             ],
             [3],
         ),
+        # b, of the roster before, was as far as c and d when d was lost.
+        (
+            [
+                lost(5, "a"),
+                roster(6, 2, "repeat", {"1": [0, 1]}),
+                lost(7, "d"),
+                forming(8, 0, "b", "c"),
+                roster(9, 3, "restore", {}),
+            ],
+            [3],
+        ),
+        # A step was committed without b, which it does not have.
+        (
+            [
+                lost(5, "a"),
+                roster(6, 3, "repeat", {"1": [0, 1]}),
+                lost(12, "d"),
+                forming(13, 0, "b", "c"),
+                roster(14, 4, "restore", {}),
+            ],
+            [],
+        ),
         # It went on from what was there.
         ([lost(5, "a"), lost(6, "b"), roster(9, 2, "repeat", {"1": [0, 1]})], []),
     ],
 )
 def test_needless_restores(happened: list[Event], found: list[int]) -> None:
-    assert find_needless_restores([*BEGIN, *happened], [committed(4, 1)], workers=2) == found
+    steps = [committed(4, 1), committed(10, 3)]
+    assert find_needless_restores([*BEGIN, *happened], steps, workers=2) == found
 
 
 def test_a_roster_without_a_commit_may_have_no_state() -> None:
@@ -152,10 +175,11 @@ def test_wrong_causes() -> None:
         FaultFired(time=1, fault="kill@1:0", step=1, worker="a"),
         FaultFired(time=2, fault="freeze@2:0", step=2, worker="b"),
         FaultFired(time=3, fault="raise@3:0", step=3, worker="c"),
+        FaultFired(time=4, fault="kill@9.shutdown:0", step=9, worker="d"),
         lost(4, "a", "crash"),
         lost(5, "b", "crash"),
     ]
-    faults = parse_faults("kill@1:0,freeze@2:0,raise@3:0")
+    faults = parse_faults("kill@1:0,freeze@2:0,raise@3:0,kill@9.shutdown:0")
     assert find_wrong_causes(happened, faults) == [
         "freeze@2:0 on b: crash",
         "raise@3:0 on c: not lost",

@@ -10,61 +10,28 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import queue
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.backend.interface import listen_towards
+from trainer.backend.polling import LEFT, poll_until
+from trainer.backend.rendezvous import Rendezvous
 from trainer.backend.silence import limit_silence
 
 Device = Literal["cpu", "cuda"]
 
-_POLL_MIN_S, _POLL_MAX_S = 20e-6, 500e-6
-_CONNECT_TIMEOUT_S = 5.0
-
+_abandoning = threading.Lock()
 _abandoned: list[tuple[Any, list[Any]]] = []
 """Groups and works left mid-collective: dropping the last reference can block until their
 timeout."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """Where process groups meet."""
-
-    host: str
-    """Address of the control plane's TCPStore."""
-    port: int
-    """Its port."""
-    timeout_s: float
-    """Bound on rendezvous and on every collective."""
-    silent_s: float = 30.0
-    """A peer in the replica whose machine acknowledges nothing for so long is given up."""
-
-    def store(self, prefix: str) -> Store:
-        """A connection to the store that sees only keys below `prefix`."""
-        store = TCPStore(self.host, self.port, is_master=False, timeout=self.timeout)
-        return PrefixStore(prefix, store)
-
-    def reachable(self) -> bool:
-        """Whether the store's host answers."""
-        try:
-            socket.create_connection((self.host, self.port), timeout=_CONNECT_TIMEOUT_S).close()
-        except OSError:
-            return False
-        return True
-
-    @property
-    def timeout(self) -> timedelta:
-        """`timeout_s` as torch wants it."""
-        return timedelta(seconds=self.timeout_s)
 
 
 def torch_device(device: Device) -> torch.device:
@@ -92,7 +59,7 @@ def make_replica_group(
     Raises:
         RuntimeError: a peer went away meanwhile, or `leave_now` became true.
     """
-    gather(rendezvous, prefix, rank, shard * tensor, leave_now)
+    gather(rendezvous, prefix, shard * tensor, leave_now)
     listen_towards(rendezvous.host, rendezvous.port)
     options: dict[str, Any] = {}
     if device == "cuda":
@@ -114,38 +81,22 @@ def make_replica_group(
         return init_device_mesh(device, (shard, tensor), mesh_dim_names=names)
 
 
-def gather(
-    rendezvous: Rendezvous, prefix: str, rank: int, size: int, leave_now: Callable[[], bool]
-) -> None:
-    """Waits until all ranks are here, so that making a group cannot wait for one that never comes.
+def gather(rendezvous: Rendezvous, prefix: str, size: int, leave_now: Callable[[], bool]) -> None:
+    """Waits until all ranks are here, so that making a group seldom waits for one that never comes.
 
     Raises:
         RuntimeError: `leave_now` became true, or a peer did not come in time.
     """
-    # A store whose host is gone would be looked for until the timeout, deaf to a call to leave.
-    poll_until(rendezvous.reachable, leave_now, rendezvous.timeout_s)
-    store = rendezvous.store(f"{prefix}/here")
-    store.set(str(rank), "here")
-    peers = [str(peer) for peer in range(size)]
-    poll_until(lambda: bool(store.check(peers)), leave_now, rendezvous.timeout_s)
+    store = rendezvous.shared_store(f"{prefix}/here", leave_now)
+    if store.add("count", 1) == size:
+        store.set("all", "")
+    poll_until(lambda: bool(store.check(["all"])), leave_now, rendezvous.timeout_s)
 
 
-def poll_until(done: Callable[[], bool], leave_now: Callable[[], bool], timeout_s: float) -> None:
-    """Polls `done`, ever less often, down to twice a millisecond.
-
-    Raises:
-        RuntimeError: `leave_now` became true, or the time is over.
-    """
-    pause, deadline = _POLL_MIN_S, time.monotonic() + timeout_s
-    while not done():
-        if leave_now():
-            raise RuntimeError("left for a regroup")
-        if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"a peer did not come within {timeout_s:g} s (health.collective_timeout_s)"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, _POLL_MAX_S)
+def is_of_a_group(error: Exception) -> bool:
+    """Whether an exception came from a process group or its rendezvous: a peer may be gone."""
+    signs = ("gloo", "nccl", LEFT)
+    return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in signs)
 
 
 def leave_replica_group() -> None:
@@ -159,31 +110,85 @@ def leave_replica_group() -> None:
     gc.collect()
 
 
+def make_raw_groups(
+    rendezvous: Rendezvous,
+    prefixes: Sequence[str],
+    *,
+    rank: int,
+    size: int,
+    device: Device,
+    leave_now: Callable[[], bool],
+) -> list[Any]:
+    """Process groups that c10d's registry does not know, over the same ranks. All of them call it.
+
+    They are made on a thread of their own, which is left to itself where `leave_now` becomes true:
+    a peer that dies while the others connect would hold them up until the timeout.
+
+    Raises:
+        RuntimeError: a peer is gone, or `leave_now` became true.
+    """
+    made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    gather(rendezvous, prefixes[0], size, leave_now)
+    listen_towards(rendezvous.host, rendezvous.port)
+    store = rendezvous.store("", leave_now)
+
+    def make() -> None:
+        try:
+            with limit_silence(rendezvous.silent_s):
+                stores = [PrefixStore(prefix, store) for prefix in prefixes]
+                made.put([_raw_group(s, rendezvous.timeout, rank, size, device) for s in stores])
+        except Exception as error:
+            made.put(RuntimeError(str(error)))
+
+    threading.Thread(target=make, name="make-groups", daemon=True).start()
+    poll_until(lambda: not made.empty(), leave_now, rendezvous.timeout_s)
+    groups = made.get()
+    if isinstance(groups, RuntimeError):
+        raise groups
+    return groups
+
+
 def make_cross_groups(
-    rendezvous: Rendezvous, prefix: str, *, rank: int, size: int, device: Device
+    rendezvous: Rendezvous,
+    prefix: str,
+    *,
+    rank: int,
+    size: int,
+    device: Device,
+    leave_now: Callable[[], bool],
 ) -> list[Any]:
     """The groups over the same (shard, tensor) of all replicas: two on Gloo, one on NCCL. All of
     those workers call it.
 
     NCCL communicators whose kernels start in different orders can wait for each other for ever.
+
+    Raises:
+        RuntimeError: a peer is gone, or `leave_now` became true.
     """
     names = ("all",) if device == "cuda" else ("first", "second")
-    return [
-        make_raw_group(rendezvous, f"{prefix}/{name}", rank=rank, size=size, device=device)
-        for name in names
-    ]
+    return make_raw_groups(
+        rendezvous,
+        [f"{prefix}/{name}" for name in names],
+        rank=rank,
+        size=size,
+        device=device,
+        leave_now=leave_now,
+    )
 
 
-def make_raw_group(
-    rendezvous: Rendezvous, prefix: str, *, rank: int, size: int, device: Device
-) -> Any:
-    """A process group that c10d's registry does not know. All its ranks call it."""
-    store = rendezvous.store(prefix)
+def _raw_group(store: Store, timeout: timedelta, rank: int, size: int, device: Device) -> Any:
     if device == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = rendezvous.timeout
+        options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, rendezvous.timeout)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def abort_replica_group() -> None:
+    """Ends the collectives of the default group from another thread: of its peers one is gone. Gloo
+    has woken them by then; NCCL needs to be told."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
 
 
 def abandon(group: Any, in_flight: list[Any]) -> None:
@@ -191,6 +196,8 @@ def abandon(group: Any, in_flight: list[Any]) -> None:
     if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
         group.abort()
         return
-    _abandoned[:] = [(g, w) for g, w in _abandoned if not all(work.is_completed() for work, _ in w)]
-    if in_flight:
-        _abandoned.append((group, in_flight))
+    with _abandoning:
+        done = [e for e in _abandoned if all(work.is_completed() for work, _ in e[1])]
+        _abandoned[:] = [entry for entry in _abandoned if entry not in done]
+        if in_flight:
+            _abandoned.append((group, in_flight))

@@ -236,7 +236,7 @@ class World:
             self.trace.append("LOSE THE SNAPSHOT")
             self._set_snapshot(None)
         if self.write_offs and self.membership.call == "fault" and self.rng.random() < 0.2:
-            absent = sorted(self.membership.called_away - set(self.dead))
+            absent = sorted(self.membership.called_away.keys() - self.dead)
             if absent:
                 self.write_offs -= 1
                 self._write_off(self.rng.choice(absent))
@@ -248,13 +248,12 @@ class World:
         alive = [w for n, w in self.workers.items() if n not in self.dead and not w.done]
         before = self.membership
         self.membership = Membership(self.config, generation=0, restore_step=max(self.saved))
-        self.membership.generation = before.generation  # it stands in the events
         self.membership.meet = ("", self.incarnation)
         self._set_snapshot(self.snapshot)
         self.posted.clear()
         self.membership.resume(
             [worker.standing() for worker in alive if worker.name not in self.lost],
-            started=before.generation > 0,
+            generation=before.generation,
             formations=before._formations,
             recorded=before.recorded,
         )

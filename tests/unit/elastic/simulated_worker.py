@@ -89,6 +89,8 @@ class SimWorker:
         """As a newcomer: the gradients of the steps committed meanwhile."""
         self.place = 0
         """Rank in its replica."""
+        self.generation = 0
+        """Of the roster that it worked in last."""
         self.meet = 0
         """The coordinator at whose store its process groups meet."""
         self.waits_for_answer = False
@@ -125,6 +127,7 @@ class SimWorker:
             identity=self.identity,
             built=self.built,
             rank=self.place,
+            generation=self.generation,
             step=None if progress is None else progress.step,
             in_step=self.position is not None and self.position.in_step,
             last=None if progress is None else progress.last,
@@ -177,6 +180,7 @@ class SimWorker:
 
     def _train(self, run: Run) -> Life:
         checks.check_run(self, run)
+        self.generation = run.generation
         cross, progress = Cross(self, run), None
         try:
             yield from cross.join()
@@ -192,6 +196,9 @@ class SimWorker:
         finally:
             cross.channel.closed.add(self.name)
             self.source = None
+            if progress is not None and self.newcomer and self.arrived is not None:
+                progress.applied, self.newcomer = (*self.arrived, *self.backlog), False
+                assert len(progress.applied) == progress.step, "made up with another step"
             if progress is not None and not self.newcomer:
                 self.progress = progress
         if self.finished and self.progress is not None:

@@ -24,7 +24,7 @@ def check_effects(
         assert set(effects.answers) == set(reports), "somebody is left waiting"
         return
     forming = [worker for replica in membership.forming for worker in replica.workers]
-    whole = [r for r in membership.roster.replicas if r.whole(membership.members.keys())]
+    whole = [r for r in membership.roster.replicas if set(r.workers) <= membership.members.keys()]
     standing = {worker for replica in whole for worker in replica.workers}
     assert not set(forming) & standing, "a worker is forming and standing"
     placed = list(forming)

@@ -57,7 +57,8 @@ def test_what_is_not_understood_is_quoted(text: str, part: str) -> None:
         parse_faults(text)
     assert str(caught.value) == (
         f"fault = {text!r}: {part} is not understood. Write none or "
-        f"KIND@STEP[.PHASE][:WORKER[+WORKER]], with KIND one of kill, freeze, raise, flip."
+        f"KIND@STEP[.PHASE][:WORKER[+WORKER] or :spare], with KIND one of kill, freeze, raise, "
+        f"flip."
     )
 
 
@@ -154,6 +155,7 @@ def test_a_fault_that_can_fire_passes() -> None:
         ("kill@10", "the run has steps 0 to 9"),
         ("kill@3:4", "the layout has workers 0 to 3"),
         ("kill@3:1+4", "the layout has workers 0 to 3"),
+        ("kill@3.wait", "a worker that waits has no slot"),
         ("raise@3:spare", "a spare has no code to disturb"),
     ],
 )

@@ -410,13 +410,13 @@ def test_survivors_of_all_replicas_put_their_copy_together() -> None:
     group.lose("b1")
     effects = group.lose("c2")
     assert not effects.formed
-    group.join("a0", step=7, in_step=True, last=commit(6), built=0, rank=0)
-    effects = group.join("d3", step=8, last=commit(7), built=0, rank=1)
+    group.join("a0", step=7, in_step=True, last=commit(6), built=0, rank=0, generation=1)
+    effects = group.join("d3", step=8, last=commit(7), built=0, rank=1, generation=1)
     assert [replica.workers for replica in effects.formed] == [("a0", "d3")]
     builds = [answer for answer in effects.answers.values() if isinstance(answer, Build)]
     assert [build.keep for build in builds] == [True, True]
-    group.join("a0", step=7, in_step=True, last=commit(6), rank=0)
-    effects = group.join("d3", step=8, last=commit(7), rank=1)
+    group.join("a0", step=7, in_step=True, last=commit(6), rank=0, generation=1)
+    effects = group.join("d3", step=8, last=commit(7), rank=1, generation=1)
     assert effects.regrouped is not None
     assert (effects.regrouped.outcome, effects.regrouped.lost_steps) == ("finish_step", 0)
     run = run_of(effects, "a0")
@@ -428,8 +428,8 @@ def test_survivors_that_lack_a_shard_go_back_to_the_checkpoint() -> None:
     group.start("a0", "b1", "c2", "d3")
     group.lose("b1")
     group.lose("d3")
-    group.join("a0", step=7, in_step=True, last=commit(6), built=0, rank=0)
-    effects = group.join("c2", step=7, in_step=True, last=commit(6), built=0, rank=0)
+    group.join("a0", step=7, in_step=True, last=commit(6), built=0, rank=0, generation=1)
+    effects = group.join("c2", step=7, in_step=True, last=commit(6), built=0, rank=0, generation=1)
     assert [replica.workers for replica in effects.formed] == [("a0", "c2")]
     effects = group.build("a0", "c2")
     assert effects.regrouped is not None
@@ -542,6 +542,22 @@ def test_at_the_end_nobody_is_left_waiting_for_one_that_is_gone(error: str | Non
     assert group.membership.replica_broken("b1"), "not its own fault"
 
 
+@pytest.mark.parametrize(("step", "keep"), [(14, True), (15, False)])
+def test_a_survivor_of_the_roster_before_completes_the_copy_while_its_state_is_current(
+    step: int, keep: bool
+) -> None:
+    group = Group(replicas=2, each=2)
+    group.start("a0", "b1", "c2", "d3")
+    group.lose("b1")
+    for worker in ("a0", "c2", "d3"):
+        effects = group.join(worker, step=14, in_step=True, generation=1)
+    assert layout(effects) == {1: ("c2", "d3")}
+    group.lose("c2")
+    effects = group.join("d3", step=step, in_step=True, rank=1, generation=2)
+    builds = {w: a.keep for w, a in effects.answers.items() if isinstance(a, Build)}
+    assert builds == {"a0": keep, "d3": keep}
+
+
 # -- what the coordinator asks ---------------------------------------------------------------------
 
 
@@ -552,9 +568,28 @@ def test_names_of_slots_and_who_is_awaited() -> None:
     assert group.membership.slot_name("e4") is None
     group.lose("b1")
     group.join("c2", step=1, in_step=True)
-    assert group.membership.called_away == {"a0", "d3"}
+    assert group.membership.called_away.keys() == {"a0", "d3"}
     assert not group.membership.replica_broken("c2")
     assert group.membership.replica_broken("a0")
+
+
+def test_who_followed_a_call_is_no_laggard_of_it_when_called_again() -> None:
+    group = Group(replicas=3, start=3)
+    group.start("a0", "b1", "c2")
+    first = group.lose("c2").signals
+    assert group.membership.laggards(first) == ["a0", "b1"]
+    group.join("a0", step=1, in_step=True)
+    assert group.membership.laggards(first) == ["b1"]
+    group.join("b1", step=1, in_step=True)
+    assert group.membership.laggards(first) == []
+    group.join("d3")
+    second = group.build("d3").signals
+    assert second.keys() == {"a0", "b1"}, "called again, for the new replica"
+    assert group.membership.laggards(first) == []
+    assert group.membership.laggards(second) == ["a0", "b1"]
+    third = group.lose("b1").signals
+    assert third.keys() == {"a0"}
+    assert group.membership.laggards(second) == ["a0"], "the second call counts, not the third"
 
 
 # -- every order of events -------------------------------------------------------------------------

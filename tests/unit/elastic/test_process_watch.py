@@ -28,6 +28,11 @@ print(heartbeat.fd, flush=True)
 sys.stdin.readline()
 {then}
 """
+LEAVE_A_THREAD = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=[1000]).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
 HOLD_THE_LOCK = "import ctypes; ctypes.PyDLL(None).sleep(1000)"
 
 Start = Callable[[str], tuple["subprocess.Popen[bytes]", int]]
@@ -139,3 +144,15 @@ def test_a_signal_reaches_the_named_worker_only(start: Start) -> None:
     assert deaths(watch) == [expected]
     assert first.poll() is None
     watch.signal("w1", signal.SIGTERM)  # gone: nothing to do
+
+
+def test_a_process_whose_threads_take_their_time_to_end_has_crashed(start: Start) -> None:
+    """Its first thread is gone; the pidfd waits for the others."""
+    process, fd = start(LEAVE_A_THREAD)
+    watch = ProcessWatch(DEADLINE_S)
+    watch.watch("w", process.pid, fd)
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    detail = f"process {process.pid} ended"
+    assert deaths(watch) == [Death(worker="w", cause="crash", detail=detail)]

@@ -15,12 +15,6 @@ def roster(*replicas: Replica) -> Roster:
     return Roster(generation=1, replicas=replicas, lanes={})
 
 
-def test_a_replica_is_whole_while_all_its_workers_live() -> None:
-    pair = replica(0, "a", "b")
-    assert pair.whole({"a", "b", "c"})
-    assert not pair.whole({"a", "c"})
-
-
 def test_a_roster_knows_who_is_where() -> None:
     one, two = replica(0, "a", "b"), replica(2, "c", "d")
     both = roster(one, two)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.backend.groups import Rendezvous, leave_replica_group, make_replica_group
+from trainer.backend.groups import leave_replica_group, make_replica_group
+from trainer.backend.rendezvous import Rendezvous
 from trainer.config import TrainConfig
 from trainer.engine import Engine
 from trainer.parallel.layout import Slot

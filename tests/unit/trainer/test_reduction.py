@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.backend.groups import Rendezvous
+from trainer.backend.rendezvous import Rendezvous
 from trainer.errors import CrossGroupLost
 from trainer.lanes import Node, blocks_of, sum_tree
 from trainer.reduction import Reduction
