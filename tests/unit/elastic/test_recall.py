@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from elastic import events
+from elastic.recall import recall
+from elastic.records import RunPaths
+
+
+def step(number: int, generation: int, time: float) -> events.StepRecord:
+    return events.StepRecord(
+        step=number, loss=1.0, grad_norm=1.0, lr=0.1, tokens=8, time=time, generation=generation,
+        replicas=2, sample_digests=[1],
+    )  # fmt: skip
+
+
+def started(time: float, start_step: int = 0) -> events.RunStarted:
+    return events.RunStarted(
+        time=time, name="r", layout={}, steps=9, start_step=start_step, versions={}
+    )
+
+
+def joined(worker: str) -> events.WorkerJoined:
+    return events.WorkerJoined(time=1.0, worker=worker, node=f"n-{worker}", pid=1)
+
+
+def lost(worker: str) -> events.WorkerLost:
+    return events.WorkerLost(
+        time=2.0, worker=worker, node="n", pid=1, slot=None, cause="crash", detail=""
+    )
+
+
+def regrouped(time: float, generation: int, at: int, outcome: Any) -> events.RegroupDone:
+    return events.RegroupDone(
+        time=time, generation=generation, step=at, replicas=2, lanes={}, outcome=outcome,
+        lost_steps=0, repeated_steps=0,
+    )  # fmt: skip
+
+
+def write(root: Path, happened: list[events.Event], steps: list[events.StepRecord]) -> RunPaths:
+    paths = RunPaths(root=root)
+    with events.EventLog(paths.events) as log:
+        for event in happened:
+            log.append(event)
+    with events.EventLog(paths.steps) as log:
+        for record in steps:
+            log.append(record)
+    return paths
+
+
+def test_the_present_start_counts(tmp_path: Path) -> None:
+    before = [started(0.0), joined("old"), regrouped(1.0, 1, 0, "start")]
+    drain = events.Draining(time=3.0, workers=["b", "c"], node="n-b", reason="", deadline_s=None)
+    forming = events.ReplicaForming(time=3.0, formed=4, replica=0, workers=["a"])
+    fault = events.FaultFired(time=3.0, fault="kill@3:1", step=3, worker="c")
+    now = [started(2.0, 2), joined("a"), joined("b"), joined("c"), forming, drain, fault, lost("c")]
+    rosters = [regrouped(4.0, 2, 2, "restore"), regrouped(5.0, 3, 4, "repeat")]
+    steps = [step(0, 1, 1.1), step(1, 1, 1.2), step(2, 2, 4.1), step(3, 2, 4.2), step(4, 3, 5.1)]
+    known = recall(write(tmp_path, [*before, *now, *rosters], steps), 2)
+    assert known.workers.keys() == {"a", "b"} and known.workers["a"].node == "n-a"
+    assert known.draining == {"b"} and known.draining_nodes == {"n-b"}
+    assert (known.generation, known.restored, known.formations) == (3, 2, 4)
+    assert known.recorded == 5 and known.fired == ("kill@3:1",)
+
+
+def test_steps_that_were_given_up_do_not_count(tmp_path: Path) -> None:
+    steps = [step(n, 1, 1.0 + n) for n in range(6)]
+    rosters = [regrouped(0.5, 1, 0, "start"), regrouped(9.0, 2, 4, "restore")]
+    known = recall(write(tmp_path, [started(0.0), *rosters], steps), 0)
+    assert known.recorded == 4
+
+
+def test_before_the_first_roster_there_is_nothing(tmp_path: Path) -> None:
+    known = recall(write(tmp_path, [started(0.0, 7), joined("a")], []), 7)
+    assert (known.generation, known.recorded, known.formations) == (0, 7, 0)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.messages import Identity, Standing
+from elastic.resumption import plan_resumption
+from elastic.roster import Replica
+
+
+def standing(worker: str, formed: int, rank: int, **more: object) -> Standing:
+    identity = Identity(worker=worker, rank=int(worker[1:]), node="n", pid=1)
+    known: dict[str, object] = {
+        "replica": formed - 1,
+        "position": formed - 1,
+        "generation": 3,
+        "replicas": 2,
+        "lanes": (formed - 1,),
+        "proven": True,
+    }
+    return Standing(identity=identity, formed=formed, rank=rank, **{**known, **more})
+
+
+TWO_BY_TWO = [
+    standing("d3", 2, 1),
+    standing("a0", 1, 0),
+    standing("c2", 2, 0),
+    standing("b1", 1, 1),
+]
+SPARE = Standing(identity=Identity(worker="e4", rank=4, node="n", pid=1))
+
+
+def test_workers_at_work_make_up_the_roster_they_are_in() -> None:
+    found = plan_resumption([*TWO_BY_TWO, SPARE], 2)
+    assert found.consistent
+    assert found.roster.generation == 3
+    assert found.roster.replicas == (
+        Replica(index=0, formed=1, workers=("a0", "b1")),
+        Replica(index=1, formed=2, workers=("c2", "d3")),
+    )
+    assert found.roster.lanes == {0: (0,), 1: (1,)}
+    assert found.standing == found.roster.replicas
+    assert found.forming == found.broken == () and not found.behind
+
+
+def test_a_replica_that_lost_a_worker_does_not_stand() -> None:
+    found = plan_resumption(TWO_BY_TWO[1:], 2)
+    assert not found.consistent and not found.roster.lanes
+    assert [replica.index for replica in found.standing] == [0]
+    assert found.roster.replicas[1].workers == ("c2", "lost rank 1")
+
+
+def test_a_replica_that_is_gone_altogether_is_missed() -> None:
+    found = plan_resumption([s for s in TWO_BY_TWO if s.formed == 1], 2)
+    assert not found.consistent
+
+
+def test_a_regroup_half_handed_out_is_no_roster() -> None:
+    late = [replace(s, generation=2) if s.formed == 2 else s for s in TWO_BY_TWO]
+    found = plan_resumption(late, 2)
+    assert found.roster.generation == 3 and not found.consistent
+    assert len(found.standing) == 2, "both still hold their state"
+
+
+def test_groups_that_no_step_has_proven_are_made_again() -> None:
+    found = plan_resumption([replace(s, proven=False) for s in TWO_BY_TWO], 2)
+    assert not found.consistent and len(found.standing) == 2
+
+
+def test_formations_and_newcomers_are_known_again() -> None:
+    forming = [standing("f5", 3, rank, generation=0) for rank in (0,)]
+    whole = [standing(w, 4, r, generation=0) for r, w in enumerate(("g6", "h7"))]
+    new = [replace(s, source=0, behind=s.rank == 1) if s.formed == 2 else s for s in TWO_BY_TWO]
+    found = plan_resumption([*new, *forming, *whole], 2)
+    assert [replica.formed for replica in found.forming] == [4]
+    assert [replica.formed for replica in found.broken] == [3]
+    assert found.newcomers == {2} and found.behind == {"d3": 2}
+    assert found.heals == ((1, 0),)
+
+
+def test_nobody_is_nothing() -> None:
+    found = plan_resumption([SPARE], 2)
+    assert found.roster.generation == 0 and not found.consistent and not found.standing
