@@ -234,7 +234,9 @@ def make_ours(system: str, index: int, port: int, task: Any, train: Any) -> Runn
         LaneSums(REPLICAS, engine.gradient.numel(), engine.device),
         lanes=dealt[replica],
         progress=Progress(),
-        config=LoopConfig(lanes=REPLICAS, save_every=None, max_nonfinite_steps=2),
+        config=LoopConfig(
+            lanes=REPLICAS, save_every=None, compare_every=None, max_nonfinite_steps=2
+        ),
         link=QuietLink(),
     )
 
