@@ -84,9 +84,7 @@ class ElasticTrainer:
         self.health.check()
         if train.lanes is not None:
             train.check(self.lanes)
-        check_faults(
-            faults, steps=train.steps, slots=self.scaling.max_replicas * train.parallel.workers
-        )
+        check_faults(faults, steps=train.steps, slots=self.scaling.slots(train.parallel))
 
     def fit(self) -> Result:
         """Runs to the end.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -18,9 +19,18 @@ def ask(method: Any, *args: Any) -> Any:
     Raises:
         ray.exceptions.RayError: the actor has died for good, or the method raised.
     """
+    return until_answered(lambda: method.remote(*args))
+
+
+def until_answered(call: Callable[[], Any]) -> Any:
+    """As `ask`, for a call whose arguments may change from one try to the next.
+
+    Args:
+        call: makes the call; returns its ObjectRef.
+    """
     while True:
         try:
-            return ray.get(method.remote(*args))
+            return ray.get(call())
         except ray.exceptions.ActorUnavailableError:
             time.sleep(RETRY_S)
 

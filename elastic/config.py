@@ -48,6 +48,10 @@ class ScalingConfig:
                 "scaling.cpus_per_worker", self.cpus_per_worker, "no CPU", "Use a positive number"
             )
 
+    def slots(self, parallel: ParallelConfig) -> int:
+        """Workers of the full layout, spares not counted."""
+        return self.max_replicas * parallel.workers
+
     @property
     def resources_per_worker(self) -> dict[str, float]:
         """What Ray reserves for one worker."""

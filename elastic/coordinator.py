@@ -527,12 +527,8 @@ class Coordinator:
             await self._tell()
             await self._gate()
         for death in deaths:
-            await self.worker_died(death.worker, death.detail, death.cause)
+            await self._lose(death.worker, death.cause, death.detail, None)
         return True
-
-    async def worker_died(self, worker: str, detail: str, cause: events.Cause) -> None:
-        """A worker's process has ended, or was killed for good reason."""
-        await self._lose(worker, cause, detail, None)
 
     async def _lose(self, worker: str, cause: events.Cause, detail: str, step: int | None) -> None:
         await self._gate()
@@ -628,7 +624,7 @@ class Coordinator:
             if future is not None and not future.done():
                 future.set_result(answer)
         if effects.signals:
-            self._spawn(self._kill_laggards(dict(effects.signals)))
+            self._spawn(self._kill_laggards(effects.signals))
         going_on = self.membership.stopped is None
         self._write_down(effects)
         over = self.membership.stopped is not None

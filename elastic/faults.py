@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from trainer.errors import ConfigError
-from trainer.phases import PHASES, Phase
+from trainer.phases import PHASES, STEP_PHASES, Phase
 
 if TYPE_CHECKING:
     from trainer.engine import Engine
@@ -30,20 +30,6 @@ Kind = Literal["kill", "freeze", "raise", "flip"]
 find."""
 
 SPARE = "spare"
-
-STEP_PHASES: frozenset[Phase] = frozenset(
-    {
-        "data",
-        "forward",
-        "backward",
-        "reduce",
-        "before_commit",
-        "in_commit",
-        "after_commit",
-        "optimizer",
-    }
-)
-"""What a worker passes in every step."""
 
 RECOVERY_PHASES: frozenset[Phase] = frozenset({"build", "regroup", "heal_source", "heal_target"})
 """A fault here may hit the recovery from the fault before it."""

@@ -38,4 +38,4 @@ class Job:
     @property
     def slots(self) -> int:
         """Workers of the full layout, spares not counted."""
-        return self.scaling.max_replicas * self.train.parallel.workers
+        return self.scaling.slots(self.train.parallel)

@@ -32,7 +32,7 @@ from checkpointing import (
     write_slices,
 )
 from elastic import events
-from elastic.ask import RETRY_S, ask
+from elastic.ask import ask, until_answered
 from elastic.faults import InjectedError, flip_bit
 from elastic.job import Job
 from elastic.messages import Answer, Build, Identity, Report, Run, Standing
@@ -336,17 +336,15 @@ class CoordinatorLink:
     def _reintroduce(self) -> None:
         """The coordinator was lost: tells the one that is started in its place what it must
         know."""
-        while True:
-            standing = self._standing  # it may change until somebody is there to hear it
-            serial = max(self._settled, *self._called.values())
-            try:
-                ray.get(self._coordinator.resume.remote(replace(standing, serial=serial)))
-                break
-            except ray.exceptions.ActorUnavailableError:
-                time.sleep(RETRY_S)
-            except ray.exceptions.RayError:
-                return
+        try:
+            until_answered(lambda: self._coordinator.resume.remote(self._stands_now()))
+        except ray.exceptions.RayError:
+            return
         threading.Thread(target=self._tell_again, name="tell-again", daemon=True).start()
+
+    def _stands_now(self) -> Standing:
+        """It may change until somebody is there to hear it."""
+        return replace(self._standing, serial=max(self._settled, *self._called.values()))
 
     def _tell_again(self) -> None:
         """Repeats what the coordinator that was lost may not have heard, or have told nobody."""

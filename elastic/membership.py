@@ -161,18 +161,14 @@ class Membership:
         self.called_away.pop(worker, None)
         self.waiting.pop(worker, None)
         self._late.discard(worker)
-        broken = self._places.lose(worker)
-        if broken is not None:
-            self._broken.append(broken)
+        self._give_up(self._places.lose(worker))
         self._salvaged = False
         return self.members.pop(worker, None)
 
     def drain(self, worker: str) -> None:
         """The machine of a worker will go: it gets no slot any more, and leaves the one it has at a
         step boundary, as soon as enough other replicas are whole."""
-        broken = self._places.retire(worker)
-        if broken is not None:
-            self._broken.append(broken)
+        self._give_up(self._places.retire(worker))
 
     def caught_up(self, worker: str) -> Replica | None:
         """A newcomer's worker has the state. Returns its replica where it was the last of it."""
@@ -284,10 +280,7 @@ class Membership:
         replica = self._places.of(worker)
         if replica is None or replica.formed > self._resumed_formations:
             return False
-        broken = self._places.give_up(worker)
-        if broken is not None:
-            self._broken.append(broken)
-        return broken is not None
+        return self._give_up(self._places.give_up(worker))
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -526,6 +519,13 @@ class Membership:
         return step, furthest.last, "repeat" if repeat else "boundary"
 
     # -- helpers -----------------------------------------------------------------------------------
+
+    def _give_up(self, formation: Replica | None) -> bool:
+        """A formation, if any, will not come about: `advance` tells its workers. Returns whether
+        there was one."""
+        if formation is not None:
+            self._broken.append(formation)
+        return formation is not None
 
     def _signal(self, worker: str, kind: SignalKind, effects: Effects) -> None:
         self._serials[worker] = self._serials.get(worker, 0) + 1

@@ -177,7 +177,10 @@ class Worker:
     def build(self, answer: Build) -> None:
         """Makes this worker's part of a new replica, without state, or with the one it holds. All
         workers of the replica do it at once."""
-        self.leave_replica() if answer.keep else self.drop()
+        if answer.keep:
+            self.leave_replica()
+        else:
+            self.drop()
         self.link.at_step(answer.step, "build")
         train = self.job.train
         mesh = make_replica_group(

@@ -18,13 +18,14 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trainer.backend.groups import Device, abandon, make_raw_groups
-from trainer.backend.polling import poll_until
+from trainer.backend.polling import LEFT, poll_until
 from trainer.backend.rendezvous import Rendezvous
 from trainer.commit import Commit
 from trainer.engine import Engine
@@ -253,23 +254,28 @@ class Newcomer:
             chunk = buffer[: min(CHUNK_BYTES, self.bytes - start)]
             self._wire.send(chunk)
             crc = zlib.crc32(chunk.cpu().numpy().data, crc)
-            with self._placing:
-                if self._closed:
-                    raise RuntimeError("left for a regroup")
+            with self._while_open():
                 for target, part in _overlaps(state, start, chunk):
                     target.copy_(part)
         trailer = torch.empty(3, dtype=torch.int64, device=self._engine.device)
         self._wire.send(trailer)
         self._accept(trailer.cpu(), crc)
 
+    @contextmanager
+    def _while_open(self) -> Iterator[None]:
+        """The thread writes to the engine in here: `close` waits for it. Raises RuntimeError after
+        `close`."""
+        with self._placing:
+            if self._closed:
+                raise RuntimeError(LEFT)
+            yield
+
     def _accept(self, trailer: torch.Tensor, crc: int) -> None:
         crc = zlib.crc32(trailer[1:].numpy().data, crc)
         sent_crc, optimizer_steps, skipped = trailer.tolist()
         if crc != sent_crc:
             raise RuntimeError(f"the state's CRC-32 is {crc:08x}, its source sent {sent_crc:08x}")
-        with self._placing:
-            if self._closed:
-                raise RuntimeError("left for a regroup")
+        with self._while_open():
             self._engine.forget_initial_weights()
             self._engine.optimizer_steps = optimizer_steps
             self.skipped_in_a_row = skipped

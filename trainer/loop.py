@@ -175,8 +175,7 @@ class TrainLoop:
         """Asked when the generation is left: whether this worker's state is that of `progress`. A
         newcomer whose state has just arrived makes up for what it lacks."""
         if self.newcomer is not None and self.newcomer.finish():
-            self.progress.skipped_in_a_row = self.newcomer.skipped_in_a_row
-            self.newcomer = None
+            self.take_over(self.newcomer)
         return self.newcomer is None
 
     def try_step(self) -> Commit | None:
@@ -324,9 +323,13 @@ class TrainLoop:
         if failure is not None:
             self.link.heal_failed(failure)
         if newcomer.caught_up:
-            self.progress.skipped_in_a_row = newcomer.skipped_in_a_row
+            self.take_over(newcomer)
             self.link.caught_up(newcomer)
-            self.newcomer = None
+
+    def take_over(self, newcomer: Newcomer) -> None:
+        """From now on `progress` is that of the state."""
+        self.progress.skipped_in_a_row = newcomer.skipped_in_a_row
+        self.newcomer = None
 
     def compare(self) -> None:
         """From time to time: whether all replicas hold the same bits. A group that fails in it

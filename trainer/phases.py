@@ -1,8 +1,8 @@
 """What a worker is doing, by name: heartbeats show it, and injected faults are placed by it.
 
-The first eight are passed in every step, in this order, the first three of them once for each
-micro-batch; a worker without lanes skips those three, one without state the optimizer. The others
-belong to the life round it.
+The first eight, `STEP_PHASES`, are passed in every step, in this order, the first three of them
+once for each micro-batch; a worker without lanes skips those three, one without state the
+optimizer. The others belong to the life round it.
 """
 
 from __future__ import annotations
@@ -32,3 +32,5 @@ Phase = Literal[
 `wait`: in `join`, without a slot or called there."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
+
+STEP_PHASES: tuple[Phase, ...] = PHASES[: PHASES.index("optimizer") + 1]
