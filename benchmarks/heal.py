@@ -28,6 +28,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from benchmarks._common import median_of, print_result, say, show_table
+from benchmarks._link import QuietLink
 from elastic import CustomTask, ParallelConfig, TrainConfig
 from trainer.backend.groups import make_replica_group
 from trainer.backend.rendezvous import Rendezvous
@@ -80,7 +81,7 @@ def make_task(setup: Setup) -> CustomTask:
 
 
 @dataclass
-class Recorder:
+class Recorder(QuietLink):
     """The loop's Link, for one generation."""
 
     stop_at: int
@@ -88,14 +89,8 @@ class Recorder:
     healed: Newcomer | None = None
     healed_at: int | None = None
 
-    def leave_now(self) -> bool:
-        return False
-
     def leave_at_boundary(self) -> bool:
         return len(self.times) + 1 >= self.stop_at
-
-    def at_step(self, step: int, phase: str) -> None:
-        pass
 
     def committed(self, commit: Commit, lr: float, applied: bool) -> None:
         self.times.append(time.monotonic())
@@ -105,15 +100,6 @@ class Recorder:
 
     def heal_failed(self, reason: str) -> None:
         raise RuntimeError(reason)
-
-    def compared(self, step: int, checksums: list[int | None]) -> None:
-        pass
-
-    def save(self, *_: Any) -> None:
-        pass
-
-    def evaluated(self, step: int, loss: float, tokens: int) -> None:
-        pass
 
 
 class Replica:

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._common import end_properly, print_result, say, scratch, show_table
+from benchmarks._link import QuietLink
 
 REPLICAS = 2
 SYSTEMS = ("plain", "fast", "exact")
@@ -165,24 +166,6 @@ def make_plain(system: str, index: int, port: int, task: Any, train: Any) -> Run
         return float(mean) / (REPLICAS * shard)
 
     return step
-
-
-class QuietLink:
-    """A Link for a run that nothing happens to."""
-
-    def leave_now(self) -> bool:
-        """See Link."""
-        return False
-
-    def leave_at_boundary(self) -> bool:
-        """See Link."""
-        return False
-
-    def at_step(self, step: int, phase: str) -> None:
-        """See Link."""
-
-    def committed(self, commit: Any, lr: float, applied: bool) -> None:
-        """See Link."""
 
 
 def make_ours(system: str, index: int, port: int, task: Any, train: Any) -> Runner:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
+from local_cluster import local_cluster
 from tiny import write_text
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +17,5 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """One machine with room for the largest layout and its spares."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
-        ray.init(num_cpus=12, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_cluster():
+        yield

@@ -3,25 +3,17 @@ its place goes on with what they know."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny import Outcome, fit, tiny_trainer
+from watching import events_of, steps_of, wait_until
 
 STEPS, KILL_AFTER = 90, 5
-DEADLINE_S = 120.0
-
-
-def records(path: Path) -> list[dict[str, Any]]:
-    """Whole records of a file that is being written."""
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 class CoordinatorKiller(threading.Thread):
@@ -32,11 +24,8 @@ class CoordinatorKiller(threading.Thread):
         self.root, self.after, self.time = root, after, 0.0
 
     def run(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while len(records(self.root / "steps.jsonl")) < self.after:
-            assert time.monotonic() < deadline, "the run did not get that far"
-            time.sleep(0.01)
-        started = [e for e in records(self.root / "events.jsonl") if "anew" in e]
+        wait_until(lambda: steps_of(self.root) >= self.after)
+        started = [e for e in events_of(self.root) if "anew" in e]
         self.time = time.time()
         os.kill(started[-1]["pid"], signal.SIGKILL)
 
@@ -59,7 +48,7 @@ def test_the_coordinator_is_killed(
     broken = fit(tiny_trainer(text, tmp_path, steps=STEPS, spares=1, faults=faults))
     assert (broken.params, broken.samples) == (undisturbed.params, undisturbed.samples)
     assert broken.losses == undisturbed.losses
-    happened = records(tmp_path / "run" / "events.jsonl")
+    happened = events_of(tmp_path / "run")
     (anew,) = [e for e in happened if e["kind"] == "coordinator_started" and e["anew"]]
     assert anew["time"] > killer.time > 0
     between = [e for e in happened if killer.time < e["time"] < anew["time"] + 1]

@@ -4,31 +4,23 @@ run ends with the weights of an undisturbed one."""
 from __future__ import annotations
 
 import functools
-import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny import Outcome, fit, tiny_trainer
+from watching import events_of, steps_of, wait_until
 
 from checkpointing import CheckpointConfig
 
 STEPS, FREEZE_AFTER = 90, 5
 DETECTION_S = 2.0
-DEADLINE_S = 120.0
 
 Run = Callable[..., Outcome]
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Whole records of a file that is being written."""
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 class Freezer(threading.Thread):
@@ -40,11 +32,8 @@ class Freezer(threading.Thread):
         self.worker, self.time = "", 0.0
 
     def run(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while len(lines(self.root / "steps.jsonl")) < FREEZE_AFTER:
-            assert time.monotonic() < deadline, "the run did not get that far"
-            time.sleep(0.01)
-        events = lines(self.root / "events.jsonl")
+        wait_until(lambda: steps_of(self.root) >= FREEZE_AFTER)
+        events = events_of(self.root)
         placed = {w for e in events if e["kind"] == "replica_forming" for w in e["workers"]}
         pids = {e["worker"]: e["pid"] for e in events if e["kind"] == "worker_joined"}
         self.worker = next(w for w in pids if (w in placed) is not self.spare)
@@ -86,7 +75,7 @@ def test_a_frozen_worker(
             checkpoint=CheckpointConfig(every_steps=30),
         )
     )
-    lost = [e for e in lines(tmp_path / "run" / "events.jsonl") if e["kind"] == "worker_lost"]
+    lost = [e for e in events_of(tmp_path / "run") if e["kind"] == "worker_lost"]
     assert [(e["worker"], e["cause"]) for e in lost] == [(freezer.worker, "hang")]
     assert "stopped by a signal" in lost[0]["detail"]
     assert 0 < lost[0]["time"] - freezer.time < DETECTION_S

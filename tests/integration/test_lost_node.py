@@ -4,7 +4,6 @@ coordinator is neither."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ import pytest
 import ray
 from deaf_coordinator import DeafCoordinator
 from tiny import fit, tiny_trainer
+from watching import events_of, steps_of, wait_until
 
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig
@@ -30,13 +30,6 @@ STEPS, STOP_AFTER = 400, 5
 NODE_TIMEOUT_S = 1.5
 HEALTH = HealthConfig(node_beat_s=0.2, node_timeout_s=NODE_TIMEOUT_S)
 DEADLINE_S = 120.0
-
-
-def wait_until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def parent_of(pid: int) -> int:
@@ -64,14 +57,10 @@ class Stopper(threading.Thread):
         self.time = self.seconds = 0.0
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        path = self.root / "events.jsonl"
-        text = path.read_text() if path.exists() else ""
-        records = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        return [record for record in records if record["kind"] == kind]
+        return [event for event in events_of(self.root) if event["kind"] == kind]
 
     def run(self) -> None:
-        steps = self.root / "steps.jsonl"
-        wait_until(lambda: steps.exists() and steps.read_text().count("\n") > STOP_AFTER)
+        wait_until(lambda: steps_of(self.root) > STOP_AFTER)
         pid = actor_beside(self.events("worker_joined")[0]["pid"], self.actor)
         self.time = time.time()
         os.kill(pid, signal.SIGSTOP)

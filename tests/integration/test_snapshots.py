@@ -14,13 +14,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gated_run import HALF, STEPS, gated_trainer, in_memory
+from watching import wait_until
 
 from checkpointing import Keys, Reader, newest, open_memory, open_store, params_sha256
 from elastic.records import RunPaths
@@ -49,13 +49,6 @@ def restored(storage: Path) -> list[int]:
     """Steps at which the run went on after it had lost its state."""
     done = events_of(storage, "regroup_done")
     return [event["step"] for event in done if event["outcome"] == "restore"]
-
-
-def wait_until(what: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def flip_last_byte(path: Path) -> None:

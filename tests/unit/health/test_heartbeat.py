@@ -5,10 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from watching import wait_until
 
 from health.heartbeat import BEAT_INTERVAL_S, Heartbeat, HeartbeatReader
 from health.process import parse_state, read_state
@@ -23,13 +24,6 @@ heartbeat.mark(7, 3)
 print(heartbeat.fd, flush=True)
 sys.stdin.read()
 """
-
-
-def wait_until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -49,7 +43,7 @@ def test_another_process_reads_what_was_marked_and_sees_it_beat(worker: tuple[in
     first = reader.read()
     assert (first.serial, first.step, first.phase) == (1, 7, 3)
     assert 0 <= time.monotonic() - first.phase_s < DEADLINE_S
-    wait_until(lambda: reader.read().beat_s >= first.beat_s + 2 * BEAT_INTERVAL_S)
+    wait_until(lambda: reader.read().beat_s >= first.beat_s + 2 * BEAT_INTERVAL_S, DEADLINE_S)
     assert reader.read().phase_s == first.phase_s
     reader.close()
 
@@ -58,14 +52,14 @@ def test_a_stopped_process_does_not_beat_until_it_goes_on(worker: tuple[int, int
     pid, _ = worker
     reader = HeartbeatReader(*worker)
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: read_state(pid) == "T")
+    wait_until(lambda: read_state(pid) == "T", DEADLINE_S)
     stopped = reader.read()
     mine, before = Heartbeat(), time.monotonic()
     own = HeartbeatReader(os.getpid(), mine.fd)
-    wait_until(lambda: own.read().beat_s > before + 3 * BEAT_INTERVAL_S)
+    wait_until(lambda: own.read().beat_s > before + 3 * BEAT_INTERVAL_S, DEADLINE_S)
     assert reader.read() == stopped
     os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: reader.read().beat_s > stopped.beat_s)
+    wait_until(lambda: reader.read().beat_s > stopped.beat_s, DEADLINE_S)
     reader.close()
     own.close()
 
@@ -76,7 +70,7 @@ def test_the_record_of_a_dead_process_can_still_be_read_and_leaves_no_file(
     pid, fd = worker
     reader = HeartbeatReader(pid, fd)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: read_state(pid) == "Z")
+    wait_until(lambda: read_state(pid) == "Z", DEADLINE_S)
     assert (reader.read().step, reader.read().phase) == (7, 3)
     reader.close()
     with pytest.raises(OSError):

@@ -1,0 +1,23 @@
+"""A loop's `Link` without a control plane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class QuietLink:
+    """A Link for a run that nothing happens to."""
+
+    def leave_now(self) -> bool:
+        """See Link."""
+        return False
+
+    def leave_at_boundary(self) -> bool:
+        """See Link."""
+        return False
+
+    def at_step(self, step: int, phase: str) -> None:
+        """See Link."""
+
+    def committed(self, commit: Any, lr: float, applied: bool) -> None:
+        """See Link."""

@@ -1,0 +1,23 @@
+"""A Ray cluster on this machine whose workers can import the tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ray
+
+ROOT = Path(__file__).parents[1]
+
+
+@contextmanager
+def local_cluster() -> Iterator[None]:
+    """One machine with room for the largest layout of the tests and its spares."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+        ray.init(num_cpus=12, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()

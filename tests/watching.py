@@ -1,0 +1,28 @@
+"""Looks at a run from outside while it goes on, and waits for what it should come to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elastic.events import read_events, read_steps
+
+
+def events_of(root: Path) -> list[dict[str, Any]]:
+    """The events so far of the run in `root`, as they stand in its file."""
+    return [event.to_json() for event in read_events(root / "events.jsonl")]
+
+
+def steps_of(root: Path) -> int:
+    """How many steps of the run in `root` are recorded so far."""
+    return len(read_steps(root / "steps.jsonl"))
+
+
+def wait_until(what: Callable[[], object], deadline_s: float = 120.0) -> None:
+    """Waits for `what` to become true."""
+    deadline = time.monotonic() + deadline_s
+    while not what():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
