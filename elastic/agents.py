@@ -10,7 +10,7 @@ from typing import Any
 from elastic.config import HealthConfig
 from elastic.messages import Identity
 from elastic.node_agent import NodeAgent
-from elastic.ray_compat import start_actor
+from elastic.ray_compat.cluster import start_actor
 from health.lease import AwakeClock, decide_lost_nodes
 
 

@@ -24,13 +24,13 @@ from elastic.job import Job
 from elastic.membership import GroupConfig
 from elastic.observer import Observer, conclude
 from elastic.placement import Wanted
-from elastic.ray_compat import ElasticRayTrainer, draining_nodes, start_actor
-from elastic.records import RunPaths
+from elastic.ray_compat.cluster import draining_nodes, start_actor
+from elastic.ray_compat.trainer import ElasticRayTrainer
+from elastic.records import RunPaths, find_checkpoint
 from elastic.resources import wait_for_workers
 from elastic.resume import (
     check_continues,
     check_found,
-    find_checkpoint,
     last_generation,
     local_path,
     run_directory,

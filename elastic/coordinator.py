@@ -32,10 +32,9 @@ from elastic.faults import Fault, FaultPlan
 from elastic.membership import Effects, GroupConfig, Membership, Regrouped
 from elastic.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
 from elastic.publisher import Publisher
-from elastic.ray_compat import host_store, started_anew
+from elastic.ray_compat.cluster import host_store, started_anew
 from elastic.recall import recall
-from elastic.records import RunPaths
-from elastic.resume import find_checkpoint
+from elastic.records import RunPaths, find_checkpoint
 from elastic.snapshot_holder import HeldSnapshot
 from elastic.snapshot_survey import find_snapshot
 from elastic.snapshots import Snapshots

@@ -1,4 +1,4 @@
-"""The run directory: one object owns all its paths."""
+"""The run directory: one object owns all its paths; and the newest checkpoint in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpointing import memory_folder
+from checkpointing import Keys, Manifest, memory_folder, newest, open_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,3 +59,8 @@ class RunPaths:
             target = self.root.with_name(f"{self.root.name}.before-{stamp}-{serial}")
         self.root.rename(target)
         return target
+
+
+def find_checkpoint(paths: RunPaths) -> Manifest | None:
+    """The newest checkpoint that can be read; None for a new run."""
+    return newest(open_store(paths.checkpoints), Keys())

@@ -8,7 +8,7 @@ import time
 
 from elastic.config import ScalingConfig, WorkerPlan, plan_workers
 from elastic.errors import ResourcesError
-from elastic.ray_compat import available_per_node
+from elastic.ray_compat.cluster import available_per_node
 from trainer.config import ParallelConfig
 
 log = logging.getLogger(__name__)

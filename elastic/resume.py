@@ -20,7 +20,6 @@ from checkpointing import (
     StoreError,
     check_compatible,
     list_steps,
-    newest,
     open_store,
 )
 from checkpointing.config import Resume
@@ -89,11 +88,6 @@ def _lock(paths: RunPaths, name: str) -> IO[bytes]:
 def local_path(run_config: RunConfig) -> str:
     """`storage_path` as a plain path."""
     return str(run_config.storage_path).removeprefix("file://")
-
-
-def find_checkpoint(paths: RunPaths) -> Manifest | None:
-    """The newest checkpoint that can be read; None for a new run."""
-    return newest(open_store(paths.checkpoints), Keys())
 
 
 def check_found(paths: RunPaths, resume: Resume, found: Manifest | None) -> None:

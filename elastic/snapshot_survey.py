@@ -6,7 +6,7 @@ from pathlib import Path
 
 from checkpointing import Snapshot, Stock, clear_memory, find_newest, take_stock
 from elastic.events import RegroupDone, read_events
-from elastic.ray_compat import live_nodes, on_every_node
+from elastic.ray_compat.cluster import live_nodes, on_every_node
 from elastic.records import RunPaths
 
 SURVEY_TIMEOUT_S = 60.0

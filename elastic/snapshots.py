@@ -22,7 +22,7 @@ import ray
 from checkpointing import Manifest, Receipt, Snapshot, SnapshotIndex, plan_other_node
 from elastic import events
 from elastic.membership import Membership
-from elastic.ray_compat import start_actor
+from elastic.ray_compat.cluster import start_actor
 from elastic.records import RunPaths
 from elastic.snapshot_holder import MOST_CALLS, HeldSnapshot, SnapshotHolder
 

@@ -5,26 +5,6 @@
 - `workers.py`: a worker group in which workers come and go one by one.
 - `controller.py`: the controller that polls them, and the policy that ends a run.
 - `trainer.py`: puts both where `DataParallelTrainer` would make its own.
+
+Nothing is imported here: a node agent needs `cluster.py`, and Ray Train would cost it a second.
 """
-
-from elastic.ray_compat.cluster import (
-    available_per_node,
-    draining_nodes,
-    host_store,
-    live_nodes,
-    on_every_node,
-    start_actor,
-    started_anew,
-)
-from elastic.ray_compat.trainer import ElasticRayTrainer
-
-__all__ = [
-    "ElasticRayTrainer",
-    "available_per_node",
-    "draining_nodes",
-    "host_store",
-    "live_nodes",
-    "on_every_node",
-    "start_actor",
-    "started_anew",
-]

@@ -24,7 +24,7 @@ from checkpointing import CheckpointConfig
 from elastic import HealthConfig
 from elastic.messages import Identity
 from elastic.node_agent import NodeAgent
-from elastic.ray_compat import start_actor
+from elastic.ray_compat.cluster import start_actor
 
 STEPS, STOP_AFTER = 400, 5
 NODE_TIMEOUT_S = 1.5

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,3 +59,12 @@ def test_only_ray_compat_imports_rays_internals() -> None:
 def test_reading_a_report_needs_neither_ray_nor_torch(module: str) -> None:
     tree = ast.parse((ROOT / "elastic" / f"{module}.py").read_text(encoding="utf-8"))
     assert not [n for n in imported(iter(tree.body)) if is_in(n, "ray", "torch")]
+
+
+def test_a_node_agent_carries_neither_torch_nor_ray_train() -> None:
+    """Ray imports an actor's module wherever a handle of it arrives."""
+    modules = "elastic.node_agent, elastic.coordinator, elastic.snapshot_holder"
+    heavy = "{'torch', 'ray.train', 'pandas', 'transformers'}"
+    code = f"import sys, {modules}; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stderr
