@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._chaos import LAYOUTS, draw_schedule, parse_layout
-from benchmarks._common import print_result, say, scratch
+from benchmarks._common import end_properly, print_result, say, scratch
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the soak. Returns the exit status."""
     options = _options(arguments)
+    end_properly()
     _let_workers_import()
     from tiny import write_text
 
