@@ -88,7 +88,8 @@ def is_alive(pid: int) -> bool:
 
 def elastic(directory: Path, options: argparse.Namespace) -> dict[str, float]:
     """Our run under fire."""
-    from elastic.events import WorkerJoined, read_events, read_steps
+    from elastic.event_log import read_events, read_steps
+    from elastic.events import WorkerJoined
 
     run = directory / "run"
 
