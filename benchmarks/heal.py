@@ -36,7 +36,8 @@ from trainer.commit import Commit
 from trainer.engine import Engine
 from trainer.heal import Newcomer, Source, Wire
 from trainer.lane_sums import LaneSums
-from trainer.loop import LoopConfig, Progress, TrainLoop
+from trainer.link import LoopConfig, Progress
+from trainer.loop import TrainLoop
 from trainer.parallel.layout import slot_of
 from trainer.replicas import CrossGroup
 

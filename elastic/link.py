@@ -43,7 +43,7 @@ from trainer.backend.groups import abort_replica_group
 from trainer.commit import Commit
 from trainer.engine import Engine
 from trainer.heal import Newcomer
-from trainer.loop import Place
+from trainer.link import Place
 from trainer.phases import PHASES, Phase
 
 log = logging.getLogger(__name__)

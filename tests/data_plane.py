@@ -27,7 +27,8 @@ from trainer.config import TrainConfig
 from trainer.engine import Engine
 from trainer.lane_sums import LaneSums
 from trainer.lanes import deal_lanes
-from trainer.loop import LoopConfig, Place, Progress, TrainLoop
+from trainer.link import LoopConfig, Place, Progress
+from trainer.loop import TrainLoop
 from trainer.parallel.layout import slot_of
 from trainer.replicas import CrossGroup
 from trainer.task import PreparedTask
