@@ -241,7 +241,7 @@ class CoordinatorLink:
             places = self._idle_writers(engine, step, places)
         if not places:
             return
-        slices, started = engine.slices_to_save(), time.time()
+        slices, started = engine.state.to_save(), time.time()
         for place in places:
             self._writers[place] = threading.Thread(
                 target=self._write,

@@ -28,8 +28,8 @@ from elastic.event_log import read_events
 from elastic.events import RegroupDone
 from elastic.records import RunPaths
 from trainer.config import TrainConfig
-from trainer.engine import MOMENTS, PARAMETERS
 from trainer.errors import ConfigError
+from trainer.state import MOMENTS, PARAMETERS
 from trainer.task import PreparedTask, model_table
 
 log = logging.getLogger(__name__)

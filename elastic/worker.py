@@ -33,7 +33,7 @@ from elastic.messages import Build, Identity, Report, Run, Stop
 from health.heartbeat import Heartbeat
 from trainer.backend.groups import is_of_a_group, leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
-from trainer.engine import Engine, HeldState
+from trainer.engine import Engine
 from trainer.errors import NonFiniteError
 from trainer.heal import Newcomer, Source, Wire
 from trainer.lane_sums import LaneSums
@@ -41,6 +41,7 @@ from trainer.link import LoopConfig, Progress
 from trainer.loop import TrainLoop
 from trainer.parallel.layout import slot_of
 from trainer.replicas import CrossGroup
+from trainer.state import HeldState
 
 OWN_FAULT_EXIT_CODE = 70
 
@@ -296,7 +297,7 @@ class Worker:
         else:
             store = open_store(self.job.paths.checkpoints)
             manifest = load_manifest(store, Keys(), run.step)
-            values, state = engine.read(Reader(store, manifest)), manifest.training_state
+            values, state = engine.state.read(Reader(store, manifest)), manifest.training_state
         engine.load(values, optimizer_steps=int(state["optimizer_steps"]))
         return Progress(step=run.step, skipped_in_a_row=int(state["skipped_in_a_row"]))
 
@@ -305,7 +306,7 @@ class Worker:
         read."""
         try:
             source, manifest = self.link.snapshot(step)
-            return engine.read(Reader(source, manifest)), manifest.training_state
+            return engine.state.read(Reader(source, manifest)), manifest.training_state
         except CheckpointError as error:
             self.link.snapshot_failed(step, str(error))
             return None
@@ -344,4 +345,4 @@ class Worker:
         self.link.flush()
         slot = self.engine.slot
         where = f"generation {run.generation} shard {slot.shard} tensor {slot.tensor}"
-        self.link.compare(where, self.engine.digest())
+        self.link.compare(where, self.engine.state.digest())

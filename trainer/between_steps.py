@@ -55,7 +55,7 @@ class BetweenSteps:
         step, every = self.progress.step, self.config.compare_every
         if not every or step % every:
             return
-        checksum = self.engine.checksum() if has_state else None
+        checksum = self.engine.state.checksum() if has_state else None
         try:
             checksums = self.cross.gather_numbers(checksum)
         except CrossGroupLost:
@@ -81,7 +81,7 @@ class BetweenSteps:
         self.link.at_step(self.progress.step, "checkpoint")
         state = {
             "step": self.progress.step,
-            "optimizer_steps": self.engine.optimizer_steps,
+            "optimizer_steps": self.engine.state.optimizer_steps,
             "skipped_in_a_row": self.progress.skipped_in_a_row,
             "seed": self.train.seed,
             "lanes": self.config.lanes,

@@ -103,7 +103,7 @@ class Source:
     def __init__(self, engine: Engine, skipped_in_a_row: int, wire: Wire) -> None:
         # The thread gets tensors and not the engine, which it would keep alive.
         self._parts, self._device = _flat_state(engine), engine.device
-        self._numbers = engine.optimizer_steps, skipped_in_a_row
+        self._numbers = engine.state.optimizer_steps, skipped_in_a_row
         self._wire, self._copied = wire, threading.Event()
         self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
         if self._stream is not None:
@@ -277,14 +277,14 @@ class Newcomer:
             raise RuntimeError(f"the state's CRC-32 is {crc:08x}, its source sent {sent_crc:08x}")
         with self._while_open():
             self._engine.forget_initial_weights()
-            self._engine.optimizer_steps = optimizer_steps
+            self._engine.state.optimizer_steps = optimizer_steps
             self.skipped_in_a_row = skipped
             self._arrived = True
 
 
 def _flat_state(engine: Engine) -> list[torch.Tensor]:
     """The state as flat views of bytes, in the order that every replica has."""
-    return [tensor.view(-1).view(torch.uint8) for tensor in engine.state_tensors().values()]
+    return [tensor.view(-1).view(torch.uint8) for tensor in engine.state.tensors().values()]
 
 
 def _overlaps(

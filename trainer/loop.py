@@ -169,7 +169,7 @@ class TrainLoop:
             self.cross,
             self.sums.blocks,
             self.engine.gradient,
-            self.engine.buckets,
+            self.engine.layout.buckets,
             exact=self.train.reduction == "exact",
         )
 

@@ -68,7 +68,7 @@ def test_kept_steps_are_applied_and_the_gradient_stays(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert newcomer.caught_up
-    assert taker.digest() == giver.digest() and taker.optimizer_steps == kept
+    assert taker.state.digest() == giver.state.digest() and taker.state.optimizer_steps == kept
     assert torch.equal(taker.gradient, in_progress)
     source.close()
     newcomer.close()
