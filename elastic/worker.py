@@ -34,13 +34,14 @@ from trainer.backend.groups import is_of_a_group, leave_replica_group, make_repl
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine import Engine
 from trainer.errors import NonFiniteError
-from trainer.heal import Newcomer, Source, Wire
+from trainer.heal import Newcomer, Source
 from trainer.lane_sums import LaneSums
 from trainer.link import LoopConfig, Progress
 from trainer.loop import TrainLoop
 from trainer.parallel.layout import slot_of
 from trainer.replicas import CrossGroup
 from trainer.state import HeldState
+from trainer.wire import Wire
 
 OWN_FAULT_EXIT_CODE = 70
 
