@@ -29,7 +29,7 @@ from benchmarks._chaos import (
 )
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig, events
-from elastic.events import read_events, read_steps
+from elastic.event_log import read_events, read_steps
 from elastic.records import RunPaths
 
 _E = TypeVar("_E", bound=events.Event)

@@ -90,7 +90,7 @@ def worker_processes() -> list[int]:
 
 def elastic(directory: Path, options: argparse.Namespace) -> dict[str, float]:
     """Our run under fire."""
-    from elastic.events import read_steps
+    from elastic.event_log import read_steps
 
     run = directory / "run"
 

@@ -34,11 +34,13 @@ from trainer.backend.groups import make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.commit import Commit
 from trainer.engine import Engine
-from trainer.heal import Newcomer, Source, Wire
+from trainer.heal import Newcomer, Source
 from trainer.lane_sums import LaneSums
-from trainer.loop import LoopConfig, Progress, TrainLoop
+from trainer.link import LoopConfig, Progress
+from trainer.loop import TrainLoop
 from trainer.parallel.layout import slot_of
 from trainer.replicas import CrossGroup
+from trainer.wire import Wire
 
 STATE_BYTES_PER_PARAMETER = 12
 TIMEOUT_S = 120.0

@@ -177,7 +177,8 @@ def make_ours(system: str, index: int, port: int, task: Any, train: Any) -> Runn
     from trainer.engine import Engine
     from trainer.lane_sums import LaneSums
     from trainer.lanes import deal_lanes
-    from trainer.loop import LoopConfig, Progress, TrainLoop
+    from trainer.link import LoopConfig, Progress
+    from trainer.loop import TrainLoop
     from trainer.parallel.layout import slot_of
     from trainer.replicas import CrossGroup
 

@@ -152,7 +152,7 @@ def steps(cross: CrossGroup, rendezvous: Rendezvous, options: argparse.Namespace
     batch = torch.randint(0, 1000, (1, options.tokens + 1))
 
     def step(after: bool, overlapping: bool) -> None:
-        reduction = Reduction(cross, mine, engine.gradient, engine.buckets, exact=True)
+        reduction = Reduction(cross, mine, engine.gradient, engine.layout.buckets, exact=True)
         loss, _ = engine.task.loss(engine.model, batch)
         engine.backward_into(block, loss, reduction.start if overlapping else lambda stop: None)
         if after or overlapping:
@@ -191,8 +191,9 @@ def small_engine(cross: CrossGroup, rendezvous: Rendezvous, options: argparse.Na
     engine = Engine(task, train, slot=slot, mesh=mesh, device="cpu", max_replicas=options.replicas)
     engine.initialize()
     if cross.rank == 0:
+        count, buckets = engine.layout.count, len(engine.layout.buckets)
         print(
-            f"model: {engine.count / 1e6:.1f} M parameters, {len(engine.buckets)} buckets",
+            f"model: {count / 1e6:.1f} M parameters, {buckets} buckets",
             file=sys.stderr,
         )
     return engine

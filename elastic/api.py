@@ -112,8 +112,7 @@ class ElasticTrainer:
             task = self.train.task.prepare(self.train, cache)
             if manifest is not None:
                 check_continues(manifest, self.train, task, str(self.run_config.name))
-            if not ray.is_initialized():
-                ray.init()
+            _connect()
             plan = wait_for_workers(self.scaling, self.train.parallel)
             set_unreadable_aside(paths, stored)
             config = self._coordinator_config(paths, stored, snapshot, plan, task)
@@ -131,8 +130,7 @@ class ElasticTrainer:
     def _find_snapshot(self, paths: RunPaths) -> Snapshot | None:
         if self.checkpoint.memory_every is None:
             return None
-        if not ray.is_initialized():
-            ray.init()
+        _connect()
         return find_snapshot(paths)
 
     def _coordinator_config(
@@ -252,3 +250,9 @@ class ElasticTrainer:
             # A worker lost just before the end is not replaced any more: that is no failure.
             return f"Ray Train gave up: {failure}" if verdict is None else verdict.error
         return None
+
+
+def _connect() -> None:
+    """Joins the cluster, or starts one here, unless the driver has done so."""
+    if not ray.is_initialized():
+        ray.init()

@@ -10,6 +10,9 @@ import ray
 
 RETRY_S = 0.1
 
+Call = tuple[Any, tuple[Any, ...]]
+"""(method of an actor, arguments): what may have to be asked once more."""
+
 
 def ask(method: Any, *args: Any) -> Any:
     """Calls an actor's `method` until it is answered, as often as its process is started anew.

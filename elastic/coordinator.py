@@ -27,6 +27,7 @@ from checkpointing import CheckpointConfig, Receipt, Snapshot
 from elastic import events
 from elastic.agents import NodeAgents
 from elastic.config import HealthConfig
+from elastic.event_log import EventLog
 from elastic.failure import Loss, decide_failure
 from elastic.faults import Fault, FaultPlan
 from elastic.membership import Effects, GroupConfig, Membership, Regrouped
@@ -148,8 +149,8 @@ class Coordinator:
         self.steps: list[events.StepRecord] = []
         self.events: list[events.Event] = []
         config.paths.root.mkdir(parents=True, exist_ok=True)
-        self._event_log = events.EventLog(config.paths.events)
-        self._step_log = events.EventLog(config.paths.steps)
+        self._event_log = EventLog(config.paths.events)
+        self._step_log = EventLog(config.paths.steps)
         if anew:
             self._recalled = recall(config.paths, config.started.start_step)
         else:

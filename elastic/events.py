@@ -1,44 +1,22 @@
-"""What happened in a run, as typed records in two append-only files of the run directory.
+"""What happened in a run, as typed events, and its committed steps, as records.
 
-`events.jsonl` holds one `Event` a line, written by the coordinator as things happen; `steps.jsonl`
-holds one `StepRecord` a line, one for each committed step. Both are only appended to, also when a
-run is continued, and each line is one plain JSON object: no pickle, no NaN literals.
-
-Contract of the files: a record is a line *with its newline*. What follows the last newline is a
-write cut short by a crash; readers ignore it and the next writer cuts it off. Readers also accept
-files of other versions: an unknown kind, or a kind with a field missing, becomes an
-`UnknownEvent`, and fields this version does not know are ignored.
+Each goes to a plain JSON object and back (`event_log.py` has the files they lie in): no pickle, no
+NaN literals. What another version wrote can be read too: an unknown kind, or a kind with a field
+missing, becomes an `UnknownEvent`, and fields this version does not know are ignored.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 Cause = Literal["crash", "hang", "user_error", "node", "preemption", "corruption"]
 RegroupReason = Literal["fault", "grow", "heal", "drain"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
 RunOutcome = Literal["finished", "failed", "interrupted"]
-
-
-class RecordError(ValueError):
-    """A whole line of a record file is not what the file should hold."""
-
-    def __init__(self, path: str, line: int, fact: str) -> None:
-        super().__init__(path, line, fact)
-        self.path, self.line, self.fact = path, line, fact
-
-    def __str__(self) -> str:
-        return (
-            f"{self.path}:{self.line}: {self.fact}. The file was damaged after it was written; "
-            f"delete line {self.line} to read the rest."
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,73 +379,10 @@ def event_from_json(data: Mapping[str, Any]) -> Event:
     return cls(**known)
 
 
-class EventLog:
-    """Appends records to one file; each is in the operating system's hands when `append` returns.
-
-    It outlives a crash of the process, not of the machine: there is no fsync, because the log is
-    for people and must not slow a step down.
-
-    Args:
-        path: the file; its directory is made when it is missing.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("ab")
-        _cut_torn_tail(self._path)
-
-    def append(self, record: Event | StepRecord) -> None:
-        """Write one record as one line."""
-        line = json.dumps(record.to_json(), ensure_ascii=False, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        self._file.close()
-
-    def __enter__(self) -> EventLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def read_events(path: str | os.PathLike[str]) -> list[Event]:
-    """All events of a file in the order they were written; none when there is no file yet.
-
-    Raises:
-        RecordError: a whole line is not a JSON object.
-    """
-    return [event_from_json(data) for _, data in _read_objects(Path(path))]
-
-
-def read_steps(path: str | os.PathLike[str]) -> list[StepRecord]:
-    """The steps that count, by step; none when there is no file yet.
-
-    When a run went back to an earlier state, it did some steps again: of each step the last record
-    stays, and records of later steps that were committed before the run went back are dropped.
-
-    Raises:
-        RecordError: a whole line is not a step record.
-    """
-    kept: dict[int, StepRecord] = {}
-    newest = -1
-    for line, data in _read_objects(Path(path)):
-        record = _step_from_json(Path(path), line, data)
-        if record.step <= newest:
-            kept = {s: r for s, r in kept.items() if not (s > record.step and r.time < record.time)}
-        kept[record.step] = record
-        newest = max(kept)
-    return [kept[step] for step in sorted(kept)]
-
-
-def _step_from_json(path: Path, line: int, data: Mapping[str, Any]) -> StepRecord:
+def step_from_json(data: Mapping[str, Any]) -> StepRecord | None:
+    """The step that `data` describes; None where a field is missing."""
     known = _known_fields(StepRecord, data)
-    if known is None:
-        raise RecordError(str(path), line, f"a step record lacks fields, it has {sorted(data)}")
-    return StepRecord(**known)
+    return None if known is None else StepRecord(**known)
 
 
 def _fields_to_json(record: Event | StepRecord) -> dict[str, Any]:
@@ -483,25 +398,3 @@ def _known_fields(
         return None
     # Non-finite floats were written as text, see `plain_number`.
     return {f.name: float(data[f.name]) if f.type == "float" else data[f.name] for f in fields(cls)}
-
-
-def _read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and objects of a record file; what follows the last newline is not a record."""
-    if not path.exists():
-        return
-    *lines, _torn = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            data = json.loads(line)
-        except ValueError as error:
-            raise RecordError(str(path), number, f"not JSON ({error})") from error
-        if not isinstance(data, dict):
-            raise RecordError(str(path), number, f"not a JSON object but {type(data).__name__}")
-        yield number, data
-
-
-def _cut_torn_tail(path: Path) -> None:
-    """Drop what follows the last newline, so that the next record starts on a line of its own."""
-    data = path.read_bytes()
-    if not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)

@@ -174,7 +174,7 @@ def flip_bit(engine: Engine) -> None:
     """Changes one bit of a worker's weights."""
     import torch  # a driver without torch can still read and check faults
 
-    weights = next(iter(engine.state_tensors().values()))
+    weights = next(iter(engine.state.tensors().values()))
     weights.view(-1).view(torch.int32)[0] ^= 1
 
 

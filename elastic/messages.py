@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
@@ -110,6 +110,29 @@ class Standing:
     """It is a newcomer and has not caught up."""
     serial: int = 0
     """The latest signal that it has heard, or that was settled before it could."""
+
+    def after(self, answer: Answer) -> Standing:
+        """Where the worker stands once it has this answer."""
+        if isinstance(answer, Build):
+            return Standing(
+                identity=self.identity,
+                formed=answer.formed,
+                replica=answer.replica,
+                rank=answer.rank,
+            )
+        if isinstance(answer, Run):
+            source = dict(answer.heals).get(answer.position)
+            return replace(
+                self,
+                generation=answer.generation,
+                position=answer.position,
+                lanes=answer.lanes[answer.position],
+                replicas=len(answer.lanes),
+                source=source,
+                proven=False,
+                behind=source is not None,
+            )
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from elastic.ask import ask
-from elastic.events import read_events, read_steps
+from elastic.event_log import read_events, read_steps
 from elastic.picture import draw
 from elastic.progress import ProgressPrinter
 from elastic.records import RunPaths

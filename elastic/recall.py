@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic import events
+from elastic.event_log import read_events, read_steps
 from elastic.records import RunPaths
 
 
@@ -38,7 +39,7 @@ def recall(paths: RunPaths, start_step: int) -> Recall:
         paths: the run directory.
         start_step: where this start of the run began.
     """
-    happened = _this_start(events.read_events(paths.events))
+    happened = _this_start(read_events(paths.events))
     lost = {e.worker for e in happened if isinstance(e, events.WorkerLost)}
     rosters = [e for e in happened if isinstance(e, events.RegroupDone)]
     return Recall(
@@ -59,7 +60,7 @@ def recall(paths: RunPaths, start_step: int) -> Recall:
         formations=max(
             (e.formed for e in happened if isinstance(e, events.ReplicaForming)), default=0
         ),
-        recorded=_recorded(events.read_steps(paths.steps), rosters, start_step),
+        recorded=_recorded(read_steps(paths.steps), rosters, start_step),
         fired=tuple(e.fault for e in happened if isinstance(e, events.FaultFired)),
     )
 

@@ -23,11 +23,12 @@ from checkpointing import (
     open_store,
 )
 from checkpointing.config import Resume
-from elastic.events import RegroupDone, read_events
+from elastic.event_log import read_events
+from elastic.events import RegroupDone
 from elastic.records import RunPaths
 from trainer.config import TrainConfig
-from trainer.engine import MOMENTS, PARAMETERS
 from trainer.errors import ConfigError
+from trainer.state import MOMENTS, PARAMETERS
 from trainer.task import PreparedTask, model_table
 
 log = logging.getLogger(__name__)

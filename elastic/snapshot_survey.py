@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from checkpointing import Snapshot, Stock, clear_memory, find_newest, take_stock
-from elastic.events import RegroupDone, read_events
+from elastic.event_log import read_events
+from elastic.events import RegroupDone
 from elastic.ray_compat.cluster import live_nodes, on_every_node
 from elastic.records import RunPaths
 

@@ -17,38 +17,37 @@ import os
 import sys
 import traceback
 import uuid
-from collections.abc import Mapping
 from typing import Any
 
 import ray
 import torch
 
-from checkpointing import CheckpointError, Keys, Reader, load_manifest, open_store
 from elastic.ask import ask
 from elastic.drain import on_sigterm
 from elastic.errors import RunFailedError
 from elastic.job import Job
 from elastic.link import CoordinatorLink
 from elastic.messages import Build, Identity, Report, Run, Stop
+from elastic.restoring import restore
 from health.heartbeat import Heartbeat
 from trainer.backend.groups import is_of_a_group, leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
-from trainer.engine import Engine, HeldState
+from trainer.engine import Engine
 from trainer.errors import NonFiniteError
-from trainer.heal import Newcomer, Source, Wire
+from trainer.heal import Newcomer, Source
 from trainer.lane_sums import LaneSums
-from trainer.loop import LoopConfig, Progress, TrainLoop
+from trainer.link import LoopConfig, Progress
+from trainer.loop import TrainLoop
 from trainer.parallel.layout import slot_of
 from trainer.replicas import CrossGroup
+from trainer.state import HeldState
+from trainer.wire import Wire
 
 OWN_FAULT_EXIT_CODE = 70
 
 _LEASES_OF_SILENCE = 2
 """By then the coordinator has written off the node of a peer that is not heard any more: the error
 is not taken for this worker's own."""
-
-State = tuple[dict[str, torch.Tensor], Mapping[str, Any]]
-"""A worker's tensors by name, and the training state beside them."""
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -72,7 +71,7 @@ class Worker:
             heartbeat_fd=heartbeat.fd,
         )
         ask(job.coordinator.hello, self.identity)
-        self.link = CoordinatorLink(job.coordinator, self.identity, job, heartbeat)
+        self.link = CoordinatorLink(self.identity, job, heartbeat)
         on_sigterm(self.link.terminating)
         self.engine: Engine | None = None
         self.held: HeldState | None = None
@@ -164,7 +163,7 @@ class Worker:
         given: it may be the last copy."""
         if self.engine is not None and self.progress is not None:
             self.held = self.engine.hold_state()
-        self.engine = self.sums = self.link.engine = None
+        self.engine = self.sums = self.link.injection.engine = None
         self.built, self.finished = 0, False
         gc.collect()
         leave_replica_group()
@@ -206,7 +205,7 @@ class Worker:
             self.held = None
         self.sums = LaneSums(self.job.lanes, self.engine.gradient.numel(), self.engine.device)
         self.built = answer.formed
-        self.link.engine = self.engine
+        self.link.injection.engine = self.engine
 
     def train(self, run: Run) -> None:
         """This worker's part in one generation: gets its state up to date, then trains."""
@@ -221,7 +220,7 @@ class Worker:
         try:
             self.catch_up(run, cross)
             if run.restore:
-                self.progress = self.restore(self.engine, run)
+                self.progress = restore(self.job, run, self.engine, self.identity.node)
                 if self.progress is None:
                     return
             heal = self.begin_heal(run, self.engine)
@@ -281,34 +280,6 @@ class Worker:
         assert self.progress is not None
         return Source(engine, self.progress.skipped_in_a_row, wire)
 
-    def restore(self, engine: Engine, run: Run) -> Progress | None:
-        """Loads the state of `run.step`, or starts from the seed at step 0. None where a worker of
-        the replica cannot read its part of a snapshot: then nobody takes it."""
-        if run.step == 0:
-            engine.initialize()
-            return Progress()
-        if run.source == "memory":
-            read = self.read_snapshot(engine, run.step)
-            if engine.sum_in_replica([float(read is None)])[0] > 0 or read is None:
-                return None
-            values, state = read
-        else:
-            store = open_store(self.job.paths.checkpoints)
-            manifest = load_manifest(store, Keys(), run.step)
-            values, state = engine.read(Reader(store, manifest)), manifest.training_state
-        engine.load(values, optimizer_steps=int(state["optimizer_steps"]))
-        return Progress(step=run.step, skipped_in_a_row=int(state["skipped_in_a_row"]))
-
-    def read_snapshot(self, engine: Engine, step: int) -> State | None:
-        """This worker's part of a snapshot; None, and the coordinator knows, where it cannot be
-        read."""
-        try:
-            source, manifest = self.link.snapshot(step)
-            return engine.read(Reader(source, manifest)), manifest.training_state
-        except CheckpointError as error:
-            self.link.snapshot_failed(step, str(error))
-            return None
-
     def make_loop(
         self,
         run: Run,
@@ -339,8 +310,8 @@ class Worker:
     def finish(self, run: Run) -> None:
         """Hands in everything that the run still needs from this worker."""
         assert self.engine is not None
-        self.link.wait_for_writers()
-        self.link.flush()
+        self.link.saves.wait()
+        self.link.outbox.flush()
         slot = self.engine.slot
         where = f"generation {run.generation} shard {slot.shard} tensor {slot.tensor}"
-        self.link.compare(where, self.engine.digest())
+        self.link.compare(where, self.engine.state.digest())

@@ -36,10 +36,10 @@ from elastic import (
     TrainConfig,
     parse_faults,
 )
-from elastic.events import read_steps
+from elastic.event_log import read_steps
 from trainer.data import TokenDataset, TokenSet, unigram_cross_entropy
-from trainer.engine import PARAMETERS
 from trainer.samples import samples_sha256
+from trainer.state import PARAMETERS
 
 MODEL = {
     "hidden_size": 128,

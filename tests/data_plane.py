@@ -27,7 +27,8 @@ from trainer.config import TrainConfig
 from trainer.engine import Engine
 from trainer.lane_sums import LaneSums
 from trainer.lanes import deal_lanes
-from trainer.loop import LoopConfig, Place, Progress, TrainLoop
+from trainer.link import LoopConfig, Place, Progress
+from trainer.loop import TrainLoop
 from trainer.parallel.layout import slot_of
 from trainer.replicas import CrossGroup
 from trainer.task import PreparedTask
@@ -145,15 +146,15 @@ def _train(
         error = raised
     local = {
         name.removeprefix("param/"): (
-            engine.state_slices()[name].offsets,
-            engine.state_slices()[name].sizes,
+            engine.state.slices()[name].offsets,
+            engine.state.slices()[name].sizes,
             t.cpu().clone(),
         )
-        for name, t in engine.state_tensors().items()
+        for name, t in engine.state.tensors().items()
         if name.startswith("param/")
     }
     return error or WorkerResult(
-        buckets=len(engine.buckets),
+        buckets=len(engine.layout.buckets),
         losses=[c.loss for c in link.commits],
         norms=[c.grad_norm for c in link.commits],
         digests=[c.digests for c in link.commits],

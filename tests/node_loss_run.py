@@ -20,7 +20,8 @@ from gated_run import HALF, gated_trainer, in_memory
 from ray.cluster_utils import Cluster
 
 from checkpointing import Keys
-from elastic.events import WorkerJoined, read_events
+from elastic.event_log import read_events
+from elastic.events import WorkerJoined
 from elastic.records import RunPaths
 
 DEADLINE_S = 120.0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastic.events import read_events, read_steps
+from elastic.event_log import read_events, read_steps
 
 
 def events_of(root: Path) -> list[dict[str, Any]]:

@@ -1,5 +1,4 @@
-"""One worker's part of a replica: its slice of the model, its optimizer, and what leaves and enters
-them.
+"""One worker's part of a replica: its slice of the model, its optimizer, and what they compute.
 
 The optimizer works on plain views of the local slices, and the reduced gradient is one flat buffer
 that the parameters' `.grad` are views of, so the step path has no loop over parameters beyond
@@ -8,22 +7,17 @@ torch's own.
 
 from __future__ import annotations
 
-import hashlib
-from bisect import bisect
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from checkpointing import Box, Reader, TensorSlice
 from trainer.backend.groups import Device, torch_device
-from trainer.buckets import BUCKET_BYTES, plan_buckets
+from trainer.buckets import BUCKET_BYTES
 from trainer.config import TrainConfig
+from trainer.flat_layout import FlatLayout
 from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
     fill,
@@ -33,30 +27,15 @@ from trainer.parallel.apply import (
     parallelize,
     tensor_dim,
 )
-from trainer.parallel.backward import BackwardWatch, groups_in_backward_order
+from trainer.parallel.backward import BackwardWatch
 from trainer.parallel.layout import Slot
 from trainer.schedule import learning_rate
+from trainer.state import MOMENTS, HeldState, WorkerState
 from trainer.task import PreparedTask
 
 _NORM_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Numbers under one float32 norm; those are added up in float64. All in float64 took eight per cent
 of a small model's step on a CPU."""
-
-PARAMETERS, MOMENTS = "param/", ("exp_avg/", "exp_avg_sq/")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldState:
-    """What a worker keeps of a broken replica."""
-
-    rank: int
-    """Its rank there."""
-    tensors: dict[str, torch.Tensor]
-    """`Engine.state_tensors`."""
-    gradient: torch.Tensor
-    """The reduced gradient of the step in progress; whole where the step was committed."""
-    optimizer_steps: int
-    """Steps that reached the weights."""
 
 
 class Engine:
@@ -94,59 +73,26 @@ class Engine:
             plan=getattr(model, "tp_plan", None) or {},
             compute_dtype=getattr(torch, train.precision),
         )
-        self.slices = local_slices(
+        self._slices = local_slices(
             self.model, slot, shard=train.parallel.shard, tensor=train.parallel.tensor
         )
         materialize(self.model, self.device)
         self.model.train()
-        self._flatten(bucket_bytes)
-        self._watch = BackwardWatch(self.model)
-        self.optimizer = self._make_optimizer()
-
-    def _flatten(self, bucket_bytes: tuple[int, int]) -> None:
-        """Lays the trainable local slices out in one flat gradient, in the order in which backward
-        finishes them; those that a tensor rank before this one already counts come last, so that
-        the norm is over a prefix."""
-        groups = groups_in_backward_order(self.model)
-        order = {id(param): index for index, group in enumerate(groups) for param in group}
-
-        def place(param: nn.Parameter) -> int:
-            return len(groups) if self._counted_elsewhere(param) else order[id(param)]
-
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        named.sort(key=lambda entry: place(entry[1]))
-        self._names = [name for name, _ in named]
-        self._params = [param for _, param in named]
-        self._locals = [local_tensor(param) for param in self._params]
-        self._counts = [local.numel() for local in self._locals]
-        # In the middle of a step FSDP2 shows whole parameters in the model's place of the slices.
-        self._frozen = {
-            PARAMETERS + name: local_tensor(param)
+        # Whole on every tensor rank: the first one counts them in the norm, and saves them.
+        elsewhere = {
+            name
             for name, param in self.model.named_parameters()
-            if not param.requires_grad
+            if slot.tensor > 0 and tensor_dim(param) is None
         }
-        self._replicated = {
-            name for name, param in self.model.named_parameters() if self._counted_elsewhere(param)
-        }
-        places, ends = [place(param) for param in self._params], [0, *accumulate(self._counts)]
-        self._group_params = [bisect(places, group) for group in range(len(groups) + 1)]
-        self._group_ends = [ends[params] for params in self._group_params]
-        self._own, self.count = self._group_ends[-2:]
-        least, most = (size // torch.float32.itemsize for size in bucket_bytes)
-        self.buckets = plan_buckets(self._group_ends, least=least, most=most)
-
-    def _counted_elsewhere(self, param: nn.Parameter) -> bool:
-        return self.slot.tensor > 0 and tensor_dim(param) is None
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a flat buffer of `count` numbers (or more), shaped like the local slices."""
-        parts = flat[: self.count].split(self._counts)
-        return [part.view(local.shape) for part, local in zip(parts, self._locals, strict=True)]
+        self.layout = FlatLayout(self.model, counted_elsewhere=elsewhere, bucket_bytes=bucket_bytes)
+        self._watch = BackwardWatch(self.model)
+        self._leaves = [nn.Parameter(local) for local in self.layout.locals]
+        self.replace_gradient()
+        self.optimizer = self._make_optimizer()
+        self.state = self._make_state(elsewhere)
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         settings = self.train_config.optimizer
-        self._leaves = [nn.Parameter(local) for local in self._locals]
-        self.replace_gradient()
         decayed = [leaf for leaf in self._leaves if leaf.dim() >= 2]
         plain = [leaf for leaf in self._leaves if leaf.dim() < 2]
         optimizer = torch.optim.AdamW(
@@ -167,11 +113,25 @@ class Engine:
             }
         return optimizer
 
+    def _make_state(self, elsewhere: set[str]) -> WorkerState:
+        frozen = {
+            name: local_tensor(param)
+            for name, param in self.model.named_parameters()
+            if not param.requires_grad
+        }
+        return WorkerState(
+            leaves=dict(zip(self.layout.names, self._leaves, strict=True)),
+            frozen=frozen,
+            optimizer=self.optimizer,
+            slices=self._slices,
+            replicated=elsewhere,
+        )
+
     def replace_gradient(self) -> None:
         """Takes a new buffer for the reduced gradient: an abandoned collective may still write to
         the old."""
-        self.gradient = torch.zeros(self.count + self._padding, device=self.device)
-        for leaf, grad in zip(self._leaves, self.views(self.gradient), strict=True):
+        self.gradient = torch.zeros(self.layout.count + self._padding, device=self.device)
+        for leaf, grad in zip(self._leaves, self.layout.views(self.gradient), strict=True):
             leaf.grad = grad
 
     def initialize(self) -> None:
@@ -181,16 +141,35 @@ class Engine:
         starts from the seed where nobody else has the state.
         """
         source = self._source or self.task.build(self.train_config.seed)[1]
-        fill(self.model, self.slices, source)
-        for name, tensor in self.state_tensors().items():
+        fill(self.model, self._slices, source)
+        for name, tensor in self.state.tensors().items():
             if name.startswith(MOMENTS):
                 tensor.zero_()
-        self.optimizer_steps = 0
+        self.state.optimizer_steps = 0
         self.forget_initial_weights()
 
     def forget_initial_weights(self) -> None:
         """Lets go of what the weights come from: a custom model is held whole until then."""
         self._source = None
+
+    def load(self, values: Mapping[str, torch.Tensor], *, optimizer_steps: int) -> None:
+        """Fills the state with what `WorkerState.read` returned."""
+        self.state.fill(values, optimizer_steps=optimizer_steps)
+        self.forget_initial_weights()
+
+    def hold_state(self) -> HeldState:
+        """The state without the model, which would keep the replica's process group alive."""
+        return HeldState(
+            rank=self.rank,
+            tensors=self.state.tensors(),
+            gradient=self.gradient,
+            optimizer_steps=self.state.optimizer_steps,
+        )
+
+    def adopt(self, held: HeldState) -> None:
+        """Takes over the state and the reduced gradient that an engine of the same rank had."""
+        self.load(held.tensors, optimizer_steps=held.optimizer_steps)
+        self.gradient.copy_(held.gradient)
 
     @property
     def rank(self) -> int:
@@ -211,30 +190,31 @@ class Engine:
         leaves the model without any.
 
         Args:
-            flat: the buffer, of `count` numbers or more.
+            flat: the buffer, of `layout.count` numbers or more.
             loss: of the micro-batch.
             taken: called with n whenever the first n numbers are there: during backward, with the
-                end of each parameter group, and with `count` at last.
+                end of each parameter group, and with all of them at last.
         """
-        views, first = self.views(flat), 0
+        layout, views, first = self.layout, self.layout.views(flat), 0
 
         def take(groups: int) -> None:
             nonlocal first
-            last = self._group_params[groups - 1]
-            _copy_gradients(self._params[first:last], views[first:last])
+            last = layout.group_params[groups - 1]
+            _copy_gradients(layout.params[first:last], views[first:last])
             first = last
-            taken(self._group_ends[groups - 1])
+            taken(layout.group_ends[groups - 1])
 
         with self._watch.backward(take):
             loss.backward()
-        take(len(self._group_ends))
+        take(len(layout.group_ends))
         # Not before: until backward ends, FSDP may reuse the memory of a gradient that is let go.
         self.model.zero_grad(set_to_none=True)
 
     def norm_squared(self, gradient: torch.Tensor) -> float:
         """This worker's part of the squared norm of the reduced flat gradient."""
-        chunks = gradient[: self._own].split(_NORM_CHUNK[self.device.type])
-        norms = torch.stack(torch._foreach_norm(chunks)) if self._own else gradient.new_zeros(1)
+        own = self.layout.own
+        chunks = gradient[:own].split(_NORM_CHUNK[self.device.type])
+        norms = torch.stack(torch._foreach_norm(chunks)) if own else gradient.new_zeros(1)
         return float(norms.double().square().sum())
 
     def sum_at_first(self, vector: list[float]) -> list[float]:
@@ -268,95 +248,6 @@ class Engine:
             group["lr"] = rate
         self.optimizer.step()
 
-    # -- state ------------------------------------------------------------------------------------
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Steps that reached the weights; fewer than the committed ones where some were skipped."""
-        return int(self.optimizer.state[self._leaves[0]]["step"])
-
-    @optimizer_steps.setter
-    def optimizer_steps(self, steps: int) -> None:
-        for leaf in self._leaves:
-            self.optimizer.state[leaf]["step"].fill_(steps)
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the state by its name in a checkpoint: local slices, sharing their
-        memory."""
-        state = {PARAMETERS + n: local for n, local in zip(self._names, self._locals, strict=True)}
-        for prefix in MOMENTS:
-            key = prefix.rstrip("/")
-            for name, leaf in zip(self._names, self._leaves, strict=True):
-                state[prefix + name] = self.optimizer.state[leaf][key]
-        return {**self._frozen, **state}
-
-    def state_slices(self) -> dict[str, TensorSlice]:
-        """The box of the full tensor that each entry of `state_tensors` is."""
-        return {
-            name: replace(self.slices[name.split("/", 1)[1]], name=name)
-            for name in self.state_tensors()
-        }
-
-    def slices_to_save(self) -> list[tuple[TensorSlice, torch.Tensor]]:
-        """Copies on the host of what this worker writes: each unique slice once in the replica."""
-        tensors, slices = self.state_tensors(), self.state_slices()
-        return [
-            (slices[name], tensor.detach().to("cpu", copy=True).reshape(slices[name].sizes))
-            for name, tensor in tensors.items()
-            if name.split("/", 1)[1] not in self._replicated
-        ]
-
-    def hold_state(self) -> HeldState:
-        """The state without the model, which would keep the replica's process group alive."""
-        return HeldState(
-            rank=self.rank,
-            tensors=self.state_tensors(),
-            gradient=self.gradient,
-            optimizer_steps=self.optimizer_steps,
-        )
-
-    @torch.no_grad()
-    def adopt(self, held: HeldState) -> None:
-        """Takes over the state and the reduced gradient that an engine of the same rank had."""
-        mine = self.state_tensors()
-        torch._foreach_copy_(list(mine.values()), [held.tensors[name] for name in mine])
-        self.gradient.copy_(held.gradient)
-        self.optimizer_steps = held.optimizer_steps
-        self.forget_initial_weights()
-
-    def read(self, reader: Reader) -> dict[str, torch.Tensor]:
-        """This worker's boxes of a checkpoint, by name; the state stays as it is."""
-        slices = self.state_slices()
-        names = [name for name, tensor in self.state_tensors().items() if tensor.numel()]
-        boxes = [Box(name, slices[name].offsets, slices[name].sizes) for name in names]
-        return dict(zip(names, reader.read_many(boxes), strict=True))
-
-    def load(self, values: dict[str, torch.Tensor], *, optimizer_steps: int) -> None:
-        """Fills the state with what `read` returned."""
-        tensors = self.state_tensors()
-        with torch.no_grad():
-            for name, value in values.items():
-                tensors[name].copy_(value.reshape(tensors[name].shape))
-        self.optimizer_steps = optimizer_steps
-        self.forget_initial_weights()
-
-    def checksum(self) -> int:
-        """A cheap number over this worker's state: one bit changed changes it. Waits for the
-        device."""
-        words = [_words(tensor) for tensor in self.state_tensors().values() if tensor.numel()]
-        sums = torch.stack([word.sum(dtype=torch.int64) for word in words])
-        places = torch.arange(1, len(words) + 1, device=sums.device)
-        return int((sums * places).sum())
-
-    def digest(self) -> str:
-        """SHA-256 of this worker's state, to compare replicas."""
-        return _digest(tensor for _, tensor in sorted(self.state_tensors().items()))
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor as integers."""
-    return tensor.view(-1).view(torch.int32 if tensor.nbytes % 4 == 0 else torch.uint8)
-
 
 def _copy_gradients(params: list[nn.Parameter], into: list[torch.Tensor]) -> None:
     """Copies local gradients; a parameter without one has had no part in the loss."""
@@ -369,10 +260,3 @@ def _copy_gradients(params: list[nn.Parameter], into: list[torch.Tensor]) -> Non
             grads.append(local_tensor(param.grad))
     if grads:
         torch._foreach_copy_(views, grads)
-
-
-def _digest(tensors: Iterable[Any]) -> str:
-    total = hashlib.sha256()
-    for tensor in tensors:
-        total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()

@@ -6,7 +6,8 @@
 
 Nobody waits for anybody: the source's step waits for the copy alone, which is made while forward
 and backward compute. Each (shard, tensor) heals from the same one of a healthy replica, in parallel
-and over a group of its own. Each transfer carries a checksum. Design: design.md, "Inside a replica
+and over a group of its own. Each transfer carries a checksum. A heal that is so slow that the host
+cannot keep the steps meanwhile has failed, and begins again. Design: design.md, "Inside a replica
 ordinary PyTorch".
 """
 
@@ -16,19 +17,16 @@ import logging
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from trainer.backend.groups import Device, abandon, make_raw_groups
-from trainer.backend.polling import LEFT, poll_until
-from trainer.backend.rendezvous import Rendezvous
+from trainer.backend.polling import LEFT
+from trainer.backlog import Backlog
 from trainer.commit import Commit
 from trainer.engine import Engine
+from trainer.wire import Wire
 
 log = logging.getLogger(__name__)
 
@@ -37,58 +35,6 @@ CHUNK_BYTES = 16 << 20
 
 _CATCH_UP_SHARE = 0.5
 """Of a step's time that a newcomer applies kept steps in: its peers wait for it in the reduce."""
-
-
-class Wire:
-    """The group of one source (rank 0) and its newcomers. Used by one thread; `stop` by any.
-
-    Args:
-        rendezvous: where they meet.
-        prefix: unique to the generation, the (shard, tensor) and the source.
-        rank: 0 for the source.
-        size: the source and its newcomers.
-        device: where the chunks are.
-    """
-
-    def __init__(
-        self, rendezvous: Rendezvous, prefix: str, *, rank: int, size: int, device: Device
-    ) -> None:
-        self._rendezvous, self._prefix = rendezvous, prefix
-        self._rank, self._size, self._device = rank, size, device
-        self._group: Any = None
-        self._in_flight: list[Any] = []
-        self._stopped = threading.Event()
-
-    def open(self) -> None:
-        """Makes the group once all are there. Raises RuntimeError where one does not come."""
-        (self._group,) = make_raw_groups(
-            self._rendezvous,
-            [self._prefix],
-            rank=self._rank,
-            size=self._size,
-            device=self._device,
-            leave_now=self._stopped.is_set,
-        )
-
-    def send(self, tensor: torch.Tensor) -> None:
-        """Hands rank 0's `tensor` to all, in place. Raises RuntimeError where a peer is lost."""
-        work = self._group.broadcast([tensor], dist.BroadcastOptions())
-        try:
-            poll_until(work.is_completed, self._stopped.is_set, self._rendezvous.timeout_s)
-        except RuntimeError:
-            self._in_flight.append((work, tensor))
-            raise
-        work.wait()
-
-    def stop(self) -> None:
-        """The thread that uses the wire is to leave it."""
-        self._stopped.set()
-
-    def close(self) -> None:
-        """Leaves the group without waiting for anybody."""
-        if self._group is not None:
-            abandon(self._group, self._in_flight)
-        self._group = None
 
 
 class Source:
@@ -103,7 +49,7 @@ class Source:
     def __init__(self, engine: Engine, skipped_in_a_row: int, wire: Wire) -> None:
         # The thread gets tensors and not the engine, which it would keep alive.
         self._parts, self._device = _flat_state(engine), engine.device
-        self._numbers = engine.optimizer_steps, skipped_in_a_row
+        self._numbers = engine.state.optimizer_steps, skipped_in_a_row
         self._wire, self._copied = wire, threading.Event()
         self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
         if self._stream is not None:
@@ -161,11 +107,14 @@ class Newcomer:
         engine: gets the state.
         wire: from the source.
         clip_norm: of the optimizer.
+        backlog: where the steps are kept.
     """
 
-    def __init__(self, engine: Engine, wire: Wire, clip_norm: float) -> None:
+    def __init__(
+        self, engine: Engine, wire: Wire, clip_norm: float, backlog: Backlog | None = None
+    ) -> None:
         self._engine, self._wire, self._clip_norm = engine, wire, clip_norm
-        self._backlog: deque[tuple[Commit, torch.Tensor]] = deque()
+        self._backlog = Backlog() if backlog is None else backlog
         self._placing = threading.Lock()
         self._closed = self._arrived = False
         self._kept_at, self._step_s = time.monotonic(), 0.0
@@ -176,6 +125,7 @@ class Newcomer:
         """Of state to receive, each once."""
         self.steps_behind = 0
         """The most steps that it had to make up for."""
+        self._received = 0
         self._failure: str | None = None
         self._failed = False
         threading.Thread(target=self._run, name="heal-target", daemon=True).start()
@@ -191,10 +141,20 @@ class Newcomer:
         return failure
 
     def keep(self, commit: Commit) -> None:
-        """A step was committed: its gradient is kept on the host until the state is there."""
+        """A step was committed: its gradient is kept on the host until the state is there.
+
+        Where there is no room for it, the heal has failed if the state is still on its way; else
+        the oldest step is applied at once, and the peers wait for that.
+        """
         if self._failed:
             return
-        self._backlog.append((commit, self._engine.gradient.to("cpu", copy=True)))
+        gradient = self._engine.gradient
+        no_room = self._backlog.no_room(gradient.nbytes)
+        if no_room is not None and self._fail(self._too_slow(no_room)):
+            return
+        self._backlog.keep(commit, gradient)
+        if no_room is not None:
+            self._apply_oldest()
         self.steps_behind = max(self.steps_behind, len(self._backlog))
         now = time.monotonic()
         self._kept_at, self._step_s = now, now - self._kept_at
@@ -225,7 +185,7 @@ class Newcomer:
         return self._arrived
 
     def _apply_oldest(self) -> None:
-        commit, gradient = self._backlog.popleft()
+        commit, gradient = self._backlog.take_oldest()
         self._engine.gradient.copy_(gradient)
         if commit.finite:
             self._engine.apply(commit.step, scale=commit.scale(self._clip_norm))
@@ -242,10 +202,29 @@ class Newcomer:
             self._wire.open()
             self._receive()
         except Exception as error:
-            self._failure, self._failed = str(error), True
-            self._backlog.clear()
+            self._fail(str(error))
         finally:
             self._wire.close()
+
+    def _fail(self, reason: str) -> bool:
+        """The state will not arrive; the first reason counts. Returns False where it just has."""
+        with self._placing:
+            if self._arrived:
+                return False
+            if not self._failed:
+                self._failure = reason
+            self._failed = self._closed = True
+        self._wire.stop()
+        self._backlog.clear()
+        return True
+
+    def _too_slow(self, no_room: str) -> str:
+        seconds = time.monotonic() - self.started_at
+        return (
+            f"the state comes too slowly: {self._received:,} of {self.bytes:,} bytes in "
+            f"{seconds:.1f} s. Meanwhile {no_room}. Use hosts with more memory, fewer workers on "
+            f"each, or a faster network"
+        )
 
     def _receive(self) -> None:
         state, crc = _flat_state(self._engine), 0
@@ -257,6 +236,7 @@ class Newcomer:
             with self._while_open():
                 for target, part in _overlaps(state, start, chunk):
                     target.copy_(part)
+            self._received = start + chunk.numel()
         trailer = torch.empty(3, dtype=torch.int64, device=self._engine.device)
         self._wire.send(trailer)
         self._accept(trailer.cpu(), crc)
@@ -277,14 +257,14 @@ class Newcomer:
             raise RuntimeError(f"the state's CRC-32 is {crc:08x}, its source sent {sent_crc:08x}")
         with self._while_open():
             self._engine.forget_initial_weights()
-            self._engine.optimizer_steps = optimizer_steps
+            self._engine.state.optimizer_steps = optimizer_steps
             self.skipped_in_a_row = skipped
             self._arrived = True
 
 
 def _flat_state(engine: Engine) -> list[torch.Tensor]:
     """The state as flat views of bytes, in the order that every replica has."""
-    return [tensor.view(-1).view(torch.uint8) for tensor in engine.state_tensors().values()]
+    return [tensor.view(-1).view(torch.uint8) for tensor in engine.state.tensors().values()]
 
 
 def _overlaps(

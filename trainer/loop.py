@@ -15,13 +15,13 @@ commit".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
-import numpy as np
 import torch
 
 from trainer import commit as commits
+from trainer.batches import to_device
+from trainer.between_steps import BetweenSteps
 from trainer.commit import Commit, LaneStats
 from trainer.config import TrainConfig
 from trainer.data import SampleSource
@@ -29,91 +29,13 @@ from trainer.engine import Engine
 from trainer.errors import CrossGroupLost, NonFiniteError
 from trainer.heal import Newcomer, Source
 from trainer.lane_sums import LaneSums
-from trainer.phases import Phase
+from trainer.link import Link, LoopConfig, Progress
 from trainer.reduction import Reduction
 from trainer.replicas import CrossGroup
 from trainer.samples import lane_ids, lane_start, micro_seed, step_ids
 from trainer.schedule import learning_rate
 
-Place = Literal["store", "memory"]
-"""Where copies of the state go: the checkpoint store, or the memory of the nodes."""
 Outcome = Literal["finished", "boundary", "fault"]
-
-
-class Link(Protocol):
-    """What the loop needs from the control plane.
-
-    What is called within a step may neither block nor wait for an answer; `save`, `compared` and
-    `evaluated` come between steps, where the workers of a replica may agree on something.
-    """
-
-    def leave_now(self) -> bool:
-        """A fault was announced: abandon what waits for other replicas."""
-        ...
-
-    def leave_at_boundary(self) -> bool:
-        """A planned regroup was announced: leave together, after a commit."""
-        ...
-
-    def at_step(self, step: int, phase: Phase) -> None:
-        """The worker enters a phase of a step; heartbeats and injected faults hang here."""
-        ...
-
-    def committed(self, commit: Commit, lr: float, applied: bool) -> None:
-        """A step has been committed and, unless it was skipped as non-finite, applied."""
-        ...
-
-    def caught_up(self, newcomer: Newcomer) -> None:
-        """This worker, which had joined without state, has it now."""
-        ...
-
-    def heal_failed(self, reason: str) -> None:
-        """The state that this worker was to receive did not arrive."""
-        ...
-
-    def save(
-        self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
-    ) -> None:
-        """A copy of the state before `step` is due in each of `places`, from this worker."""
-        ...
-
-    def compared(self, step: int, checksums: list[int | None]) -> None:
-        """The checksums of this worker's slot in all replicas, by position, before `step`."""
-        ...
-
-    def evaluated(self, step: int, loss: float, tokens: int) -> None:
-        """The mean loss on the held-out data before `step`."""
-        ...
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """Where a worker's state is in the run. It travels with the state in heals and checkpoints."""
-
-    step: int = 0
-    """Steps committed so far; the index of the next one."""
-    skipped_in_a_row: int = 0
-    """Committed steps, up to the last one, whose loss or gradient was not finite."""
-    last: Commit | None = None
-    """Outcome of step - 1, where this worker was there."""
-    in_step: bool = False
-    """Whether work on `step` has begun."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopConfig:
-    """What the loop needs to know beyond `TrainConfig`."""
-
-    lanes: int
-    """Lanes of the run."""
-    save_every: int | None
-    """Steps between checkpoints."""
-    snapshot_every: int | None = None
-    """Steps between snapshots in the nodes' memory."""
-    compare_every: int | None
-    """Steps between comparisons of the replicas."""
-    max_nonfinite_steps: int
-    """Skipped steps in a row that end the run."""
 
 
 class TrainLoop:
@@ -150,6 +72,9 @@ class TrainLoop:
         self.data: SampleSource = engine.task.train_data()
         self.source, self.newcomer = source, newcomer
         self.joined_without_state = newcomer is not None
+        self.due = BetweenSteps(
+            engine, cross, progress=progress, config=config, link=link, samples=len(self.data)
+        )
 
     def run(self) -> Outcome:
         """Runs steps until the last one, a planned regroup, or a fault in another replica.
@@ -165,7 +90,7 @@ class TrainLoop:
             if commit is None:
                 return "fault"
             self.finish_step(commit)
-            self.compare()
+            self.due.compare(has_state=self.newcomer is None)
             self.save_and_evaluate()
             if commit.boundary:
                 return "boundary"
@@ -244,7 +169,7 @@ class TrainLoop:
             self.cross,
             self.sums.blocks,
             self.engine.gradient,
-            self.engine.buckets,
+            self.engine.layout.buckets,
             exact=self.train.reduction == "exact",
         )
 
@@ -331,82 +256,8 @@ class TrainLoop:
         self.progress.skipped_in_a_row = newcomer.skipped_in_a_row
         self.newcomer = None
 
-    def compare(self) -> None:
-        """From time to time: whether all replicas hold the same bits. A group that fails in it
-        fails the next step's reduce as well."""
-        step, every = self.progress.step, self.config.compare_every
-        if not every or step % every:
-            return
-        checksum = None if self.newcomer is not None else self.engine.checksum()
-        try:
-            checksums = self.cross.gather_numbers(checksum)
-        except CrossGroupLost:
-            return
-        self.link.compared(step, checksums)
-
     def save_and_evaluate(self) -> None:
-        """What is due between two steps. The first replica saves; every replica evaluates for
-        itself."""
-        step, last = self.progress.step, self.progress.step == self.train.steps
-        if self.joined_without_state:
-            return  # its workers do not get their state at the same step
-        every: dict[Place, int | None] = {
-            "store": self.config.save_every,
-            "memory": self.config.snapshot_every,
-        }
-        due = [place for place, n in every.items() if n and step % n == 0]
-        if self.cross.rank == 0 and (last or due):
-            self.save(["store"] if last else due)
-        if last or (self.train.eval_every and step % self.train.eval_every == 0):
-            self.evaluate()
-
-    def save(self, places: Sequence[Place]) -> None:
-        """Hands a copy of the state to the writers."""
-        self.link.at_step(self.progress.step, "checkpoint")
-        state = {
-            "step": self.progress.step,
-            "optimizer_steps": self.engine.optimizer_steps,
-            "skipped_in_a_row": self.progress.skipped_in_a_row,
-            "seed": self.train.seed,
-            "lanes": self.config.lanes,
-            "global_batch": self.train.global_batch,
-            "samples": len(self.data),
-        }
-        self.link.save(self.progress.step, self.engine, state, places)
-
-    @torch.no_grad()
-    def evaluate(self) -> None:
-        """Mean loss over the held-out samples, split over the replica's shard ranks."""
-        data = self.engine.task.eval_data()
-        if data is None or len(data) == 0:
-            return
-        self.link.at_step(self.progress.step, "evaluation")
-        shard, shards = self.engine.slot.shard, self.train.parallel.shard
-        count = min(len(data), self.train.eval_samples)
-        micro = self.train.micro_samples(self.config.lanes)
-        self.engine.model.eval()
-        loss_sum, tokens = 0.0, 0
-        for start in range(0, count, micro * shards):
-            # Every rank runs every batch, for its peers' collectives; none is counted twice.
-            ids = [start + shard * micro + offset for offset in range(micro)]
-            kept = [index for index in ids if index < count]
-            batch = to_device(
-                data.batch(np.asarray(kept or [0], dtype=np.int64)), self.engine.device
-            )
-            loss, terms = self.engine.task.loss(self.engine.model, batch)
-            if kept and self.engine.slot.tensor == 0:
-                loss_sum, tokens = loss_sum + float(loss), tokens + terms
-        self.engine.model.train()
-        loss_sum, total = self.engine.sum_in_replica([loss_sum, float(tokens)])
-        self.link.evaluated(self.progress.step, loss_sum / max(1.0, total), int(total))
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Moves a tensor, or each tensor in a list, tuple or dict, to `device`."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
+        """What is due between two steps, from a replica whose workers all have state: a newcomer's
+        do not get theirs at the same step."""
+        if not self.joined_without_state:
+            self.due.save_and_evaluate()

@@ -30,7 +30,8 @@ from benchmarks._chaos import (
 )
 from benchmarks._chaos_run import HEALTH, find_left_behind, read_all_steps
 from checkpointing import CheckpointConfig
-from elastic.events import FaultFired, RegroupDone, read_events
+from elastic.event_log import read_events
+from elastic.events import FaultFired, RegroupDone
 from elastic.faults import parse_faults
 
 APART, FIRST = 6, 8

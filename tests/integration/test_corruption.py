@@ -8,7 +8,8 @@ import pytest
 from tiny import fit, tiny_trainer
 
 from elastic import HealthConfig
-from elastic.events import ReplicasCompared, WorkerLost, read_events
+from elastic.event_log import read_events
+from elastic.events import ReplicasCompared, WorkerLost
 
 STEPS, EVERY = 60, 5
 

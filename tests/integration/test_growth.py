@@ -18,7 +18,7 @@ from ray.core.generated import autoscaler_pb2
 
 from checkpointing import Keys, Reader, newest, open_store, params_sha256
 from elastic import events
-from elastic.events import read_events, read_steps
+from elastic.event_log import read_events, read_steps
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "growing_run.py"

@@ -17,7 +17,7 @@ from partition_run import NODE_TIMEOUT_S
 
 from checkpointing import Keys, Reader, load_manifest, open_store, params_sha256
 from elastic import events
-from elastic.events import read_events, read_steps
+from elastic.event_log import read_events, read_steps
 
 PROGRAM = ROOT / "tests" / "partition_run.py"
 UNDER_WAY = 15

@@ -18,7 +18,8 @@ from elastic import (
     ScalingConfig,
     TrainConfig,
 )
-from elastic.events import WorkerLost, read_events
+from elastic.event_log import read_events
+from elastic.events import WorkerLost
 
 
 def trainer(loss: object, storage: Path) -> ElasticTrainer:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import simulation_checks as checks
 
-from elastic.link import _standing_after
 from elastic.messages import Answer, Build, Identity, Report, Run, Standing, Stop
 from trainer.commit import Commit
 
@@ -138,7 +137,7 @@ class SimWorker:
         """What it tells a new coordinator; an answer of the old one that is on its way counts."""
         standing = self.place_in_run
         if self.waits_for_answer and self.answer is not None:
-            standing = _standing_after(standing, self.answer)
+            standing = standing.after(self.answer)
         settled = getattr(self.answer, "serial", 0) if self.waits_for_answer else 0
         serial = max(settled, self.settled, *self.called.values())
         return replace(standing, serial=serial)
@@ -150,7 +149,7 @@ class SimWorker:
         self.world.send_join(self)
         answer: Answer = yield Wait("answer", lambda: self.answer is not None, lambda: self.answer)
         self.waits_for_answer = False
-        self.place_in_run = _standing_after(self.place_in_run, answer)
+        self.place_in_run = self.place_in_run.after(answer)
         self.run = answer if isinstance(answer, Run) else None
         if isinstance(answer, Run):
             kept = [] if answer.restore else self.records

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.event_log import EventLog, RecordError, read_events, read_steps
 from elastic.events import (
     Event,
-    EventLog,
-    RecordError,
     RegroupDone,
     RunEnded,
     RunStarted,
@@ -21,8 +20,6 @@ from elastic.events import (
     UnknownEvent,
     WorkerLost,
     event_from_json,
-    read_events,
-    read_steps,
 )
 
 LOST = WorkerLost(

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 PACKAGES = ("elastic", "trainer", "checkpointing", "health")
 RAY_INTERNALS = ("ray._private", "ray.train.v2._internal")
 ALLOWED = ROOT / "elastic" / "ray_compat"
-LIGHT_MODULES = ("events", "incidents", "report", "progress", "picture", "tensorboard")
+LIGHT_MODULES = ("events", "event_log", "incidents", "report", "progress", "picture", "tensorboard")
 
 
 def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:

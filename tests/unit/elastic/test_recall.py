@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic import events
+from elastic.event_log import EventLog
 from elastic.recall import recall
 from elastic.records import RunPaths
 
@@ -40,10 +41,10 @@ def regrouped(time: float, generation: int, at: int, outcome: Any) -> events.Reg
 
 def write(root: Path, happened: list[events.Event], steps: list[events.StepRecord]) -> RunPaths:
     paths = RunPaths(root=root)
-    with events.EventLog(paths.events) as log:
+    with EventLog(paths.events) as log:
         for event in happened:
             log.append(event)
-    with events.EventLog(paths.steps) as log:
+    with EventLog(paths.steps) as log:
         for record in steps:
             log.append(record)
     return paths

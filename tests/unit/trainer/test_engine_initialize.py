@@ -47,16 +47,16 @@ def engine() -> Iterator[Engine]:
 def test_half_a_heal_leaves_no_trace(engine: Engine, arrived: bool) -> None:
     """A newcomer's source may die when part of the state, moments included, has arrived, or just
     after all of it has; where nobody else has the state, all start from the seed."""
-    for tensor in engine.state_tensors().values():
+    for tensor in engine.state.tensors().values():
         tensor.fill_(9.0)
-    engine.optimizer_steps = 4
+    engine.state.optimizer_steps = 4
     if arrived:
         engine.forget_initial_weights()
     engine.initialize()
     torch.manual_seed(5)
     fresh = nn.Linear(3, 2)
-    state = engine.state_tensors()
+    state = engine.state.tensors()
     assert torch.equal(state["param/weight"], fresh.weight.detach())
     assert torch.equal(state["param/bias"], fresh.bias.detach())
     assert not any(t.any() for name, t in state.items() if name.startswith("exp_avg"))
-    assert engine.optimizer_steps == 0
+    assert engine.state.optimizer_steps == 0

@@ -1,0 +1,117 @@
+"""What is due between two steps: compare the replicas, save, evaluate.
+
+The workers of a replica come here together, and nothing is in flight: here they may agree on
+something, and wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from trainer.batches import to_device
+from trainer.config import TrainConfig
+from trainer.engine import Engine
+from trainer.errors import CrossGroupLost
+from trainer.link import Link, LoopConfig, Place, Progress
+from trainer.replicas import CrossGroup
+
+
+class BetweenSteps:
+    """One worker's part of what is due in one generation.
+
+    Args:
+        engine: this worker's part of the model.
+        cross: the group across replicas.
+        progress: where it is in the run; read only.
+        config: what holds for the whole run.
+        link: the control plane.
+        samples: in the training data.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        cross: CrossGroup,
+        *,
+        progress: Progress,
+        config: LoopConfig,
+        link: Link,
+        samples: int,
+    ) -> None:
+        self.engine, self.cross, self.progress = engine, cross, progress
+        self.config, self.link, self.samples = config, link, samples
+        self.train: TrainConfig = engine.train_config
+
+    def compare(self, *, has_state: bool) -> None:
+        """From time to time: whether all replicas hold the same bits. A group that fails in it
+        fails the next step's reduce as well.
+
+        Args:
+            has_state: whether this worker has anything to compare; a newcomer takes part without.
+        """
+        step, every = self.progress.step, self.config.compare_every
+        if not every or step % every:
+            return
+        checksum = self.engine.state.checksum() if has_state else None
+        try:
+            checksums = self.cross.gather_numbers(checksum)
+        except CrossGroupLost:
+            return
+        self.link.compared(step, checksums)
+
+    def save_and_evaluate(self) -> None:
+        """What is due, and at the end both. The first replica saves; every replica evaluates for
+        itself."""
+        step, last = self.progress.step, self.progress.step == self.train.steps
+        every: dict[Place, int | None] = {
+            "store": self.config.save_every,
+            "memory": self.config.snapshot_every,
+        }
+        due = [place for place, n in every.items() if n and step % n == 0]
+        if self.cross.rank == 0 and (last or due):
+            self.save(["store"] if last else due)
+        if last or (self.train.eval_every and step % self.train.eval_every == 0):
+            self.evaluate()
+
+    def save(self, places: Sequence[Place]) -> None:
+        """Hands a copy of the state to the writers."""
+        self.link.at_step(self.progress.step, "checkpoint")
+        state = {
+            "step": self.progress.step,
+            "optimizer_steps": self.engine.state.optimizer_steps,
+            "skipped_in_a_row": self.progress.skipped_in_a_row,
+            "seed": self.train.seed,
+            "lanes": self.config.lanes,
+            "global_batch": self.train.global_batch,
+            "samples": self.samples,
+        }
+        self.link.save(self.progress.step, self.engine, state, places)
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Mean loss over the held-out samples, split over the replica's shard ranks."""
+        data = self.engine.task.eval_data()
+        if data is None or len(data) == 0:
+            return
+        self.link.at_step(self.progress.step, "evaluation")
+        shard, shards = self.engine.slot.shard, self.train.parallel.shard
+        count = min(len(data), self.train.eval_samples)
+        micro = self.train.micro_samples(self.config.lanes)
+        self.engine.model.eval()
+        loss_sum, tokens = 0.0, 0
+        for start in range(0, count, micro * shards):
+            # Every rank runs every batch, for its peers' collectives; none is counted twice.
+            ids = [start + shard * micro + offset for offset in range(micro)]
+            kept = [index for index in ids if index < count]
+            batch = to_device(
+                data.batch(np.asarray(kept or [0], dtype=np.int64)), self.engine.device
+            )
+            loss, terms = self.engine.task.loss(self.engine.model, batch)
+            if kept and self.engine.slot.tensor == 0:
+                loss_sum, tokens = loss_sum + float(loss), tokens + terms
+        self.engine.model.train()
+        loss_sum, total = self.engine.sum_in_replica([loss_sum, float(tokens)])
+        self.link.evaluated(self.progress.step, loss_sum / max(1.0, total), int(total))

@@ -1,0 +1,94 @@
+"""What the loop and the control plane are to each other: what the loop is given, and what it tells.
+
+`elastic` implements `Link`; the same loop runs without a cluster on any other implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from trainer.commit import Commit
+from trainer.engine import Engine
+from trainer.heal import Newcomer
+from trainer.phases import Phase
+
+Place = Literal["store", "memory"]
+"""Where copies of the state go: the checkpoint store, or the memory of the nodes."""
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where a worker's state is in the run. It travels with the state in heals and checkpoints."""
+
+    step: int = 0
+    """Steps committed so far; the index of the next one."""
+    skipped_in_a_row: int = 0
+    """Committed steps, up to the last one, whose loss or gradient was not finite."""
+    last: Commit | None = None
+    """Outcome of step - 1, where this worker was there."""
+    in_step: bool = False
+    """Whether work on `step` has begun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """What the loop needs to know beyond `TrainConfig`."""
+
+    lanes: int
+    """Lanes of the run."""
+    save_every: int | None
+    """Steps between checkpoints."""
+    snapshot_every: int | None = None
+    """Steps between snapshots in the nodes' memory."""
+    compare_every: int | None
+    """Steps between comparisons of the replicas."""
+    max_nonfinite_steps: int
+    """Skipped steps in a row that end the run."""
+
+
+class Link(Protocol):
+    """What the loop needs from the control plane.
+
+    What is called within a step may neither block nor wait for an answer; `save`, `compared` and
+    `evaluated` come between steps, where the workers of a replica may agree on something.
+    """
+
+    def leave_now(self) -> bool:
+        """A fault was announced: abandon what waits for other replicas."""
+        ...
+
+    def leave_at_boundary(self) -> bool:
+        """A planned regroup was announced: leave together, after a commit."""
+        ...
+
+    def at_step(self, step: int, phase: Phase) -> None:
+        """The worker enters a phase of a step; heartbeats and injected faults hang here."""
+        ...
+
+    def committed(self, commit: Commit, lr: float, applied: bool) -> None:
+        """A step has been committed and, unless it was skipped as non-finite, applied."""
+        ...
+
+    def caught_up(self, newcomer: Newcomer) -> None:
+        """This worker, which had joined without state, has it now."""
+        ...
+
+    def heal_failed(self, reason: str) -> None:
+        """The state that this worker was to receive did not arrive."""
+        ...
+
+    def save(
+        self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
+    ) -> None:
+        """A copy of the state before `step` is due in each of `places`, from this worker."""
+        ...
+
+    def compared(self, step: int, checksums: list[int | None]) -> None:
+        """The checksums of this worker's slot in all replicas, by position, before `step`."""
+        ...
+
+    def evaluated(self, step: int, loss: float, tokens: int) -> None:
+        """The mean loss on the held-out data before `step`."""
+        ...

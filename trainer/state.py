@@ -1,0 +1,128 @@
+"""A worker's part of the model and optimizer state, as named tensors: what is saved, loaded,
+healed, held and compared.
+
+The names are those of a checkpoint: `param/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`. The tensors
+are the local slices themselves, so whoever fills them fills the model and the optimizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from checkpointing import Box, Reader, TensorSlice
+
+PARAMETERS, MOMENTS = "param/", ("exp_avg/", "exp_avg_sq/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldState:
+    """What a worker keeps of a broken replica."""
+
+    rank: int
+    """Its rank there."""
+    tensors: dict[str, torch.Tensor]
+    """`WorkerState.tensors`."""
+    gradient: torch.Tensor
+    """The reduced gradient of the step in progress; whole where the step was committed."""
+    optimizer_steps: int
+    """Steps that reached the weights."""
+
+
+class WorkerState:
+    """See the module.
+
+    Args:
+        leaves: what the optimizer works on, by the parameter's name: its local slice.
+        frozen: local slices that are not trained, by the parameter's name.
+        optimizer: holds the moments of each leaf.
+        slices: the box of the full tensor that each local slice is, by the parameter's name.
+        replicated: parameters that another worker of the replica saves.
+    """
+
+    def __init__(
+        self,
+        *,
+        leaves: Mapping[str, nn.Parameter],
+        frozen: Mapping[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        slices: Mapping[str, TensorSlice],
+        replicated: Set[str],
+    ) -> None:
+        self._leaves, self._frozen, self._optimizer = leaves, frozen, optimizer
+        self._slices, self._replicated = slices, replicated
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps that reached the weights; fewer than the committed ones where some were skipped."""
+        first = next(iter(self._leaves.values()))
+        return int(self._optimizer.state[first]["step"])
+
+    @optimizer_steps.setter
+    def optimizer_steps(self, steps: int) -> None:
+        for leaf in self._leaves.values():
+            self._optimizer.state[leaf]["step"].fill_(steps)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor by its name in a checkpoint: local slices, sharing their memory."""
+        state = {PARAMETERS + name: tensor for name, tensor in self._frozen.items()}
+        state |= {PARAMETERS + name: leaf.detach() for name, leaf in self._leaves.items()}
+        for prefix in MOMENTS:
+            key = prefix.rstrip("/")
+            for name, leaf in self._leaves.items():
+                state[prefix + name] = self._optimizer.state[leaf][key]
+        return state
+
+    def slices(self) -> dict[str, TensorSlice]:
+        """The box of the full tensor that each entry of `tensors` is."""
+        return {
+            name: replace(self._slices[name.split("/", 1)[1]], name=name) for name in self.tensors()
+        }
+
+    def to_save(self) -> list[tuple[TensorSlice, torch.Tensor]]:
+        """Copies on the host of what this worker writes: each unique slice once in the replica."""
+        slices = self.slices()
+        return [
+            (slices[name], tensor.detach().to("cpu", copy=True).reshape(slices[name].sizes))
+            for name, tensor in self.tensors().items()
+            if name.split("/", 1)[1] not in self._replicated
+        ]
+
+    def read(self, reader: Reader) -> dict[str, torch.Tensor]:
+        """This worker's boxes of a checkpoint, by name; the state stays as it is."""
+        slices = self.slices()
+        names = [name for name, tensor in self.tensors().items() if tensor.numel()]
+        boxes = [Box(name, slices[name].offsets, slices[name].sizes) for name in names]
+        return dict(zip(names, reader.read_many(boxes), strict=True))
+
+    @torch.no_grad()
+    def fill(self, values: Mapping[str, torch.Tensor], *, optimizer_steps: int) -> None:
+        """Takes over what `read` returned, or another worker's `tensors`."""
+        tensors = self.tensors()
+        for name, value in values.items():
+            tensors[name].copy_(value.reshape(tensors[name].shape))
+        self.optimizer_steps = optimizer_steps
+
+    def checksum(self) -> int:
+        """A cheap number over the state: one bit changed changes it. Waits for the device."""
+        words = [_words(tensor) for tensor in self.tensors().values() if tensor.numel()]
+        sums = torch.stack([word.sum(dtype=torch.int64) for word in words])
+        places = torch.arange(1, len(words) + 1, device=sums.device)
+        return int((sums * places).sum())
+
+    def digest(self) -> str:
+        """SHA-256 of the state, to compare replicas."""
+        total = hashlib.sha256()
+        for _, tensor in sorted(self.tensors().items()):
+            flat = tensor.detach().cpu().contiguous().view(-1)
+            total.update(flat.view(torch.uint8).numpy().data)
+        return total.hexdigest()
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor as integers."""
+    return tensor.view(-1).view(torch.int32 if tensor.nbytes % 4 == 0 else torch.uint8)
