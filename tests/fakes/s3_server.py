@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.request import Request, urlopen
 
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
+
+from checkpointing.stores.pace import shared_file
 
 BUCKET = "checkpoints"
 REGION = "us-east-1"
@@ -42,3 +46,11 @@ def s3_server() -> Iterator[str]:
             # What it holds belongs to the process, not to the server.
             urlopen(Request(f"{endpoint}/moto-api/reset", method="POST"), timeout=10).close()
             server.stop()
+
+
+def forget_pace(endpoint: str) -> None:
+    """Removes what other processes of a test have left in this machine's memory about a server."""
+    file = shared_file(f"{endpoint} {BUCKET}", Path("/dev/shm"))
+    file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # others have theirs there
+        file.parent.rmdir()

@@ -16,7 +16,7 @@ from pathlib import Path
 import boto3
 import pytest
 from fakes.s3_faults import FaultServer
-from fakes.s3_server import BUCKET, s3_server
+from fakes.s3_server import BUCKET, forget_pace, s3_server
 from gated_run import HALF, STEPS, gated_trainer
 from ray.train import RunConfig
 
@@ -30,7 +30,6 @@ from checkpointing import (
     open_store,
     params_sha256,
 )
-from checkpointing.stores.pace import shared_file
 from elastic import ConfigError
 from elastic.resume import run_directory
 
@@ -43,7 +42,7 @@ SEGMENT = re.compile(r"base/gated/d/[0-9a-f]{2}/r(\d{5})/(\d{12})-\d+-0/\d{5}\.s
 def faults() -> Iterator[FaultServer]:
     with s3_server() as endpoint, FaultServer(endpoint) as server:
         yield server
-        shared_file(f"{server.url} {BUCKET}").unlink(missing_ok=True)
+        forget_pace(server.url)
 
 
 @pytest.fixture

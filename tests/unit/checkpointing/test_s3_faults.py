@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
 from fakes.s3_faults import FaultServer
+from fakes.s3_server import forget_pace
 
 from checkpointing import (
     CorruptError,
@@ -240,7 +240,7 @@ def test_a_writer_killed_in_a_part_leaves_what_the_next_start_ends(
     finally:
         writer.kill()
         writer.wait()
-        shared_file(f"{config.endpoint_url} {config.bucket}", Path("/dev/shm")).unlink()
+        forget_pace(faults.url)
     assert open_uploads(config) == [config.prefix + "d/x"]
     assert s3.list("") == []
     assert s3.abort_unfinished() == ["d/x"]
