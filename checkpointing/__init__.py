@@ -54,6 +54,7 @@ from checkpointing.plan import check_coverage
 from checkpointing.retention import delete_checkpoint, plan_retention, sweep_uncommitted
 from checkpointing.snapshots import Snapshot, SnapshotIndex, find_newest, plan_other_node
 from checkpointing.stores import RangeSource, Store, open_store
+from checkpointing.stores.s3_config import S3Config
 
 if TYPE_CHECKING:
     from checkpointing.digest import params_sha256, tensors_sha256
@@ -82,6 +83,7 @@ __all__ = [
     "RangeSource",
     "Reader",
     "Receipt",
+    "S3Config",
     "Segment",
     "SliceError",
     "Snapshot",

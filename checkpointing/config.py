@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from checkpointing.errors import CheckpointConfigError
 from checkpointing.layout import SEGMENT_BYTES
+from checkpointing.stores.s3_config import S3Config
 
 Resume = Literal["auto", "never", "must"]
 
@@ -42,6 +43,10 @@ class CheckpointConfig:
     segment_bytes: int = SEGMENT_BYTES
     """Bound on the tensor bytes in one file of a checkpoint."""
 
+    store: str | S3Config | None = None
+    """Where checkpoints go: `s3://BUCKET/PREFIX`, below which every run has its name, or an
+    `S3Config` where a URL is not enough. None: the run's directory."""
+
     def __post_init__(self) -> None:
         if self.every_steps is not None:
             _at_least("every_steps", self.every_steps, 1)
@@ -53,6 +58,22 @@ class CheckpointConfig:
         _at_least("segment_bytes", self.segment_bytes, _MIN_SEGMENT_BYTES)
         self._check_resume()
         self._check_keep_every()
+        self._check_store()
+
+    def s3(self, run: str) -> S3Config | None:
+        """The store of the checkpoints of `run` on S3; None where they lie in its directory."""
+        if self.store is None:
+            return None
+        where = self.store if isinstance(self.store, S3Config) else S3Config(url=self.store)
+        return where.below(run)
+
+    def _check_store(self) -> None:
+        if isinstance(self.store, str):
+            S3Config(url=self.store)
+        elif self.store is not None and not isinstance(self.store, S3Config):
+            raise CheckpointConfigError(
+                "checkpoint.store", self.store, "not a store", "Write 's3://BUCKET/PREFIX'"
+            )
 
     def _check_resume(self) -> None:
         if self.resume not in get_args(Resume):

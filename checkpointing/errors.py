@@ -57,7 +57,7 @@ class MissingError(StoreError):
 
 
 class StoreUnavailableError(StoreError):
-    """The operating system or the service refuses; `errno` says how."""
+    """The operating system or the service refuses; `errno` says how, where there is one."""
 
     def __init__(self, where: str, errno: int | None, fact: str) -> None:
         super().__init__(where, fact)
@@ -65,7 +65,8 @@ class StoreUnavailableError(StoreError):
         self.errno = errno
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.fact} (errno {self.errno})."
+        errno = "" if self.errno is None else f" (errno {self.errno})"
+        return f"{self.where}: {self.fact}{errno}."
 
 
 class CorruptError(CheckpointError):

@@ -23,6 +23,7 @@ SEGMENT_BYTES = 512 << 20
 _STEP_IN_KEY = re.compile(
     r"(?:d/[0-9a-f]{2}/r\d{5,}/(?P<data>\d{12,})-|m/(?P<commit>\d{12,})\.json)"
 )
+_RANK_IN_KEY = re.compile(r"/d/[0-9a-f]{2}/r(\d{5,})/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +64,9 @@ class Keys:
             return None
         found = _STEP_IN_KEY.match(key, len(self.root))
         return int(found["data"] or found["commit"]) if found else None
+
+
+def rank_of(where: str) -> int | None:
+    """The rank whose segment a key or URL names; None for everything else."""
+    found = _RANK_IN_KEY.search(f"/{where}")
+    return int(found[1]) if found else None

@@ -43,8 +43,7 @@ def delete_checkpoint(store: Store, keys: Keys, step: int) -> None:
     except CorruptError:
         segments = []
     store.delete(keys.commit(step))
-    for key in segments:
-        store.delete(key)
+    store.delete_many(segments)
 
 
 def sweep_uncommitted(store: Store, keys: Keys, older_than_step: int) -> list[str]:
@@ -64,8 +63,7 @@ def sweep_uncommitted(store: Store, keys: Keys, older_than_step: int) -> list[st
         if step is not None and step < limit:
             by_step.setdefault(step, []).append(key)
     doomed = [k for step, found in by_step.items() for k in _unreferenced(store, keys, step, found)]
-    for key in doomed:
-        store.delete(key)
+    store.delete_many(doomed)
     return sorted(doomed)
 
 

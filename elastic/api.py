@@ -90,8 +90,9 @@ class ElasticTrainer:
         """Runs to the end.
 
         Returns:
-            Ray Train's Result; `metrics` holds the report's numbers, `checkpoint` the directory of
-            all checkpoints, `path` the run directory with the report and the records.
+            Ray Train's Result; `metrics` holds the report's numbers and, as `checkpoint_store`,
+            where the checkpoints lie; `checkpoint` is their directory, None where they lie on S3;
+            `path` is the run directory with the report and the records.
 
         Raises:
             ConfigError: before any worker starts.
@@ -99,7 +100,7 @@ class ElasticTrainer:
             RunFailedError: the run ended with an error; the message holds it, user tracebacks
                 included.
         """
-        with run_directory(self.run_config, self.checkpoint.resume) as paths:
+        with run_directory(self.run_config, self.checkpoint) as paths:
             stored, snapshot = find_checkpoint(paths), self._find_snapshot(paths)
             if snapshot is not None and stored is not None and snapshot.step <= stored.step:
                 snapshot = None
@@ -231,8 +232,12 @@ class ElasticTrainer:
         if error is not None:
             raise RunFailedError(error)
         return Result(
-            metrics={**report.to_json(), "task": dict(task.info)},
-            checkpoint=Checkpoint(str(paths.checkpoints)),
+            metrics={
+                **report.to_json(),
+                "task": dict(task.info),
+                "checkpoint_store": str(paths.checkpoints),
+            },
+            checkpoint=Checkpoint(str(paths.checkpoints)) if paths.store is None else None,
             error=None,
             path=str(paths.root),
         )

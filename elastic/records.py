@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpointing import Keys, Manifest, memory_folder, newest, open_store
+from checkpointing import Keys, Manifest, S3Config, memory_folder, newest, open_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,11 +15,13 @@ class RunPaths:
 
     root: Path
     """`storage_path/name`; checkpoints lie in `checkpoints`, the rest beside it."""
+    store: S3Config | None = None
+    """Where checkpoints lie instead, if they do."""
 
     @property
-    def checkpoints(self) -> Path:
-        """The checkpoint store."""
-        return self.root / "checkpoints"
+    def checkpoints(self) -> Path | S3Config:
+        """The checkpoint store, for `open_store`."""
+        return self.root / "checkpoints" if self.store is None else self.store
 
     @property
     def lock(self) -> Path:

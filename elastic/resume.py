@@ -14,9 +14,13 @@ from typing import IO
 from ray.train import RunConfig
 
 from checkpointing import (
+    CheckpointConfig,
+    CheckpointError,
     IncompatibleError,
     Keys,
     Manifest,
+    S3Config,
+    Store,
     StoreError,
     check_compatible,
     list_steps,
@@ -35,10 +39,11 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def run_directory(run_config: RunConfig, resume: Resume) -> Iterator[RunPaths]:
+def run_directory(run_config: RunConfig, checkpoint: CheckpointConfig) -> Iterator[RunPaths]:
     """The run directory, checked and held against other drivers while the context lasts.
 
-    For `resume="never"` an earlier run of this name is set aside first.
+    For `resume="never"` an earlier run of this name is set aside first. What killed writers of an
+    earlier start left in the checkpoint store is removed: while the lock is held there are none.
 
     Raises:
         ConfigError: the storage cannot be used, or a run of this name is going on.
@@ -48,16 +53,22 @@ def run_directory(run_config: RunConfig, resume: Resume) -> Iterator[RunPaths]:
         raise ConfigError(
             "run_config.storage_path",
             storage,
-            "this version stores in a local or shared directory",
-            "Use a directory that all nodes see",
+            "this version stores the records of a run in a local or shared directory",
+            "Use a directory that all nodes see, and checkpoint.store for checkpoints on S3",
         )
-    paths = RunPaths(root=Path(local_path(run_config), str(run_config.name)).absolute())
+    paths = RunPaths(
+        root=Path(local_path(run_config), str(run_config.name)).absolute(),
+        store=checkpoint.s3(str(run_config.name)),
+    )
     with ExitStack() as held:
         try:
             paths.root.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(_lock(paths, str(run_config.name)))
-            aside = paths.set_aside() if resume == "never" else None
-            open_store(paths.checkpoints).check_writable()
+            if paths.store is not None:
+                _check_s3(paths.store, checkpoint.resume)
+            aside = paths.set_aside() if checkpoint.resume == "never" else None
+            if paths.store is None:
+                _check_store(open_store(paths.checkpoints))
         except (OSError, StoreError) as error:
             raise ConfigError(
                 "run_config.storage_path",
@@ -68,6 +79,35 @@ def run_directory(run_config: RunConfig, resume: Resume) -> Iterator[RunPaths]:
         if aside is not None:
             log.warning("resume='never': the earlier run was moved to %s", aside)
         yield paths
+
+
+def _check_store(store: Store) -> None:
+    store.check_writable()
+    for key in store.abort_unfinished():
+        log.warning("removed what a killed writer had left of %s", key)
+
+
+def _check_s3(store: S3Config, resume: Resume) -> None:
+    """Raises ConfigError where checkpoints cannot be written, or those there could not stay."""
+    try:
+        opened = open_store(store)
+        _check_store(opened)
+        steps = list_steps(opened, Keys())
+    except CheckpointError as error:
+        raise ConfigError(
+            "checkpoint.store",
+            str(store),
+            f"it cannot be used: {error}",
+            "See examples/aws/README.md",
+        ) from error
+    if resume == "never" and steps:
+        raise ConfigError(
+            "checkpoint.resume",
+            resume,
+            f"{store} has checkpoints of an earlier run, up to step {steps[-1]}, and objects on S3 "
+            f"cannot be set aside",
+            "Use another run_config.name, or delete them",
+        )
 
 
 def _lock(paths: RunPaths, name: str) -> IO[bytes]:

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from checkpointing.errors import StoreError
 from checkpointing.stores.local import LocalStore
+from checkpointing.stores.s3_config import S3Config
 
 
 class Store(Protocol):
@@ -56,8 +57,20 @@ class Store(Protocol):
     def delete(self, key: str) -> None:
         """Removes an object; none under the key is fine."""
 
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Removes objects, in the order of `keys` or all at once."""
+
     def size(self, key: str) -> int:
         """Size in bytes. Raises MissingError."""
+
+    def abort_unfinished(self, prefix: str = "") -> builtins.list[str]:
+        """Removes what killed writers left of objects whose keys begin with `prefix`.
+
+        Ends the writes that are under way, too: for the start of a run, before it has writers.
+
+        Returns:
+            The keys that were being written.
+        """
 
     def check_writable(self) -> None:
         """Writes and removes a small object, so that a run can fail before it starts."""
@@ -70,19 +83,27 @@ class RangeSource(Protocol):
         """See `Store.get_range`."""
 
 
-def open_store(url_or_path: str | os.PathLike[str]) -> Store:
-    """The store at a `file://` URL or a plain path, which need not exist yet.
+def open_store(where: str | os.PathLike[str] | S3Config) -> Store:
+    """The store at an `s3://` or `file://` URL or a plain path, which need not exist yet.
+
+    Args:
+        where: the place; an `S3Config` where a URL does not say enough.
 
     Raises:
         StoreError: another scheme, or a `file://` URL of another host.
+        CheckpointConfigError: an `s3://` URL without a proper bucket.
     """
-    text = os.fspath(url_or_path)
+    if isinstance(where, S3Config):
+        from checkpointing.stores.s3 import S3Store  # boto3 takes a third of a second to import
+
+        return S3Store(where)
+    text = os.fspath(where)
     scheme, mark, _ = text.partition("://")
     if not mark:
         return LocalStore(Path(text).expanduser())
+    if scheme == "s3":
+        return open_store(S3Config(url=text))
     parts = urlsplit(text)
     if scheme != "file" or parts.netloc not in ("", "localhost") or not parts.path:
-        raise StoreError(
-            text, "this version stores in a local directory only: write file:///DIR or a plain path"
-        )
+        raise StoreError(text, "not a store: write s3://BUCKET/PREFIX, file:///DIR or a plain path")
     return LocalStore(Path(unquote(parts.path)))

@@ -15,7 +15,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from checkpointing.errors import MissingError, StoreError, StoreUnavailableError
+from checkpointing.errors import MissingError, StoreUnavailableError
+from checkpointing.stores.keys import check_key
+
+_UNFINISHED = ".part"
 
 _NEXT_KNOB = {
     errno.ENOSPC: "free space there, or store elsewhere",
@@ -69,7 +72,8 @@ class LocalStore:
 
     def list(self, prefix: str) -> builtins.list[str]:
         """See `Store.list`."""
-        directory = self._path(prefix.rpartition("/")[0])
+        parent = prefix.rpartition("/")[0]
+        directory = self._path(parent) if parent else self.root
         with self._errors(prefix, directory):
             keys = [path.relative_to(self.root).as_posix() for path in _files_below(directory)]
         return sorted(key for key in keys if key.startswith(prefix))
@@ -81,6 +85,11 @@ class LocalStore:
             path.unlink(missing_ok=True)
             if path.parent != self.root:
                 _remove_if_empty(path.parent)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """See `Store.delete_many`."""
+        for key in keys:
+            self.delete(key)
 
     def size(self, key: str) -> int:
         """See `Store.size`."""
@@ -94,12 +103,15 @@ class LocalStore:
         self.put(probe, [b"probe"])
         self.delete(probe)
 
+    def abort_unfinished(self, prefix: str = "") -> builtins.list[str]:
+        """See `Store.abort_unfinished`."""
+        parts = [key for key in self.list(prefix) if key.endswith(_UNFINISHED)]
+        self.delete_many(parts)
+        return sorted({key.rsplit(".", 2)[0] for key in parts})
+
     def _path(self, key: str) -> Path:
-        # Keys come from manifests too: one that climbs out of the root must not be followed.
-        parts = key.split("/") if key else []
-        if any(part in ("", ".", "..") for part in parts) or "\0" in key:
-            raise StoreError(key, "not a key: an empty, '.' or '..' part, or a zero byte")
-        return self.root.joinpath(*parts)
+        check_key(key)
+        return self.root / key
 
     @contextmanager
     def _errors(self, key: str, path: Path) -> Iterator[None]:
@@ -118,7 +130,7 @@ def _finished_file(
     target: Path, chunks: Iterable[bytes | memoryview]
 ) -> Iterator[tuple[Path, int]]:
     """Writes and syncs a file beside `target`; yields its path and size, and removes the path."""
-    part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
+    part = target.with_name(f"{target.name}.{uuid.uuid4().hex}{_UNFINISHED}")
     _make_directory(target.parent)
     try:
         size = 0

@@ -172,7 +172,7 @@ def test_must_resume_needs_a_checkpoint(text: Path, tmp_path: Path) -> None:
 
 def test_a_run_that_is_going_on_is_not_started_twice(text: Path, tmp_path: Path) -> None:
     with (
-        run_directory(RunConfig(name="run", storage_path=str(tmp_path)), "auto"),
+        run_directory(RunConfig(name="run", storage_path=str(tmp_path)), CheckpointConfig()),
         pytest.raises(ConfigError, match="a run of this name is going on"),
     ):
         tiny_trainer(text, tmp_path).fit()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing import CheckpointConfig, CheckpointConfigError
+from checkpointing import CheckpointConfig, CheckpointConfigError, S3Config
 
 
 def test_defaults() -> None:
@@ -28,6 +28,7 @@ def test_defaults() -> None:
         ({"keep_every": 250}, "keep_every"),
         ({"resume": "maybe"}, "resume"),
         ({"segment_bytes": 1000}, "segment_bytes"),
+        ({"store": 7}, "store"),
     ],
 )
 def test_refuses_what_cannot_work(given: dict[str, Any], field: str) -> None:
@@ -40,6 +41,15 @@ def test_refuses_what_cannot_work(given: dict[str, Any], field: str) -> None:
 def test_accepts_no_checkpoints_and_multiples() -> None:
     assert CheckpointConfig(every_steps=None, keep_every=7).every_steps is None
     assert CheckpointConfig(every_steps=50, keep_every=250).keep_every == 250
+
+
+def test_every_run_has_its_place_in_the_store() -> None:
+    assert CheckpointConfig().s3("run") is None
+    for store in ("s3://bucket/base", S3Config(url="s3://bucket/base/")):
+        assert CheckpointConfig(store=store).s3("run") == S3Config(url="s3://bucket/base/run")
+    for wrong in ("/a/path", "gs://bucket/x", "s3://"):
+        with pytest.raises(CheckpointConfigError, match=r"checkpoint\.store\.url = .*Write s3://"):
+            CheckpointConfig(store=wrong)
 
 
 def test_package_and_config_import_without_torch() -> None:

@@ -11,6 +11,7 @@ ALL = [
     errors.StoreError("s3://b", "no such scheme"),
     errors.MissingError("d/x", "no such object in /r"),
     errors.StoreUnavailableError("/r/d/x", 28, "No space left on device"),
+    errors.StoreUnavailableError("s3://b/d/x", None, "access denied"),
     errors.CorruptError("d/x", "its CRC32 differed twice", 3, (12, 16)),
     errors.CorruptError("m/x", "not a manifest"),
     errors.SliceError("w", "a gap"),

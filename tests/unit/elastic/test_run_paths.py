@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpointing import S3Config
 from elastic.records import RunPaths
 
 
@@ -15,7 +16,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 
 def fill(paths: RunPaths, text: str) -> None:
-    paths.checkpoints.mkdir(parents=True)
+    (paths.root / "checkpoints").mkdir(parents=True)
     paths.events.write_text(text)
 
 
@@ -53,3 +54,11 @@ def test_runs_set_aside_in_one_second_do_not_overwrite_each_other(
     stem = "run.before-20261120-101500"
     assert names == [stem, f"{stem}-2", f"{stem}-3"]
     assert sorted(path.name for path in paths.root.parent.iterdir()) == names
+
+
+def test_checkpoints_on_s3_are_all_that_lies_elsewhere(tmp_path: Path) -> None:
+    store = S3Config(url="s3://bucket/base/run")
+    paths = RunPaths(root=tmp_path / "run", store=store)
+    assert paths.checkpoints == store and str(paths.checkpoints) == "s3://bucket/base/run"
+    assert paths.events.parent == tmp_path / "run"
+    assert paths.memory == RunPaths(root=tmp_path / "run").memory

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing import CheckpointConfigError, S3Config, open_store
+from checkpointing.stores import pace
+from checkpointing.stores.s3 import S3Store
+
+
+def test_bucket_and_prefix() -> None:
+    for url, prefix in [
+        ("s3://our-bucket", ""),
+        ("s3://our-bucket/", ""),
+        ("s3://our-bucket/a", "a/"),
+        ("s3://our-bucket/a/b c/", "a/b c/"),
+    ]:
+        config = S3Config(url=url)
+        assert (config.bucket, config.prefix) == ("our-bucket", prefix)
+        assert S3Config(url=str(config)).prefix == prefix
+    assert str(S3Config(url="s3://our-bucket/a/").below("run")) == "s3://our-bucket/a/run"
+    assert S3Config(url="s3://our-bucket", region="eu-1").below("run").region == "eu-1"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"url": "http://bucket/x"}, "url"),
+        ({"url": "s3://"}, "url"),
+        ({"url": "s3://UPPER/x"}, "url"),
+        ({"url": "s3://key:hidden@bucket/x"}, "url"),
+        ({"url": "s3://bucket//x"}, "url"),
+        ({"url": "s3://bucket/../x"}, "url"),
+        ({"url": "s3://bucket/x?versionId=1"}, "url"),
+        ({"endpoint_url": "localhost:9000"}, "endpoint_url"),
+        ({"endpoint_url": "http://user:hidden@host"}, "endpoint_url"),
+        ({"encryption": "des"}, "encryption"),
+        ({"kms_key_id": "alias/x"}, "kms_key_id"),
+        ({"expected_owner": "1234"}, "expected_owner"),
+        ({"part_bytes": 1 << 20}, "part_bytes"),
+        ({"upload_threads": 0}, "upload_threads"),
+        ({"part_timeout_s": 0}, "part_timeout_s"),
+        ({"timeout_s": -1}, "timeout_s"),
+    ],
+)
+def test_refuses_what_cannot_work(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(CheckpointConfigError) as caught:
+        S3Config(**{"url": "s3://bucket/x", **given})
+    assert caught.value.field == f"checkpoint.store.{field}"
+    assert "hidden" not in str(caught.value) and "hidden" not in repr(caught.value)
+
+
+def test_open_store_takes_urls_and_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(pace, "SHARED", tmp_path)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for where in ("s3://bucket/run", S3Config(url="s3://bucket/run")):
+        store = open_store(where)
+        assert isinstance(store, S3Store)
+        assert (store.config.bucket, store.config.prefix) == ("bucket", "run/")
+    with pytest.raises(CheckpointConfigError, match="s3://BUCKET/PREFIX"):
+        open_store("s3:///run")
+
+
+def test_crosses_ray() -> None:
+    config = S3Config(url="s3://bucket/x", encryption="aws:kms", kms_key_id="alias/x")
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_nobody_pays_for_boto3_who_does_not_use_it() -> None:
+    code = (
+        "import sys, checkpointing; checkpointing.S3Config(url='s3://bucket/x');"
+        "checkpointing.open_store('/tmp/x'); sys.exit('boto3' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
