@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from checkpointing.boxes import TensorInfo
@@ -206,17 +208,17 @@ def _refuse_stale(last: Manifest | None, step: int, generation: int) -> None:
         raise StaleGenerationError(step, generation, last.step, last.generation)
 
 
-def _check_same(store: Store, keys: Keys, manifest: Manifest) -> None:
+def _check_same(store: Store, keys: Keys, manifest: Manifest) -> Manifest:
+    """What is committed already, where that is the same but for the time of the commit."""
     key = keys.commit(manifest.step)
-    raw = store.get(key)
-    if raw == manifest.to_bytes():
-        return
     try:
-        there = Manifest.from_bytes(raw, key)
+        there = Manifest.from_bytes(store.get(key), key)
     except CorruptError as error:
         raise AlreadyCommittedError(
             manifest.step, f"by a record not readable here: {error}"
         ) from error
+    if replace(there, committed_at=manifest.committed_at).to_bytes() == manifest.to_bytes():
+        return there
     raise AlreadyCommittedError(
         manifest.step,
         f"by generation {there.generation}, attempt {there.attempt}; this is generation "

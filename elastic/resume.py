@@ -22,6 +22,7 @@ from checkpointing import (
     list_steps,
     newest,
     open_store,
+    sweep_orphans,
 )
 from checkpointing.config import Resume
 from elastic.events import RegroupDone, read_events
@@ -127,6 +128,14 @@ def set_unreadable_aside(paths: RunPaths, manifest: Manifest | None) -> None:
             store.delete(key)
 
 
+def remove_orphans(paths: RunPaths, generation: int) -> None:
+    """Deletes segments that no checkpoint refers to, written before `generation`, the run's
+    first."""
+    removed = sweep_orphans(open_store(paths.checkpoints), Keys(), generation)
+    if removed:
+        log.info("%d segments of checkpoints that were never committed removed", len(removed))
+
+
 def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask, name: str) -> None:
     """Checks that a run with these settings continues the one that wrote `manifest`.
 
@@ -143,12 +152,13 @@ def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask, 
             f"Use {manifest.step} or more, another run_config.name, or resume='never'",
         )
     now = {
-        "train.seed": (state["seed"], train.seed),
-        "train.global_batch": (state["global_batch"], train.global_batch),
-        "train.lanes": (state["lanes"], train.lanes or state["lanes"]),
-        "train.task": (f"{state['samples']} samples", f"{len(task.train_data())} samples"),
+        "train.seed": ("seed", train.seed),
+        "train.global_batch": ("global_batch", train.global_batch),
+        "train.lanes": ("lanes", train.lanes or state.get("lanes")),
+        "train.task": ("samples", len(task.train_data())),
     }
-    for field, (before, value) in now.items():
+    for field, (key, value) in now.items():
+        before = state.get(key, value)  # an imported checkpoint belongs to no run yet
         if before != value:
             raise ConfigError(
                 field,
