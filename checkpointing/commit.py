@@ -68,10 +68,11 @@ def commit(
         receipts=receipts,
         training_state=training_state,
         versions=versions,
+        committed_at=time.time(),
     )
     _refuse_stale(newest(store, keys), step, generation)
     if not store.put_if_absent(keys.commit(step), manifest.to_bytes()):
-        _check_same(store, keys, manifest)
+        return _check_same(store, keys, manifest)
     return manifest
 
 
@@ -82,6 +83,7 @@ def build_manifest(
     receipts: Sequence[Receipt],
     training_state: Mapping[str, Any],
     versions: Mapping[str, str],
+    committed_at: float | None = None,
 ) -> Manifest:
     """What the receipts make together, checked. Pure; arguments as in `commit`.
 
@@ -101,6 +103,7 @@ def build_manifest(
         segments={s.key: s for receipt in receipts for s in receipt.segments},
         training_state=_as_json(step, training_state),
         versions=dict(versions),
+        committed_at=committed_at,
     )
 
 

@@ -15,7 +15,7 @@ commit".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -371,6 +371,9 @@ class TrainLoop:
             "lanes": self.config.lanes,
             "global_batch": self.train.global_batch,
             "samples": len(self.data),
+            "steps": self.train.steps,
+            "optimizer": asdict(self.train.optimizer),
+            "task": dict(self.engine.task.info),
         }
         self.link.save(self.progress.step, self.engine, state, places)
 
