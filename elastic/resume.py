@@ -3,13 +3,11 @@ part, before anything starts."""
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
 
 from ray.train import RunConfig
 
@@ -26,7 +24,7 @@ from checkpointing import (
 )
 from checkpointing.config import Resume
 from elastic.events import RegroupDone, read_events
-from elastic.records import RunPaths
+from elastic.records import RunPaths, hold_run
 from trainer.config import TrainConfig
 from trainer.engine import MOMENTS, PARAMETERS
 from trainer.errors import ConfigError
@@ -56,7 +54,7 @@ def run_directory(run_config: RunConfig, resume: Resume) -> Iterator[RunPaths]:
     with ExitStack() as held:
         try:
             paths.root.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(_lock(paths, str(run_config.name)))
+            held.enter_context(hold_run(paths))
             aside = paths.set_aside() if resume == "never" else None
             open_store(paths.checkpoints).check_writable()
         except (OSError, StoreError) as error:
@@ -69,22 +67,6 @@ def run_directory(run_config: RunConfig, resume: Resume) -> Iterator[RunPaths]:
         if aside is not None:
             log.warning("resume='never': the earlier run was moved to %s", aside)
         yield paths
-
-
-def _lock(paths: RunPaths, name: str) -> IO[bytes]:
-    """An open file that holds the run's lock; the system lets go of it when its process ends."""
-    file = paths.lock.open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ConfigError(
-            "run_config.name",
-            name,
-            f"a run of this name is going on: {paths.lock} is locked",
-            "Wait for it, or use another name",
-        ) from None
-    return file
 
 
 def local_path(run_config: RunConfig) -> str:
