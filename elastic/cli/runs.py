@@ -62,7 +62,7 @@ def find_step(store: Store, step: int | None) -> int:
         return last.step
     steps = list_steps(store, Keys())
     if step not in steps:
-        raise NotCommittedError(step, f"there are {', '.join(map(str, steps)) or 'none'}")
+        raise NotCommittedError(step, f"the run has {', '.join(map(str, steps)) or 'none'}")
     return step
 
 
