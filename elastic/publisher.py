@@ -93,6 +93,7 @@ class Publisher:
             training_state=training_state,
             versions=self._versions,
         )
+        self._surveyor.forget(first.step)  # somebody may have deleted an earlier one of this step
         return sum(segment.size_bytes for segment in manifest.segments.values())
 
     def _retire(self, newest: int) -> None:

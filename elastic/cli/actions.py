@@ -13,6 +13,8 @@ from checkpointing import (
     CorruptError,
     Keys,
     Store,
+    StoreError,
+    Verification,
     delete_checkpoint,
     list_steps,
     load_manifest,
@@ -85,10 +87,7 @@ def verify(options: argparse.Namespace) -> int:
     checked = verify_checkpoint(
         store, _KEYS, step, threads=options.threads, progress=_progress(sys.stderr)
     )
-    if checked.findings:
-        forget_verified(store, _KEYS, step)
-    elif checked.manifest is not None:
-        note_verified(store, _KEYS, checked.manifest)
+    _note(store, checked)
     if options.json:
         findings = [{"key": f.key, "check": f.check, "fact": f.fact} for f in checked.findings]
         print(json.dumps({"step": step, "bytes": checked.size_bytes, "findings": findings}))
@@ -96,10 +95,21 @@ def verify(options: argparse.Namespace) -> int:
     for finding in checked.findings:
         print(f"elastic: {finding}", file=sys.stderr)
     if checked.findings:
-        print(f"step {step}: {len(checked.findings)} findings; restore another step")
+        print(f"step {step}: {len(checked.findings)} checks failed; restore another step")
         return 1
     print(f"step {step}: {human_bytes(checked.size_bytes)} read and checked, nothing wrong")
     return 0
+
+
+def _note(store: Store, checked: Verification) -> None:
+    """Keeps the outcome beside the checkpoint; whoever may only read can verify, too."""
+    try:
+        if checked.findings:
+            forget_verified(store, _KEYS, checked.step)
+        elif checked.manifest is not None:
+            note_verified(store, _KEYS, checked.manifest)
+    except StoreError as error:
+        _tell([f"the outcome is not noted: {error}"])
 
 
 def _progress(stream: Any) -> Callable[[int, int], None]:

@@ -96,7 +96,6 @@ def commit_incoming(
     generation, attempt = 0 if last is None else last.generation, secrets.randbits(31)
     receipts: list[Receipt] = []
     for number, batch in enumerate(_batches(incoming, segment_bytes)):
-        slices = [(item.part, _as_dtype(item)) for item in batch]
         receipts.append(
             write_slices(
                 store,
@@ -105,7 +104,7 @@ def commit_incoming(
                 step=step,
                 generation=generation,
                 attempt=attempt,
-                slices=slices,
+                slices=[(item.part, _as_dtype(item)) for item in batch],
                 segment_bytes=segment_bytes,
             )
         )

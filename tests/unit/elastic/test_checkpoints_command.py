@@ -129,7 +129,7 @@ def test_a_failed_verify_exits_with_1(run: Path, capsys: pytest.CaptureFixture[s
     status, out, err = ask(capsys, "verify", run, 7)
     assert status == 1
     assert f"elastic: {key}: crc32: block" in err
-    assert "1 findings" in out
+    assert "1 checks failed" in out
     assert (
         json.loads(ask(capsys, "list", run, "--json")[1])["checkpoints"][0]["verified_at"] is None
     )
