@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from checkpointing import Reader, TensorSlice
 from checkpointing.dtypes import item_bytes
@@ -113,12 +114,15 @@ def _finished_config(config: Mapping[str, Any], parts: Sequence[TensorSlice]) ->
 def _copy_tokenizer(training_state: Mapping[str, Any], directory: Path) -> list[str]:
     task = training_state.get("task")
     path = task.get("tokenizer") if isinstance(task, Mapping) else None
-    if not isinstance(path, str) or not Path(path).is_file():
-        return [f"No tokenizer was written: the run's ({path}) is not there."]
-    shutil.copyfile(path, directory / "tokenizer.json")
+    if not isinstance(path, str):
+        return ["No tokenizer was written: the checkpoint names none."]
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    except Exception as error:  # the library raises bare Exception
+        return [f"No tokenizer was written: {path} cannot be read ({error})."]
+    tokenizer.save(str(directory / "tokenizer.json"))
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    added = json.loads(Path(path).read_text(encoding="utf-8")).get("added_tokens") or []
-    if any(token.get("content") == END_OF_TEXT for token in added):
+    if tokenizer.token_to_id(END_OF_TEXT) is not None:
         settings["eos_token"] = END_OF_TEXT
     _write_json(directory / "tokenizer_config.json", settings)
     return []

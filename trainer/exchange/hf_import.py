@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -42,7 +41,7 @@ def import_hf(store: Store, keys: Keys, source: Path, *, step: int) -> Manifest:
     state = {
         "optimizer_steps": 0,
         "imported": {"from": "hf", "path": str(source)},
-        "task": {"model": json.loads(json.dumps(config))},
+        "task": {"model": config},
     }
     return commit_incoming(store, keys, incoming, step=step, training_state=state)
 

@@ -97,6 +97,7 @@ def finished_directory(target: Path) -> Iterator[Path]:
     Raises:
         ExchangeError: there is something at `target` already, or it cannot be written.
     """
+    target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ExchangeError(str(target), "it exists and is not empty", "Name another directory")
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")

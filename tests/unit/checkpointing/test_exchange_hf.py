@@ -60,6 +60,9 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert loaded("two one")["input_ids"] == tokenizer.encode("two one").ids
     assert loaded.eos_token == "<|endoftext|>"
+    file.write_text("{}")
+    (remark,) = export_hf(Reader(store, load_manifest(store, KEYS, STEP)), tmp_path / "again")
+    assert str(file) in remark
 
 
 def test_pieces_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def only_finding(store: LocalStore) -> tuple[str, str, str]:
-    checked = verify_checkpoint(store, KEYS, STEP)
+    checked = verify_checkpoint(store, KEYS, STEP, threads=1)
     (finding,) = checked.findings
     return finding.key, finding.check, finding.fact
 
@@ -227,6 +227,14 @@ def test_a_manifest_that_was_written_wrong(store: LocalStore) -> None:
     assert check_of({1: [1]}) == {"coverage", "bounds"}
     assert check_of({4: row[4] + 8}) == {"bounds"}
     assert check_of({3: row[3] + 10**6, 4: row[4] + 10**6}) == {"bounds"}
+
+
+def test_a_manifest_from_before_its_time_was_kept(store: LocalStore) -> None:
+    body = json.loads(store.get(KEYS.commit(STEP)))
+    del body["sha256"], body["committed_at"]
+    store.put(KEYS.commit(STEP), [seal(body)])
+    assert load_manifest(store, KEYS, STEP).committed_at is None
+    assert verify_checkpoint(store, KEYS, STEP).findings == ()
 
 
 def test_a_store_that_refuses_is_a_finding(store: LocalStore) -> None:
