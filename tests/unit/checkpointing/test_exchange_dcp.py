@@ -166,3 +166,40 @@ def test_no_pickle_runs(tmp_path: Path) -> None:
     with pytest.raises(ExchangeError, match=r"distcp: \S+ cannot be read at byte"):
         import_dcp(open_store(tmp_path / "run"), KEYS, directory, step=5)
     assert not owned.exists()
+
+
+def test_tensors_in_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.exchange import dcp_export, pieces
+
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 256)
+    monkeypatch.setattr(dcp_export, "_FILE_BYTES", 20_000)
+    tiny = make_tiny(steps=1)
+    directory = exported(tiny, tmp_path)
+    assert len(list(directory.glob("*.distcp"))) > 3
+    chunks = [tensor.chunks for tensor in read_metadata(directory).tensors.values()]
+    assert max(map(len, chunks)) > 8
+    weights = {name: torch.zeros_like(t) for name, t in tiny.model.state_dict().items()}
+    dcp.load(weights, checkpoint_id=directory, no_dist=True)
+    for name, tensor in tiny.model.state_dict().items():
+        assert torch.equal(weights[name], tensor)
+    manifest, _ = import_dcp(open_store(tmp_path / "again"), KEYS, directory, step=None)
+    reader = Reader(open_store(tmp_path / "again"), manifest)
+    for name, tensor in state_of(tiny).items():
+        assert torch.equal(reader.read_full(name), tensor)
+
+
+def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
+    """Also where torch would load it without a word."""
+    tiny = make_tiny(steps=1)
+    directory = tmp_path / "dcp"
+    dcp.save(tiny.model.state_dict(), checkpoint_id=directory, no_dist=True)
+    (file,) = directory.glob("*.distcp")
+    good = file.read_bytes()
+    values = tiny.model.lm_head.weight.detach().numpy().tobytes()
+    at = good.index(values) + 100
+    flipped = good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :]
+    for raw, fact in ((flipped, "CRC32"), (good[: len(good) // 2], "cannot be read at byte")):
+        file.write_bytes(raw)
+        with pytest.raises(ExchangeError, match=rf"__0_0\.distcp: .*{fact}"):
+            import_dcp(open_store(tmp_path / "again"), KEYS, directory, step=3)
+    assert open_store(tmp_path / "again").list("m/") == []
