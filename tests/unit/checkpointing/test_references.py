@@ -183,6 +183,19 @@ def test_pins_hold_until_taken_back(store: LocalStore) -> None:
     assert pinned_steps(store, KEYS) == frozenset()
 
 
+def test_a_pin_that_a_whole_deletion_overtakes(store: LocalStore) -> None:
+    class Slow(LocalStore):
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            delete_checkpoint(LocalStore(self.root), KEYS, 10)
+            return super().put_if_absent(key, data)
+
+    publish(store, 10)
+    publish(store, 20)
+    with pytest.raises(NotCommittedError):
+        pin(Slow(store.root), KEYS, 10)
+    assert store.list("m/") == [KEYS.commit(20)]
+
+
 @pytest.mark.parametrize("after", range(1, 8))
 def test_a_pin_in_the_middle_of_a_deletion(store: LocalStore, after: int) -> None:
     """Wherever the pin comes, either it holds and all is there, or it fails and is not there."""
