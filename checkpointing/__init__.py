@@ -54,8 +54,6 @@ from checkpointing.layout import Keys
 from checkpointing.manifest import Manifest, Receipt, Segment
 from checkpointing.plan import check_coverage
 from checkpointing.retention import (
-    Survey,
-    Surveyor,
     delete_checkpoint,
     plan_retention,
     plan_segments,
@@ -65,6 +63,7 @@ from checkpointing.retention import (
 )
 from checkpointing.snapshots import Snapshot, SnapshotIndex, find_newest, plan_other_node
 from checkpointing.stores import RangeSource, Store, open_store
+from checkpointing.survey import Survey, Surveyor
 from checkpointing.verified import note_verified, verified_at
 from checkpointing.verify import Finding, Verification, verify_checkpoint
 
