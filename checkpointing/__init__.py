@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from checkpointing.boxes import Box, TensorInfo, TensorSlice
+from checkpointing.claims import pin, pinned_steps, unpin
 from checkpointing.commit import (
     build_manifest,
     check_compatible,
@@ -33,6 +34,7 @@ from checkpointing.errors import (
     IncompatibleError,
     MissingError,
     NotCommittedError,
+    ProtectedError,
     SliceError,
     StaleGenerationError,
     StoreError,
@@ -51,10 +53,20 @@ from checkpointing.host_memory import (
 from checkpointing.layout import Keys
 from checkpointing.manifest import Manifest, Receipt, Segment
 from checkpointing.plan import check_coverage
-from checkpointing.retention import delete_checkpoint, plan_retention, sweep_uncommitted
+from checkpointing.retention import (
+    delete_checkpoint,
+    plan_retention,
+    plan_segments,
+    retire,
+    sweep_orphans,
+    sweep_uncommitted,
+)
 from checkpointing.snapshots import Snapshot, SnapshotIndex, find_newest, plan_other_node
 from checkpointing.stores import RangeSource, Store, open_store
 from checkpointing.stores.s3_config import S3Config
+from checkpointing.survey import Survey, Surveyor
+from checkpointing.verified import note_verified, verified_at
+from checkpointing.verify import Finding, Verification, verify_checkpoint
 
 if TYPE_CHECKING:
     from checkpointing.digest import params_sha256, tensors_sha256
@@ -75,11 +87,13 @@ __all__ = [
     "CheckpointConfigError",
     "CheckpointError",
     "CorruptError",
+    "Finding",
     "IncompatibleError",
     "Keys",
     "Manifest",
     "MissingError",
     "NotCommittedError",
+    "ProtectedError",
     "RangeSource",
     "Reader",
     "Receipt",
@@ -93,8 +107,11 @@ __all__ = [
     "Store",
     "StoreError",
     "StoreUnavailableError",
+    "Survey",
+    "Surveyor",
     "TensorInfo",
     "TensorSlice",
+    "Verification",
     "build_manifest",
     "check_compatible",
     "check_coverage",
@@ -107,16 +124,25 @@ __all__ = [
     "load_manifest",
     "memory_folder",
     "newest",
+    "note_verified",
     "open_memory",
     "open_store",
     "params_sha256",
+    "pin",
+    "pinned_steps",
     "plan_other_node",
     "plan_retention",
+    "plan_segments",
+    "retire",
     "settle_snapshot",
+    "sweep_orphans",
     "sweep_snapshots",
     "sweep_uncommitted",
     "take_stock",
     "tensors_sha256",
+    "unpin",
+    "verified_at",
+    "verify_checkpoint",
     "write_slices",
 ]
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from checkpointing.boxes import TensorInfo
@@ -66,10 +68,11 @@ def commit(
         receipts=receipts,
         training_state=training_state,
         versions=versions,
+        committed_at=time.time(),
     )
     _refuse_stale(newest(store, keys), step, generation)
     if not store.put_if_absent(keys.commit(step), manifest.to_bytes()):
-        _check_same(store, keys, manifest)
+        return _check_same(store, keys, manifest)
     return manifest
 
 
@@ -80,6 +83,7 @@ def build_manifest(
     receipts: Sequence[Receipt],
     training_state: Mapping[str, Any],
     versions: Mapping[str, str],
+    committed_at: float | None = None,
 ) -> Manifest:
     """What the receipts make together, checked. Pure; arguments as in `commit`.
 
@@ -99,6 +103,7 @@ def build_manifest(
         segments={s.key: s for receipt in receipts for s in receipt.segments},
         training_state=_as_json(step, training_state),
         versions=dict(versions),
+        committed_at=committed_at,
     )
 
 
@@ -206,17 +211,17 @@ def _refuse_stale(last: Manifest | None, step: int, generation: int) -> None:
         raise StaleGenerationError(step, generation, last.step, last.generation)
 
 
-def _check_same(store: Store, keys: Keys, manifest: Manifest) -> None:
+def _check_same(store: Store, keys: Keys, manifest: Manifest) -> Manifest:
+    """What is committed already, where that is the same but for the time of the commit."""
     key = keys.commit(manifest.step)
-    raw = store.get(key)
-    if raw == manifest.to_bytes():
-        return
     try:
-        there = Manifest.from_bytes(raw, key)
+        there = Manifest.from_bytes(store.get(key), key)
     except CorruptError as error:
         raise AlreadyCommittedError(
             manifest.step, f"by a record not readable here: {error}"
         ) from error
+    if replace(there, committed_at=manifest.committed_at).to_bytes() == manifest.to_bytes():
+        return there
     raise AlreadyCommittedError(
         manifest.step,
         f"by generation {there.generation}, attempt {there.attempt}; this is generation "

@@ -31,7 +31,8 @@ class CheckpointConfig:
     four times a node's share of the state in /dev/shm; None takes no snapshots."""
 
     keep_last: int = 2
-    """How many of the newest checkpoints stay; the newest one always does."""
+    """How many of the newest checkpoints stay. Pinned ones stay beside them, and so do the newest
+    one and the newest verified one."""
 
     keep_every: int | None = None
     """Checkpoints at multiples of this many steps stay for good; None keeps none for good."""

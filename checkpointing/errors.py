@@ -10,6 +10,7 @@ CheckpointError
 ├── NotCommittedError         no checkpoint at that step, or one that cannot become one
 ├── AlreadyCommittedError     the step has another checkpoint
 ├── StaleGenerationError      a newer roster has committed; this writer belongs to an old one
+├── ProtectedError            a checkpoint that must stay: pinned, or the last one that is sound
 └── IncompatibleError         the checkpoint is of another model
 
 A message is the fact, the numbers, and the next knob. All of them survive pickling, because they
@@ -151,6 +152,17 @@ class StaleGenerationError(CheckpointError):
             f"{self.newest_generation} has committed step {self.newest_step}. This writer belongs "
             f"to an old roster; join again."
         )
+
+
+class ProtectedError(CheckpointError):
+    """The checkpoint of `step` must not be deleted; `fix` says what lifts that."""
+
+    def __init__(self, step: int, fact: str, fix: str) -> None:
+        super().__init__(step, fact, fix)
+        self.step, self.fact, self.fix = step, fact, fix
+
+    def __str__(self) -> str:
+        return f"step {self.step} was not deleted: {self.fact}. {self.fix}."
 
 
 class IncompatibleError(CheckpointError):

@@ -2,6 +2,8 @@
 
     {prefix}/d/{hh}/r{rank:05}/{step:012}-{generation}-{attempt}/{segment:05}.safetensors
     {prefix}/m/{step:012}.json
+    {prefix}/m/{step:012}.claim        whoever decides the checkpoint's fate (claims.py)
+    {prefix}/m/{step:012}.verified     that every byte of it was read and checked (verified.py)
 
 `hh` is two hex digits of a hash of the rank. It stands before the step because S3 scales by key
 prefix: entropy first spreads the ranks, and the same prefixes stay warm from save to save. A store
@@ -21,9 +23,11 @@ SEGMENT_BYTES = 512 << 20
 """Default bound on the tensor bytes in one segment."""
 
 _STEP_IN_KEY = re.compile(
-    r"(?:d/[0-9a-f]{2}/r\d{5,}/(?P<data>\d{12,})-|m/(?P<commit>\d{12,})\.json)"
+    r"(?:d/[0-9a-f]{2}/r\d{5,}/(?P<data>\d{12,})-|m/(?P<record>\d{12,})\.(?:json|claim|verified))"
 )
 _RANK_IN_KEY = re.compile(r"/d/[0-9a-f]{2}/r(\d{5,})/")
+
+_WRITER_IN_KEY = re.compile(r"d/[0-9a-f]{2}/r\d{5,}/\d{12,}-(?P<generation>\d+)-\d+/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +56,31 @@ class Keys:
         """Key of the commit record of `step`."""
         return f"{self.commits}{step:012}.json"
 
+    def claim(self, step: int) -> str:
+        """Key of what pins the checkpoint of `step`, or says that it is being deleted."""
+        return f"{self.commits}{step:012}.claim"
+
+    def verified(self, step: int) -> str:
+        """Key of the note that the checkpoint of `step` has been verified."""
+        return f"{self.commits}{step:012}.verified"
+
     def segment(self, *, rank: int, step: int, generation: int, attempt: int, index: int) -> str:
         """Key of a writer's segment number `index`."""
         spread = hashlib.sha256(str(rank).encode()).hexdigest()[:2]
         attempt_dir = f"{step:012}-{generation}-{attempt}"
         return f"{self.data}{spread}/r{rank:05}/{attempt_dir}/{index:05}.safetensors"
 
+    def generation_of(self, key: str) -> int | None:
+        """The generation that wrote a segment; None for every other key."""
+        found = _WRITER_IN_KEY.match(key, len(self.root)) if key.startswith(self.root) else None
+        return int(found["generation"]) if found else None
+
     def step_of(self, key: str) -> int | None:
         """The step a key belongs to, leftovers of a killed writer included; None if foreign."""
         if not key.startswith(self.root):
             return None
         found = _STEP_IN_KEY.match(key, len(self.root))
-        return int(found["data"] or found["commit"]) if found else None
+        return int(found["data"] or found["record"]) if found else None
 
 
 def rank_of(where: str) -> int | None:

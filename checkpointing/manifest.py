@@ -114,6 +114,9 @@ class Manifest:
     """What the trainer wants back besides tensors; JSON values."""
     versions: Mapping[str, str]
     """Versions of the libraries that wrote it."""
+    committed_at: float | None = None
+    """When it was committed, in seconds since 1970 by the committer's clock; None where it was not
+    recorded. For people: nothing is decided by it."""
 
     def to_bytes(self) -> bytes:
         """The record as stored; equal manifests have equal bytes."""
@@ -125,6 +128,7 @@ class Manifest:
             "attempt": self.attempt,
             "training_state": self.training_state,
             "versions": self.versions,
+            "committed_at": self.committed_at,
             "segments": [asdict(self.segments[key]) for key in numbers],
             "tensors": {
                 name: {
@@ -186,6 +190,7 @@ def _from_body(body: Mapping[str, Any]) -> Manifest:
         segments={segment.key: segment for segment in segments},
         training_state=body["training_state"],
         versions=body["versions"],
+        committed_at=body.get("committed_at"),
     )
 
 

@@ -33,6 +33,7 @@ from elastic.resume import (
     check_found,
     last_generation,
     local_path,
+    remove_orphans,
     run_directory,
     set_unreadable_aside,
 )
@@ -107,7 +108,8 @@ class ElasticTrainer:
             manifest = stored if snapshot is None else snapshot.manifest
             check_found(paths, self.checkpoint.resume, manifest)
             if manifest is not None and self.train.lanes is None:
-                self.lanes = int(manifest.training_state["lanes"])  # they belong to the run
+                # They belong to the run; an imported checkpoint has none.
+                self.lanes = int(manifest.training_state.get("lanes", self.lanes))
             self.train.check(self.lanes)
             cache = default_cache_dir(local_path(self.run_config))
             task = self.train.task.prepare(self.train, cache)
@@ -116,6 +118,7 @@ class ElasticTrainer:
             _connect()
             plan = wait_for_workers(self.scaling, self.train.parallel)
             set_unreadable_aside(paths, stored)
+            remove_orphans(paths, last_generation(paths, manifest) + 1)
             config = self._coordinator_config(paths, stored, snapshot, plan, task)
             coordinator = start_actor(
                 Coordinator, config, max_concurrency=MOST_CALLS, restarts=True

@@ -12,12 +12,10 @@ from checkpointing import (
     CheckpointError,
     Keys,
     Receipt,
+    Surveyor,
     commit,
-    delete_checkpoint,
-    list_steps,
     open_store,
-    plan_retention,
-    sweep_uncommitted,
+    retire,
 )
 from elastic.records import RunPaths
 
@@ -47,7 +45,8 @@ class Publisher:
         self._paths, self._config, self._versions = paths, config, versions
         self._workers = workers
         self._receipts: dict[tuple[int, int], dict[int, Receipt]] = {}
-        self._committing = asyncio.Lock()
+        self._committing, self._retiring = asyncio.Lock(), asyncio.Lock()
+        self._surveyor = Surveyor(store=open_store(paths.checkpoints), keys=Keys())
         self._saved = {newest} if newest else set()
 
     def saved(self, step: int) -> bool:
@@ -77,7 +76,8 @@ class Publisher:
         for attempt in [a for a in self._receipts if a[0] <= receipt.step]:
             del self._receipts[attempt]  # they will not be completed, or too late
         try:
-            await asyncio.to_thread(self._retire, receipt.step)
+            async with self._retiring:
+                await asyncio.to_thread(self._retire, receipt.step)
         except CheckpointError as error:
             log.warning("old checkpoints could not be deleted: %s", error)
         return size
@@ -93,11 +93,13 @@ class Publisher:
             training_state=training_state,
             versions=self._versions,
         )
+        self._surveyor.forget(first.step)  # somebody may have deleted an earlier one of this step
         return sum(segment.size_bytes for segment in manifest.segments.values())
 
     def _retire(self, newest: int) -> None:
-        store, keys = open_store(self._paths.checkpoints), Keys()
-        keep_last, keep_every = self._config.keep_last, self._config.keep_every
-        for step in plan_retention(list_steps(store, keys), keep_last, keep_every, ()):
-            delete_checkpoint(store, keys, step)
-        sweep_uncommitted(store, keys, newest)
+        retire(
+            self._surveyor,
+            keep_last=self._config.keep_last,
+            keep_every=self._config.keep_every,
+            older_than_step=newest,
+        )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from checkpointing import Keys, Manifest, S3Config, memory_folder, newest, open_store
+from trainer.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,3 +69,23 @@ class RunPaths:
 def find_checkpoint(paths: RunPaths) -> Manifest | None:
     """The newest checkpoint that can be read; None for a new run."""
     return newest(open_store(paths.checkpoints), Keys())
+
+
+def hold_run(paths: RunPaths) -> IO[bytes]:
+    """An open file that holds the run's lock; the system lets go of it when its process ends.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    file = paths.lock.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            "run_config.name",
+            paths.root.name,
+            f"a run of this name is going on: {paths.lock} is locked",
+            "Wait for it, or use another name",
+        ) from None
+    return file

@@ -3,13 +3,11 @@ part, before anything starts."""
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
 
 from ray.train import RunConfig
 
@@ -25,11 +23,12 @@ from checkpointing import (
     check_compatible,
     list_steps,
     open_store,
+    sweep_orphans,
 )
 from checkpointing.config import Resume
 from elastic.event_log import read_events
 from elastic.events import RegroupDone
-from elastic.records import RunPaths
+from elastic.records import RunPaths, hold_run
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.state import MOMENTS, PARAMETERS
@@ -63,7 +62,7 @@ def run_directory(run_config: RunConfig, checkpoint: CheckpointConfig) -> Iterat
     with ExitStack() as held:
         try:
             paths.root.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(_lock(paths, str(run_config.name)))
+            held.enter_context(hold_run(paths))
             if paths.store is not None:
                 _check_s3(paths.store, checkpoint.resume)
             aside = paths.set_aside() if checkpoint.resume == "never" else None
@@ -110,22 +109,6 @@ def _check_s3(store: S3Config, resume: Resume) -> None:
         )
 
 
-def _lock(paths: RunPaths, name: str) -> IO[bytes]:
-    """An open file that holds the run's lock; the system lets go of it when its process ends."""
-    file = paths.lock.open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ConfigError(
-            "run_config.name",
-            name,
-            f"a run of this name is going on: {paths.lock} is locked",
-            "Wait for it, or use another name",
-        ) from None
-    return file
-
-
 def local_path(run_config: RunConfig) -> str:
     """`storage_path` as a plain path."""
     return str(run_config.storage_path).removeprefix("file://")
@@ -162,6 +145,14 @@ def set_unreadable_aside(paths: RunPaths, manifest: Manifest | None) -> None:
             store.delete(key)
 
 
+def remove_orphans(paths: RunPaths, generation: int) -> None:
+    """Deletes segments that no checkpoint refers to, written before `generation`, the run's
+    first."""
+    removed = sweep_orphans(open_store(paths.checkpoints), Keys(), generation)
+    if removed:
+        log.info("%d segments of checkpoints that were never committed removed", len(removed))
+
+
 def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask, name: str) -> None:
     """Checks that a run with these settings continues the one that wrote `manifest`.
 
@@ -178,12 +169,13 @@ def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask, 
             f"Use {manifest.step} or more, another run_config.name, or resume='never'",
         )
     now = {
-        "train.seed": (state["seed"], train.seed),
-        "train.global_batch": (state["global_batch"], train.global_batch),
-        "train.lanes": (state["lanes"], train.lanes or state["lanes"]),
-        "train.task": (f"{state['samples']} samples", f"{len(task.train_data())} samples"),
+        "train.seed": ("seed", train.seed),
+        "train.global_batch": ("global_batch", train.global_batch),
+        "train.lanes": ("lanes", train.lanes or state.get("lanes")),
+        "train.task": ("samples", len(task.train_data())),
     }
-    for field, (before, value) in now.items():
+    for field, (key, value) in now.items():
+        before = state.get(key, value)  # an imported checkpoint belongs to no run yet
         if before != value:
             raise ConfigError(
                 field,

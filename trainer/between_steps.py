@@ -7,6 +7,7 @@ something, and wait for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -87,6 +88,9 @@ class BetweenSteps:
             "lanes": self.config.lanes,
             "global_batch": self.train.global_batch,
             "samples": self.samples,
+            "steps": self.train.steps,
+            "optimizer": asdict(self.train.optimizer),
+            "task": dict(self.engine.task.info),
         }
         self.link.save(self.progress.step, self.engine, state, places)
 

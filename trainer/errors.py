@@ -5,6 +5,7 @@ TrainerError
 ├── NonFiniteError       too many steps in a row had a non-finite loss or gradient
 ├── LedgerError          (samples.py) a step committed other samples than it should have
 ├── TokensCorruptError   (data/index.py) a token file is not what its index says
+├── ExchangeError        a model or state of another system that cannot be read or written
 └── CrossGroupLost       a collective across replicas failed or was abandoned: a regroup is due
 
 A message is the fact, the numbers, and the next knob. All of them survive pickling, because they
@@ -51,6 +52,23 @@ class NonFiniteError(TrainerError):
             f"gradient; the samples of step {self.step} are [{shown}]. Look at them, lower "
             f"train.optimizer.lr, or raise health.max_nonfinite_steps."
         )
+
+
+class ExchangeError(TrainerError):
+    """A model or state cannot be taken from, or handed to, another system.
+
+    Args:
+        where: the directory or file.
+        fact: why, with the numbers.
+        fix: what to do instead.
+    """
+
+    def __init__(self, where: str, fact: str, fix: str) -> None:
+        super().__init__(where, fact, fix)
+        self.where, self.fact, self.fix = where, fact, fix
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.fact}. {self.fix}."
 
 
 class CrossGroupLost(TrainerError):

@@ -225,6 +225,7 @@ class CustomTask:
                 "it keeps running statistics, which are neither healed nor saved",
                 "Use track_running_stats=False, or a normalisation without statistics",
             )
+        _check_json(self.info)
         if not any(param.requires_grad for param in model.parameters()):
             raise ConfigError(
                 "train.task.build_model",
@@ -265,6 +266,16 @@ class CustomTask:
         from trainer.data import MapDataset
 
         return None if self.eval_dataset is None else MapDataset(self.eval_dataset)
+
+
+def _check_json(info: Mapping[str, Any]) -> None:
+    """It goes into every checkpoint, which holds no pickle."""
+    try:
+        json.dumps(dict(info), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "train.task.info", info, f"not JSON: {error}", "Keep numbers, texts and lists in it"
+        ) from error
 
 
 def _move_parameters_to_meta(model: nn.Module) -> None:

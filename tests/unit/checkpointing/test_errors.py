@@ -18,6 +18,7 @@ ALL = [
     errors.NotCommittedError(7, "no record"),
     errors.AlreadyCommittedError(7, "by generation 2"),
     errors.StaleGenerationError(7, 1, 9, 2),
+    errors.ProtectedError(7, "it is pinned", "Unpin it first"),
     errors.IncompatibleError("w", "absent", 3),
 ]
 

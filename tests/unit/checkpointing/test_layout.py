@@ -23,8 +23,17 @@ def test_step_of_inverts(prefix: str) -> None:
     assert keys.step_of(segment) == 9
     assert keys.step_of(segment + ".abc.part") == 9
     assert keys.step_of(keys.commit(10**13)) == 10**13
+    assert keys.step_of(keys.claim(7)) == keys.step_of(keys.verified(7)) == 7
     assert keys.step_of("other/run/m/000000000001.json") is None
     assert keys.step_of(f"{keys.root}notes.txt") is None
+
+
+def test_generation_of_inverts() -> None:
+    keys = Keys(prefix="base/run")
+    segment = keys.segment(rank=123456, step=9, generation=41, attempt=3, index=0)
+    assert keys.generation_of(segment) == keys.generation_of(segment + ".abc.part") == 41
+    others = (keys.commit(9), keys.claim(9), "other/run/" + segment, "base/run/d/notes.txt")
+    assert {keys.generation_of(key) for key in others} == {None}
 
 
 def test_ranks_spread_over_prefixes() -> None:

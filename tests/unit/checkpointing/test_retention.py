@@ -81,7 +81,7 @@ def test_delete_begins_with_the_manifest(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     assert list_steps(store, KEYS) == [20]
     (left,) = [key for key in store.list("d/") if "000000000010" in key]
-    assert sweep_uncommitted(store, KEYS, 20) == [left]
+    assert sweep_uncommitted(store, KEYS, 20) == [left, KEYS.claim(10)]
 
 
 def test_sweep_takes_only_old_uncommitted_data(tmp_path: Path) -> None:

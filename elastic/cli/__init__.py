@@ -1,0 +1,10 @@
+"""The command `elastic`.
+
+    main         the parser's root, and errors as exit statuses
+    checkpoints  `elastic checkpoints …`: what each subcommand takes
+    actions      what each subcommand does
+    runs         from what the user names to a store
+    show         a checkpoint in words
+
+Imports Ray never, torch only where a subcommand moves tensors.
+"""

@@ -1,0 +1,46 @@
+"""`elastic`: the parser's root, and errors as exit statuses.
+
+0  done       1  `verify` found something wrong
+2  bad input, or what was asked cannot be done: one line on standard error says why
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from checkpointing import CheckpointError
+from elastic.cli import checkpoints
+from trainer.errors import TrainerError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit status. `arguments` default to the process's own."""
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.action(options))
+    except (CheckpointError, TrainerError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # whoever read our output has had enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        print(f"elastic: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    root = argparse.ArgumentParser(
+        prog="elastic", description="Elastic, fault-tolerant training on Ray: tools for runs."
+    )
+    commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    checkpoints.add_to(commands)
+    return root
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""From what the user names to a store with checkpoints in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from checkpointing import (
+    Keys,
+    NotCommittedError,
+    Store,
+    StoreError,
+    list_steps,
+    newest,
+    open_store,
+)
+
+_FOLDER = "checkpoints"
+"""Where a run directory has its checkpoints, see `elastic.records.RunPaths`."""
+
+
+def open_run(name: str) -> Store:
+    """The checkpoints of a run. `name`: its directory, its checkpoint directory, or a URL.
+
+    Raises:
+        StoreError: there are none, or the store cannot be opened.
+    """
+    places = [_below(name), name]
+    for place in places:
+        store = open_store(place)
+        if store.list(Keys().commits):
+            return store
+    raise StoreError(
+        name, f"there are no checkpoints in it, nor in {places[0]}; name a run's directory or URL"
+    )
+
+
+def open_run_to_fill(name: str) -> Store:
+    """The checkpoints of a run that may not have begun."""
+    bare = open_store(name)
+    return bare if bare.list(Keys().commits) else open_store(_below(name))
+
+
+def run_directory_of(name: str) -> Path | None:
+    """The directory of a run on this machine's file systems; None for a store elsewhere, or a
+    checkpoint directory on its own."""
+    if "://" in name and not name.startswith("file://"):
+        return None
+    path = Path(name.removeprefix("file://")).expanduser().absolute()
+    return path.parent if path.name == _FOLDER else path
+
+
+def find_step(store: Store, step: int | None) -> int:
+    """`step`, or the newest one that can be read for None.
+
+    Raises:
+        NotCommittedError: there is no such checkpoint; the message says which there are.
+    """
+    if step is None:
+        last = newest(store, Keys())
+        if last is None:
+            raise NotCommittedError(0, "none of the run's checkpoints can be read")
+        return last.step
+    steps = list_steps(store, Keys())
+    if step not in steps:
+        raise NotCommittedError(step, f"the run has {', '.join(map(str, steps)) or 'none'}")
+    return step
+
+
+def _below(name: str) -> str:
+    return f"{name.rstrip('/')}/{_FOLDER}"

@@ -1,0 +1,65 @@
+"""What a run compares a checkpoint with that it is to go on from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from checkpointing import Manifest, TensorInfo
+from elastic.resume import check_continues
+from trainer.config import TrainConfig
+from trainer.errors import ConfigError
+from trainer.task import CustomTask
+
+TASK = CustomTask(
+    build_model=lambda: nn.Linear(3, 2),
+    loss_function=lambda model, batch: (model(batch).sum(), 1),
+    dataset=[torch.zeros(3)] * 8,
+)
+TRAIN = TrainConfig(task=None, steps=10, global_batch=4, seed=1)
+
+
+def manifest(**state: Any) -> Manifest:
+    tensors = {"weight": TensorInfo((2, 3), "float32"), "bias": TensorInfo((2,), "float32")}
+    names = ("param", "exp_avg", "exp_avg_sq")
+    return Manifest(
+        step=4,
+        generation=0,
+        attempt=0,
+        tensors={f"{kind}/{name}": info for kind in names for name, info in tensors.items()},
+        slices={},
+        segments={},
+        training_state={"step": 4, "optimizer_steps": 4, "skipped_in_a_row": 0, **state},
+        versions={},
+    )
+
+
+OWN = {"seed": 1, "global_batch": 4, "lanes": 2, "samples": 8}
+
+
+def test_its_own_and_an_imported_one_are_taken() -> None:
+    check_continues(manifest(**OWN), TRAIN, TASK, "run")
+    check_continues(manifest(), TRAIN, TASK, "run")
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_another_runs_is_refused(name: str) -> None:
+    train = dataclasses.replace(TRAIN, lanes=2)
+    with pytest.raises(ConfigError, match="would not end with the same weights"):
+        check_continues(manifest(**{**OWN, name: 16}), train, TASK, "run")
+
+
+def test_another_models_is_refused() -> None:
+    other = dataclasses.replace(TASK, build_model=lambda: nn.Linear(3, 4))
+    with pytest.raises(ConfigError, match="another model"):
+        check_continues(manifest(), TRAIN, other, "run")
+
+
+def test_facts_that_are_not_json_are_refused_before_the_run() -> None:
+    task = dataclasses.replace(TASK, info={"model": nn.Linear(1, 1)})
+    with pytest.raises(ConfigError, match=r"train\.task\.info"):
+        task.prepare(TRAIN, "")

@@ -1,0 +1,132 @@
+"""A checkpoint's weights as a Hugging Face model directory.
+
+    model-00001-of-00003.safetensors …   shards of bounded size
+    model.safetensors.index.json         which tensor lies in which shard
+    config.json                          the model's configuration
+    tokenizer.json, tokenizer_config.json  where the run's tokenizer is still there
+
+Tensors go out in the element type and under the names of the checkpoint, which are those of the
+transformers model. Of tied parameters the checkpoint holds one, and `from_pretrained` ties the
+other to it. Buffers that a model saves with its weights are not in a checkpoint.
+Source: https://huggingface.co/docs/transformers/main_classes/model (sharded checkpoints)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from checkpointing import Reader, TensorSlice
+from checkpointing.dtypes import item_bytes
+from checkpointing.memory import raw_bytes
+from checkpointing.plan import pack
+from checkpointing.segment import header, slice_bytes
+from trainer.data.tokenizer import END_OF_TEXT
+from trainer.errors import ExchangeError
+from trainer.exchange.pieces import finished_directory, model_config, parameter_names, pieces_of
+from trainer.models.pretrained import INDEX
+from trainer.state import PARAMETERS
+
+SHARD_BYTES = 5 * 10**9
+"""Default bound on the tensor bytes in a shard, as in transformers."""
+
+
+def export_hf(
+    reader: Reader,
+    target: Path,
+    *,
+    config_path: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[str]:
+    """Writes the weights of a checkpoint so that `AutoModelForCausalLM.from_pretrained` loads them.
+
+    Args:
+        reader: the checkpoint.
+        target: directory to make; it appears when all is written.
+        config_path: the model's config.json, for a checkpoint that does not hold it.
+        shard_bytes: bound on the tensor bytes in a shard; a larger tensor has its own.
+
+    Returns:
+        What the user should know, a sentence each.
+
+    Raises:
+        ExchangeError: the configuration is unknown, or `target` cannot be written.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    config = model_config(reader.manifest, config_path)
+    if config is None:
+        raise ExchangeError(
+            f"step {reader.manifest.step}",
+            "the checkpoint does not hold a transformers configuration",
+            "Name the model's config.json with --config",
+        )
+    slices = [_whole(reader, name) for name in parameter_names(reader.manifest)]
+    shards = pack([slice_bytes(part) for part in slices], shard_bytes)
+    with finished_directory(target) as directory:
+        weight_map: dict[str, str] = {}
+        for number, members in enumerate(shards, 1):
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            _write_shard(reader, directory / file, [slices[member] for member in members])
+            weight_map.update({slices[member].name: file for member in members})
+        total = sum(slice_bytes(part) for part in slices)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(directory / INDEX, index)
+        _write_json(directory / "config.json", _finished_config(config, slices))
+        return _copy_tokenizer(reader.manifest.training_state, directory)
+
+
+def _whole(reader: Reader, name: str) -> TensorSlice:
+    shape, dtype = reader.manifest.tensors[PARAMETERS + name]
+    return TensorSlice(name, shape, dtype, (0,) * len(shape), shape)
+
+
+def _write_shard(reader: Reader, file: Path, parts: Sequence[TensorSlice]) -> None:
+    with file.open("xb") as out:
+        out.write(header(parts))
+        for part in parts:
+            for data in _stream(reader, part):
+                out.write(data)
+
+
+def _stream(reader: Reader, part: TensorSlice) -> Iterator[memoryview]:
+    for box in pieces_of(PARAMETERS + part.name, part.sizes, item_bytes(part.dtype)):
+        yield raw_bytes(reader.read(*box))
+
+
+def _finished_config(config: Mapping[str, Any], parts: Sequence[TensorSlice]) -> dict[str, Any]:
+    """The configuration as transformers would save it beside these weights."""
+    largest = max(parts, key=lambda part: math.prod(part.sizes))
+    # `use_cache` is off for training only; left out, the architecture's own default holds.
+    kept = {key: value for key, value in config.items() if key not in ("use_cache", "torch_dtype")}
+    if not kept.get("architectures"):
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config["model_type"]))
+        kept["architectures"] = [known] if isinstance(known, str) else None
+    return {**kept, "dtype": largest.dtype}
+
+
+def _copy_tokenizer(training_state: Mapping[str, Any], directory: Path) -> list[str]:
+    task = training_state.get("task")
+    path = task.get("tokenizer") if isinstance(task, Mapping) else None
+    if not isinstance(path, str):
+        return ["No tokenizer was written: the checkpoint names none."]
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    except Exception as error:  # the library raises bare Exception
+        return [f"No tokenizer was written: {path} cannot be read ({error})."]
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if tokenizer.token_to_id(END_OF_TEXT) is not None:
+        settings["eos_token"] = END_OF_TEXT
+    _write_json(directory / "tokenizer_config.json", settings)
+    return []
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,137 @@
+"""State from elsewhere, piece by piece, as a committed checkpoint that a run goes on from."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from checkpointing import (
+    AlreadyCommittedError,
+    Keys,
+    Manifest,
+    Receipt,
+    Store,
+    TensorSlice,
+    commit,
+    list_steps,
+    newest,
+    write_slices,
+)
+from checkpointing.boxes import Index
+from checkpointing.dtypes import item_bytes
+from checkpointing.layout import SEGMENT_BYTES
+from checkpointing.segment import slice_bytes
+from trainer.errors import ExchangeError
+from trainer.exchange.pieces import pieces_of
+from trainer.state import MOMENTS
+
+_WIDENED = {"bfloat16": "float32", "float16": "float32"}
+"""Element types that float32 holds exactly; trainable parameters are kept in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incoming:
+    """A part of a tensor that is read when its turn comes."""
+
+    part: TensorSlice
+    """What it is in the checkpoint."""
+    read: Callable[[], torch.Tensor]
+    """Its values, in any element type that the part's holds exactly."""
+
+
+def stored_dtype(dtype: str) -> str:
+    """The element type in which values of `dtype` are kept in a checkpoint."""
+    return _WIDENED.get(dtype, dtype)
+
+
+def fresh_moments(name: str, shape: Index) -> Iterator[Incoming]:
+    """An optimizer's moments before its first step, for parameter `name`."""
+    for prefix in MOMENTS:
+        if 0 in shape:
+            yield _zeros(prefix + name, shape, (0,) * len(shape), shape)
+        for box in pieces_of(prefix + name, shape, item_bytes("float32")):
+            yield _zeros(box.name, shape, box.offsets, box.sizes)
+
+
+def _zeros(name: str, shape: Index, offsets: Index, sizes: Index) -> Incoming:
+    part = TensorSlice(name, shape, "float32", offsets, sizes)
+    return Incoming(part=part, read=lambda: torch.zeros(sizes))
+
+
+def commit_incoming(
+    store: Store,
+    keys: Keys,
+    incoming: Iterable[Incoming],
+    *,
+    step: int,
+    training_state: Mapping[str, Any],
+    segment_bytes: int = SEGMENT_BYTES,
+) -> Manifest:
+    """Writes what comes in as the checkpoint of `step` and commits it. One process calls it.
+
+    About a segment is in memory at a time. Killed before the end it leaves no checkpoint.
+
+    Args:
+        store: where to.
+        keys: names in the store.
+        incoming: parts that tile their tensors.
+        step: step that the state belongs to; at 0 a run would start from its seed.
+        training_state: what is known of the run that made it; added to what a restore needs.
+        segment_bytes: bound on the tensor bytes in one file.
+
+    Raises:
+        ExchangeError: step 0.
+        CheckpointError: the step is taken, the parts do not tile, or the store refuses.
+    """
+    if step < 1:
+        raise ExchangeError(f"step {step}", "a run begins step 0 from its seed", "Use 1 or more")
+    if step in list_steps(store, keys):
+        raise AlreadyCommittedError(step, f"there is {keys.commit(step)}")
+    last = newest(store, keys)
+    generation, attempt = 0 if last is None else last.generation, secrets.randbits(31)
+    receipts: list[Receipt] = []
+    for number, batch in enumerate(_batches(incoming, segment_bytes)):
+        receipts.append(
+            write_slices(
+                store,
+                keys,
+                rank=number,
+                step=step,
+                generation=generation,
+                attempt=attempt,
+                slices=[(item.part, _as_dtype(item)) for item in batch],
+                segment_bytes=segment_bytes,
+            )
+        )
+    return commit(
+        store,
+        keys,
+        step=step,
+        generation=generation,
+        receipts=receipts,
+        training_state={"step": step, "skipped_in_a_row": 0, **training_state},
+        versions={name: version(name) for name in ("torch", "safetensors")},
+    )
+
+
+def _batches(incoming: Iterable[Incoming], max_bytes: int) -> Iterator[list[Incoming]]:
+    batch: list[Incoming] = []
+    room = max_bytes
+    for item in incoming:
+        size = slice_bytes(item.part)
+        if batch and size > room:
+            yield batch
+            batch, room = [], max_bytes
+        batch.append(item)
+        room -= size
+    if batch:
+        yield batch
+
+
+def _as_dtype(item: Incoming) -> torch.Tensor:
+    return item.read().to(getattr(torch, item.part.dtype)).reshape(item.part.sizes)
