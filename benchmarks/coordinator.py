@@ -40,7 +40,7 @@ from benchmarks._common import (
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig, events
 from elastic.coordinator import Coordinator, CoordinatorConfig
-from elastic.membership import GroupConfig
+from elastic.decisions import GroupConfig
 from elastic.messages import Build, Identity, Report, Run
 from elastic.records import RunPaths
 from trainer.commit import Commit

@@ -27,9 +27,10 @@ from checkpointing import CheckpointConfig, Receipt, Snapshot
 from elastic import events
 from elastic.agents import NodeAgents
 from elastic.config import HealthConfig
+from elastic.decisions import Effects, GroupConfig, Regrouped
 from elastic.failure import Loss, decide_failure
 from elastic.faults import Fault, FaultPlan
-from elastic.membership import Effects, GroupConfig, Membership, Regrouped
+from elastic.membership import Membership
 from elastic.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
 from elastic.publisher import Publisher
 from elastic.ray_compat import host_store, started_anew
@@ -291,7 +292,7 @@ class Coordinator:
             "peer": join again; "own": the worker is written off and must exit.
         """
         await self._gate()
-        if self.membership.give_up_formation(worker):
+        if self.membership.formations.give_up_resumed(worker):
             await self._advance()
             return "peer"
         node_s = self.config.health.node_timeout_s + _PEER_LOSS_PATIENCE_S
@@ -473,7 +474,7 @@ class Coordinator:
         newcomer."""
         await self._gate()
         replica, source = self.membership.slot_name(worker), self.membership.source_of(worker)
-        failures = self.membership.heal_failed(worker)
+        failures = self.membership.heals.failed(worker)
         if replica is None or source is None or failures == 0:
             return
         self._note(events.HealFailed(time=time.time(), slot=replica, source=source, reason=reason))
@@ -593,7 +594,7 @@ class Coordinator:
         timeout_s = self.config.health.regroup_timeout_s
         await asyncio.sleep(timeout_s)
         detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
-        for worker in self.membership.laggards(called):
+        for worker in self.membership.calls.laggards(called):
             self._kill(worker)
             await self._lose(worker, "hang", detail, None)
 

@@ -16,7 +16,8 @@ from typing import Any
 import simulation_checks as checks
 from simulated_worker import Applied, Channel, Lost, SimWorker
 
-from elastic.membership import GroupConfig, Membership
+from elastic.decisions import GroupConfig
+from elastic.membership import Membership
 from elastic.messages import Report, Signal, Stop
 
 MOST_EVENTS = 20_000
@@ -236,7 +237,7 @@ class World:
             self.trace.append("LOSE THE SNAPSHOT")
             self._set_snapshot(None)
         if self.write_offs and self.membership.call == "fault" and self.rng.random() < 0.2:
-            absent = sorted(self.membership.called_away.keys() - self.dead)
+            absent = sorted(self.membership.calls.unfollowed.keys() - self.dead)
             if absent:
                 self.write_offs -= 1
                 self._write_off(self.rng.choice(absent))
@@ -254,7 +255,7 @@ class World:
         self.membership.resume(
             [worker.standing() for worker in alive if worker.name not in self.lost],
             generation=before.generation,
-            formations=before._formations,
+            formations=before.formations.begun,
             recorded=before.recorded,
         )
         for name in self.lost:
@@ -315,7 +316,7 @@ class World:
 
     def peer_lost(self, worker: SimWorker) -> bool:
         """As the coordinator's `trouble`."""
-        if self.membership.give_up_formation(worker.name):
+        if self.membership.formations.give_up_resumed(worker.name):
             self._advance()
         return self.membership.replica_broken(worker.name)
 
@@ -324,7 +325,7 @@ class World:
         self._advance()
 
     def heal_failed(self, worker: SimWorker) -> None:
-        if self.membership.heal_failed(worker.name) >= 3:
+        if self.membership.heals.failed(worker.name) >= 3:
             self.condemned.append(worker.name)
             self._lose(worker.name)
         self._advance()
