@@ -56,13 +56,11 @@ class LocalCoordinator(Coordinator):
 
     async def hello(self, identity: Identity) -> None:
         """Registers a worker; no agent is started for its node."""
-        self._started[identity.worker] = identity
+        self._crew.started[identity.worker] = identity
 
     async def node_lost(self, node: str) -> None:
         """What follows when a node's agent is gone."""
-        for worker, identity in list(self._started.items()):
-            if identity.node == node:
-                await self._lose(worker, "node", "lost by the benchmark", None)
+        await self._crew.lose_node(node, "lost by the benchmark")
 
 
 class SimulatedWorker:
@@ -150,8 +148,6 @@ async def regroup(workers: int, repeats: int, directory: Path) -> list[dict[str,
             }
         )
     for task in (task for worker in group for task in worker.tasks):
-        task.cancel()
-    for task in coordinator._tasks:
         task.cancel()
     return found
 

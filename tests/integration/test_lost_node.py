@@ -118,13 +118,23 @@ def test_a_node_without_an_answer_ends_its_workers_unless_the_coordinator_is_the
     cluster: None, sleeper: subprocess.Popen[bytes], reachable: bool
 ) -> None:
     node = ray.get_runtime_context().get_node_id()
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    deaf = socket.socket(type=socket.SOCK_DGRAM)
+    deaf.bind(("127.0.0.1", 0))
+    with deaf, socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         if not reachable:
             server.close()
         coordinator = start_actor(DeafCoordinator, max_concurrency=100)
         agent = start_actor(
-            NodeAgent, coordinator, node, "token", address, HEALTH, node=node, max_concurrency=8
+            NodeAgent,
+            coordinator,
+            node,
+            "token",
+            address,
+            deaf.getsockname(),
+            HEALTH,
+            node=node,
+            max_concurrency=8,
         )
         identity = Identity(worker="w0", rank=0, node=node, pid=sleeper.pid)
         ray.get(agent.watch.remote(identity))

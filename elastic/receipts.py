@@ -1,0 +1,64 @@
+"""The coordinator's part in checkpoints: the last receipt of one commits it (`publisher.py`)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from checkpointing import Receipt
+from elastic import events
+from elastic.membership import Membership
+from elastic.publisher import Publisher
+from elastic.run_log import RunLog
+from elastic.switchboard import Switchboard
+
+
+class Receipts:
+    """See the module.
+
+    Args:
+        publisher: commits.
+        membership: told of what is committed.
+        board: carries out what follows.
+        records: where it is written down.
+    """
+
+    def __init__(
+        self, publisher: Publisher, membership: Membership, board: Switchboard, records: RunLog
+    ) -> None:
+        self._publisher, self._membership = publisher, membership
+        self._board, self._records = board, records
+
+    async def take(self, receipt: Receipt, training_state: dict[str, Any], started: float) -> None:
+        """A saving worker has written its slices; the last one's receipt commits the checkpoint.
+
+        After a restore the records lack the steps that were lost. A late checkpoint of those steps,
+        by a worker that was cut off or slow, must not become one to restore from.
+        """
+        if receipt.generation < self._records.restored:
+            return
+        try:
+            size = await self._publisher.take(receipt, training_state)
+        except Exception as error:
+            await self.failed(receipt.step, f"{type(error).__name__}: {error}")
+            return
+        if size is None:
+            return
+        now = time.time()
+        self._membership.checkpointed(receipt.step)
+        self._records.note(
+            events.CheckpointCommitted(
+                time=now,
+                step=receipt.step,
+                generation=receipt.generation,
+                bytes=size,
+                seconds=now - started,
+            )
+        )
+        await self._board.advance()
+
+    async def failed(self, step: int, reason: str) -> None:
+        """A checkpoint could not be written. Unless it was the last one, the run goes on."""
+        self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
+        if step >= self._membership.config.steps:
+            await self._board.stop(f"the last checkpoint could not be written: {reason}")
