@@ -200,7 +200,8 @@ class Coordinator:
         """A worker reports what it has and waits for what to do. No worker joins unwatched."""
         await self._gate()
         await self._crew.until_watched(report.identity.worker)
-        self._take_steps(report.recent)
+        if report.recent:
+            self._take_steps(report.recent)
         return await self._board.join(report)
 
     async def watch(self, worker: str, seen: int) -> Signal | None:

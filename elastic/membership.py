@@ -195,7 +195,8 @@ class Membership:
         if self._salvage(effects):
             self._build(self.formations.from_pool(), effects)
             self._conclude(effects)
-            self._build(self.formations.from_pool(), effects)  # one that has left made room
+            if effects.regrouped is not None:  # one that has left made room
+                self._build(self.formations.from_pool(), effects)
         return effects
 
     def _all_finished(self) -> bool:
