@@ -10,7 +10,6 @@ import contextlib
 import gc
 import logging
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -40,8 +39,9 @@ class Switchboard:
         self._membership, self._records, self._also = membership, records, also
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._signals: dict[str, Signal] = {}
-        self._bells: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._bells: dict[str, asyncio.Future[None]] = {}
         """Worker -> what wakes its call of `watch`; each its own, for there are thousands."""
+        self._collecting: asyncio.TimerHandle | None = None
         self._news = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self.ready = asyncio.Event()
@@ -65,7 +65,8 @@ class Switchboard:
                 return signal
             if self._membership.stopped is not None:
                 return None
-            await self._bells[worker].wait()
+            bell: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            await self._bells.setdefault(worker, bell)
 
     def turn_away(self, worker: str) -> None:
         """Answers a worker that was written off while it waited."""
@@ -82,10 +83,8 @@ class Switchboard:
         """Has membership decide, and carries it out."""
         membership = self._membership
         effects = self._decide()
-        # Of the many calls and answers that a regroup makes, none is garbage until it is over.
         if effects.called is not None:
-            gc.disable()
-            asyncio.get_running_loop().call_later(_NO_GC_S, gc.enable)
+            self._put_off_gc()
         self._signals.update(effects.signals)
         for worker, answer in effects.answers.items():
             self._answer(worker, answer)
@@ -96,9 +95,21 @@ class Switchboard:
         if going_on and over:  # it could not be written down
             await self.advance()
         for worker in list(self._bells) if over else effects.signals:
-            self._bells.pop(worker, asyncio.Event()).set()
+            self._ring(worker)
         if over:
             await self.tell()
+
+    def _ring(self, worker: str) -> None:
+        bell = self._bells.pop(worker, None)
+        if bell is not None and not bell.done():
+            bell.set_result(None)
+
+    def _put_off_gc(self) -> None:
+        """Of the many calls and answers that a regroup makes, none is garbage until it is over."""
+        gc.disable()
+        if self._collecting is not None:
+            self._collecting.cancel()
+        self._collecting = asyncio.get_running_loop().call_later(_NO_GC_S, gc.enable)
 
     def _decide(self) -> Effects:
         try:
