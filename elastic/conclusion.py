@@ -48,10 +48,11 @@ def decide_step(reports: Sequence[Report], *, stored: int, first: bool) -> Resol
     """
     if not reports:
         return Resolution(step=stored, commit=None, outcome="start" if first else "restore")
-    furthest = max(reports, key=lambda report: report.step or 0)
-    step = furthest.step or 0
+    steps = [report.step or 0 for report in reports]
+    step = max(steps)
+    furthest = reports[steps.index(step)]
     outcome: Outcome = "boundary"
-    if any(report.step != step for report in reports):
+    if min(steps) < step:
         outcome = "finish_step"
     elif any(report.in_step for report in reports):
         outcome = "repeat"

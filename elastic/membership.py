@@ -350,9 +350,10 @@ class Membership:
 
     def _seat(self) -> None:
         """All of the new roster leave to train."""
-        for worker in self.roster.workers:
+        workers = self.roster.workers
+        for worker in workers:
             del self.waiting[worker]
-        self.formations.renew(self.roster.workers)
+        self.formations.renew(workers)
         self._places.seat(self.roster.replicas)
         self.call, self._leaving, self._finishing = None, False, False
 

@@ -150,8 +150,14 @@ class Order:
     def part(self, *, replica: int, rank: int, position: int, serial: int) -> Run:
         """A worker's part of it."""
         run = Run.__new__(Run)  # there are thousands, and `__init__` sets each field by a call
-        own = {"replica": replica, "rank": rank, "position": position, "serial": serial}
-        run.__dict__.update(vars(self), packed=self.packed, **own)
+        run.__dict__.update(
+            vars(self),
+            packed=self.packed,
+            replica=replica,
+            rank=rank,
+            position=position,
+            serial=serial,
+        )
         return run
 
 
