@@ -43,7 +43,8 @@ from benchmarks._common import (
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig, events
 from elastic.beats import BeatListener, BeatSender, open_socket
-from elastic.coordinator import Coordinator, CoordinatorConfig
+from elastic.coordinator import Coordinator
+from elastic.coordinator_config import CoordinatorConfig
 from elastic.decisions import GroupConfig
 from elastic.messages import Build, Identity, Report, Run
 from elastic.records import RunPaths

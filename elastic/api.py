@@ -16,7 +16,8 @@ from checkpointing import CheckpointConfig, Manifest, Snapshot
 from elastic import events
 from elastic.ask import ask
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
-from elastic.coordinator import MOST_CALLS, Coordinator, CoordinatorConfig
+from elastic.coordinator import MOST_CALLS, Coordinator
+from elastic.coordinator_config import CoordinatorConfig
 from elastic.decisions import GroupConfig
 from elastic.drain import DrainWatch, tell_coordinator
 from elastic.errors import RunFailedError

@@ -17,69 +17,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from checkpointing import CheckpointConfig, Receipt, Snapshot
+from checkpointing import Receipt
 from elastic import events
 from elastic.agents import NodeAgents
-from elastic.config import HealthConfig
+from elastic.coordinator_config import CoordinatorConfig
 from elastic.crew import Crew
-from elastic.decisions import Effects, GroupConfig
-from elastic.faults import Fault, FaultPlan
+from elastic.decisions import Effects
+from elastic.faults import FaultPlan
 from elastic.heal_news import HealNews
 from elastic.injections import Injections
 from elastic.membership import Membership
 from elastic.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
-from elastic.publisher import Publisher
 from elastic.ray_compat import host_store, started_anew
 from elastic.recall import recall
 from elastic.receipts import Receipts
-from elastic.records import RunPaths
 from elastic.resume import find_checkpoint
 from elastic.run_log import RunLog
 from elastic.snapshot_holder import HeldSnapshot
 from elastic.snapshots import Snapshots
 from elastic.switchboard import Switchboard
 from elastic.take_up import TakeUp
-from trainer.samples import Ledger
 
 MOST_CALLS = 100_000
 """Calls pending in the actor at once: each worker has one in `watch`, and perhaps one in `join`."""
 
 _PEER_LOSS_PATIENCE_S = 1.0
 """A peer's death is known within milliseconds of the exception that it causes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoordinatorConfig:
-    """What the coordinator needs to know about the run."""
-
-    groups: GroupConfig
-    """Sizes."""
-    paths: RunPaths
-    """Where the records go."""
-    health: HealthConfig
-    """Bounds and budgets."""
-    checkpoint: CheckpointConfig
-    """Retention."""
-    generation: int
-    """The last generation that anything was written under."""
-    restore_step: int
-    """Step of the newest checkpoint; 0 without one."""
-    snapshot: Snapshot | None
-    """A newer state that an earlier start left in the nodes' memory."""
-    started: events.RunStarted
-    """The run's first event."""
-    faults: tuple[Fault, ...]
-    """Faults to inject."""
-    ledger: Ledger
-    """Which samples each step must take."""
-
-    @property
-    def slots(self) -> int:
-        """Workers of the full layout, spares not counted."""
-        return self.groups.max_replicas * self.groups.workers_per_replica
 
 
 class Coordinator:
@@ -96,18 +62,19 @@ class Coordinator:
         )
         host, port, self._store = host_store()
         self._membership.meet = host, port
-        self._records = RunLog(config.paths, self._membership, config.ledger, config.started)
+        self._records = RunLog(config, self._membership)
         self._board = Switchboard(self._membership, self._records, self._carry_on)
         self._snapshots = self._make_snapshots()
         self._agents = NodeAgents(config.health, (host, port))
-        self._crew = self._make_crew()
+        self._crew = Crew(
+            config, self._membership, self._board, self._records, self._agents, self._snapshots
+        )
         faults = FaultPlan(config.faults, config.slots)
         self._injections = Injections(
             faults, self._membership, self._board, self._crew, self._records
         )
         self._heal_news = HealNews(self._membership, self._board, self._crew, self._records)
-        self._publisher = self._make_publisher()
-        self._receipts = Receipts(self._publisher, self._membership, self._board, self._records)
+        self._receipts = Receipts(config, self._membership, self._board, self._records)
         self._hellos = 0
         self._take_up: TakeUp | None = None
         if anew:
@@ -115,10 +82,6 @@ class Coordinator:
         else:
             self._board.ready.set()
         self._records.begin(anew=anew)
-
-    @property
-    def _in_memory(self) -> bool:
-        return self.config.checkpoint.memory_every is not None
 
     def _make_snapshots(self) -> Snapshots:
         return Snapshots(
@@ -131,34 +94,13 @@ class Coordinator:
             timeout_s=self.config.health.collective_timeout_s,
         )
 
-    def _make_crew(self) -> Crew:
-        return Crew(
-            self.config.health,
-            self._membership,
-            self._board,
-            self._records,
-            self._agents,
-            self._snapshots,
-            in_memory=self._in_memory,
-        )
-
-    def _make_publisher(self) -> Publisher:
-        config = self.config
-        return Publisher(
-            config.paths,
-            config.checkpoint,
-            versions=config.started.versions,
-            workers=config.groups.workers_per_replica,
-            newest=config.restore_step,
-        )
-
     def _recall(self, faults: FaultPlan) -> TakeUp:
         """The run as its records have it, to be taken up where its workers stand."""
         recalled = recall(self.config.paths, self.config.started.start_step)
         self._records.restored = recalled.restored
         self._crew.draining_nodes.update(recalled.draining_nodes)
         faults.count_as_fired(recalled.fired)
-        snapshots = self._snapshots if self._in_memory else None
+        snapshots = self._snapshots if self.config.in_memory else None
         return TakeUp(recalled, self._membership, self._board, self._crew, snapshots)
 
     def _carry_on(self, effects: Effects) -> None:
@@ -289,7 +231,7 @@ class Coordinator:
 
     async def saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is committed."""
-        return self._publisher.saved(step)
+        return self._receipts.saved(step)
 
     async def snapshot_part(
         self, receipt: Receipt, training_state: dict[str, Any], node: str, started: float

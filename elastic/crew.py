@@ -12,7 +12,7 @@ import ray
 
 from elastic import events
 from elastic.agents import NodeAgents
-from elastic.config import HealthConfig
+from elastic.coordinator_config import CoordinatorConfig
 from elastic.failure import Loss, decide_failure
 from elastic.membership import Membership
 from elastic.messages import Identity, Signal, Stop
@@ -25,29 +25,26 @@ class Crew:
     """See the module.
 
     Args:
-        health: bounds and budgets.
+        config: bounds and budgets; whether snapshots are taken.
         membership: told of losses and of machines that go.
         board: carries out what follows.
         records: where it is written down.
         agents: watch the workers and hold the nodes' leases.
-        snapshots: told of nodes that go.
-        in_memory: whether the run takes snapshots: then new nodes may hold them.
+        snapshots: told of the nodes.
     """
 
     def __init__(
         self,
-        health: HealthConfig,
+        config: CoordinatorConfig,
         membership: Membership,
         board: Switchboard,
         records: RunLog,
         agents: NodeAgents,
         snapshots: Snapshots,
-        *,
-        in_memory: bool,
     ) -> None:
-        self._health, self._membership, self._board = health, membership, board
+        self._health, self._membership, self._board = config.health, membership, board
         self._records, self._agents = records, agents
-        self._snapshots, self._in_memory = snapshots, in_memory
+        self._snapshots, self._in_memory = snapshots, config.in_memory
         self.started: dict[str, Identity] = {}
         """Workers that have started and were not lost."""
         self.draining_nodes: set[str] = set()

@@ -22,11 +22,11 @@ from typing import Literal
 from elastic.calls import Calls
 from elastic.conclusion import Resolution, decide_step, plan_parts, split_by_state
 from elastic.decisions import Effects, GroupConfig, Regrouped
-from elastic.events import RegroupReason
 from elastic.formations import Formations
 from elastic.heals import Heals
 from elastic.messages import Build, Identity, Order, Report, SignalKind, Standing, Stop
 from elastic.places import Places
+from elastic.planned import decide_planned, plan_departures
 from elastic.resumption import plan_resumption
 from elastic.roster import Replica, Roster, next_roster
 from trainer.parallel.layout import slot_of
@@ -258,31 +258,10 @@ class Membership:
             effects.called = "fault"
             self._signal_roster("fault", effects)
         elif self.call is None and not self._finishing:
-            effects.called = self._planned()
+            least = self.config.min_replicas
+            effects.called = decide_planned(self._places, self.heals, least)
             if effects.called is not None:
                 self._signal_roster("boundary", effects)
-
-    def _planned(self) -> RegroupReason | None:
-        """Why to regroup after a step. A heal is not disturbed for a replica that could join
-        later."""
-        if self._doomed():
-            return "drain"
-        if self.heals.again:
-            return "heal"
-        if self.heals.behind:
-            return None
-        ready = len(self._places.forming) > self._places.unready
-        return "heal" if self.heals.pairs else "grow" if ready else None
-
-    def _doomed(self) -> list[Replica]:
-        """Replicas on machines that will go and that the others can do without."""
-        places = self._places
-        if not places.retired:
-            return []
-        doomed = [r for r in places.standing.values() if not places.retired.isdisjoint(r.workers)]
-        gone = {replica.formed for replica in doomed} | set(self.heals.behind.values())
-        remaining = sum(formed not in gone for formed in places.standing)
-        return doomed if remaining >= max(1, self.config.min_replicas) else []
 
     def _signal_roster(self, kind: SignalKind, effects: Effects) -> None:
         """Calls all who have a slot, survivors of broken replicas too: they may wait for others."""
@@ -300,7 +279,8 @@ class Membership:
             needed = self.config.min_replicas * self.config.workers_per_replica
             effects.short_of = 0 if self.formations.begun == 0 else max(0, needed - here)
             return
-        doomed = {replica.formed for replica in self._doomed()}
+        leaving = plan_departures(places, self.heals, self.config.min_replicas)
+        doomed = {replica.formed for replica in leaving}
         standing = [r for r in places.standing.values() if r.formed not in doomed]
         self._regroup(standing, places.ready, effects)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from checkpointing import Receipt
 from elastic import events
+from elastic.coordinator_config import CoordinatorConfig
 from elastic.membership import Membership
 from elastic.publisher import Publisher
 from elastic.run_log import RunLog
@@ -17,17 +18,32 @@ class Receipts:
     """See the module.
 
     Args:
-        publisher: commits.
+        config: where checkpoints go, and how many are kept.
         membership: told of what is committed.
         board: carries out what follows.
         records: where it is written down.
     """
 
     def __init__(
-        self, publisher: Publisher, membership: Membership, board: Switchboard, records: RunLog
+        self,
+        config: CoordinatorConfig,
+        membership: Membership,
+        board: Switchboard,
+        records: RunLog,
     ) -> None:
-        self._publisher, self._membership = publisher, membership
+        self._last_step, self._membership = config.groups.steps, membership
         self._board, self._records = board, records
+        self._publisher = Publisher(
+            config.paths,
+            config.checkpoint,
+            versions=config.started.versions,
+            workers=config.groups.workers_per_replica,
+            newest=config.restore_step,
+        )
+
+    def saved(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is committed."""
+        return self._publisher.saved(step)
 
     async def take(self, receipt: Receipt, training_state: dict[str, Any], started: float) -> None:
         """A saving worker has written its slices; the last one's receipt commits the checkpoint.
@@ -60,5 +76,5 @@ class Receipts:
     async def failed(self, step: int, reason: str) -> None:
         """A checkpoint could not be written. Unless it was the last one, the run goes on."""
         self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
-        if step >= self._membership.config.steps:
+        if step >= self._last_step:
             await self._board.stop(f"the last checkpoint could not be written: {reason}")

@@ -7,41 +7,37 @@ import time
 from collections.abc import Sequence
 
 from elastic import events
+from elastic.coordinator_config import CoordinatorConfig
 from elastic.decisions import Effects, Regrouped
 from elastic.membership import Membership
 from elastic.messages import Stop
-from elastic.records import RunPaths
-from trainer.samples import Ledger, LedgerError
+from trainer.samples import LedgerError
 
 
 class RunLog:
     """See the module. A record that cannot be written ends the run.
 
     Args:
-        paths: where the records go.
+        config: where the records go, which samples each step must take, the first event.
         membership: told how many steps are recorded, and when the run must stop.
-        ledger: which samples each step must take.
-        started: the run's first event.
     """
 
-    def __init__(
-        self, paths: RunPaths, membership: Membership, ledger: Ledger, started: events.RunStarted
-    ) -> None:
-        self._membership, self._ledger, self._started = membership, ledger, started
+    def __init__(self, config: CoordinatorConfig, membership: Membership) -> None:
+        self._config, self._membership = config, membership
         self.restored = 0
         """Generation that last began from a checkpoint: what older ones still write is void."""
         self._steps: list[events.StepRecord] = []
         self._events: list[events.Event] = []
         self._digests: dict[str, str] = {}
         self._short_of = 0
-        paths.root.mkdir(parents=True, exist_ok=True)
-        self._event_log = events.EventLog(paths.events)
-        self._step_log = events.EventLog(paths.steps)
+        config.paths.root.mkdir(parents=True, exist_ok=True)
+        self._event_log = events.EventLog(config.paths.events)
+        self._step_log = events.EventLog(config.paths.steps)
 
     def begin(self, *, anew: bool) -> None:
         """Notes that the run, or, started `anew`, its coordinator has begun."""
         if not anew:
-            self.note(self._started)
+            self.note(self._config.started)
         self.note(events.CoordinatorStarted(time=time.time(), pid=os.getpid(), anew=anew))
 
     def note(self, event: events.Event) -> None:
@@ -67,7 +63,7 @@ class RunLog:
 
     def _check_ledger(self, step: events.StepRecord) -> None:
         try:
-            self._ledger.check(step.step, step.sample_digests)
+            self._config.ledger.check(step.step, step.sample_digests)
         except LedgerError as error:
             self._stop(str(error))
 
@@ -111,7 +107,7 @@ class RunLog:
         return equal
 
     def _note_compared(self, *, equal: bool) -> None:
-        step = self._membership.config.steps
+        step = self._config.groups.steps
         self.note(events.ReplicasCompared(time=time.time(), step=step, equal=equal))
 
     def end(self, outcome: events.RunOutcome, error: str | None) -> None:
@@ -122,7 +118,7 @@ class RunLog:
         if finished and self._digests:
             self._note_compared(equal=True)
         if finished:
-            steps = membership.recorded - self._started.start_step
+            steps = membership.recorded - self._config.started.start_step
             self.note(events.LedgerChecked(time=time.time(), steps=steps))
         self.note(
             events.RunEnded(
