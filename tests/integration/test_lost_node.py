@@ -3,6 +3,7 @@ coordinator is neither."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -22,6 +23,7 @@ from watching import events_of, steps_of, wait_until
 
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig
+from elastic.beats import BeatListener, key_of
 from elastic.messages import Identity
 from elastic.node_agent import NodeAgent
 from elastic.ray_compat import start_actor
@@ -149,3 +151,38 @@ def test_a_node_without_an_answer_ends_its_workers_unless_the_coordinator_is_the
         ray.kill(agent)
         ray.kill(coordinator)
     assert (death.worker, death.cause) == ("w0", "crash" if reachable else "node")
+
+
+class Through(asyncio.DatagramTransport):
+    """Sends answers through a socket of the test."""
+
+    def __init__(self, mailbox: socket.socket) -> None:
+        self.mailbox = mailbox
+
+    def sendto(self, data: bytes, addr: tuple[str, int]) -> None:
+        self.mailbox.sendto(data, addr)
+
+
+def test_a_node_whose_datagrams_are_not_answered_calls_until_they_are(cluster: None) -> None:
+    node, health = ray.get_runtime_context().get_node_id(), HealthConfig(node_beat_s=0.5)
+    listener = BeatListener(lambda key: True if key == key_of("token") else None)
+    with socket.socket(type=socket.SOCK_DGRAM) as mailbox:
+        mailbox.bind(("127.0.0.1", 0))
+        mailbox.settimeout(DEADLINE_S)
+        listener.connection_made(Through(mailbox))
+        address = mailbox.getsockname()
+        coordinator = start_actor(DeafCoordinator, max_concurrency=100)
+        ray.get(coordinator.listen.remote())
+        agent = start_actor(
+            NodeAgent, coordinator, node, "token", address, address, health, node=node
+        )
+        wait_until(lambda: ray.get(coordinator.called.remote()) > 2)
+        unheard = ray.get(coordinator.called.remote())
+        for _ in range(unheard + 2):  # those that led to these calls, and the first two
+            listener.datagram_received(*mailbox.recvfrom(100))
+        for _ in range(6):
+            listener.datagram_received(*mailbox.recvfrom(100))
+        calls = ray.get(coordinator.called.remote()) - unheard
+        ray.kill(agent)
+        ray.kill(coordinator)
+    assert calls <= 2, "one may have been under way; without answers there are six"

@@ -1,6 +1,6 @@
 """A run played through without machines: simulated workers round the real `Membership`.
 
-The world stands in for the rest of `elastic/coordinator.py`: it delivers answers, signals, deaths,
+The world stands in for the coordinator's other parts: it delivers answers, signals, deaths,
 receipts and replacements, each whenever a seeded random scheduler says so, and it does harm. What
 must hold is in `simulation_checks.py`; a state in which nobody can move is a deadlock, and fails.
 """
@@ -243,7 +243,7 @@ class World:
                 self._write_off(self.rng.choice(absent))
 
     def _crash(self) -> None:
-        """The coordinator is lost with all it knows, and started anew: `Coordinator._take_up`."""
+        """The coordinator is lost with all it knows, and started anew: `TakeUp`."""
         self.trace.append("COORDINATOR LOST")
         self.incarnation += 1
         alive = [w for n, w in self.workers.items() if n not in self.dead and not w.done]
@@ -302,7 +302,7 @@ class World:
         self.vacant.append(worker.rank)
 
     def _write_off(self, name: str) -> None:
-        """As the coordinator's `_kill_laggards`: lost at once, killed a little later."""
+        """As `Crew.lose_laggards`: lost at once, killed a little later."""
         self.trace.append(f"WRITE OFF {name}")
         self.condemned.append(name)
         self._lose(name)
@@ -333,7 +333,7 @@ class World:
     def any_gone(self, channel: Channel) -> bool:
         return any(name in self.dead or name in channel.closed for name in channel.members)
 
-    # -- elastic/coordinator.py --------------------------------------------------------------------
+    # -- the coordinator ---------------------------------------------------------------------------
 
     def send_join(self, worker: SimWorker) -> None:
         self.joins[worker.name] = (worker.report(), worker.recent())
