@@ -174,7 +174,15 @@ def test_a_node_whose_datagrams_are_not_answered_calls_until_they_are(cluster: N
         coordinator = start_actor(DeafCoordinator, max_concurrency=100)
         ray.get(coordinator.listen.remote())
         agent = start_actor(
-            NodeAgent, coordinator, node, "token", address, address, health, node=node
+            NodeAgent,
+            coordinator,
+            node,
+            "token",
+            address,
+            address,
+            health,
+            node=node,
+            max_concurrency=8,
         )
         wait_until(lambda: ray.get(coordinator.called.remote()) > 2)
         unheard = ray.get(coordinator.called.remote())
