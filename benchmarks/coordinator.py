@@ -10,9 +10,11 @@ in `watch` and one that answers a call with `join`, as `elastic/link.py` does it
 unpickled on arrival and each answer pickled, as an actor does. Ray's own cost for a call is not in
 it.
 
-cpu_share: the share of one core that a Ray actor needs to take a small call from every node each
-second, measured as CPU time of the actor's process at that rate (where one caller cannot keep the
-rate up: at the rate it can, scaled).
+cpu_share: the share of one core that a Ray actor needs to take a heartbeat from every node each
+second and to answer it, measured as CPU time of the actor's process at that rate (where one sender
+cannot keep the rate up: at the rate it can, scaled). The heartbeats are datagrams from this
+process, each node's from a socket of its own. call_cpu_share is the same for calls to the actor,
+which the nodes fall back on where datagrams do not get through.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import gc
 import pickle
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +42,10 @@ from benchmarks._common import (
 )
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig, events
-from elastic.coordinator import Coordinator, CoordinatorConfig
-from elastic.membership import GroupConfig
+from elastic.beats import BeatListener, BeatSender, open_socket
+from elastic.coordinator import Coordinator
+from elastic.coordinator_config import CoordinatorConfig
+from elastic.decisions import GroupConfig
 from elastic.messages import Build, Identity, Report, Run
 from elastic.records import RunPaths
 from trainer.commit import Commit
@@ -56,13 +61,11 @@ class LocalCoordinator(Coordinator):
 
     async def hello(self, identity: Identity) -> None:
         """Registers a worker; no agent is started for its node."""
-        self._started[identity.worker] = identity
+        self._crew.started[identity.worker] = identity
 
     async def node_lost(self, node: str) -> None:
         """What follows when a node's agent is gone."""
-        for worker, identity in list(self._started.items()):
-            if identity.node == node:
-                await self._lose(worker, "node", "lost by the benchmark", None)
+        await self._crew.lose_node(node, "lost by the benchmark")
 
 
 class SimulatedWorker:
@@ -151,8 +154,6 @@ async def regroup(workers: int, repeats: int, directory: Path) -> list[dict[str,
         )
     for task in (task for worker in group for task in worker.tasks):
         task.cancel()
-    for task in coordinator._tasks:
-        task.cancel()
     return found
 
 
@@ -192,12 +193,24 @@ class Beats:
     """An actor that takes the nodes' heartbeats and counts its CPU time."""
 
     def __init__(self) -> None:
-        self.renewed_s: dict[str, float] = {}
+        self.renewed_s: dict[str | bytes, float] = {}
+
+    async def listen(self) -> tuple[str, int]:
+        """Takes datagrams from now on. Returns the address to send them to."""
+        listening = open_socket("127.0.0.1")
+        await asyncio.get_running_loop().create_datagram_endpoint(
+            lambda: BeatListener(self.renew), sock=listening
+        )
+        return listening.getsockname()
+
+    def renew(self, node: str | bytes) -> bool:
+        """What a heartbeat does."""
+        self.renewed_s[node] = time.monotonic()
+        return True
 
     async def beat(self, node: str, token: str, deaths: list[Any]) -> bool:
-        """The call that each node makes: it renews the node's lease."""
-        self.renewed_s[node] = time.monotonic()
-        return not deaths and bool(token)
+        """The call that a node falls back on."""
+        return self.renew(node) and not deaths and bool(token)
 
     async def cpu_s(self) -> float:
         """CPU seconds of this process, Ray's threads in it included."""
@@ -206,30 +219,70 @@ class Beats:
 
 
 def heartbeats(nodes: int, seconds: float) -> dict[str, float]:
-    """Beats for `nodes` nodes, spread evenly. Returns the actor's share of a core."""
+    """Heartbeats of `nodes` nodes by datagram, and then by call."""
     import ray
 
     actor: Any = ray.remote(num_cpus=0, max_concurrency=100_000)(Beats).remote()
-    token = "0" * 32
-    ray.get([actor.beat.remote(f"n{node}", token, []) for node in range(min(nodes, 64))])
-    wanted_per_s = nodes / BEAT_INTERVAL_S
-    began_cpu_s, began_s, sent = ray.get(actor.cpu_s.remote()), time.monotonic(), 0
+    sent = by_datagram(actor, nodes, seconds)
+    called = by_call(actor, nodes, seconds)
+    ray.kill(actor)
+    return {**sent, **{f"call_{name}": value for name, value in called.items()}}
+
+
+def by_datagram(actor: Any, nodes: int, seconds: float) -> dict[str, float]:
+    """Sends beats as the node agents do."""
+    import ray
+
+    address = ray.get(actor.listen.remote())
+    senders = [BeatSender(address, f"token of {node}") for node in range(nodes)]
+
+    def send(numbers: range) -> None:
+        for number in numbers:
+            senders[number % nodes].hear()  # the answer to its last one
+            senders[number % nodes].send(time.monotonic())
+        time.sleep(0.005)
+
+    found = share_of_a_core(actor, nodes, seconds, send)
+    time.sleep(0.1)
+    heard = [sender.hear() for sender in senders]
+    unanswered = sum(sender.unanswered for sender in senders)
+    assert all(it is None or it.kept for it in heard)
+    for sender in senders:
+        sender.close()
+    return {**found, "unanswered": unanswered}
+
+
+def by_call(actor: Any, nodes: int, seconds: float) -> dict[str, float]:
+    """Makes the call instead."""
+    import ray
+
     pending: list[Any] = []
-    while (elapsed_s := time.monotonic() - began_s) < seconds:
-        due = min(int(elapsed_s * wanted_per_s), sent + 256)
-        pending += [
-            actor.beat.remote(f"n{number % nodes}", token, []) for number in range(sent, due)
-        ]
-        sent = max(sent, due)
+
+    def call(numbers: range) -> None:
+        pending.extend(actor.beat.remote(f"n{n % nodes}", "0" * 32, []) for n in numbers)
         if len(pending) > 512:
             ray.get(pending)
-            pending = []
+            pending.clear()
         else:
             time.sleep(0.005)
-    ray.get(pending)
+
+    return share_of_a_core(actor, nodes, seconds, call)
+
+
+def share_of_a_core(
+    actor: Any, nodes: int, seconds: float, beat: Callable[[range], None]
+) -> dict[str, float]:
+    """Has `beat` make the beats that are due, spread evenly, and measures what they cost."""
+    import ray
+
+    wanted_per_s = nodes / BEAT_INTERVAL_S
+    began_cpu_s, began_s, done = ray.get(actor.cpu_s.remote()), time.monotonic(), 0
+    while (elapsed_s := time.monotonic() - began_s) < seconds:
+        due = max(done, min(int(elapsed_s * wanted_per_s), done + 256))
+        beat(range(done, due))
+        done = due
     spent_s = ray.get(actor.cpu_s.remote()) - began_cpu_s
-    ray.kill(actor)
-    return {"cpu_share": spent_s / sent * wanted_per_s, "beats_per_s": sent / elapsed_s}
+    return {"cpu_share": spent_s / done * wanted_per_s, "beats_per_s": done / elapsed_s}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -249,6 +302,8 @@ def main() -> None:
     """Runs the benchmark."""
     options = parse_arguments()
     end_properly()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a socket for each node
     found: dict[str, dict[str, float]] = {}
     for workers in options.workers:
         with scratch("coordinator") as directory:
@@ -267,8 +322,9 @@ def main() -> None:
             "notes": {
                 "regroup_s": "real Coordinator and Membership in one process on an event loop, "
                 "every report unpickled, every answer pickled once; without Ray's cost of a call",
-                "cpu_share": "of one core: a real Ray actor with a stand-in for the coordinator's "
-                "`beat`",
+                "cpu_share": "of one core: a real Ray actor that takes heartbeats as datagrams and "
+                "answers them; call_cpu_share: as calls, the fallback. `unanswered` is of beats in "
+                "the last second",
             },
         }
     )

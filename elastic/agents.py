@@ -3,10 +3,12 @@ out."""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from elastic.beats import BeatListener, key_of, open_socket
 from elastic.config import HealthConfig
 from elastic.messages import Identity
 from elastic.node_agent import NodeAgent
@@ -20,12 +22,14 @@ class _Agent:
 
     token: str
     """Tells it from others that the node may have had."""
+    key: bytes
+    """Stands for the token in its datagrams."""
     handle: Any
     """The actor."""
 
 
 class NodeAgents:
-    """At most one agent for each node. All methods are immediate, except `outlive`.
+    """At most one agent for each node. All methods are immediate, except `outlive` and `listen`.
 
     Args:
         health: bounds.
@@ -36,10 +40,18 @@ class NodeAgents:
         self._health, self._address = health, address
         self._coordinator = uuid.uuid4().hex
         self._agents: dict[str, _Agent] = {}
+        self._nodes: dict[bytes, str] = {}  # key of an agent's beats, those of the forgotten too
         self._renewed_s: dict[str, float] = {}
+        self._socket = open_socket(address[0])
         self.check_interval_s = health.node_beat_s / 2
         """How often to call `overdue`."""
         self._clock = AwakeClock(self.check_interval_s)
+
+    async def listen(self) -> None:
+        """Takes beats that come as datagrams from now on. Called once, on the event loop."""
+        await asyncio.get_running_loop().create_datagram_endpoint(
+            lambda: BeatListener(self.renew_by_key), sock=self._socket
+        )
 
     def start(self, node: str, coordinator: Any) -> str | None:
         """Starts the node's agent where it has none. Its lease begins with its first beat.
@@ -56,11 +68,14 @@ class NodeAgents:
             node,
             token,
             self._address,
+            (self._address[0], self._socket.getsockname()[1]),
             self._health,
             node=node,
             max_concurrency=8,
         )
-        self._agents[node] = _Agent(token=token, handle=handle)
+        agent = _Agent(token=token, key=key_of(token), handle=handle)
+        self._agents[node] = agent
+        self._nodes[agent.key] = node
         return token
 
     def watch(self, identity: Identity) -> Any:
@@ -91,6 +106,17 @@ class NodeAgents:
             return True
         agent = self._agents.get(node)
         if agent is None or agent.token != token:
+            return False
+        self._renewed_s[node] = self._clock.awake_s
+        return True
+
+    def renew_by_key(self, key: bytes) -> bool | None:
+        """As `renew`, for the key of a datagram; None for one of no agent of this coordinator."""
+        node = self._nodes.get(key)
+        if node is None:
+            return None
+        agent = self._agents.get(node)
+        if agent is None or agent.key != key:
             return False
         self._renewed_s[node] = self._clock.awake_s
         return True

@@ -16,12 +16,13 @@ from checkpointing import CheckpointConfig, Manifest, Snapshot
 from elastic import events
 from elastic.ask import ask
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
-from elastic.coordinator import MOST_CALLS, Coordinator, CoordinatorConfig
+from elastic.coordinator import MOST_CALLS, Coordinator
+from elastic.coordinator_config import CoordinatorConfig
+from elastic.decisions import GroupConfig
 from elastic.drain import DrainWatch, tell_coordinator
 from elastic.errors import RunFailedError
 from elastic.faults import Fault, check_faults
 from elastic.job import Job
-from elastic.membership import GroupConfig
 from elastic.observer import Observer, conclude
 from elastic.placement import Wanted
 from elastic.ray_compat.cluster import draining_nodes, start_actor

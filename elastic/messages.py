@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from elastic.events import Cause, StepRecord
 from trainer.commit import Commit
 
-T = TypeVar("T")
-
 Source = Literal["store", "memory"]
 SignalKind = Literal["fault", "boundary"]
-
-
-class Packed(tuple[T, ...]):
-    """A tuple that many messages share. It is pickled once, and each message copies the bytes; it
-    arrives as a plain tuple.
-    """
-
-    @cached_property
-    def _bytes(self) -> bytes:
-        return pickle.dumps(tuple(self), pickle.HIGHEST_PROTOCOL)
-
-    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-        return pickle.loads, (self._bytes,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,17 +141,11 @@ class Build:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """A worker's part of a new roster: train."""
+class Order:
+    """What a new roster tells all its workers alike."""
 
     generation: int
     """Generation of the roster."""
-    replica: int
-    """Index of this worker's replica."""
-    rank: int
-    """This worker's rank in it."""
-    position: int
-    """Position of that replica in the roster: the rank across replicas."""
     lanes: tuple[tuple[int, ...], ...]
     """Lanes of each replica, by position."""
     step: int
@@ -180,14 +159,56 @@ class Run:
     0."""
     source: Source
     """Where `restore` reads: the checkpoint store, or the snapshot in the nodes' memory."""
-    lead: bool
-    """Whether this worker reports the steps."""
     recorded: int
     """Steps that the coordinator has records of."""
     meet: tuple[str, int]
     """Host and port of the store where process groups meet."""
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The order for the wire: made once, and copied into every worker's part of it."""
+        order = {field.name: getattr(self, field.name) for field in fields(Order)}
+        return pickle.dumps(order, pickle.HIGHEST_PROTOCOL)
+
+    def part(self, *, replica: int, rank: int, position: int, serial: int) -> Run:
+        """A worker's part of it."""
+        run = Run.__new__(Run)  # there are thousands, and `__init__` sets each field by a call
+        run.__dict__.update(
+            vars(self),
+            packed=self.packed,
+            replica=replica,
+            rank=rank,
+            position=position,
+            serial=serial,
+        )
+        return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Order):
+    """A worker's part of a new roster: train."""
+
+    replica: int
+    """Index of this worker's replica."""
+    rank: int
+    """This worker's rank in it."""
+    position: int
+    """Position of that replica in the roster: the rank across replicas."""
     serial: int
     """Signals up to this one are settled."""
+
+    @property
+    def lead(self) -> bool:
+        """Whether this worker reports the steps."""
+        return self.position == self.rank == 0
+
+    def __reduce__(self) -> tuple[Callable[..., Run], tuple[bytes, int, int, int, int]]:
+        return _unpack, (self.packed, self.replica, self.rank, self.position, self.serial)
+
+
+def _unpack(packed: bytes, replica: int, rank: int, position: int, serial: int) -> Run:
+    order: dict[str, Any] = pickle.loads(packed)
+    return Run(**order, replica=replica, rank=rank, position=position, serial=serial)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """One actor per node: it watches the node's workers, and it is the node's word that it is there.
 
-It tells the coordinator of every worker that ended or froze (`process_watch.py`), at once, in the
-same small call that renews the node's lease every `health.node_beat_s`. What was not acknowledged
-is told again.
+It renews the node's lease with a datagram every `health.node_beat_s` (`beats.py`). It tells the
+coordinator of every worker that ended or froze (`process_watch.py`), at once, in a call that renews
+the lease too; what was not acknowledged is told again. Where datagrams are not answered, be it that
+a firewall drops them, the call is made for the renewal alone.
 
 Where no renewal comes through for the length of a lease, the node is cut off: the coordinator has
 written its workers off, or is about to. So the agent kills them; they neither train on nor publish
@@ -25,6 +26,7 @@ from typing import Any
 
 import ray
 
+from elastic.beats import BeatSender
 from elastic.config import HealthConfig
 from elastic.drain import SpotWatch, on_ec2, tell_coordinator
 from elastic.messages import Death, Identity
@@ -35,6 +37,8 @@ _SAMPLE_INTERVAL_S = 0.2
 _TELL_INTERVAL_S = 0.02
 """How often to look for the answer to a call while news waits for it."""
 _PROBE_TIMEOUT_S = 1.0
+_MOST_UNANSWERED = 2
+"""Beats without an answer, before the coordinator is called instead."""
 
 
 class NodeAgent:
@@ -45,6 +49,7 @@ class NodeAgent:
         node: Ray's id of this node.
         token: tells this agent from others that the node may have had.
         address: host and port on which the coordinator's process listens.
+        beats: host and port of its socket for beats.
         health: bounds.
     """
 
@@ -54,17 +59,20 @@ class NodeAgent:
         node: str,
         token: str,
         address: tuple[str, int],
+        beats: tuple[str, int],
         health: HealthConfig,
     ) -> None:
         self._coordinator, self._node, self._token = coordinator, node, token
         self._address, self._health = address, health
         self._processes = ProcessWatch(health.freeze_timeout_s)
+        self._beats = BeatSender(beats, token)
         self._clock = AwakeClock(_SAMPLE_INTERVAL_S)
         self._deaths: list[Death] = []
         self._call: Any = None
         self._told = 0
         """Deaths in that call."""
-        self._sent_s = -health.node_beat_s
+        self._called_s = 0.0
+        self._beat_s = -health.node_beat_s
         self._heard_s = 0.0
         """Awake time up to which the coordinator is known to have been in reach."""
         self._run_over = False
@@ -105,16 +113,29 @@ class NodeAgent:
                 self._renew(now_s)
 
     def _renew(self, now_s: float) -> None:
-        """Takes the answer to the last call, and makes the next one where it is time."""
+        """Takes the answers that have come, and beats or calls where it is time."""
+        self._take_echo()
         self._take_answer()
-        due = self._deaths or now_s - self._sent_s >= self._health.node_beat_s
-        if self._call is None and due:
-            self._told, self._sent_s = len(self._deaths), now_s
+        beat = now_s - self._beat_s >= self._health.node_beat_s
+        if beat:
+            self._beats.send(now_s)
+            self._beat_s = now_s
+        unheard = beat and self._beats.unanswered > _MOST_UNANSWERED
+        if self._call is None and (self._deaths or unheard):
+            self._told, self._called_s = len(self._deaths), now_s
             self._call = self._coordinator.beat.remote(self._node, self._token, self._deaths)
         silent_s = now_s - self._heard_s
         if silent_s > self._health.node_timeout_s and not self._run_over:
             self._fence(silent_s)
             self._heard_s = now_s
+
+    def _take_echo(self) -> None:
+        heard = self._beats.hear()
+        if heard is None:
+            return
+        if not heard.kept:
+            self._leave()
+        self._heard_s = max(self._heard_s, heard.sent_s)
 
     def _take_answer(self) -> None:
         if self._call is None or not ray.wait([self._call], timeout=0)[0]:
@@ -130,7 +151,7 @@ class NodeAgent:
         if not kept:
             self._leave()
         del self._deaths[: self._told]
-        self._heard_s = self._sent_s
+        self._heard_s = max(self._heard_s, self._called_s)
 
     def _fence(self, silent_s: float) -> None:
         """Kills the workers where this node is cut off; a coordinator that is only slow cuts off

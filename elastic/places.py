@@ -44,6 +44,11 @@ class Places:
         return replica is not None and replica.formed in self.standing
 
     @property
+    def whole(self) -> int:
+        """Replicas that stand or form."""
+        return len(self.standing) + len(self.forming)
+
+    @property
     def unready(self) -> int:
         """Replicas that form and have not all built their part."""
         return len(self._unbuilt)

@@ -27,8 +27,6 @@ class Resumption:
     """Whole formations that were in no roster yet."""
     broken: tuple[Replica, ...]
     """What is left of others."""
-    newcomers: frozenset[int]
-    """Formations of the roster that had no state when it began."""
     behind: dict[str, int]
     """Worker without state so far -> its formation."""
     heals: tuple[tuple[int, int], ...]
@@ -66,7 +64,6 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
         standing=tuple(f.replica for f in placed if f.whole),
         forming=tuple(f.replica for f in formations if f.whole and not f.generation),
         broken=tuple(f.replica for f in formations if not f.whole and not f.generation),
-        newcomers=frozenset(f.replica.formed for f in new),
         behind={s.identity.worker: s.formed for f in new for s in f.members if s.behind},
         heals=tuple((f.first.position, f.first.source or 0) for f in new),
         consistent=consistent,

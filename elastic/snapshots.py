@@ -25,6 +25,7 @@ from elastic.membership import Membership
 from elastic.ray_compat.cluster import start_actor
 from elastic.records import RunPaths
 from elastic.snapshot_holder import MOST_CALLS, HeldSnapshot, SnapshotHolder
+from elastic.snapshot_survey import find_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +55,19 @@ class Snapshots:
         timeout_s: float,
     ) -> None:
         self._paths, self._membership, self._note = paths, membership, note
-        self._index = SnapshotIndex(workers=workers, versions=versions, found=found)
-        self._timeout_s = timeout_s
-        self._nodes: set[str] = set() if found is None else set(found.nodes)
+        self._workers, self._versions, self._timeout_s = workers, versions, timeout_s
+        self._nodes: set[str] = set()
         self._holders: dict[str, Any] = {}
         self._copying: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._begin(found)
+
+    async def look_again(self) -> None:
+        """The coordinator was started anew: goes on from what the nodes' memory holds."""
+        self._begin(await asyncio.to_thread(find_snapshot, self._paths))
+
+    def _begin(self, found: Snapshot | None) -> None:
+        self._index = SnapshotIndex(workers=self._workers, versions=self._versions, found=found)
+        self._nodes |= set() if found is None else found.nodes
         self._update()
 
     # -- nodes -------------------------------------------------------------------------------------

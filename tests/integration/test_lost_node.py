@@ -3,6 +3,7 @@ coordinator is neither."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -22,6 +23,7 @@ from watching import events_of, steps_of, wait_until
 
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig
+from elastic.beats import BeatListener, key_of
 from elastic.messages import Identity
 from elastic.node_agent import NodeAgent
 from elastic.ray_compat.cluster import start_actor
@@ -118,13 +120,23 @@ def test_a_node_without_an_answer_ends_its_workers_unless_the_coordinator_is_the
     cluster: None, sleeper: subprocess.Popen[bytes], reachable: bool
 ) -> None:
     node = ray.get_runtime_context().get_node_id()
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    deaf = socket.socket(type=socket.SOCK_DGRAM)
+    deaf.bind(("127.0.0.1", 0))
+    with deaf, socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         if not reachable:
             server.close()
         coordinator = start_actor(DeafCoordinator, max_concurrency=100)
         agent = start_actor(
-            NodeAgent, coordinator, node, "token", address, HEALTH, node=node, max_concurrency=8
+            NodeAgent,
+            coordinator,
+            node,
+            "token",
+            address,
+            deaf.getsockname(),
+            HEALTH,
+            node=node,
+            max_concurrency=8,
         )
         identity = Identity(worker="w0", rank=0, node=node, pid=sleeper.pid)
         ray.get(agent.watch.remote(identity))
@@ -139,3 +151,46 @@ def test_a_node_without_an_answer_ends_its_workers_unless_the_coordinator_is_the
         ray.kill(agent)
         ray.kill(coordinator)
     assert (death.worker, death.cause) == ("w0", "crash" if reachable else "node")
+
+
+class Through(asyncio.DatagramTransport):
+    """Sends answers through a socket of the test."""
+
+    def __init__(self, mailbox: socket.socket) -> None:
+        self.mailbox = mailbox
+
+    def sendto(self, data: bytes, addr: tuple[str, int]) -> None:
+        self.mailbox.sendto(data, addr)
+
+
+def test_a_node_whose_datagrams_are_not_answered_calls_until_they_are(cluster: None) -> None:
+    node, health = ray.get_runtime_context().get_node_id(), HealthConfig(node_beat_s=0.5)
+    listener = BeatListener(lambda key: True if key == key_of("token") else None)
+    with socket.socket(type=socket.SOCK_DGRAM) as mailbox:
+        mailbox.bind(("127.0.0.1", 0))
+        mailbox.settimeout(DEADLINE_S)
+        listener.connection_made(Through(mailbox))
+        address = mailbox.getsockname()
+        coordinator = start_actor(DeafCoordinator, max_concurrency=100)
+        ray.get(coordinator.listen.remote())
+        agent = start_actor(
+            NodeAgent,
+            coordinator,
+            node,
+            "token",
+            address,
+            address,
+            health,
+            node=node,
+            max_concurrency=8,
+        )
+        wait_until(lambda: ray.get(coordinator.called.remote()) > 2)
+        unheard = ray.get(coordinator.called.remote())
+        for _ in range(unheard + 2):  # those that led to these calls, and the first two
+            listener.datagram_received(*mailbox.recvfrom(100))
+        for _ in range(6):
+            listener.datagram_received(*mailbox.recvfrom(100))
+        calls = ray.get(coordinator.called.remote()) - unheard
+        ray.kill(agent)
+        ray.kill(coordinator)
+    assert calls <= 2, "one may have been under way; without answers there are six"

@@ -1,6 +1,6 @@
 """A run played through without machines: simulated workers round the real `Membership`.
 
-The world stands in for the rest of `elastic/coordinator.py`: it delivers answers, signals, deaths,
+The world stands in for the coordinator's other parts: it delivers answers, signals, deaths,
 receipts and replacements, each whenever a seeded random scheduler says so, and it does harm. What
 must hold is in `simulation_checks.py`; a state in which nobody can move is a deadlock, and fails.
 """
@@ -16,7 +16,8 @@ from typing import Any
 import simulation_checks as checks
 from simulated_worker import Applied, Channel, Lost, SimWorker
 
-from elastic.membership import GroupConfig, Membership
+from elastic.decisions import GroupConfig
+from elastic.membership import Membership
 from elastic.messages import Report, Signal, Stop
 
 MOST_EVENTS = 20_000
@@ -236,13 +237,13 @@ class World:
             self.trace.append("LOSE THE SNAPSHOT")
             self._set_snapshot(None)
         if self.write_offs and self.membership.call == "fault" and self.rng.random() < 0.2:
-            absent = sorted(self.membership.called_away.keys() - self.dead)
+            absent = sorted(self.membership.calls.unfollowed.keys() - self.dead)
             if absent:
                 self.write_offs -= 1
                 self._write_off(self.rng.choice(absent))
 
     def _crash(self) -> None:
-        """The coordinator is lost with all it knows, and started anew: `Coordinator._take_up`."""
+        """The coordinator is lost with all it knows, and started anew: `TakeUp`."""
         self.trace.append("COORDINATOR LOST")
         self.incarnation += 1
         alive = [w for n, w in self.workers.items() if n not in self.dead and not w.done]
@@ -254,7 +255,7 @@ class World:
         self.membership.resume(
             [worker.standing() for worker in alive if worker.name not in self.lost],
             generation=before.generation,
-            formations=before._formations,
+            formations=before.formations.begun,
             recorded=before.recorded,
         )
         for name in self.lost:
@@ -301,7 +302,7 @@ class World:
         self.vacant.append(worker.rank)
 
     def _write_off(self, name: str) -> None:
-        """As the coordinator's `_kill_laggards`: lost at once, killed a little later."""
+        """As `Crew.lose_laggards`: lost at once, killed a little later."""
         self.trace.append(f"WRITE OFF {name}")
         self.condemned.append(name)
         self._lose(name)
@@ -315,7 +316,7 @@ class World:
 
     def peer_lost(self, worker: SimWorker) -> bool:
         """As the coordinator's `trouble`."""
-        if self.membership.give_up_formation(worker.name):
+        if self.membership.formations.give_up_resumed(worker.name):
             self._advance()
         return self.membership.replica_broken(worker.name)
 
@@ -324,7 +325,7 @@ class World:
         self._advance()
 
     def heal_failed(self, worker: SimWorker) -> None:
-        if self.membership.heal_failed(worker.name) >= 3:
+        if self.membership.heals.failed(worker.name) >= 3:
             self.condemned.append(worker.name)
             self._lose(worker.name)
         self._advance()
@@ -332,7 +333,7 @@ class World:
     def any_gone(self, channel: Channel) -> bool:
         return any(name in self.dead or name in channel.closed for name in channel.members)
 
-    # -- elastic/coordinator.py --------------------------------------------------------------------
+    # -- the coordinator ---------------------------------------------------------------------------
 
     def send_join(self, worker: SimWorker) -> None:
         self.joins[worker.name] = (worker.report(), worker.recent())

@@ -9,7 +9,17 @@ import pytest
 
 from elastic import messages
 from elastic.events import StepRecord
-from elastic.messages import Build, Death, Identity, Packed, Report, Run, Signal, Standing, Stop
+from elastic.messages import (
+    Build,
+    Death,
+    Identity,
+    Order,
+    Report,
+    Run,
+    Signal,
+    Standing,
+    Stop,
+)
 from trainer.commit import Commit
 
 COMMIT = Commit(
@@ -20,6 +30,10 @@ RECORD = StepRecord(
     sample_digests=[2**40 - 1, 0],
 )  # fmt: skip
 IDENTITY = Identity(worker="w0-abc", rank=0, node="f00", pid=42)
+ORDER = Order(
+    generation=2, lanes=((0, 2), (1,), ()), step=5, commit=COMMIT, heals=((2, 0),), restore=False,
+    source="store", recorded=4, meet=("h", 1),
+)  # fmt: skip
 ALL = [
     IDENTITY,
     Report(identity=IDENTITY),
@@ -32,8 +46,9 @@ ALL = [
     Run(
         generation=2, replica=1, rank=0, position=1, lanes=((0, 2), (1,), ()), step=5,
         commit=COMMIT, heals=((2, 0),), restore=False, source="store",
-        lead=False, recorded=4, meet=("h", 1), serial=9,
+        recorded=4, meet=("h", 1), serial=9,
     ),
+    ORDER,
     Death(worker="w0-abc", cause="hang", detail="stopped"),
     Stop(error=None),
     Stop(error="user code failed"),
@@ -57,10 +72,9 @@ def test_a_message_is_plain_data(message: Any) -> None:
 
 
 def test_every_message_is_tried() -> None:
-    defined = {
-        c for c in vars(messages).values() if getattr(c, "__module__", "") == messages.__name__
-    }
-    assert {type(message) for message in ALL} == defined - {Packed, messages.T}
+    here = messages.__name__
+    defined = {c for c in vars(messages).values() if isinstance(c, type) and c.__module__ == here}
+    assert {type(message) for message in ALL} == defined
 
 
 def test_a_worker_that_has_nothing_says_so() -> None:

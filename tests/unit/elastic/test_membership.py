@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from simulated_run import World, play
 
-from elastic.membership import Effects, GroupConfig, Membership
+from elastic.decisions import Effects, GroupConfig
+from elastic.membership import Membership
 from elastic.messages import Build, Identity, Report, Run, Signal, Stop
 from elastic.roster import Replica
 from trainer.commit import Commit
@@ -394,14 +395,14 @@ def test_a_heal_that_failed_is_tried_again_from_another_source() -> None:
     group.build("d2")
     group.join("a0", step=5)
     first = run_of(group.join("b1", step=5), "d2")
-    assert group.membership.heal_failed("d2") == 1
+    assert group.membership.heals.failed("d2") == 1
     effects = group.advance()
     assert effects.called == "heal" and set(signals(effects)) == {"a0", "b1", "d2"}
     group.join("a0", step=6)
     group.join("b1", step=6)
     again = run_of(group.join("d2"), "d2")
     assert dict(again.heals)[2] != dict(first.heals)[2]
-    assert group.membership.heal_failed("d2") == 2
+    assert group.membership.heals.failed("d2") == 2
 
 
 def test_survivors_of_all_replicas_put_their_copy_together() -> None:
@@ -568,7 +569,7 @@ def test_names_of_slots_and_who_is_awaited() -> None:
     assert group.membership.slot_name("e4") is None
     group.lose("b1")
     group.join("c2", step=1, in_step=True)
-    assert group.membership.called_away.keys() == {"a0", "d3"}
+    assert group.membership.calls.unfollowed.keys() == {"a0", "d3"}
     assert not group.membership.replica_broken("c2")
     assert group.membership.replica_broken("a0")
 
@@ -577,19 +578,21 @@ def test_who_followed_a_call_is_no_laggard_of_it_when_called_again() -> None:
     group = Group(replicas=3, start=3)
     group.start("a0", "b1", "c2")
     first = group.lose("c2").signals
-    assert group.membership.laggards(first) == ["a0", "b1"]
+    assert group.membership.calls.laggards(first) == ["a0", "b1"]
     group.join("a0", step=1, in_step=True)
-    assert group.membership.laggards(first) == ["b1"]
+    assert group.membership.calls.laggards(first) == ["b1"]
     group.join("b1", step=1, in_step=True)
-    assert group.membership.laggards(first) == []
+    assert group.membership.calls.laggards(first) == []
     group.join("d3")
     second = group.build("d3").signals
     assert second.keys() == {"a0", "b1"}, "called again, for the new replica"
-    assert group.membership.laggards(first) == []
-    assert group.membership.laggards(second) == ["a0", "b1"]
+    assert group.membership.calls.laggards(first) == []
+    assert group.membership.calls.laggards(second) == ["a0", "b1"]
     third = group.lose("b1").signals
     assert third.keys() == {"a0"}
-    assert group.membership.laggards(second) == ["a0"], "the second call counts, not the third"
+    assert group.membership.calls.laggards(second) == ["a0"], (
+        "the second call counts, not the third"
+    )
 
 
 # -- every order of events -------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pickle
 import time
 
-from elastic.membership import Effects, GroupConfig, Membership
-from elastic.messages import Build, Identity, Packed, Report, Run
+from elastic.decisions import Effects, GroupConfig
+from elastic.membership import Membership
+from elastic.messages import Build, Identity, Order, Report, Run
 
 WORKERS, NODE = 4_096, 8
 
@@ -54,12 +55,18 @@ def test_a_regroup_looks_at_each_worker_a_few_times_not_at_all_of_them_for_each(
     assert spent_s < 3, "0.1 s when linear, over 10 s when each arrival counts everybody"
 
 
-def test_a_packed_tuple_is_pickled_once_and_arrives_as_a_plain_one() -> None:
-    lanes = Packed(((0, 1), (2,)))
-    assert lanes == ((0, 1), (2,)) and lanes.__reduce__()[1][0] is lanes.__reduce__()[1][0]
-    run = Run(
-        generation=1, replica=0, rank=0, position=0, lanes=lanes, step=0, commit=None, heals=(),
-        restore=True, source="store", lead=True, recorded=0, meet=("", 0), serial=0,
+def test_an_order_is_pickled_once_and_each_part_of_it_arrives_whole() -> None:
+    lanes = ((0, 1), (2,))
+    order = Order(
+        generation=1, lanes=lanes, step=0, commit=None, heals=(), restore=True, source="store",
+        recorded=0, meet=("", 0),
     )  # fmt: skip
-    there = pickle.loads(pickle.dumps(run))
-    assert there == run and type(there.lanes) is tuple
+    first = order.part(replica=0, rank=0, position=0, serial=1)
+    second = order.part(replica=4, rank=1, position=1, serial=2)
+    assert first.__reduce__()[1][0] is second.__reduce__()[1][0]
+    assert first.lead and not second.lead
+    there = pickle.loads(pickle.dumps(second))
+    assert there == second == Run(
+        generation=1, replica=4, rank=1, position=1, lanes=lanes, step=0, commit=None, heals=(),
+        restore=True, source="store", recorded=0, meet=("", 0), serial=2,
+    )  # fmt: skip

@@ -1,0 +1,70 @@
+"""How a regroup ends: where everybody goes on, and what each worker is told. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic.decisions import Outcome
+from elastic.messages import Order, Report, Run
+from elastic.roster import Replica, Roster
+from trainer.commit import Commit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolution:
+    """What becomes of the interrupted step."""
+
+    step: int
+    """Where everybody goes on."""
+    commit: Commit | None
+    """Commit of step - 1."""
+    outcome: Outcome
+    """In a word."""
+
+
+def split_by_state(
+    replicas: Sequence[Replica], reports: Mapping[str, Report]
+) -> tuple[list[Replica], list[Replica]]:
+    """Those all of whose workers have state, and the others."""
+    have: list[Replica] = []
+    lack: list[Replica] = []
+    for replica in replicas:
+        whole = all(reports[worker].step is not None for worker in replica.workers)
+        (have if whole else lack).append(replica)
+    return have, lack
+
+
+def decide_step(reports: Sequence[Report], *, stored: int, first: bool) -> Resolution:
+    """Where everybody goes on.
+
+    A step that one of the living saw committed is applied by all: whoever passed the commit knows
+    that every worker holds the complete gradient (design.md, "The step and its commit").
+
+    Args:
+        reports: of the workers with state, if a whole replica has it.
+        stored: step of the newest checkpoint or snapshot, 0 without one.
+        first: whether no roster stood before.
+    """
+    if not reports:
+        return Resolution(step=stored, commit=None, outcome="start" if first else "restore")
+    steps = [report.step or 0 for report in reports]
+    step = max(steps)
+    furthest = reports[steps.index(step)]
+    outcome: Outcome = "boundary"
+    if min(steps) < step:
+        outcome = "finish_step"
+    elif any(report.in_step for report in reports):
+        outcome = "repeat"
+    return Resolution(step=step, commit=furthest.last, outcome=outcome)
+
+
+def plan_parts(order: Order, roster: Roster, settled: Callable[[str], int]) -> dict[str, Run]:
+    """What each worker of `roster` is told; `settled` gives the signals that its answer settles."""
+    return {
+        worker: order.part(
+            replica=replica.index, rank=rank, position=position, serial=settled(worker)
+        )
+        for position, replica in enumerate(roster.replicas)
+        for rank, worker in enumerate(replica.workers)
+    }

@@ -1,0 +1,188 @@
+"""The run's workers and their nodes: who has started, who is watched, who will go, who is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ray
+
+from elastic import events
+from elastic.agents import NodeAgents
+from elastic.coordinator_config import CoordinatorConfig
+from elastic.failure import Loss, decide_failure
+from elastic.membership import Membership
+from elastic.messages import Identity, Signal, Stop
+from elastic.run_log import RunLog
+from elastic.snapshots import Snapshots
+from elastic.switchboard import Switchboard
+
+
+class Crew:
+    """See the module.
+
+    Args:
+        config: bounds and budgets; whether snapshots are taken.
+        membership: told of losses and of machines that go.
+        board: carries out what follows.
+        records: where it is written down.
+        agents: watch the workers and hold the nodes' leases.
+        snapshots: told of the nodes.
+    """
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        membership: Membership,
+        board: Switchboard,
+        records: RunLog,
+        agents: NodeAgents,
+        snapshots: Snapshots,
+    ) -> None:
+        self._health, self._membership, self._board = config.health, membership, board
+        self._records, self._agents = records, agents
+        self._snapshots, self._in_memory = snapshots, config.in_memory
+        self.started: dict[str, Identity] = {}
+        """Workers that have started and were not lost."""
+        self.draining_nodes: set[str] = set()
+        """Machines that will go."""
+        self._draining: set[str] = set()
+        self._watches: dict[str, Any] = {}
+        self._losses: list[Loss] = []
+        self._checking_leases = False
+
+    # -- arrivals ----------------------------------------------------------------------------------
+
+    def watch(self, identity: Identity) -> None:
+        """A worker's process is watched from now on, by the agent of its node."""
+        if not self._checking_leases:
+            self._checking_leases = True
+            self._board.spawn(self._check_leases())
+        self.started[identity.worker] = identity
+        token = self._agents.start(identity.node, ray.get_runtime_context().current_actor)
+        if token is not None:
+            self._board.spawn(self._await_agent(identity.node, token))
+            if self._in_memory:
+                self._snapshots.node_joined(identity.node)
+        self._watches[identity.worker] = self._agents.watch(identity)
+
+    async def until_watched(self, worker: str) -> None:
+        """Waits until the agent of its node watches `worker`."""
+        if worker in self._watches:
+            await self._watches.pop(worker)
+
+    # -- machines that go --------------------------------------------------------------------------
+
+    async def drain(
+        self, workers: Iterable[str], reason: str, left_s: float | None, node: str | None = None
+    ) -> None:
+        """The machine of `workers` will go, in `left_s` if that is known."""
+        known = [w for w in workers if w in self.started and w not in self._draining]
+        if not known:
+            return
+        self._records.note(
+            events.Draining(
+                time=time.time(), workers=known, node=node, reason=reason, deadline_s=left_s
+            )
+        )
+        self.retire(known)
+        await self._board.advance()
+
+    def retire(self, workers: Iterable[str]) -> None:
+        """`workers` get no slot any more, as their machines will go."""
+        for worker in workers:
+            self._draining.add(worker)
+            self._membership.drain(worker)
+
+    async def drain_node(self, node: str, left_s: float | None, reason: str) -> None:
+        """A machine will go: those that work on it leave, those that start on it get no slot."""
+        self.draining_nodes.add(node)
+        await self.drain(self._on(node), reason, left_s, node)
+
+    def _on(self, node: str) -> list[str]:
+        return [worker for worker, identity in self.started.items() if identity.node == node]
+
+    # -- losses ------------------------------------------------------------------------------------
+
+    async def lose(
+        self, worker: str, cause: events.Cause, detail: str, step: int | None = None
+    ) -> None:
+        """Writes a worker off, which was in `step` where that is known. Twice does no harm."""
+        await self._board.ready.wait()
+        membership = self._membership
+        slot = membership.slot_name(worker)
+        if worker in self._draining and cause in ("crash", "node"):
+            cause = "preemption"
+        member, identity = membership.lose(worker), self.started.pop(worker, None)
+        if identity is None and member is not None:
+            await self._board.advance()
+        if identity is None or membership.stopped is not None:
+            return
+        self._board.turn_away(worker)
+        self._records.note(
+            events.WorkerLost(
+                time=time.time(),
+                worker=worker,
+                node=identity.node,
+                pid=identity.pid,
+                slot=slot,
+                cause=cause,
+                detail=detail,
+            )
+        )
+        self._count(Loss(cause=cause, step=step, committed=membership.recorded, detail=detail))
+        await self._board.advance()
+        await self._board.tell()
+
+    def _count(self, loss: Loss) -> None:
+        self._losses.append(loss)
+        error = decide_failure(self._losses, self._health)
+        if error is not None:
+            self._membership.stopped = Stop(error=error)
+
+    async def kill(self, worker: str, cause: events.Cause, detail: str) -> None:
+        """Ends a worker's process and writes it off."""
+        self.signal(worker, signal.SIGKILL)
+        await self.lose(worker, cause, detail)
+
+    def signal(self, worker: str, number: int) -> None:
+        """Sends a signal to the process of a worker, where it has started."""
+        if worker in self.started:
+            self._agents.signal(self.started[worker], number)
+
+    async def lose_laggards(self, called: Mapping[str, Signal]) -> None:
+        """Ends the workers that have not followed a call in time."""
+        timeout_s = self._health.regroup_timeout_s
+        await asyncio.sleep(timeout_s)
+        detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
+        for worker in self._membership.calls.laggards(called):
+            await self.kill(worker, "hang", detail)
+
+    async def lose_node(self, node: str, detail: str) -> None:
+        """Writes off all workers of a node."""
+        self._snapshots.node_lost(node)
+        for worker in self._on(node):
+            await self.lose(worker, "node", detail)
+
+    async def _await_agent(self, node: str, token: str) -> None:
+        """Ends when the node's agent does: its workers are lost with it."""
+        end = await self._agents.outlive(node)
+        if self._agents.forget(node, token):
+            await self.lose_node(node, f"its node agent is gone: {end}")
+
+    async def _check_leases(self) -> None:
+        """Loses the nodes that were not heard of in time, for as long as the run lasts."""
+        await self._agents.listen()
+        limit_s = self._health.node_timeout_s
+        while True:
+            await asyncio.sleep(self._agents.check_interval_s)
+            for node, age_s in self._agents.overdue(time.monotonic()).items():
+                self._agents.forget(node)
+                await self.lose_node(
+                    node,
+                    f"its node was not heard for {age_s:.1f} s "
+                    f"(health.node_timeout_s = {limit_s:g})",
+                )

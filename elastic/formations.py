@@ -1,0 +1,123 @@
+"""Puts workers without a place together into replicas. Pure.
+
+Spares, survivors of broken replicas and replacements wait in the pool. Whenever it holds enough for
+a missing replica, one is formed while the others train. Where no replica is left whole, the
+survivors may still hold a whole copy between them: then they become one (`salvage.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from elastic.decisions import GroupConfig
+from elastic.messages import Report
+from elastic.places import Places
+from elastic.roster import Replica, plan_formations
+from elastic.salvage import plan_salvage
+
+
+class Formations:
+    """See the module.
+
+    Args:
+        config: sizes.
+        places: who has a place; it changes with every formation.
+        waiting: the workers that wait in `join`, with their reports: a view.
+    """
+
+    def __init__(self, config: GroupConfig, places: Places, waiting: Mapping[str, Report]) -> None:
+        self._config, self._places, self._waiting = config, places, waiting
+        self.begun = 0
+        """Replicas that ever began to form."""
+        self._resumed = 0
+        self._broken: list[Replica] = []
+        self._outdated: set[str] = set()  # what they may hold is of steps that were given up
+        self._salvaged = False
+
+    def resume(self, begun: int, broken: Sequence[Replica]) -> None:
+        """Goes on after those that had `begun` before the coordinator was lost, of which some were
+        `broken` then."""
+        self.begun = self._resumed = begun
+        self._broken.extend(broken)
+
+    # -- the end of a formation --------------------------------------------------------------------
+
+    def lose(self, worker: str) -> None:
+        """A worker is gone, and the replica that it had a place in with it."""
+        self._give_up(self._places.lose(worker))
+        self._salvaged = False
+
+    def retire(self, worker: str) -> None:
+        """A worker is to get no place any more."""
+        self._give_up(self._places.retire(worker))
+
+    def give_up_resumed(self, worker: str) -> bool:
+        """A worker failed to build a replica whose process group was to meet at the coordinator
+        that was lost: its workers are free again. Returns whether it is such a one."""
+        replica = self._places.of(worker)
+        if replica is None or replica.formed > self._resumed:
+            return False
+        return self._give_up(self._places.give_up(worker))
+
+    def _give_up(self, formation: Replica | None) -> bool:
+        if formation is not None:
+            self._broken.append(formation)
+        return formation is not None
+
+    def take_broken(self) -> list[Replica]:
+        """Formations that will not come about and that nobody has been told of."""
+        broken, self._broken = self._broken, []
+        return broken
+
+    # -- new ones ----------------------------------------------------------------------------------
+
+    def from_pool(self) -> tuple[Replica, ...]:
+        """Forms the replicas that there is room and workers for, of neighbours in rank."""
+        config, places = self._config, self._places
+        least = config.start_workers if self.begun == 0 else 1
+        if len(places.idle) < max(least, config.workers_per_replica):
+            return ()
+        if places.whole >= config.max_replicas:
+            return ()
+        ranks = {worker: self._waiting[worker].identity.rank for worker in places.idle}
+        return self._form(sorted(places.idle, key=lambda worker: (ranks[worker], worker)))
+
+    def from_survivors(self, survivors: Iterable[str]) -> tuple[Replica, ...] | None:
+        """One replica that goes on with what its workers hold, where no whole one is left.
+
+        Args:
+            survivors: the living of the last roster.
+
+        Returns:
+            It, if there is one; None while that is not decided, for it waits for all survivors.
+        """
+        if self._salvaged:
+            return ()
+        if any(worker not in self._waiting for worker in survivors):
+            return None
+        self._salvaged = True
+        reports = [self._waiting[w] for w in sorted(self._places.idle - self._outdated)]
+        return self._form(plan_salvage(reports, self._config.workers_per_replica))
+
+    def _form(self, pool: Sequence[str]) -> tuple[Replica, ...]:
+        places = self._places
+        replicas = plan_formations(
+            pool=pool,
+            taken={r.index for r in (*places.standing.values(), *places.forming.values())},
+            max_replicas=self._config.max_replicas,
+            workers_per_replica=self._config.workers_per_replica,
+            next_number=self.begun + 1,
+        )
+        self.begun += len(replicas)
+        places.form(replicas)
+        return replicas
+
+    # -- what survivors hold -----------------------------------------------------------------------
+
+    def outdate(self, workers: Iterable[str]) -> None:
+        """The run has gone back: what `workers` hold is of steps that were given up."""
+        self._outdated = set(workers)
+
+    def renew(self, workers: Iterable[str]) -> None:
+        """They are in the new roster, and hold what counts."""
+        self._outdated.difference_update(workers)

@@ -1,0 +1,30 @@
+"""Whether to regroup after a step, with nothing broken, and which replicas leave then. Pure."""
+
+from __future__ import annotations
+
+from elastic.events import RegroupReason
+from elastic.heals import Heals
+from elastic.places import Places
+from elastic.roster import Replica
+
+
+def plan_departures(places: Places, heals: Heals, min_replicas: int) -> list[Replica]:
+    """Replicas on machines that will go and that the others can do without."""
+    if not places.retired:
+        return []
+    doomed = [r for r in places.standing.values() if not places.retired.isdisjoint(r.workers)]
+    gone = {replica.formed for replica in doomed} | set(heals.behind.values())
+    remaining = sum(formed not in gone for formed in places.standing)
+    return doomed if remaining >= max(1, min_replicas) else []
+
+
+def decide_planned(places: Places, heals: Heals, min_replicas: int) -> RegroupReason | None:
+    """Why to regroup after a step. A heal is not disturbed for a replica that could join later."""
+    if plan_departures(places, heals, min_replicas):
+        return "drain"
+    if heals.again:
+        return "heal"
+    if heals.behind:
+        return None
+    ready = len(places.forming) > places.unready
+    return "heal" if heals.pairs else "grow" if ready else None

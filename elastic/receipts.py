@@ -1,0 +1,80 @@
+"""The coordinator's part in checkpoints: the last receipt of one commits it (`publisher.py`)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from checkpointing import Receipt
+from elastic import events
+from elastic.coordinator_config import CoordinatorConfig
+from elastic.membership import Membership
+from elastic.publisher import Publisher
+from elastic.run_log import RunLog
+from elastic.switchboard import Switchboard
+
+
+class Receipts:
+    """See the module.
+
+    Args:
+        config: where checkpoints go, and how many are kept.
+        membership: told of what is committed.
+        board: carries out what follows.
+        records: where it is written down.
+    """
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        membership: Membership,
+        board: Switchboard,
+        records: RunLog,
+    ) -> None:
+        self._last_step, self._membership = config.groups.steps, membership
+        self._board, self._records = board, records
+        self._publisher = Publisher(
+            config.paths,
+            config.checkpoint,
+            versions=config.started.versions,
+            workers=config.groups.workers_per_replica,
+            newest=config.restore_step,
+        )
+
+    def saved(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is committed."""
+        return self._publisher.saved(step)
+
+    async def take(self, receipt: Receipt, training_state: dict[str, Any], started: float) -> None:
+        """A saving worker has written its slices; the last one's receipt commits the checkpoint.
+
+        After a restore the records lack the steps that were lost. A late checkpoint of those steps,
+        by a worker that was cut off or slow, must not become one to restore from.
+        """
+        if receipt.generation < self._records.restored:
+            return
+        try:
+            size = await self._publisher.take(receipt, training_state)
+        except Exception as error:
+            await self.failed(receipt.step, f"{type(error).__name__}: {error}")
+            return
+        if size is None:
+            return
+        now = time.time()
+        self._membership.checkpointed(receipt.step)
+        self._records.note(
+            events.CheckpointCommitted(
+                time=now,
+                step=receipt.step,
+                generation=receipt.generation,
+                bytes=size,
+                seconds=now - started,
+            )
+        )
+        await self._board.advance()
+
+    async def failed(self, step: int, reason: str) -> None:
+        """A checkpoint could not be written. Unless it was the last one, the run goes on."""
+        self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
+        if step >= self._last_step:
+            await self._board.stop(f"the last checkpoint could not be written: {reason}")

@@ -1,0 +1,94 @@
+"""A coordinator that was started anew takes up the run: it asks the workers where they stand.
+
+a call comes, or a worker says where it stands ──► those that the records name are watched
+     ──► all have spoken, or died, or _TAKE_UP_S are over ──► membership goes on
+     ──► `ready`: calls that waited go on, the silent are written off
+"""
+
+from __future__ import annotations
+
+from elastic.crew import Crew
+from elastic.membership import Membership
+from elastic.messages import Death, Identity, Standing
+from elastic.recall import Recall
+from elastic.snapshots import Snapshots
+from elastic.switchboard import Switchboard
+
+_TAKE_UP_S = 10.0
+"""How long a coordinator that was started anew waits for the workers to say where they stand."""
+_SILENT = f"said nothing for {_TAKE_UP_S:g} s after the coordinator was started anew"
+
+
+class TakeUp:
+    """See the module.
+
+    Args:
+        recalled: what the records say.
+        membership: goes on from what the workers say.
+        board: `ready` is set at the end.
+        crew: watches the workers, and loses the silent.
+        snapshots: looks for what the nodes hold; None where the run takes none.
+    """
+
+    def __init__(
+        self,
+        recalled: Recall,
+        membership: Membership,
+        board: Switchboard,
+        crew: Crew,
+        snapshots: Snapshots | None,
+    ) -> None:
+        self._recalled, self._membership, self._board = recalled, membership, board
+        self._crew, self._snapshots = crew, snapshots
+        self._standings: dict[str, Standing] = {}
+        self._dead: set[str] = set()
+        self._begun = False
+
+    def begin(self) -> None:
+        """Begins, at the first call that shows that the run lives."""
+        if not self._begun:
+            self._begun = True
+            self._board.spawn(self._take_up())
+
+    async def hear(self, standing: Standing) -> None:
+        """A worker says where it stands."""
+        self._standings[standing.identity.worker] = standing
+        self._crew.watch(standing.identity)
+        self.begin()
+        await self._board.tell()
+
+    async def count_dead(self, deaths: list[Death]) -> None:
+        """These need not be waited for."""
+        self._dead.update(death.worker for death in deaths)
+        await self._board.tell()
+
+    async def _take_up(self) -> None:
+        """Waits for the workers that lived when the last coordinator was lost; writes off those
+        that have died, or do not speak up."""
+        expected = self._recalled.workers
+        for worker, joined in expected.items():
+            if worker not in self._standings:
+                self._crew.watch(Identity(worker=worker, rank=0, node=joined.node, pid=joined.pid))
+        await self._board.until(
+            lambda: expected.keys() <= self._standings.keys() | self._dead, _TAKE_UP_S
+        )
+        living = expected.keys() & self._standings.keys()
+        self._go_on(living)
+        self._board.ready.set()
+        for worker in expected.keys() - living - self._dead:
+            await self._crew.lose(worker, "crash", _SILENT)
+        await self._board.advance()
+        if self._snapshots is not None:
+            await self._snapshots.look_again()
+
+    def _go_on(self, living: set[str]) -> None:
+        recalled = self._recalled
+        self._membership.resume(
+            [self._standings[worker] for worker in sorted(living)],
+            generation=recalled.generation,
+            formations=recalled.formations,
+            recorded=recalled.recorded,
+        )
+        for worker in self._standings.keys() - living:
+            self._membership.lose(worker)  # it was written off before
+        self._crew.retire(recalled.draining & living)
