@@ -7,13 +7,20 @@ import pickle
 import pytest
 
 from trainer.data.index import TokensCorruptError
-from trainer.errors import ConfigError, CrossGroupLost, NonFiniteError, TrainerError
+from trainer.errors import (
+    ConfigError,
+    CrossGroupLost,
+    ExchangeError,
+    NonFiniteError,
+    TrainerError,
+)
 from trainer.samples import LedgerError
 
 ALL: list[TrainerError] = [
     ConfigError("train.steps", 0, "must be at least 1", "Use 1 or more"),
     NonFiniteError(7, 3, (4, 5, 6)),
     CrossGroupLost("left for a regroup"),
+    ExchangeError("/models/llama", "it holds no weights", "Name a checkpoint of a model"),
     LedgerError(12, 3),
     TokensCorruptError("/data/00000.bin", "4 bytes, 8 expected"),
 ]
