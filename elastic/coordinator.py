@@ -15,6 +15,8 @@ step path. All methods run on one event loop, so none needs a lock.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,8 +40,11 @@ from elastic.records import find_checkpoint
 from elastic.run_log import RunLog
 from elastic.snapshot_holder import HeldSnapshot
 from elastic.snapshots import Snapshots
+from elastic.store_keys import sweep_store
 from elastic.switchboard import Switchboard
 from elastic.take_up import TakeUp
+
+log = logging.getLogger(__name__)
 
 MOST_CALLS = 100_000
 """Calls pending in the actor at once: each worker has one in `watch`, and perhaps one in `join`."""
@@ -76,6 +81,8 @@ class Coordinator:
         self._heal_news = HealNews(self._membership, self._board, self._crew, self._records)
         self._receipts = Receipts(config, self._membership, self._board, self._records)
         self._hellos = 0
+        self._start: asyncio.TimerHandle | None = None
+        """When the first replicas begin without those that have not come."""
         self._take_up: TakeUp | None = None
         if anew:
             self._take_up = self._recall(faults)
@@ -108,8 +115,35 @@ class Coordinator:
         regrouped = effects.regrouped
         if regrouped is not None and regrouped.outcome in ("start", "restore"):
             self._snapshots.went_back(regrouped.step, regrouped.roster.generation)
+        if regrouped is not None:
+            self._board.spawn(self._sweep(regrouped.roster.generation - 1))
         if effects.signals:
             self._board.spawn(self._crew.lose_laggards(effects.signals))
+
+    async def _sweep(self, generation: int) -> None:
+        """Deletes what groups older than `generation` have left in the store."""
+        oldest = self._membership.formations.oldest
+        try:
+            await asyncio.to_thread(
+                sweep_store, self._store, generation=generation, formation=oldest
+            )
+        except RuntimeError as error:  # it costs memory, and no more
+            log.warning("the store was not swept: %s", error)
+
+    def _put_off_start(self) -> None:
+        """At the start all workers are waited for, as long as they come: neighbours then get into
+        one replica."""
+        if self._start is not None:
+            self._start.cancel()
+        if self._membership.formations.begun == 0:
+            loop = asyncio.get_running_loop()
+            self._start = loop.call_later(
+                self.config.health.regroup_timeout_s, lambda: self._board.spawn(self._begin())
+            )
+
+    async def _begin(self) -> None:
+        self._membership.formations.wait_no_longer()
+        await self._board.advance()
 
     async def _gate(self) -> None:
         """Calls that need to know the run wait here until a coordinator started anew knows it."""
@@ -134,6 +168,7 @@ class Coordinator:
                 time=time.time(), worker=identity.worker, node=identity.node, pid=identity.pid
             )
         )
+        self._put_off_start()
         self._crew.watch(identity)
         if identity.node in self._crew.draining_nodes:
             await self._crew.drain([identity.worker], "its node is draining", None)
@@ -144,6 +179,7 @@ class Coordinator:
         await self._crew.until_watched(report.identity.worker)
         if report.recent:
             self._take_steps(report.recent)
+        self._put_off_start()
         return await self._board.join(report)
 
     async def watch(self, worker: str, seen: int) -> Signal | None:

@@ -30,6 +30,7 @@ class Formations:
         self.begun = 0
         """Replicas that ever began to form."""
         self._resumed = 0
+        self._start_workers = config.start_workers
         self._broken: list[Replica] = []
         self._outdated: set[str] = set()  # what they may hold is of steps that were given up
         self._salvaged = False
@@ -43,7 +44,9 @@ class Formations:
     # -- the end of a formation --------------------------------------------------------------------
 
     def lose(self, worker: str) -> None:
-        """A worker is gone, and the replica that it had a place in with it."""
+        """A worker is gone, and the replica that it had a place in with it. At the start, others no
+        longer wait for it: its replacement may take long to come."""
+        self._start_workers -= 1
         self._give_up(self._places.lose(worker))
         self._salvaged = False
 
@@ -64,6 +67,11 @@ class Formations:
             self._broken.append(formation)
         return formation is not None
 
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest formation that is still there."""
+        return min([self.begun, *self._places.standing, *self._places.forming])
+
     def take_broken(self) -> list[Replica]:
         """Formations that will not come about and that nobody has been told of."""
         broken, self._broken = self._broken, []
@@ -71,10 +79,16 @@ class Formations:
 
     # -- new ones ----------------------------------------------------------------------------------
 
+    def wait_no_longer(self) -> None:
+        """The first replicas begin with the workers that are here, if there are `min_replicas` of
+        them; those that come later become more."""
+        least = self._config.min_replicas * self._config.workers_per_replica
+        self._start_workers = min(self._start_workers, least)
+
     def from_pool(self) -> tuple[Replica, ...]:
         """Forms the replicas that there is room and workers for, of neighbours in rank."""
         config, places = self._config, self._places
-        least = config.start_workers if self.begun == 0 else 1
+        least = self._start_workers if self.begun == 0 else 1
         if len(places.idle) < max(least, config.workers_per_replica):
             return ()
         if places.whole >= config.max_replicas:

@@ -84,11 +84,12 @@ class Membership:
 
     def lose(self, worker: str) -> Identity | None:
         """A worker is gone, for good. Returns who it was, None where it was no member."""
-        self._lost.add(worker)
         self.calls.followed(worker)
         self.waiting.pop(worker, None)
         self._late.discard(worker)
-        self.formations.lose(worker)
+        if worker not in self._lost:
+            self._lost.add(worker)
+            self.formations.lose(worker)
         return self.members.pop(worker, None)
 
     def drain(self, worker: str) -> None:

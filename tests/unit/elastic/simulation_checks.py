@@ -117,7 +117,8 @@ def check_end(world: World) -> None:
     assert world.plan.steps in world.saved
     assert world.membership.recorded == world.plan.steps
     assert set(world.log) == set(range(world.plan.steps)), "steps unrecorded"
-    whole = [r for r in world.membership.roster.replicas if not world.lost & set(r.workers)]
+    known = world.workers.keys() - world.lost  # a coordinator started anew knows no lost ones
+    whole = [r for r in world.membership.roster.replicas if known >= set(r.workers)]
     holders = [world.workers[name] for replica in whole for name in replica.workers]
     states = {w.progress.applied for w in holders if w.progress is not None}
     assert len(states) <= 1, "replicas differ"

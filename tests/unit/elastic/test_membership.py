@@ -124,6 +124,24 @@ def test_the_start_waits_for_everybody_and_puts_neighbours_together() -> None:
     assert (effects.regrouped.outcome, effects.regrouped.lost_steps) == ("start", 0)
 
 
+def test_the_start_does_not_wait_for_one_that_is_lost() -> None:
+    group = Group(replicas=3)
+    assert group.join("a0") == group.join("b1") == Effects()
+    effects = group.lose("c2")  # it had started, and never came
+    assert {r.workers for r in effects.formed} == {("a0",), ("b1",)}
+    assert group.lose("c2").formed == []  # told again
+    assert set(layout(group.build("a0", "b1")).values()) == {("a0",), ("b1",)}
+
+
+@pytest.mark.parametrize(("here", "formed"), [(3, 0), (4, 2), (5, 2)])
+def test_the_start_waits_no_longer_than_it_must(here: int, formed: int) -> None:
+    group = Group(replicas=4, each=2, least=2)
+    for rank in range(here):
+        group.join(f"w{rank}")
+    group.membership.formations.wait_no_longer()
+    assert len(group.advance().formed) == formed
+
+
 def test_a_continued_run_starts_at_its_checkpoint_in_a_new_generation() -> None:
     effects = Group(replicas=1, generation=7, restore_step=12).start("a0")
     run = run_of(effects, "a0")
