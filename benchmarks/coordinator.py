@@ -42,11 +42,11 @@ from benchmarks._common import (
 )
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig, events
-from elastic.beats import BeatListener, BeatSender, open_socket
+from elastic.coordination.config import CoordinatorConfig
 from elastic.coordinator import Coordinator
-from elastic.coordinator_config import CoordinatorConfig
-from elastic.decisions import GroupConfig
+from elastic.membership.decisions import GroupConfig
 from elastic.messages import Build, Identity, Report, Run
+from elastic.nodes.beats import BeatListener, BeatSender, open_socket
 from elastic.records import RunPaths
 from trainer.commit import Commit
 from trainer.config import TrainConfig

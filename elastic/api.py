@@ -16,13 +16,14 @@ from checkpointing import CheckpointConfig, Manifest, Snapshot
 from elastic import events
 from elastic.ask import ask
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
+from elastic.coordination.config import CoordinatorConfig
 from elastic.coordinator import MOST_CALLS, Coordinator
-from elastic.coordinator_config import CoordinatorConfig
-from elastic.decisions import GroupConfig
-from elastic.drain import DrainWatch, tell_coordinator
 from elastic.errors import RunFailedError
 from elastic.faults import Fault, check_faults
 from elastic.job import Job
+from elastic.membership.decisions import GroupConfig
+from elastic.nodes.drain import DrainWatch, tell_coordinator
+from elastic.nodes.snapshot_survey import clear_snapshots, find_snapshot
 from elastic.observer import Observer, conclude
 from elastic.placement import Wanted
 from elastic.ray_compat.cluster import draining_nodes, start_actor
@@ -38,7 +39,6 @@ from elastic.resume import (
     run_directory,
     set_unreadable_aside,
 )
-from elastic.snapshot_survey import clear_snapshots, find_snapshot
 from elastic.worker import train_worker
 from trainer.config import TrainConfig
 from trainer.samples import Ledger

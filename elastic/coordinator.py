@@ -24,25 +24,25 @@ from typing import Any
 
 from checkpointing import Receipt
 from elastic import events
-from elastic.agents import NodeAgents
-from elastic.coordinator_config import CoordinatorConfig
-from elastic.crew import Crew
-from elastic.decisions import Effects
+from elastic.coordination.agents import NodeAgents
+from elastic.coordination.config import CoordinatorConfig
+from elastic.coordination.crew import Crew
+from elastic.coordination.heal_news import HealNews
+from elastic.coordination.injections import Injections
+from elastic.coordination.recall import recall
+from elastic.coordination.receipts import Receipts
+from elastic.coordination.run_log import RunLog
+from elastic.coordination.snapshots import Snapshots
+from elastic.coordination.store_keys import sweep_store
+from elastic.coordination.switchboard import Switchboard
+from elastic.coordination.take_up import TakeUp
 from elastic.faults import FaultPlan
-from elastic.heal_news import HealNews
-from elastic.injections import Injections
-from elastic.membership import Membership
+from elastic.membership.decisions import Effects
+from elastic.membership.machine import Membership
 from elastic.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
+from elastic.nodes.snapshot_holder import HeldSnapshot
 from elastic.ray_compat.cluster import host_store, started_anew
-from elastic.recall import recall
-from elastic.receipts import Receipts
 from elastic.records import find_checkpoint
-from elastic.run_log import RunLog
-from elastic.snapshot_holder import HeldSnapshot
-from elastic.snapshots import Snapshots
-from elastic.store_keys import sweep_store
-from elastic.switchboard import Switchboard
-from elastic.take_up import TakeUp
 
 log = logging.getLogger(__name__)
 

@@ -26,11 +26,11 @@ from typing import Any
 
 import ray
 
-from elastic.beats import BeatSender
 from elastic.config import HealthConfig
-from elastic.drain import SpotWatch, on_ec2, tell_coordinator
 from elastic.messages import Death, Identity
-from elastic.process_watch import ProcessWatch
+from elastic.nodes.beats import BeatSender
+from elastic.nodes.drain import SpotWatch, on_ec2, tell_coordinator
+from elastic.nodes.process_watch import ProcessWatch
 from health.lease import AwakeClock
 
 _SAMPLE_INTERVAL_S = 0.2

@@ -21,7 +21,7 @@ from checkpointing import (
 from elastic.ask import ask
 from elastic.job import Job
 from elastic.messages import Run
-from elastic.snapshot_holder import HeldSegments
+from elastic.nodes.snapshot_holder import HeldSegments
 from trainer.engine import Engine
 from trainer.link import Progress
 

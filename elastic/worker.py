@@ -23,11 +23,11 @@ import ray
 import torch
 
 from elastic.ask import ask
-from elastic.drain import on_sigterm
 from elastic.errors import RunFailedError
 from elastic.job import Job
 from elastic.link import CoordinatorLink
 from elastic.messages import Build, Identity, Report, Run, Stop
+from elastic.nodes.drain import on_sigterm
 from elastic.restoring import restore
 from health.heartbeat import Heartbeat
 from trainer.backend.groups import is_of_a_group, leave_replica_group, make_replica_group

@@ -16,7 +16,7 @@ from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 from elastic.ask import ask, restarting
-from elastic.drain import catch_sigterm
+from elastic.nodes.drain import catch_sigterm
 from elastic.placement import FutileStarts, Wanted
 from elastic.ray_compat.workers import ElasticWorkerGroup
 

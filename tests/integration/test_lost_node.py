@@ -23,9 +23,9 @@ from watching import events_of, steps_of, wait_until
 
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig
-from elastic.beats import BeatListener, key_of
 from elastic.messages import Identity
 from elastic.node_agent import NodeAgent
+from elastic.nodes.beats import BeatListener, key_of
 from elastic.ray_compat.cluster import start_actor
 
 STEPS, STOP_AFTER = 400, 5

@@ -23,8 +23,8 @@ from gated_run import HALF, STEPS, gated_trainer, in_memory
 from watching import wait_until
 
 from checkpointing import Keys, Reader, newest, open_memory, open_store, params_sha256
+from elastic.nodes.snapshot_survey import find_snapshot
 from elastic.records import RunPaths
-from elastic.snapshot_survey import find_snapshot
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0

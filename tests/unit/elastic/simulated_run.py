@@ -16,8 +16,8 @@ from typing import Any
 import simulation_checks as checks
 from simulated_worker import Applied, Channel, Lost, SimWorker
 
-from elastic.decisions import GroupConfig
-from elastic.membership import Membership
+from elastic.membership.decisions import GroupConfig
+from elastic.membership.machine import Membership
 from elastic.messages import Report, Signal, Stop
 
 MOST_EVENTS = 20_000
@@ -404,7 +404,7 @@ class World:
             self._advance()
         return True
 
-    # -- elastic/snapshots.py ----------------------------------------------------------------------
+    # -- elastic/coordination/snapshots.py --------------------------------------------------------
 
     def _remembered(self, worker: SimWorker) -> bool:
         assert worker.remembering is not None

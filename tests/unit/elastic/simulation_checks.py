@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from elastic.decisions import Effects, Regrouped
+from elastic.membership.decisions import Effects, Regrouped
 from elastic.messages import Build, Report, Run, Stop
 
 if TYPE_CHECKING:

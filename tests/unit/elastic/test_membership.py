@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from simulated_run import World, play
 
-from elastic.decisions import Effects, GroupConfig
-from elastic.membership import Membership
+from elastic.membership.decisions import Effects, GroupConfig
+from elastic.membership.machine import Membership
 from elastic.messages import Build, Identity, Report, Run, Signal, Stop
 from elastic.roster import Replica
 from trainer.commit import Commit

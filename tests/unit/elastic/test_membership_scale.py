@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 import time
 
-from elastic.decisions import Effects, GroupConfig
-from elastic.membership import Membership
+from elastic.membership.decisions import Effects, GroupConfig
+from elastic.membership.machine import Membership
 from elastic.messages import Build, Identity, Order, Report, Run
 
 WORKERS, NODE = 4_096, 8

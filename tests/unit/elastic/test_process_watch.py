@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic.messages import Death
-from elastic.process_watch import ProcessWatch
+from elastic.nodes.process_watch import ProcessWatch
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 30.0

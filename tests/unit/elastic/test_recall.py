@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic import events
+from elastic.coordination.recall import recall
 from elastic.event_log import EventLog
-from elastic.recall import recall
 from elastic.records import RunPaths
 
 

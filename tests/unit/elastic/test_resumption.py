@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic.membership.resumption import plan_resumption
 from elastic.messages import Identity, Standing
-from elastic.resumption import plan_resumption
 from elastic.roster import Replica
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 from elastic import events
-from elastic.crew import Crew
-from elastic.membership import Membership
-from elastic.run_log import RunLog
-from elastic.switchboard import Switchboard
+from elastic.coordination.crew import Crew
+from elastic.coordination.run_log import RunLog
+from elastic.coordination.switchboard import Switchboard
+from elastic.membership.machine import Membership
 
 _MOST_FAILED_HEALS = 3
 """Heals of one replica that fail with nobody lost, before its worker is taken for the cause."""

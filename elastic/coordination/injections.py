@@ -6,11 +6,11 @@ import signal
 import time
 
 from elastic import events
-from elastic.crew import Crew
+from elastic.coordination.crew import Crew
+from elastic.coordination.run_log import RunLog
+from elastic.coordination.switchboard import Switchboard
 from elastic.faults import FaultPlan
-from elastic.membership import Membership
-from elastic.run_log import RunLog
-from elastic.switchboard import Switchboard
+from elastic.membership.machine import Membership
 
 _TOGETHER_S = 5.0
 """How long an injected fault waits for the other workers that it is to hit at the same time."""

@@ -11,14 +11,14 @@ from typing import Any
 import ray
 
 from elastic import events
-from elastic.agents import NodeAgents
-from elastic.coordinator_config import CoordinatorConfig
+from elastic.coordination.agents import NodeAgents
+from elastic.coordination.config import CoordinatorConfig
+from elastic.coordination.run_log import RunLog
+from elastic.coordination.snapshots import Snapshots
+from elastic.coordination.switchboard import Switchboard
 from elastic.failure import Loss, decide_failure
-from elastic.membership import Membership
+from elastic.membership.machine import Membership
 from elastic.messages import Identity, Signal, Stop
-from elastic.run_log import RunLog
-from elastic.snapshots import Snapshots
-from elastic.switchboard import Switchboard
 
 
 class Crew:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from elastic.decisions import GroupConfig
+from elastic.membership.decisions import GroupConfig
+from elastic.membership.places import Places
+from elastic.membership.salvage import plan_salvage
 from elastic.messages import Report
-from elastic.places import Places
 from elastic.roster import Replica, plan_formations
-from elastic.salvage import plan_salvage
 
 
 class Formations:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic.decisions import Outcome
+from elastic.membership.decisions import Outcome
 from elastic.messages import Order, Report, Run
 from elastic.roster import Replica, Roster
 from trainer.commit import Commit

@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 
 from elastic import events
-from elastic.coordinator_config import CoordinatorConfig
-from elastic.decisions import Effects, Regrouped
+from elastic.coordination.config import CoordinatorConfig
 from elastic.event_log import EventLog
-from elastic.membership import Membership
+from elastic.membership.decisions import Effects, Regrouped
+from elastic.membership.machine import Membership
 from elastic.messages import Stop
 from trainer.samples import LedgerError
 

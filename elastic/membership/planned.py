@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from elastic.events import RegroupReason
-from elastic.heals import Heals
-from elastic.places import Places
+from elastic.membership.heals import Heals
+from elastic.membership.places import Places
 from elastic.roster import Replica
 
 

@@ -7,12 +7,12 @@ a call comes, or a worker says where it stands ──► those that the records 
 
 from __future__ import annotations
 
-from elastic.crew import Crew
-from elastic.membership import Membership
+from elastic.coordination.crew import Crew
+from elastic.coordination.recall import Recall
+from elastic.coordination.snapshots import Snapshots
+from elastic.coordination.switchboard import Switchboard
+from elastic.membership.machine import Membership
 from elastic.messages import Death, Identity, Standing
-from elastic.recall import Recall
-from elastic.snapshots import Snapshots
-from elastic.switchboard import Switchboard
 
 _TAKE_UP_S = 10.0
 """How long a coordinator that was started anew waits for the workers to say where they stand."""

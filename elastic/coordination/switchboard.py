@@ -13,10 +13,10 @@ import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from elastic.decisions import Effects
-from elastic.membership import Membership
+from elastic.coordination.run_log import RunLog
+from elastic.membership.decisions import Effects
+from elastic.membership.machine import Membership
 from elastic.messages import Answer, Report, Signal, Stop
-from elastic.run_log import RunLog
 
 log = logging.getLogger(__name__)
 

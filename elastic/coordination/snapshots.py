@@ -21,11 +21,11 @@ import ray
 
 from checkpointing import Manifest, Receipt, Snapshot, SnapshotIndex, plan_other_node
 from elastic import events
-from elastic.membership import Membership
+from elastic.membership.machine import Membership
+from elastic.nodes.snapshot_holder import MOST_CALLS, HeldSnapshot, SnapshotHolder
+from elastic.nodes.snapshot_survey import find_snapshot
 from elastic.ray_compat.cluster import start_actor
 from elastic.records import RunPaths
-from elastic.snapshot_holder import MOST_CALLS, HeldSnapshot, SnapshotHolder
-from elastic.snapshot_survey import find_snapshot
 
 log = logging.getLogger(__name__)
 

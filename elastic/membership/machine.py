@@ -19,15 +19,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from elastic.calls import Calls
-from elastic.conclusion import Resolution, decide_step, plan_parts, split_by_state
-from elastic.decisions import Effects, GroupConfig, Regrouped
-from elastic.formations import Formations
-from elastic.heals import Heals
+from elastic.membership.calls import Calls
+from elastic.membership.conclusion import Resolution, decide_step, plan_parts, split_by_state
+from elastic.membership.decisions import Effects, GroupConfig, Regrouped
+from elastic.membership.formations import Formations
+from elastic.membership.heals import Heals
+from elastic.membership.places import Places
+from elastic.membership.planned import decide_planned, plan_departures
+from elastic.membership.resumption import plan_resumption
 from elastic.messages import Build, Identity, Order, Report, SignalKind, Standing, Stop
-from elastic.places import Places
-from elastic.planned import decide_planned, plan_departures
-from elastic.resumption import plan_resumption
 from elastic.roster import Replica, Roster, next_roster
 from trainer.parallel.layout import slot_of
 

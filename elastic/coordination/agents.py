@@ -8,10 +8,10 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.beats import BeatListener, key_of, open_socket
 from elastic.config import HealthConfig
 from elastic.messages import Identity
 from elastic.node_agent import NodeAgent
+from elastic.nodes.beats import BeatListener, key_of, open_socket
 from elastic.ray_compat.cluster import start_actor
 from health.lease import AwakeClock, decide_lost_nodes
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from checkpointing import CheckpointConfig, Snapshot
 from elastic import events
 from elastic.config import HealthConfig
-from elastic.decisions import GroupConfig
 from elastic.faults import Fault
+from elastic.membership.decisions import GroupConfig
 from elastic.records import RunPaths
 from trainer.samples import Ledger
 

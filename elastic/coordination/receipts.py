@@ -7,11 +7,11 @@ from typing import Any
 
 from checkpointing import Receipt
 from elastic import events
-from elastic.coordinator_config import CoordinatorConfig
-from elastic.membership import Membership
-from elastic.publisher import Publisher
-from elastic.run_log import RunLog
-from elastic.switchboard import Switchboard
+from elastic.coordination.config import CoordinatorConfig
+from elastic.coordination.publisher import Publisher
+from elastic.coordination.run_log import RunLog
+from elastic.coordination.switchboard import Switchboard
+from elastic.membership.machine import Membership
 
 
 class Receipts:
