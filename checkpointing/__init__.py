@@ -50,9 +50,11 @@ from checkpointing.host_memory import (
     sweep_snapshots,
     take_stock,
 )
+from checkpointing.interval import estimate_mtbf, plan_interval
 from checkpointing.layout import Keys
 from checkpointing.manifest import Manifest, Receipt, Segment
 from checkpointing.plan import check_coverage
+from checkpointing.raw_writer import Attempt, plan_places, write_shared
 from checkpointing.retention import (
     delete_checkpoint,
     plan_retention,
@@ -67,6 +69,7 @@ from checkpointing.stores.s3_config import S3Config
 from checkpointing.survey import Survey, Surveyor
 from checkpointing.verified import note_verified, verified_at
 from checkpointing.verify import Finding, Verification, verify_checkpoint
+from checkpointing.writers import plan_writers
 
 if TYPE_CHECKING:
     from checkpointing.digest import params_sha256, tensors_sha256
@@ -82,6 +85,7 @@ _NEED_TORCH = {
 
 __all__ = [
     "AlreadyCommittedError",
+    "Attempt",
     "Box",
     "CheckpointConfig",
     "CheckpointConfigError",
@@ -119,6 +123,7 @@ __all__ = [
     "clear_memory",
     "commit",
     "delete_checkpoint",
+    "estimate_mtbf",
     "find_newest",
     "list_steps",
     "load_manifest",
@@ -130,9 +135,12 @@ __all__ = [
     "params_sha256",
     "pin",
     "pinned_steps",
+    "plan_interval",
     "plan_other_node",
+    "plan_places",
     "plan_retention",
     "plan_segments",
+    "plan_writers",
     "retire",
     "settle_snapshot",
     "sweep_orphans",
@@ -143,6 +151,7 @@ __all__ = [
     "unpin",
     "verified_at",
     "verify_checkpoint",
+    "write_shared",
     "write_slices",
 ]
 

@@ -1,0 +1,101 @@
+"""Copies of a worker's state in memory of the host that another process can open.
+
+A buffer is a file without a name (memfd): who knows the process and the descriptor's number opens
+it under /proc, and from then on it outlives this process. The kernel frees it with its last user,
+so nothing is left behind, however processes end. It is made once and used again and again: a save
+allocates nothing, and costs the copy alone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import torch
+
+from checkpointing import TensorSlice, plan_places
+
+
+class Share:
+    """What one worker writes of every save, and where it lies in a buffer.
+
+    Args:
+        parts: slices, with the live tensors that are copied: views of the state.
+    """
+
+    def __init__(self, parts: Sequence[tuple[TensorSlice, torch.Tensor]]) -> None:
+        self.slices = tuple(part for part, _ in parts)
+        self.tensors = [tensor for _, tensor in parts]
+        self.places, self.size_bytes = plan_places(self.slices)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the state is."""
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
+
+
+class HostBuffer:
+    """See the module. All of it is touched, and pinned for `device`, when this returns.
+
+    Args:
+        size_bytes: room for one share.
+        device: where copies come from.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self.size_bytes = size_bytes
+        self.fd = os.memfd_create("elastictrainer-save")
+        os.ftruncate(self.fd, max(1, size_bytes))
+        self._memory = mmap.mmap(self.fd, max(1, size_bytes))
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._bytes.zero_()  # the kernel gives the pages now and not in the first save
+        self._pinned = device.type == "cuda"
+        if self._pinned:
+            _pin(self._bytes)
+        self._share: Share | None = None
+        self._views: list[torch.Tensor] = []
+
+    def copy(self, share: Share) -> torch.cuda.Event | None:
+        """Copies a share from where the state is.
+
+        On a CPU it is there when this returns. On CUDA a stream of its own copies, beside what the
+        device computes from now on.
+
+        Returns:
+            On CUDA what to wait for: before the state changes, and before the copy is read.
+        """
+        if self._share is not share:
+            self._share, self._views = share, self._lay_out(share)
+        if not self._pinned:
+            torch._foreach_copy_(self._views, share.tensors)
+            return None
+        stream = torch.cuda.Stream(share.device)
+        stream.wait_stream(torch.cuda.current_stream(share.device))
+        with torch.cuda.stream(stream):
+            for view, tensor in zip(self._views, share.tensors, strict=True):
+                view.copy_(tensor, non_blocking=True)
+        return stream.record_event()
+
+    def _lay_out(self, share: Share) -> list[torch.Tensor]:
+        return [
+            self._bytes[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for place, tensor in zip(share.places, share.tensors, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Gives the memory back; who has opened it keeps it."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+        self._share, self._views = None, []
+        os.close(self.fd)
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Lets the device copy to `memory` by itself."""
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(error):
+        raise RuntimeError(
+            f"{memory.nbytes / 1e6:.0f} MB could not be pinned (CUDA error {int(error)}); raise "
+            f"the limit on locked memory (ulimit -l)"
+        )
