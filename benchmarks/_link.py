@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainer.commit import Saving
+
 
 class QuietLink:
     """A Link for a run that nothing happens to."""
@@ -15,6 +17,10 @@ class QuietLink:
     def leave_at_boundary(self) -> bool:
         """See Link."""
         return False
+
+    def saving(self) -> Saving:
+        """See Link."""
+        return Saving()
 
     def at_step(self, step: int, phase: str) -> None:
         """See Link."""

@@ -22,8 +22,19 @@ class CheckpointConfig:
         CheckpointConfigError: a value that cannot work.
     """
 
-    every_steps: int | None = 100
-    """Steps from one checkpoint to the next; None writes only the one at the end of the run."""
+    every_steps: int | Literal["auto"] | None = 100
+    """Steps from one checkpoint to the next; None writes only the one at the end of the run.
+    "auto": so often that least time is lost, by what a save costs and how often workers are lost,
+    within the bounds below."""
+
+    auto_least_s: float = 60.0
+    """With "auto", the least time from one checkpoint to the next."""
+
+    auto_most_s: float = 3600.0
+    """With "auto", the most time from one checkpoint to the next."""
+
+    auto_mtbf_s: float = 6 * 3600.0
+    """With "auto", the time between losses of workers to reckon with until some were seen."""
 
     memory_every: int | None = None
     """Steps from one snapshot in the nodes' memory to the next: at most so many are lost where no
@@ -49,8 +60,8 @@ class CheckpointConfig:
     `S3Config` where a URL is not enough. None: the run's directory."""
 
     def __post_init__(self) -> None:
-        if self.every_steps is not None:
-            _at_least("every_steps", self.every_steps, 1)
+        if self.fixed_steps is not None:
+            _at_least("every_steps", self.fixed_steps, 1)
         if self.memory_every is not None:
             _at_least("memory_every", self.memory_every, 1)
         _at_least("keep_last", self.keep_last, 1)
@@ -59,7 +70,13 @@ class CheckpointConfig:
         _at_least("segment_bytes", self.segment_bytes, _MIN_SEGMENT_BYTES)
         self._check_resume()
         self._check_keep_every()
+        self._check_auto()
         self._check_store()
+
+    @property
+    def fixed_steps(self) -> int | None:
+        """Steps between checkpoints, where that is a number."""
+        return None if self.every_steps == "auto" else self.every_steps
 
     def s3(self, run: str) -> S3Config | None:
         """The store of the checkpoints of `run` on S3; None where they lie in its directory."""
@@ -85,9 +102,30 @@ class CheckpointConfig:
                 f"Write one of {', '.join(map(repr, get_args(Resume)))}",
             )
 
+    def _check_auto(self) -> None:
+        for field in ("auto_least_s", "auto_most_s", "auto_mtbf_s"):
+            if not getattr(self, field) > 0:
+                raise CheckpointConfigError(
+                    f"checkpoint.{field}", getattr(self, field), "not positive", "Write seconds"
+                )
+        if self.auto_least_s > self.auto_most_s:
+            raise CheckpointConfigError(
+                "checkpoint.auto_least_s",
+                self.auto_least_s,
+                f"above checkpoint.auto_most_s = {self.auto_most_s:g}",
+                f"Write {self.auto_most_s:g} or less",
+            )
+
     def _check_keep_every(self) -> None:
         if self.keep_every is None or self.every_steps is None:
             return
+        if self.every_steps == "auto":
+            raise CheckpointConfigError(
+                "checkpoint.keep_every",
+                self.keep_every,
+                "with every_steps = 'auto' nobody knows which steps have a checkpoint",
+                "Write None and pin what is to stay, or a number of steps in every_steps",
+            )
         if self.keep_every % self.every_steps:
             raise CheckpointConfigError(
                 "checkpoint.keep_every",

@@ -56,24 +56,26 @@ class SnapshotIndex:
     """From the parts of the saving workers to the newest complete snapshot. In memory.
 
     Args:
-        workers: parts of one snapshot.
         versions: library versions, kept in every manifest.
         found: a snapshot that an earlier start of the run has left.
     """
 
-    def __init__(
-        self, *, workers: int, versions: Mapping[str, str], found: Snapshot | None = None
-    ) -> None:
-        self._workers, self._versions = workers, versions
+    def __init__(self, *, versions: Mapping[str, str], found: Snapshot | None = None) -> None:
+        self._versions = versions
         self._parts: dict[tuple[int, int], dict[int, tuple[Receipt, frozenset[str]]]] = {}
         self._oldest_generation = 0
         self.whole: Snapshot | None = found
         """The newest complete snapshot, whether or not its holders live."""
 
     def add(
-        self, receipt: Receipt, training_state: Mapping[str, Any], nodes: Iterable[str]
+        self,
+        receipt: Receipt,
+        training_state: Mapping[str, Any],
+        nodes: Iterable[str],
+        writers: int,
     ) -> Snapshot | None:
-        """Takes a part that lies on `nodes`. Returns the snapshot where this completed a newer one.
+        """Takes one of `writers` parts, which lies on `nodes`. Returns the snapshot where this
+        completed a newer one.
 
         Raises:
             SliceError, NotCommittedError: the parts do not make a state, see `build_manifest`.
@@ -83,7 +85,7 @@ class SnapshotIndex:
             return None
         parts = self._parts.setdefault(attempt, {})
         parts[receipt.rank] = (receipt, frozenset(nodes))
-        if len(parts) < self._workers:
+        if len(parts) < writers:
             return None
         self._parts = {a: p for a, p in self._parts.items() if a[0] > receipt.step}
         manifest = build_manifest(

@@ -9,11 +9,8 @@ from dataclasses import replace
 from checkpointing.boxes import TensorSlice
 from checkpointing.segment import slice_bytes
 
-Share = list[tuple[int, TensorSlice]]
-"""Parts of slices, each with the number of the slice that it is of."""
 
-
-def plan_writers(slices: Sequence[TensorSlice], writers: int) -> list[Share]:
+def plan_writers(slices: Sequence[TensorSlice], writers: int) -> list[list[TensorSlice]]:
     """Deals slices that `writers` hold alike, so that each byte is written once.
 
     The slices count as one string of bytes, of which each writer gets an equal stretch. Only where
@@ -29,11 +26,11 @@ def plan_writers(slices: Sequence[TensorSlice], writers: int) -> list[Share]:
     """
     total = sum(slice_bytes(part) for part in slices)
     ends = [total * (writer + 1) // writers for writer in range(writers)]
-    shares: list[Share] = [[] for _ in ends]
+    shares: list[list[TensorSlice]] = [[] for _ in ends]
     begin = 0
-    for number, part in enumerate(slices):
+    for part in slices:
         for writer, cut in _deal(part, begin, ends):
-            shares[writer].append((number, cut))
+            shares[writer].append(cut)
         begin += slice_bytes(part)
     return shares
 

@@ -10,7 +10,7 @@ step path. All methods run on one event loop, so none needs a lock.
       RunLog ── writes it down
       Crew, NodeAgents ── who has started, who will go, who is lost; leases
       TakeUp ── the run after a restart of the coordinator
-      HealNews, Receipts, Snapshots, Injections ── what the workers tell of each
+      HealNews, Receipts, Uploaders, Snapshots, Injections ── what the workers tell of each
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from elastic.coordination.snapshots import Snapshots
 from elastic.coordination.store_keys import sweep_store
 from elastic.coordination.switchboard import Switchboard
 from elastic.coordination.take_up import TakeUp
+from elastic.coordination.uploaders import Uploaders
 from elastic.faults import FaultPlan
 from elastic.membership.decisions import Effects
 from elastic.membership.machine import Membership
@@ -80,6 +81,7 @@ class Coordinator:
         )
         self._heal_news = HealNews(self._membership, self._board, self._crew, self._records)
         self._receipts = Receipts(config, self._membership, self._board, self._records)
+        self._uploaders = Uploaders(config.paths, config.checkpoint.segment_bytes)
         self._hellos = 0
         self._start: asyncio.TimerHandle | None = None
         """When the first replicas begin without those that have not come."""
@@ -95,7 +97,6 @@ class Coordinator:
             self.config.paths,
             self._membership,
             self._records.note,
-            workers=self.config.groups.workers_per_replica,
             versions=self.config.started.versions,
             found=self.config.snapshot,
             timeout_s=self.config.health.collective_timeout_s,
@@ -211,15 +212,19 @@ class Coordinator:
         await self._gate()
         await self._board.stop(error)
 
-    async def record(self, steps: list[events.StepRecord], happened: list[events.Event]) -> None:
-        """Committed steps from the lead worker, events from any; steps known already are passed
-        by."""
+    async def record(self, steps: list[events.StepRecord], happened: list[events.Event]) -> bool:
+        """Committed steps from the lead worker, events from any; steps known already are passed by.
+
+        Returns:
+            Whether the lead is to have a checkpoint written.
+        """
         await self._gate()
         self._take_steps(steps)
         for event in happened:
             self._records.note(event)
         if self._membership.stopped is not None:
             await self._board.advance()
+        return bool(steps) and self._crew.take_save_wish()
 
     def _take_steps(self, steps: Sequence[events.StepRecord]) -> None:
         self._records.take_steps(steps)
@@ -253,12 +258,16 @@ class Coordinator:
 
     # -- checkpoints -------------------------------------------------------------------------------
 
+    async def uploader(self, node: str) -> Any:
+        """The actor that writes the saves of the workers on `node`."""
+        return self._uploaders.of(node)
+
     async def receipt(
-        self, receipt: Receipt, training_state: dict[str, Any], started: float
+        self, receipt: Receipt, training_state: dict[str, Any], started: float, writers: int
     ) -> None:
-        """A saving worker has written its slices; the last one's receipt commits the checkpoint."""
+        """A part of a checkpoint is written; the receipt of the last of `writers` commits it."""
         await self._gate()
-        await self._receipts.take(receipt, training_state, started)
+        await self._receipts.take(receipt, training_state, started, writers)
 
     async def save_failed(self, step: int, reason: str) -> None:
         """A checkpoint could not be written. Unless it was the last one, the run goes on."""
@@ -270,10 +279,15 @@ class Coordinator:
         return self._receipts.saved(step)
 
     async def snapshot_part(
-        self, receipt: Receipt, training_state: dict[str, Any], node: str, started: float
+        self,
+        receipt: Receipt,
+        training_state: dict[str, Any],
+        node: str,
+        started: float,
+        writers: int,
     ) -> None:
-        """A saving worker has written its part of a snapshot to the memory of `node`."""
-        await self._snapshots.take(receipt, training_state, node, started)
+        """One of `writers` parts of a snapshot is written to the memory of `node`."""
+        await self._snapshots.take(receipt, training_state, node, started, writers)
 
     async def snapshot_skipped(self, step: int, reason: str) -> None:
         """A part of a snapshot could not be written; the run goes on."""

@@ -22,14 +22,14 @@ from elastic.injection import Injection
 from elastic.job import Job
 from elastic.messages import Answer, Build, Identity, Report, Run, Standing
 from elastic.outbox import Outbox
+from elastic.save_clock import SaveClock
 from elastic.saves import Saves
 from health.corruption import compare_checksums
 from health.heartbeat import NO_PHASE, NO_STEP, Heartbeat
 from trainer.backend.groups import abort_replica_group
-from trainer.commit import Commit
+from trainer.commit import Commit, Place, Saving
 from trainer.engine import Engine
 from trainer.heal import Newcomer
-from trainer.link import Place
 from trainer.phases import PHASES, Phase
 
 _PHASE_NUMBERS: dict[str, int] = {phase: number for number, phase in enumerate(PHASES)}
@@ -54,8 +54,9 @@ class CoordinatorLink:
         self._run: Run | None = None
         self._standing = Standing(identity=identity)
         self._heal_news: Call | None = None
-        self.outbox = Outbox(job.coordinator)
-        self.saves = Saves(job, identity.node, self.outbox)
+        self._save_clock = SaveClock(job.checkpoint)
+        self.outbox = Outbox(job.coordinator, self._save_clock.ask)
+        self.saves = Saves(job, identity, self.outbox, self._save_clock)
         self.injection = Injection(job, identity.worker)
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -201,6 +202,20 @@ class CoordinatorLink:
         assert self._run is not None
         self.saves.save(self._run, step, engine, training_state, places)
 
+    def saving(self) -> Saving:
+        """See Link."""
+        assert self._run is not None
+        return self.saves.saving(lead=self._run.lead)
+
+    def save_skipped(self, step: int, places: Sequence[Place]) -> None:
+        """See Link."""
+        if self._run is None or not self._run.lead:
+            return
+        skipped = {"store": events.CheckpointSkipped, "memory": events.SnapshotSkipped}
+        for place in places:
+            reason = "the one before it is still being written"
+            self.outbox.event(skipped[place](time=time.time(), step=step, reason=reason))
+
     def close(self) -> None:
         """Ends the threads."""
         self._closed.set()
@@ -222,6 +237,8 @@ class CoordinatorLink:
                 return
             seen = call.serial
             self._called[call.kind] = call.serial
+            if call.kind == "fault":
+                self._save_clock.failed()
             if call.broken:
                 abort_replica_group()
 

@@ -202,6 +202,11 @@ class Run(Order):
         """Whether this worker reports the steps."""
         return self.position == self.rank == 0
 
+    @property
+    def savers(self) -> int:
+        """Replicas that share the writing of saves: the first so many, which all have state."""
+        return len(self.lanes) - len(self.heals)
+
     def __reduce__(self) -> tuple[Callable[..., Run], tuple[bytes, int, int, int, int]]:
         return _unpack, (self.packed, self.replica, self.rank, self.position, self.serial)
 

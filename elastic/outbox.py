@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -30,10 +31,11 @@ class Outbox:
 
     Args:
         coordinator: the run's coordinator actor.
+        save_wanted: called where the coordinator answers the lead that it wants a checkpoint.
     """
 
-    def __init__(self, coordinator: Any) -> None:
-        self._coordinator = coordinator
+    def __init__(self, coordinator: Any, save_wanted: Callable[[], None]) -> None:
+        self._coordinator, self._save_wanted = coordinator, save_wanted
         self._steps: deque[StepRecord] = deque(maxlen=_RECORDS_KEPT)
         self._events: deque[Event] = deque()
         self._lead = False
@@ -69,8 +71,8 @@ class Outbox:
         with self._sending:
             steps = list(self._steps) if self._lead else []
             happened = list(self._events)
-            if steps or happened:
-                ask(self._coordinator.record, steps, happened)
+            if (steps or happened) and ask(self._coordinator.record, steps, happened):
+                self._save_wanted()
             for queue, sent in ((self._steps, steps), (self._events, happened)):
                 for _ in sent:
                     queue.popleft()

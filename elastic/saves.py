@@ -1,7 +1,10 @@
-"""A worker's part of saves: the state is copied on the worker's own thread and written by another.
+"""A worker's part of saves: it copies its share of the state, and its node's uploader writes it.
 
-A save that comes while the last one to the same place is being written is skipped, except at the
-end of the run.
+The copy goes into memory that is made once (`trainer/host_copy.py`): one buffer where only
+checkpoints are written, two where snapshots are taken as well, each as large as the worker's share.
+So a save allocates nothing, and the training is held for the copy alone. A thread waits for the
+uploader's answer; a save that comes before it is skipped by all workers together, because each
+commit says who is still busy (`trainer/commit.py`). At the end of the run it is waited for.
 """
 
 from __future__ import annotations
@@ -9,45 +12,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import ray
 import torch
 
-from checkpointing import (
-    Keys,
-    Store,
-    TensorSlice,
-    check_room,
-    open_memory,
-    open_store,
-    write_slices,
-)
-from elastic import events
-from elastic.ask import Call, ask
+from checkpointing import Attempt
+from elastic.ask import RETRY_S, Call, ask
 from elastic.job import Job
-from elastic.messages import Run
+from elastic.messages import Identity, Run
+from elastic.nodes.uploader import Upload, hand_in, report_failure
 from elastic.outbox import Outbox
+from elastic.save_clock import SaveClock
+from trainer.commit import Place, Saving
 from trainer.engine import Engine
-from trainer.link import Place
+from trainer.host_copy import HostBuffer, Share
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Copy:
-    """One worker's part of a save, on the host."""
-
-    step: int
-    """Steps that it contains."""
-    generation: int
-    """Generation that saves."""
-    rank: int
-    """The worker's rank in its replica."""
-    slices: list[tuple[TensorSlice, torch.Tensor]]
-    """What it writes."""
-    training_state: dict[str, Any]
-    """What lies beside the tensors."""
-    begun_at: float
-    """When it was copied, in seconds since the epoch."""
+_PATIENCE_S = 60.0
+"""How long to try again after an uploader has died with a save."""
 
 
 class Saves:
@@ -55,16 +37,27 @@ class Saves:
 
     Args:
         job: what the run is about.
-        node: this worker's.
+        identity: this worker's.
         outbox: to the run's records.
+        clock: when a checkpoint is wanted.
     """
 
-    def __init__(self, job: Job, node: str, outbox: Outbox) -> None:
-        self._job, self._node, self._outbox = job, node, outbox
+    def __init__(self, job: Job, identity: Identity, outbox: Outbox, clock: SaveClock) -> None:
+        self._job, self._identity, self._outbox = job, identity, outbox
         self._coordinator = job.coordinator
-        self._writers: dict[Place, threading.Thread] = {}
+        self._writing: dict[Place, tuple[threading.Thread, HostBuffer]] = {}
+        self._buffers: list[HostBuffer] = []
+        self._preparing: threading.Thread | None = None
+        self._clock = clock
         self.receipt: Call | None = None
         """The latest one for the store, as it was handed in."""
+
+    # -- asked by the loop -------------------------------------------------------------------------
+
+    def saving(self, *, lead: bool) -> Saving:
+        """What this worker has to say at a commit. The lead's clock alone counts."""
+        busy = frozenset(place for place in self._writing if self._is_busy(place))
+        return Saving(wanted=lead and self._clock.wanted(), busy=busy)
 
     def save(
         self,
@@ -74,76 +67,120 @@ class Saves:
         training_state: dict[str, Any],
         places: Sequence[Place],
     ) -> None:
-        """Begins to save the state before `step` to `places`. All workers of the replica call it,
-        and agree on what is skipped."""
+        """Begins to save the state before `step` to `places`. All workers with state call it."""
         if step >= self._job.train.steps:
             self.wait()
             if ask(self._coordinator.saved, step):
                 return
-        else:
-            places = self._idle(run, step, engine, places)
+        places = [place for place in places if not self._is_busy(place)]
         if not places:
             return
-        slices, begun_at = engine.state.to_save(), time.time()
-        copy = _Copy(
+        begun_s, begun_at = time.monotonic(), time.time()
+        share, buffer = share_of(run, engine), self._free_buffer(run, engine)
+        copied = engine.state.copy_to(buffer, share)
+        attempt = Attempt(
+            rank=run.position * self._job.train.parallel.workers + engine.rank,
             step=step,
             generation=run.generation,
-            rank=engine.rank,
-            slices=slices,
-            training_state=training_state,
-            begun_at=begun_at,
         )
         for place in places:
-            self._writers[place] = threading.Thread(
-                target=self._write, args=(place, copy), name=f"save to {place}", daemon=True
+            upload = Upload(
+                place=place,
+                pid=self._identity.pid,
+                fd=buffer.fd,
+                attempt=attempt,
+                writers=run.savers * self._job.train.parallel.workers,
+                slices=share.slices,
+                training_state=training_state,
+                begun_at=begun_at,
             )
-            self._writers[place].start()
+            thread = threading.Thread(
+                target=self._write, args=(upload, copied), name=f"save to {place}", daemon=True
+            )
+            self._writing[place] = thread, buffer
+            thread.start()
+        if "store" in places:
+            self._clock.saved(held_s=time.monotonic() - begun_s)
 
     def wait(self) -> None:
         """Waits until whatever is being written is written."""
-        for writer in self._writers.values():
-            writer.join()
+        for thread, _ in self._writing.values():
+            thread.join()
 
-    def _idle(self, run: Run, step: int, engine: Engine, places: Sequence[Place]) -> list[Place]:
-        """The places where no worker of the replica is busy with an earlier save; all skip the
-        others."""
-        busy = [float(p in self._writers and self._writers[p].is_alive()) for p in places]
-        counts = dict(zip(places, engine.sum_in_replica(busy), strict=True))
-        skipped = {"store": events.CheckpointSkipped, "memory": events.SnapshotSkipped}
-        for place in places:
-            if counts[place] and run.lead:
-                reason = "the one before it is still being written"
-                self._outbox.event(skipped[place](time=time.time(), step=step, reason=reason))
-        return [place for place in places if not counts[place]]
+    # -- memory ------------------------------------------------------------------------------------
 
-    def _write(self, place: Place, copy: _Copy) -> None:
-        coordinator = self._coordinator
+    def prepare(self, run: Run, engine: Engine) -> None:
+        """Makes the memory for copies, and has the node's uploader started, beside the first steps.
+        Called at the start of a generation by a worker that has state."""
+        self._await_preparation()
+        size, device = share_of(run, engine).size_bytes, engine.device
+        self._preparing = threading.Thread(
+            target=self._make_buffers, args=(size, device), name="save memory", daemon=True
+        )
+        self._preparing.start()
+        self._coordinator.uploader.remote(self._identity.node)
+
+    def _make_buffers(self, size_bytes: int, device: torch.device) -> None:
+        wanted = 1 if self._job.checkpoint.memory_every is None else 2
+        used = self._used_buffers()
+        small = [b for b in self._buffers if b.size_bytes < size_bytes and b not in used]
+        for buffer in small:
+            self._buffers.remove(buffer)
+            buffer.close()
+        while len(self._buffers) < wanted:
+            self._buffers.append(HostBuffer(size_bytes, device))
+
+    def _free_buffer(self, run: Run, engine: Engine) -> HostBuffer:
+        """A buffer that nobody reads. There is one: no two saves write to one place, and those to
+        two places in one step share a copy."""
+        self._await_preparation()
+        used, size = self._used_buffers(), share_of(run, engine).size_bytes
+        free = [b for b in self._buffers if b not in used and b.size_bytes >= size]
+        if not free:  # it was in use, and too small for this place, when the generation began
+            self._make_buffers(size, engine.device)
+            free = [b for b in self._buffers if b not in used and b.size_bytes >= size]
+        return free[0]
+
+    def _used_buffers(self) -> list[HostBuffer]:
+        return [buffer for place, (_, buffer) in self._writing.items() if self._is_busy(place)]
+
+    def _await_preparation(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+
+    # -- threads -----------------------------------------------------------------------------------
+
+    def _is_busy(self, place: Place) -> bool:
+        return place in self._writing and self._writing[place][0].is_alive()
+
+    def _write(self, upload: Upload, copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            copied.synchronize()
         try:
-            receipt = write_slices(
-                self._open(place, copy),
-                Keys(),
-                rank=copy.rank,
-                step=copy.step,
-                generation=copy.generation,
-                attempt=0,
-                slices=copy.slices,
-                segment_bytes=self._job.checkpoint.segment_bytes,
-            )
             self._outbox.flush()  # a checkpoint must not count before its steps are in the records
-            state, begun_at = copy.training_state, copy.begun_at
-            if place == "store":
-                self.receipt = coordinator.receipt, (receipt, state, begun_at)
-                ask(coordinator.receipt, receipt, state, begun_at)
-            else:
-                ask(coordinator.snapshot_part, receipt, state, self._node, begun_at)
+            receipt = self._upload(upload)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            failed = coordinator.save_failed if place == "store" else coordinator.snapshot_skipped
-            ask(failed, copy.step, reason)
+            report_failure(self._coordinator, upload.place, upload.attempt.step, reason)
+            return
+        if receipt is not None and upload.place == "store":
+            self.receipt = hand_in(self._coordinator, upload, receipt, self._identity.node)
+            self._clock.written(write_s=time.time() - upload.begun_at)
 
-    def _open(self, place: Place, copy: _Copy) -> Store:
-        if place == "store":
-            return open_store(self._job.paths.checkpoints)
-        store = open_memory(self._job.paths.memory, self._node)
-        check_room(store, sum(tensor.nbytes for _, tensor in copy.slices))
-        return store
+    def _upload(self, upload: Upload) -> Any:
+        """Has the node's uploader write; where that dies, the one that takes its place."""
+        until_s: float | None = None
+        while True:
+            uploader = ask(self._coordinator.uploader, self._identity.node)
+            try:
+                return ray.get(uploader.write.remote(upload))
+            except ray.exceptions.RayActorError:
+                until_s = until_s or time.monotonic() + _PATIENCE_S
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(RETRY_S)
+
+
+def share_of(run: Run, engine: Engine) -> Share:
+    """What a worker writes of every save of a generation."""
+    return engine.state.share(run.position, run.savers)

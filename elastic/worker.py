@@ -226,6 +226,8 @@ class Worker:
             heal = self.begin_heal(run, self.engine)
             self.position = self.progress or Progress(step=run.step, last=run.commit)
             loop = self.make_loop(run, cross, self.position, heal)
+            if run.position < run.savers:
+                self.link.saves.prepare(run, self.engine)
             self.finished = loop.run() == "finished"
         finally:
             cross.close()
@@ -297,7 +299,7 @@ class Worker:
             progress=progress,
             config=LoopConfig(
                 lanes=self.job.lanes,
-                save_every=self.job.checkpoint.every_steps,
+                save_every=self.job.checkpoint.fixed_steps,
                 snapshot_every=self.job.checkpoint.memory_every,
                 compare_every=self.job.health.compare_every,
                 max_nonfinite_steps=self.job.health.max_nonfinite_steps,

@@ -22,12 +22,12 @@ from trainer.backend.groups import (
 )
 from trainer.backend.rendezvous import Rendezvous
 from trainer.buckets import BUCKET_BYTES
-from trainer.commit import Commit
+from trainer.commit import Commit, Place, Saving
 from trainer.config import TrainConfig
 from trainer.engine import Engine
 from trainer.lane_sums import LaneSums
 from trainer.lanes import deal_lanes
-from trainer.link import LoopConfig, Place, Progress
+from trainer.link import LoopConfig, Progress
 from trainer.loop import TrainLoop
 from trainer.parallel.layout import slot_of
 from trainer.replicas import CrossGroup
@@ -56,6 +56,12 @@ class QuietLink:
     def save(
         self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
     ) -> None:
+        pass
+
+    def saving(self) -> Saving:
+        return Saving()
+
+    def save_skipped(self, step: int, places: Sequence[Place]) -> None:
         pass
 
     def evaluated(self, step: int, loss: float, tokens: int) -> None:

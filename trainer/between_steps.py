@@ -13,11 +13,31 @@ import numpy as np
 import torch
 
 from trainer.batches import to_device
+from trainer.commit import Place, Saving
 from trainer.config import TrainConfig
 from trainer.engine import Engine
 from trainer.errors import CrossGroupLost
-from trainer.link import Link, LoopConfig, Place, Progress
+from trainer.link import Link, LoopConfig, Progress
 from trainer.replicas import CrossGroup
+
+
+def plan_saves(
+    progress: Progress, config: LoopConfig, *, steps: int
+) -> tuple[list[Place], list[Place]]:
+    """Where the state before `progress.step` is saved, and where that is due and skipped. Pure, and
+    the same on all workers: what differs among them has come with the last commit.
+
+    What was asked for waits for a place that is busy, and is not skipped.
+    """
+    step = progress.step
+    if step == steps:
+        return ["store"], []
+    saving = Saving() if progress.last is None else progress.last.saving
+    every: dict[Place, int | None] = {"store": config.save_every, "memory": config.snapshot_every}
+    due: list[Place] = [place for place, n in every.items() if n and step % n == 0]
+    wanted: list[Place] = ["store"] if saving.wanted and "store" not in due else []
+    skipped = [place for place in due if place in saving.busy]
+    return [place for place in (*wanted, *due) if place not in saving.busy], skipped
 
 
 class BetweenSteps:
@@ -64,16 +84,14 @@ class BetweenSteps:
         self.link.compared(step, checksums)
 
     def save_and_evaluate(self) -> None:
-        """What is due, and at the end both. The first replica saves; every replica evaluates for
-        itself."""
+        """What is due, and at the end both. All replicas with state save together, each its part;
+        every replica evaluates for itself."""
         step, last = self.progress.step, self.progress.step == self.train.steps
-        every: dict[Place, int | None] = {
-            "store": self.config.save_every,
-            "memory": self.config.snapshot_every,
-        }
-        due = [place for place, n in every.items() if n and step % n == 0]
-        if self.cross.rank == 0 and (last or due):
-            self.save(["store"] if last else due)
+        places, skipped = plan_saves(self.progress, self.config, steps=self.train.steps)
+        if skipped:
+            self.link.save_skipped(step, skipped)
+        if places:
+            self.save(places)
         if last or (self.train.eval_every and step % self.train.eval_every == 0):
             self.evaluate()
 

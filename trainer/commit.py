@@ -2,12 +2,16 @@
 
 One float64 vector is summed over the replica (shard x tensor) and then over the replicas:
 
-    [grad norm^2, failed, boundary, loss per lane ..., tokens per lane ..., digest per lane ...]
+    [grad norm^2, failed, boundary, save, busy per place ...,
+     loss per lane ..., tokens per lane ..., digest per lane ...]
 
 Each lane's entries are set by the one replica that computed the lane and are zero elsewhere, so
 sums are exact and their order does not matter. The norm^2 is that of the already reduced gradient,
 equal on every replica, and is the first replica's. `failed` says that a worker's
-cross-replica reduce did not come through; `boundary` that a worker has heard of a planned regroup.
+cross-replica reduce did not come through; `boundary` that a worker has heard of a planned regroup;
+`save` that a worker asks for a checkpoint after this step, beside those that are due; `busy` that a
+worker is still writing an earlier one. So all know what is saved, and what is skipped, with no word
+more.
 Design: design.md, "The step and its commit".
 """
 
@@ -16,15 +20,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-HEADER = 3
+Place = Literal["store", "memory"]
+"""Where copies of the state go: the checkpoint store, or the memory of the nodes."""
+
+PLACES: tuple[Place, ...] = ("store", "memory")
+
+HEADER = 4 + len(PLACES)
 DIGEST_BITS = 32
 """Of one sample: a float64 holds the sum of up to 2**21 of them exactly."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """What a worker, or all of them together, has to say about saves at a commit."""
+
+    wanted: bool = False
+    """A checkpoint is asked for after this step."""
+    busy: frozenset[Place] = frozenset()
+    """Where an earlier save is still being written: a new one is skipped there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +75,8 @@ class Commit:
     """Per lane, the sum of its workers' sample digests."""
     boundary: bool
     """Leave after this step: a planned regroup is due."""
+    saving: Saving = Saving()
+    """What any worker has to say about saves."""
 
     @property
     def finite(self) -> bool:
@@ -90,10 +112,18 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def pack(
-    lanes: int, stats: dict[int, LaneStats], *, norm_squared: float, failed: bool, boundary: bool
+    lanes: int,
+    stats: dict[int, LaneStats],
+    *,
+    norm_squared: float,
+    failed: bool,
+    boundary: bool,
+    saving: Saving,
 ) -> list[float]:
-    """One worker's contribution to the commit vector, of length 3 + 3 * `lanes`."""
-    vector = [norm_squared, float(failed), float(boundary)] + [0.0] * (3 * lanes)
+    """One worker's contribution to the commit vector, of length `HEADER` + 3 * `lanes`."""
+    vector = [norm_squared, float(failed), float(boundary), float(saving.wanted)]
+    vector += [float(place in saving.busy) for place in PLACES]
+    vector += [0.0] * (3 * lanes)
     for lane, stat in stats.items():
         for row, value in enumerate((stat.loss, stat.tokens, stat.digest)):
             vector[HEADER + row * lanes + lane] = float(value)
@@ -114,4 +144,10 @@ def unpack(vector: Sequence[float], *, step: int, lanes: int) -> Commit:
         tokens=total_tokens,
         digests=tuple(int(digest) for digest in digests),
         boundary=vector[2] > 0,
+        saving=Saving(
+            wanted=vector[3] > 0,
+            busy=frozenset(
+                place for place, busy in zip(PLACES, vector[4:HEADER], strict=True) if busy > 0
+            ),
+        ),
     )

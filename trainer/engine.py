@@ -141,6 +141,7 @@ class Engine:
         starts from the seed where nobody else has the state.
         """
         source = self._source or self.task.build(self.train_config.seed)[1]
+        self.state.await_copy()
         fill(self.model, self._slices, source)
         for name, tensor in self.state.tensors().items():
             if name.startswith(MOMENTS):
@@ -242,6 +243,7 @@ class Engine:
 
     def apply(self, step: int, *, scale: float) -> None:
         """The optimizer step on `gradient` times `scale`, at the learning rate of `step`."""
+        self.state.await_copy()
         self.gradient.mul_(scale)
         rate = learning_rate(self.train_config.optimizer, step, self.train_config.steps)
         for group in self.optimizer.param_groups:

@@ -53,7 +53,7 @@ class HostBuffer:
         self._pinned = device.type == "cuda"
         if self._pinned:
             _pin(self._bytes)
-        self._share: Share | None = None
+        self._slices: tuple[TensorSlice, ...] = ()  # what the views are of; no state is kept alive
         self._views: list[torch.Tensor] = []
 
     def copy(self, share: Share) -> torch.cuda.Event | None:
@@ -65,8 +65,8 @@ class HostBuffer:
         Returns:
             On CUDA what to wait for: before the state changes, and before the copy is read.
         """
-        if self._share is not share:
-            self._share, self._views = share, self._lay_out(share)
+        if self._slices is not share.slices:
+            self._slices, self._views = share.slices, self._lay_out(share)
         if not self._pinned:
             torch._foreach_copy_(self._views, share.tensors)
             return None
@@ -87,7 +87,7 @@ class HostBuffer:
         """Gives the memory back; who has opened it keeps it."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
-        self._share, self._views = None, []
+        self._slices, self._views = (), []
         os.close(self.fd)
 
 

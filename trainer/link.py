@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from trainer.commit import Commit
+from trainer.commit import Commit, Place, Saving
 from trainer.engine import Engine
 from trainer.heal import Newcomer
 from trainer.phases import Phase
-
-Place = Literal["store", "memory"]
-"""Where copies of the state go: the checkpoint store, or the memory of the nodes."""
 
 
 @dataclass(kw_only=True)
@@ -39,7 +36,7 @@ class LoopConfig:
     lanes: int
     """Lanes of the run."""
     save_every: int | None
-    """Steps between checkpoints."""
+    """Steps between checkpoints; None: those that a worker asks for, and one at the end."""
     snapshot_every: int | None = None
     """Steps between snapshots in the nodes' memory."""
     compare_every: int | None
@@ -51,8 +48,9 @@ class LoopConfig:
 class Link(Protocol):
     """What the loop needs from the control plane.
 
-    What is called within a step may neither block nor wait for an answer; `save`, `compared` and
-    `evaluated` come between steps, where the workers of a replica may agree on something.
+    What is called within a step may neither block nor wait for an answer; `save`, `save_skipped`,
+    `compared` and `evaluated` come between steps, where the workers of a replica may agree on
+    something.
     """
 
     def leave_now(self) -> bool:
@@ -83,6 +81,14 @@ class Link(Protocol):
         self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
     ) -> None:
         """A copy of the state before `step` is due in each of `places`, from this worker."""
+        ...
+
+    def saving(self) -> Saving:
+        """What this worker has to say about saves; asked before each commit."""
+        ...
+
+    def save_skipped(self, step: int, places: Sequence[Place]) -> None:
+        """Copies that were due before `step` are not made: the ones before are being written."""
         ...
 
     def compared(self, step: int, checksums: list[int | None]) -> None:

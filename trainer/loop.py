@@ -186,6 +186,7 @@ class TrainLoop:
             norm_squared=0.0 if failed else self.engine.norm_squared(self.engine.gradient),
             failed=failed,
             boundary=self.link.leave_at_boundary(),
+            saving=self.link.saving(),
         )
         replica = self.engine.sum_at_first(vector)
         self.link.at_step(step, "in_commit")

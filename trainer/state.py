@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from checkpointing import Box, Reader, TensorSlice
+from checkpointing import Box, Reader, TensorSlice, plan_writers
+from trainer.host_copy import HostBuffer, Share
 
 PARAMETERS, MOMENTS = "param/", ("exp_avg/", "exp_avg_sq/")
 
@@ -55,6 +56,8 @@ class WorkerState:
     ) -> None:
         self._leaves, self._frozen, self._optimizer = leaves, frozen, optimizer
         self._slices, self._replicated = slices, replicated
+        self._shares: dict[tuple[int, int], Share] = {}
+        self._copied: torch.cuda.Event | None = None
 
     @property
     def optimizer_steps(self) -> int:
@@ -83,14 +86,30 @@ class WorkerState:
             name: replace(self._slices[name.split("/", 1)[1]], name=name) for name in self.tensors()
         }
 
-    def to_save(self) -> list[tuple[TensorSlice, torch.Tensor]]:
-        """Copies on the host of what this worker writes: each unique slice once in the replica."""
-        slices = self.slices()
-        return [
-            (slices[name], tensor.detach().to("cpu", copy=True).reshape(slices[name].sizes))
-            for name, tensor in self.tensors().items()
-            if name.split("/", 1)[1] not in self._replicated
-        ]
+    def share(self, writer: int, writers: int) -> Share:
+        """What this worker writes of a checkpoint, each unique slice once in the replica. Of what
+        the same slot of `writers` replicas holds alike, the part of number `writer`."""
+        if (writer, writers) not in self._shares:
+            self._shares[writer, writers] = self._make_share(writer, writers)
+        return self._shares[writer, writers]
+
+    def _make_share(self, writer: int, writers: int) -> Share:
+        slices, tensors = self.slices(), self.tensors()
+        names = [name for name in tensors if name.split("/", 1)[1] not in self._replicated]
+        parts = plan_writers([slices[name] for name in names], writers)[writer]
+        return Share([(p, _part_of(tensors[p.name], slices[p.name], p)) for p in parts])
+
+    def copy_to(self, buffer: HostBuffer, share: Share) -> torch.cuda.Event | None:
+        """Copies `share` to `buffer`. See `HostBuffer.copy`; whatever changes the state calls
+        `await_copy` first."""
+        self._copied = buffer.copy(share)
+        return self._copied
+
+    def await_copy(self) -> None:
+        """Has the device hold back what comes after this until the last copy is made."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
 
     def read(self, reader: Reader) -> dict[str, torch.Tensor]:
         """This worker's boxes of a checkpoint, by name; the state stays as it is."""
@@ -102,6 +121,7 @@ class WorkerState:
     @torch.no_grad()
     def fill(self, values: Mapping[str, torch.Tensor], *, optimizer_steps: int) -> None:
         """Takes over what `read` returned, or another worker's `tensors`."""
+        self.await_copy()
         tensors = self.tensors()
         for name, value in values.items():
             tensors[name].copy_(value.reshape(tensors[name].shape))
@@ -121,6 +141,14 @@ class WorkerState:
             flat = tensor.detach().cpu().contiguous().view(-1)
             total.update(flat.view(torch.uint8).numpy().data)
         return total.hexdigest()
+
+
+def _part_of(tensor: torch.Tensor, whole: TensorSlice, part: TensorSlice) -> torch.Tensor:
+    """The view of `tensor`, which holds `whole`, that holds `part` of it."""
+    starts = [at - begin for at, begin in zip(part.offsets, whole.offsets, strict=True)]
+    where = tuple(slice(at, at + size) for at, size in zip(starts, part.sizes, strict=True))
+    shaped = tensor.detach().reshape(whole.sizes)
+    return shaped[where] if where else shaped
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

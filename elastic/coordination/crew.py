@@ -52,7 +52,7 @@ class Crew:
         self._draining: set[str] = set()
         self._watches: dict[str, Any] = {}
         self._losses: list[Loss] = []
-        self._checking_leases = False
+        self._checking_leases = self._save_wanted = False
 
     # -- arrivals ----------------------------------------------------------------------------------
 
@@ -89,7 +89,14 @@ class Crew:
             )
         )
         self.retire(known)
+        self._save_wanted |= self._membership.last_copies_go
         await self._board.advance()
+
+    def take_save_wish(self) -> bool:
+        """Whether a checkpoint is wanted since this was asked last: the machines that will go hold
+        all there is of the state."""
+        wanted, self._save_wanted = self._save_wanted, False
+        return wanted
 
     def retire(self, workers: Iterable[str]) -> None:
         """`workers` get no slot any more, as their machines will go."""

@@ -23,13 +23,12 @@ log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Commits a checkpoint once all workers of the saving replica have written their slices.
+    """Commits a checkpoint once all its writers have written their parts.
 
     Args:
         paths: the run directory.
         config: retention.
         versions: library versions, kept in every manifest.
-        workers: workers that write one checkpoint.
         newest: step of the newest committed checkpoint, 0 without one.
     """
 
@@ -39,22 +38,24 @@ class Publisher:
         config: CheckpointConfig,
         *,
         versions: Mapping[str, str],
-        workers: int,
         newest: int,
     ) -> None:
         self._paths, self._config, self._versions = paths, config, versions
-        self._workers = workers
         self._receipts: dict[tuple[int, int], dict[int, Receipt]] = {}
         self._committing, self._retiring = asyncio.Lock(), asyncio.Lock()
         self._surveyor = Surveyor(store=open_store(paths.checkpoints), keys=Keys())
         self._saved = {newest} if newest else set()
+        self.lost: dict[int, int] = {}
+        """Steps of attempts that were passed by a later checkpoint -> parts that were written."""
 
     def saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is committed."""
         return step in self._saved
 
-    async def take(self, receipt: Receipt, training_state: Mapping[str, Any]) -> int | None:
-        """Takes a receipt.
+    async def take(
+        self, receipt: Receipt, training_state: Mapping[str, Any], writers: int
+    ) -> int | None:
+        """Takes a receipt, one of `writers`.
 
         Returns:
             The checkpoint's bytes where this receipt completed it, else None.
@@ -65,7 +66,7 @@ class Publisher:
         attempt = (receipt.step, receipt.generation)
         parts = self._receipts.setdefault(attempt, {})
         parts[receipt.rank] = receipt
-        if len(parts) < self._workers:
+        if len(parts) < writers:
             return None
         del self._receipts[attempt]
         async with self._committing:  # two attempts at the last step must not race each other
@@ -74,7 +75,9 @@ class Publisher:
             size = await asyncio.to_thread(self._commit, list(parts.values()), training_state)
             self._saved.add(receipt.step)
         for attempt in [a for a in self._receipts if a[0] <= receipt.step]:
-            del self._receipts[attempt]  # they will not be completed, or too late
+            parts = self._receipts.pop(attempt)  # it will not be completed, or too late
+            if attempt[0] not in self._saved:
+                self.lost[attempt[0]] = len(parts)
         try:
             async with self._retiring:
                 await asyncio.to_thread(self._retire, receipt.step)

@@ -37,7 +37,6 @@ class Receipts:
             config.paths,
             config.checkpoint,
             versions=config.started.versions,
-            workers=config.groups.workers_per_replica,
             newest=config.restore_step,
         )
 
@@ -45,8 +44,10 @@ class Receipts:
         """Whether a checkpoint of `step` is committed."""
         return self._publisher.saved(step)
 
-    async def take(self, receipt: Receipt, training_state: dict[str, Any], started: float) -> None:
-        """A saving worker has written its slices; the last one's receipt commits the checkpoint.
+    async def take(
+        self, receipt: Receipt, training_state: dict[str, Any], started: float, writers: int
+    ) -> None:
+        """A part of a checkpoint is written; the last one's receipt commits it.
 
         After a restore the records lack the steps that were lost. A late checkpoint of those steps,
         by a worker that was cut off or slow, must not become one to restore from.
@@ -54,12 +55,13 @@ class Receipts:
         if receipt.generation < self._records.restored:
             return
         try:
-            size = await self._publisher.take(receipt, training_state)
+            size = await self._publisher.take(receipt, training_state, writers)
         except Exception as error:
             await self.failed(receipt.step, f"{type(error).__name__}: {error}")
             return
         if size is None:
             return
+        self._note_lost()
         now = time.time()
         self._membership.checkpointed(receipt.step)
         self._records.note(
@@ -72,6 +74,15 @@ class Receipts:
             )
         )
         await self._board.advance()
+
+    def _note_lost(self) -> None:
+        """Writes down the checkpoints that a later one has passed: a writer of theirs was lost."""
+        while self._publisher.lost:
+            step, parts = self._publisher.lost.popitem()
+            reason = (
+                f"only {parts} of its parts were written: a worker was lost before it had copied"
+            )
+            self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
 
     async def failed(self, step: int, reason: str) -> None:
         """A checkpoint could not be written. Unless it was the last one, the run goes on."""

@@ -37,7 +37,6 @@ class Snapshots:
         paths: the run directory, after which the folders in memory are named.
         membership: told of the newest snapshot that can be read.
         note: writes an event down.
-        workers: parts of one snapshot.
         versions: library versions.
         found: what an earlier start has left.
         timeout_s: bound on a call to a holder, for holders that freeze.
@@ -49,13 +48,12 @@ class Snapshots:
         membership: Membership,
         note: Callable[[events.Event], None],
         *,
-        workers: int,
         versions: Mapping[str, str],
         found: Snapshot | None,
         timeout_s: float,
     ) -> None:
         self._paths, self._membership, self._note = paths, membership, note
-        self._workers, self._versions, self._timeout_s = workers, versions, timeout_s
+        self._versions, self._timeout_s = versions, timeout_s
         self._nodes: set[str] = set()
         self._holders: dict[str, Any] = {}
         self._copying: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -66,7 +64,7 @@ class Snapshots:
         self._begin(await asyncio.to_thread(find_snapshot, self._paths))
 
     def _begin(self, found: Snapshot | None) -> None:
-        self._index = SnapshotIndex(workers=self._workers, versions=self._versions, found=found)
+        self._index = SnapshotIndex(versions=self._versions, found=found)
         self._nodes |= set() if found is None else found.nodes
         self._update()
 
@@ -86,16 +84,21 @@ class Snapshots:
     # -- writing -----------------------------------------------------------------------------------
 
     async def take(
-        self, receipt: Receipt, training_state: Mapping[str, Any], node: str, started: float
+        self,
+        receipt: Receipt,
+        training_state: Mapping[str, Any],
+        node: str,
+        started: float,
+        writers: int,
     ) -> None:
-        """A saving worker has written its part to the memory of `node`; returns when the part has
-        its copy and, if it was the last one, the snapshot counts."""
+        """One of `writers` parts is written to the memory of `node`; returns when the part has its
+        copy and, if it was the last one, the snapshot counts."""
         other = plan_other_node(node, self._nodes)
         nodes = {node}
         if other is not None and await self._copy(node, other, receipt):
             nodes.add(other)
         before = self._index.whole
-        snapshot = self._index.add(receipt, training_state, nodes)
+        snapshot = self._index.add(receipt, training_state, nodes, writers)
         if snapshot is None:
             return
         self._update()

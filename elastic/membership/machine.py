@@ -25,7 +25,7 @@ from elastic.membership.decisions import Effects, GroupConfig, Regrouped
 from elastic.membership.formations import Formations
 from elastic.membership.heals import Heals
 from elastic.membership.places import Places
-from elastic.membership.planned import decide_planned, plan_departures
+from elastic.membership.planned import all_copies_go, decide_planned, plan_departures
 from elastic.membership.resumption import plan_resumption
 from elastic.messages import Build, Identity, Order, Report, SignalKind, Standing, Stop
 from elastic.roster import Replica, Roster, next_roster
@@ -167,6 +167,11 @@ class Membership:
     def settled(self) -> bool:
         """Whether everybody with a slot has state, and nobody is called away."""
         return self.call is None and not self.heals.behind
+
+    @property
+    def last_copies_go(self) -> bool:
+        """Whether each replica that has state is on a machine that will go."""
+        return all_copies_go(self._places, self.heals)
 
     @property
     def whole_replicas(self) -> int:

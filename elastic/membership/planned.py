@@ -18,6 +18,13 @@ def plan_departures(places: Places, heals: Heals, min_replicas: int) -> list[Rep
     return doomed if remaining >= max(1, min_replicas) else []
 
 
+def all_copies_go(places: Places, heals: Heals) -> bool:
+    """Whether there is state, and no replica has it that stays."""
+    behind = set(heals.behind.values())
+    having = [r for r in places.standing.values() if r.formed not in behind]
+    return bool(having) and not any(places.retired.isdisjoint(r.workers) for r in having)
+
+
 def decide_planned(places: Places, heals: Heals, min_replicas: int) -> RegroupReason | None:
     """Why to regroup after a step. A heal is not disturbed for a replica that could join later."""
     if plan_departures(places, heals, min_replicas):

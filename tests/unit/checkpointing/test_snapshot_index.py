@@ -40,15 +40,15 @@ def part(rank: int, step: int, generation: int = 1, rows: int = 1) -> Receipt:
 
 
 def index(**settings: Any) -> SnapshotIndex:
-    return SnapshotIndex(workers=RANKS, versions={"torch": "2"}, **settings)
+    return SnapshotIndex(versions={"torch": "2"}, **settings)
 
 
 def take(
     to: SnapshotIndex, step: int, generation: int = 1, nodes: Iterable[str] = ("a", "b")
 ) -> Snapshot | None:
     """All parts of a snapshot; the first lies on `nodes`, the second on `b` and `c`."""
-    assert to.add(part(0, step, generation), {"step": step}, nodes) is None
-    return to.add(part(1, step, generation), {"step": step}, ("b", "c"))
+    assert to.add(part(0, step, generation), {"step": step}, nodes, RANKS) is None
+    return to.add(part(1, step, generation), {"step": step}, ("b", "c"), RANKS)
 
 
 def test_a_snapshot_is_whole_with_its_last_part() -> None:
@@ -73,9 +73,9 @@ def test_it_is_readable_while_each_part_has_a_live_holder(live: set[str], readab
 
 def test_a_newer_one_replaces_it_and_older_ones_come_too_late() -> None:
     snapshots = index()
-    snapshots.add(part(0, 2), {}, ("a",))
+    snapshots.add(part(0, 2), {}, ("a",), RANKS)
     take(snapshots, 4)
-    assert snapshots.add(part(1, 2), {}, ("a",)) is None
+    assert snapshots.add(part(1, 2), {}, ("a",), RANKS) is None
     assert take(snapshots, 4, generation=2) is None, "the same state again"
     newer = take(snapshots, 6)
     assert newer is not None and snapshots.whole is newer
@@ -83,19 +83,19 @@ def test_a_newer_one_replaces_it_and_older_ones_come_too_late() -> None:
 
 def test_parts_that_do_not_tile_the_state_are_refused() -> None:
     snapshots = index()
-    snapshots.add(part(0, 2, rows=2), {}, ("a",))
+    snapshots.add(part(0, 2, rows=2), {}, ("a",), RANKS)
     with pytest.raises(SliceError):
-        snapshots.add(part(1, 2), {}, ("a",))
+        snapshots.add(part(1, 2), {}, ("a",), RANKS)
     assert snapshots.newest({"a"}) is None
 
 
 def test_what_was_taken_before_the_run_went_back_does_not_count() -> None:
     snapshots = index()
     take(snapshots, 8)
-    snapshots.add(part(0, 10), {}, ("a",))
+    snapshots.add(part(0, 10), {}, ("a",), RANKS)
     snapshots.went_back(4, generation=3)
     assert snapshots.whole is None
-    assert snapshots.add(part(1, 10), {}, ("a",)) is None
+    assert snapshots.add(part(1, 10), {}, ("a",), RANKS) is None
     assert take(snapshots, 6, generation=2) is None, "a straggler"
     assert take(snapshots, 6, generation=3) is not None
 

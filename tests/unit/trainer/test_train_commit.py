@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.commit import DIGEST_BITS, LaneStats, pack, sample_digest, unpack
+from trainer.commit import DIGEST_BITS, LaneStats, Saving, pack, sample_digest, unpack
 
 
 def test_the_layout_of_the_vector() -> None:
@@ -17,18 +17,23 @@ def test_the_layout_of_the_vector() -> None:
         2: LaneStats(loss=1.5, tokens=7, digest=99),
         0: LaneStats(loss=0.5, tokens=3, digest=11),
     }
-    vector = pack(3, stats, norm_squared=4.0, failed=False, boundary=True)
-    assert vector == [4.0, 0.0, 1.0, 0.5, 0.0, 1.5, 3.0, 0.0, 7.0, 11.0, 0.0, 99.0]
-    assert pack(2, {}, norm_squared=0.0, failed=True, boundary=False) == [0.0, 1.0, *[0.0] * 7]
+    busy = Saving(wanted=True, busy=frozenset({"memory"}))
+    vector = pack(3, stats, norm_squared=4.0, failed=False, boundary=True, saving=busy)
+    head = [4.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    assert vector == [*head, 0.5, 0.0, 1.5, 3.0, 0.0, 7.0, 11.0, 0.0, 99.0]
+    failed = pack(2, {}, norm_squared=0.0, failed=True, boundary=False, saving=Saving())
+    assert failed == [0.0, 1.0, *[0.0] * 10]
 
 
 def test_a_summed_vector_is_read() -> None:
-    commit = unpack([36.0, 0.0, 0.0, 2.0, 4.0, 1.0, 2.0, 8.0, 9.0], step=17, lanes=2)
+    sums = [36.0, 0.0, 0.0, 0.0, 3.0, 0.0, 2.0, 4.0, 1.0, 2.0, 8.0, 9.0]
+    commit = unpack(sums, step=17, lanes=2)
     assert (commit.step, commit.tokens, commit.digests) == (17, 3, (8, 9))
     assert commit.loss == 2.0  # 6 nats over 3 tokens
     assert commit.grad_norm == 2.0  # root of 36 over 3 tokens
     assert commit.finite
     assert not commit.boundary
+    assert commit.saving == Saving(wanted=False, busy=frozenset({"store"}))
 
 
 lane_stats = st.builds(
@@ -57,6 +62,7 @@ def test_the_order_of_the_replicas_does_not_matter(
             norm_squared=0.0,
             failed=False,
             boundary=replica == 1,
+            saving=Saving(wanted=replica == 2),
         )
         for replica in range(replicas)
     ]
@@ -67,6 +73,7 @@ def test_the_order_of_the_replicas_does_not_matter(
     assert commit.digests == tuple(stat.digest for stat in stats)
     assert commit.loss == sum(stat.loss for stat in stats) / max(1, tokens)
     assert commit.boundary == (replicas > 1)
+    assert commit.saving == Saving(wanted=replicas > 2)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -78,6 +85,7 @@ def test_a_bad_loss_in_one_lane_makes_the_step_non_finite(loss: float) -> None:
             norm_squared=float(lane),
             failed=False,
             boundary=False,
+            saving=Saving(),
         )
         for lane, value in ((0, 1.0), (1, loss))
     ]
@@ -88,11 +96,11 @@ def test_a_bad_loss_in_one_lane_makes_the_step_non_finite(loss: float) -> None:
 
 @pytest.mark.parametrize("norm_squared", [math.nan, math.inf, -1.0])
 def test_a_bad_gradient_makes_the_step_non_finite(norm_squared: float) -> None:
-    assert not unpack([norm_squared, 0, 0, 1, 1, 1], step=0, lanes=1).finite
+    assert not unpack([norm_squared, *[0] * 5, 1, 1, 1], step=0, lanes=1).finite
 
 
 def test_a_step_without_tokens_has_a_loss_of_zero() -> None:
-    commit = unpack([0.0] * 6, step=0, lanes=1)
+    commit = unpack([0.0] * 9, step=0, lanes=1)
     assert (commit.loss, commit.grad_norm, commit.finite) == (0.0, 0.0, True)
 
 

@@ -1,0 +1,165 @@
+"""A node's writer of checkpoints and snapshots: an actor with a life of its own.
+
+A worker copies its share of the state into memory that this process opens
+(`trainer/host_copy.py`), and goes on training. Checksums, segments and uploads are made here, so
+they take neither the worker's interpreter nor, where the worker dies, the save along:
+
+    worker    copy ──► write(Upload) ──► trains on, or dies
+    uploader  opens the memory, writes the segments, hands the receipt to the coordinator
+
+It holds nothing from one call to the next. Where its process ends, Ray starts another, and the
+worker asks that one again. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from checkpointing import (
+    Attempt,
+    Keys,
+    Receipt,
+    Store,
+    TensorSlice,
+    check_room,
+    open_memory,
+    open_store,
+    write_shared,
+)
+from elastic.ask import ask
+from elastic.records import RunPaths
+from trainer.commit import Place
+
+log = logging.getLogger(__name__)
+
+MOST_CALLS = 64
+"""Writes at once: two for each worker of a node, and those of workers that are gone."""
+
+_NICENESS = 10
+"""Where training and uploads want the same core, the training gets it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upload:
+    """A worker's part of a save, ready to be written."""
+
+    place: Place
+    """Where to."""
+    pid: int
+    """Process that holds the copy."""
+    fd: int
+    """Descriptor of the copy in that process."""
+    attempt: Attempt
+    """Who writes what."""
+    writers: int
+    """Parts of this save."""
+    slices: tuple[TensorSlice, ...]
+    """What is in the copy, placed as `plan_places` has it."""
+    training_state: dict[str, Any]
+    """What lies beside the tensors."""
+    begun_at: float
+    """When it was copied, in seconds since the epoch."""
+
+
+class Uploader:
+    """See the module. The coordinator makes one per node.
+
+    Args:
+        coordinator: gets the receipts.
+        paths: where checkpoints and snapshots go.
+        node: Ray's id of this node.
+        segment_bytes: bound on the tensor bytes in one file.
+    """
+
+    def __init__(self, coordinator: Any, paths: RunPaths, node: str, segment_bytes: int) -> None:
+        self._coordinator, self._paths = coordinator, paths
+        self._node, self._segment_bytes = node, segment_bytes
+        os.nice(_NICENESS)
+
+    def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
+
+    def write(self, upload: Upload) -> Receipt | None:
+        """Writes a part and hands in its receipt. Doing it twice does no harm.
+
+        Returns:
+            The receipt; None where it could not be written, which the coordinator knows, or where
+            the worker was gone before.
+        """
+        step = upload.attempt.step
+        try:
+            receipt = self._write(upload)
+        except CopyGoneError as error:
+            log.warning("step %d is not saved: %s", step, error)
+            return None  # the worker died: what it means for the run is found out by others
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            report_failure(self._coordinator, upload.place, step, reason)
+            return None
+        method, args = hand_in(self._coordinator, upload, receipt, self._node)
+        ask(method, *args)
+        return receipt
+
+    def _write(self, upload: Upload) -> Receipt:
+        with open_copy(upload.pid, upload.fd) as memory:
+            return write_shared(
+                self._open(upload, len(memory)),
+                Keys(),
+                upload.attempt,
+                upload.slices,
+                memory,
+                segment_bytes=self._segment_bytes,
+            )
+
+    def _open(self, upload: Upload, needed_bytes: int) -> Store:
+        if upload.place == "store":
+            return open_store(self._paths.checkpoints)
+        store = open_memory(self._paths.memory, self._node)
+        check_room(store, needed_bytes)
+        return store
+
+
+class CopyGoneError(RuntimeError):
+    """The process with the copy ended before it was opened."""
+
+
+@contextmanager
+def open_copy(pid: int, fd: int) -> Iterator[memoryview]:
+    """The memory behind a descriptor of another process, which may end meanwhile.
+
+    Raises:
+        CopyGoneError: there is no such process or descriptor any more.
+        OSError: it belongs to another user.
+    """
+    try:
+        file = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise CopyGoneError(f"process {pid}, which made the copy, is gone") from error
+    try:
+        memory = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+    finally:
+        os.close(file)
+    yield memoryview(memory)
+
+
+def hand_in(
+    coordinator: Any, upload: Upload, receipt: Receipt, node: str
+) -> tuple[Any, tuple[Any, ...]]:
+    """The call by which the coordinator gets the receipt of a part."""
+    state, begun_at, writers = upload.training_state, upload.begun_at, upload.writers
+    if upload.place == "store":
+        return coordinator.receipt, (receipt, state, begun_at, writers)
+    return coordinator.snapshot_part, (receipt, state, node, begun_at, writers)
+
+
+def report_failure(coordinator: Any, place: Place, step: int, reason: str) -> None:
+    """Tells the coordinator that a part of a save will not be there."""
+    failed = coordinator.save_failed if place == "store" else coordinator.snapshot_skipped
+    ask(failed, step, reason)
