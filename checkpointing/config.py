@@ -104,9 +104,10 @@ class CheckpointConfig:
 
     def _check_auto(self) -> None:
         for field in ("auto_least_s", "auto_most_s", "auto_mtbf_s"):
-            if not getattr(self, field) > 0:
+            value = getattr(self, field)
+            if not isinstance(value, int | float) or not value > 0:
                 raise CheckpointConfigError(
-                    f"checkpoint.{field}", getattr(self, field), "not positive", "Write seconds"
+                    f"checkpoint.{field}", value, "not a positive number", "Write seconds"
                 )
         if self.auto_least_s > self.auto_most_s:
             raise CheckpointConfigError(

@@ -8,6 +8,7 @@ here, on every worker, because each may become the lead.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from checkpointing import CheckpointConfig, estimate_mtbf, plan_interval
 
@@ -17,11 +18,14 @@ class SaveClock:
 
     Args:
         config: whether the clock counts, and its bounds.
+        now_s: a clock, in seconds.
     """
 
-    def __init__(self, config: CheckpointConfig) -> None:
-        self._config, self._auto = config, config.every_steps == "auto"
-        self._started_s = self._saved_s = time.monotonic()
+    def __init__(
+        self, config: CheckpointConfig, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config, self._auto, self._now_s = config, config.every_steps == "auto", now_s
+        self._started_s = self._saved_s = now_s()
         self._held_s = self._write_s = 0.0
         self._failures = 0
         self._asked = False
@@ -29,13 +33,13 @@ class SaveClock:
 
     def interval_s(self) -> float:
         """Seconds between two checkpoints, from what is known now."""
-        config, now_s = self._config, time.monotonic()
+        config = self._config
         return plan_interval(
             held_s=self._held_s,
             write_s=self._write_s,
             mtbf_s=estimate_mtbf(
                 prior_s=config.auto_mtbf_s,
-                running_s=now_s - self._started_s,
+                running_s=self._now_s() - self._started_s,
                 failures=self._failures,
             ),
             least_s=config.auto_least_s,
@@ -44,7 +48,7 @@ class SaveClock:
 
     def wanted(self) -> bool:
         """Whether a checkpoint is asked for, after the step that is being committed."""
-        return self._asked or (self._auto and time.monotonic() >= self._next_s)
+        return self._asked or (self._auto and self._now_s() >= self._next_s)
 
     def ask(self) -> None:
         """A checkpoint is wanted now: the machines with the last copies will go."""
@@ -58,7 +62,7 @@ class SaveClock:
     def saved(self, held_s: float) -> None:
         """A checkpoint was begun, and held up the training for so long."""
         self._asked = False
-        self._saved_s, self._held_s = time.monotonic(), held_s
+        self._saved_s, self._held_s = self._now_s(), held_s
         self._plan()
 
     def written(self, write_s: float) -> None:

@@ -82,10 +82,6 @@ class Uploader:
         self._node, self._segment_bytes = node, segment_bytes
         os.nice(_NICENESS)
 
-    def pid(self) -> int:
-        """Of this process."""
-        return os.getpid()
-
     def write(self, upload: Upload) -> Receipt | None:
         """Writes a part and hands in its receipt. Doing it twice does no harm.
 

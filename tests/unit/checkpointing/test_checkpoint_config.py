@@ -21,6 +21,11 @@ def test_defaults() -> None:
     [
         ({"every_steps": 0}, "every_steps"),
         ({"every_steps": 1.5}, "every_steps"),
+        ({"every_steps": "often"}, "every_steps"),
+        ({"auto_mtbf_s": 0}, "auto_mtbf_s"),
+        ({"auto_most_s": "long"}, "auto_most_s"),
+        ({"auto_least_s": 7200.0}, "auto_least_s"),
+        ({"keep_every": 100, "every_steps": "auto"}, "keep_every"),
         ({"memory_every": 0}, "memory_every"),
         ({"keep_last": 0}, "keep_last"),
         ({"keep_last": True}, "keep_last"),

@@ -633,3 +633,25 @@ def test_any_order_of_events_ends_well(batch: int) -> None:
 def test_these_schedules_read_snapshots_and_fail_to() -> None:
     worlds = [play(seed) for seed in range(BATCH, 2 * BATCH)]
     assert any(w.snapshots_read for w in worlds) and any(w.snapshots_failed for w in worlds)
+
+
+def test_the_last_copies_go_with_the_last_replica_that_stays() -> None:
+    group = Group(replicas=2, least=2)
+    group.start("a0", "b1")
+    group.membership.drain("b1")
+    assert not group.membership.last_copies_go
+    group.membership.drain("a0")
+    assert group.membership.last_copies_go
+
+
+def test_a_newcomer_without_state_is_no_copy() -> None:
+    group = Group(replicas=2)
+    group.start("a0", "b1")
+    group.lose("b1")
+    group.join("a0", step=5, in_step=True)
+    group.join("c2")
+    group.build("c2")
+    group.join("a0", step=7)
+    group.membership.drain("a0")
+    assert group.membership.heals.behind
+    assert group.membership.last_copies_go
