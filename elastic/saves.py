@@ -9,6 +9,7 @@ commit says who is still busy (`trainer/commit.py`). At the end of the run it is
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ class Saves:
         self._writing: dict[Place, tuple[threading.Thread, HostBuffer]] = {}
         self._buffers: list[HostBuffer] = []
         self._preparing: threading.Thread | None = None
+        self._uploader: Any = None
         self._clock = clock
         self.receipt: Call | None = None
         """The latest one for the store, as it was handed in."""
@@ -115,10 +117,14 @@ class Saves:
         self._await_preparation()
         size, device = share_of(run, engine).size_bytes, engine.device
         self._preparing = threading.Thread(
-            target=self._make_buffers, args=(size, device), name="save memory", daemon=True
+            target=self._prepare, args=(size, device), name="prepare saves", daemon=True
         )
         self._preparing.start()
-        self._coordinator.uploader.remote(self._identity.node)
+
+    def _prepare(self, size_bytes: int, device: torch.device) -> None:
+        self._make_buffers(size_bytes, device)
+        with contextlib.suppress(ray.exceptions.RayError):
+            self._uploader = self._uploader or ask(self._coordinator.uploader, self._identity.node)
 
     def _make_buffers(self, size_bytes: int, device: torch.device) -> None:
         wanted = 1 if self._job.checkpoint.memory_every is None else 2
@@ -171,10 +177,12 @@ class Saves:
         """Has the node's uploader write; where that dies, the one that takes its place."""
         until_s: float | None = None
         while True:
-            uploader = ask(self._coordinator.uploader, self._identity.node)
+            uploader = self._uploader or ask(self._coordinator.uploader, self._identity.node)
+            self._uploader = uploader
             try:
                 return ray.get(uploader.write.remote(upload))
             except ray.exceptions.RayActorError:
+                self._uploader = None
                 until_s = until_s or time.monotonic() + _PATIENCE_S
                 if time.monotonic() > until_s:
                     raise
