@@ -7,7 +7,8 @@ arithmetic of layouts can be tested apart from recovery.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from checkpointing import Attempt, Keys, Receipt, write_shared
+from elastic.nodes.uploader import open_copy
 from trainer.backend.groups import (
     Device,
     leave_replica_group,
@@ -25,6 +28,7 @@ from trainer.buckets import BUCKET_BYTES
 from trainer.commit import Commit, Place, Saving
 from trainer.config import TrainConfig
 from trainer.engine import Engine
+from trainer.host_copy import HostBuffer
 from trainer.lane_sums import LaneSums
 from trainer.lanes import deal_lanes
 from trainer.link import LoopConfig, Progress
@@ -34,12 +38,26 @@ from trainer.replicas import CrossGroup
 from trainer.task import PreparedTask
 
 
+class DictStore:
+    """The part of a store that a writer needs."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+
+    def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
+        self.objects[key] = b"".join(chunks)
+        return len(self.objects[key])
+
+
 @dataclass
 class QuietLink:
     """A Link for a run that nothing happens to."""
 
     commits: list[Commit] = field(default_factory=list)
     evaluations: list[tuple[int, float, int]] = field(default_factory=list)
+    replicas: int = 0
+    """Share the writing of saves; 0: nothing is saved."""
+    saved: tuple[Receipt, dict[str, bytes]] | None = None
 
     def leave_now(self) -> bool:
         return False
@@ -56,7 +74,18 @@ class QuietLink:
     def save(
         self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
     ) -> None:
-        pass
+        """Writes this worker's share from a copy, to memory."""
+        if not self.replicas:
+            return
+        share, store = engine.state.share(engine.slot.replica, self.replicas), DictStore()
+        buffer = HostBuffer(share.size_bytes, share.device)
+        engine.state.copy_to(buffer, share)
+        rank = engine.slot.replica * engine.train_config.parallel.workers + engine.rank
+        with open_copy(os.getpid(), buffer.fd) as memory:
+            receipt = write_shared(
+                store, Keys(), Attempt(rank=rank, step=step, generation=1), share.slices, memory
+            )
+        self.saved = receipt, store.objects
 
     def saving(self) -> Saving:
         return Saving()
@@ -79,6 +108,8 @@ class WorkerResult:
     evaluations: list[tuple[int, float, int]]
     local: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]
     """Parameter name -> (offsets, sizes, this worker's slice) at the end."""
+    saved: tuple[Receipt, dict[str, bytes]] | None
+    """Its part of the save at the end: what it wrote, by key."""
 
 
 def _process(
@@ -104,6 +135,7 @@ def _train(
     replicas: int,
     lanes: int,
     bucket_bytes: tuple[int, int],
+    saves: bool,
 ) -> WorkerResult | Exception:
     replica, rank = divmod(index, train.parallel.workers)
     slot = slot_of(replica, rank, train.parallel.tensor)
@@ -135,7 +167,7 @@ def _train(
         device=device,
         leave_now=lambda: False,
     )
-    link, progress = QuietLink(), Progress()
+    link, progress = QuietLink(replicas=replicas if saves else 0), Progress()
     loop = TrainLoop(
         engine,
         cross,
@@ -166,6 +198,7 @@ def _train(
         digests=[c.digests for c in link.commits],
         evaluations=link.evaluations,
         local=local,
+        saved=link.saved,
     )
 
 
@@ -182,6 +215,7 @@ def run_formations(
     orders: list[list[int]],
     device: Device = "cpu",
     bucket_bytes: tuple[int, int] = BUCKET_BYTES,
+    saves: bool = False,
 ) -> list[list[Any]]:
     """Trains once for each of `orders`, on the same processes, the i-th taking place `order[i]`.
 
@@ -196,7 +230,7 @@ def run_formations(
             store.port,
             orders,
             device,
-            (task, train, replicas, lanes, bucket_bytes),
+            (task, train, replicas, lanes, bucket_bytes, saves),
             results,
         )
         mp.start_processes(_process, args=arguments, nprocs=workers, start_method="forkserver")

@@ -8,12 +8,13 @@ import signal
 import threading
 from pathlib import Path
 
+import pytest
 import ray
 from gated_run import HALF, STEPS, gated_trainer
 from watching import events_of, wait_until
 
 from benchmarks._chaos_run import find_left_behind
-from checkpointing import Keys, Reader, load_manifest, open_store, params_sha256
+from checkpointing import CheckpointConfig, Keys, Reader, load_manifest, open_store, params_sha256
 from checkpointing.layout import rank_of
 
 
@@ -23,28 +24,50 @@ def uploaders() -> list[int]:
     return [r["Pid"] for r in rows if r["ActorClassName"] == "Uploader" and r["State"] == "ALIVE"]
 
 
-def test_the_uploader_is_killed(cluster: None, tmp_path: Path) -> None:
-    root, gate, killed = tmp_path / "gated", tmp_path / "gate", []
-    before = {name for name in os.listdir("/dev/shm") if "elastic" in name}
+def weights_of(root: Path, step: int = STEPS) -> str:
+    store = open_store(root / "checkpoints")
+    manifest = load_manifest(store, Keys(), step)
+    assert {rank_of(key) for key in manifest.segments} == {0, 1}, "both replicas wrote"
+    return params_sha256(Reader(store, manifest), [n for n in manifest.tensors if "param/" in n])
+
+
+def committed(root: Path) -> list[int]:
+    return [e["step"] for e in events_of(root) if e["kind"] == "checkpoint_committed"]
+
+
+@pytest.fixture(scope="module")
+def killed(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run whose uploader is killed after the checkpoint of HALF."""
+    storage = tmp_path_factory.mktemp("killed")
+    root, gate, found = storage / "gated", storage / "gate", []
 
     def kill() -> None:
         wait_until((root / "checkpoints" / Keys().commit(HALF)).exists)
-        killed.extend(uploaders())
-        os.kill(killed[0], signal.SIGKILL)
+        found.extend(uploaders())
+        os.kill(found[0], signal.SIGKILL)
         gate.touch()
 
     killer = threading.Thread(target=kill)
     killer.start()
-    report = gated_trainer(str(tmp_path), str(gate), 2).fit().metrics
+    report = gated_trainer(str(storage), str(gate), 2).fit().metrics
     killer.join()
-    assert report["outcome"] == "finished" and len(killed) == 1
-    committed = [e["step"] for e in events_of(root) if e["kind"] == "checkpoint_committed"]
-    assert committed == [HALF, STEPS]
-    assert not [e for e in events_of(root) if e["kind"] == "worker_lost"]
-    store = open_store(root / "checkpoints")
-    for step in committed:
-        manifest = load_manifest(store, Keys(), step)
-        assert {rank_of(key) for key in manifest.segments} == {0, 1}, "both replicas wrote"
-        assert params_sha256(Reader(store, manifest), sorted(manifest.tensors))
-    assert find_left_behind(root) == []
-    assert {name for name in os.listdir("/dev/shm") if "elastic" in name} == before
+    assert report["outcome"] == "finished" and len(found) == 1
+    return root
+
+
+def test_the_uploader_is_killed(killed: Path) -> None:
+    assert committed(killed) == [HALF, STEPS]
+    assert not [e for e in events_of(killed) if e["kind"] == "worker_lost"]
+    assert weights_of(killed, HALF) != weights_of(killed)
+    assert find_left_behind(killed) == []
+
+
+@pytest.mark.slow
+def test_saves_by_the_clock(killed: Path, tmp_path: Path) -> None:
+    """The lead's clock decides which steps are saved, with both replicas, and no weight by that."""
+    (tmp_path / "gate").touch()
+    often = CheckpointConfig(every_steps="auto", auto_least_s=0.01, auto_most_s=0.05)
+    gated_trainer(str(tmp_path), str(tmp_path / "gate"), 2, checkpoint=often).fit()
+    steps = committed(tmp_path / "gated")
+    assert len(steps) > 1 and steps[-1] == STEPS
+    assert weights_of(tmp_path / "gated") == weights_of(killed)
