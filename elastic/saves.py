@@ -13,6 +13,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -77,32 +78,32 @@ class Saves:
         places = [place for place in places if not self._is_busy(place)]
         if not places:
             return
-        begun_s, begun_at = time.monotonic(), time.time()
+        begun_s, workers = time.monotonic(), self._job.train.parallel.workers
         share, buffer = share_of(run, engine), self._free_buffer(run, engine)
-        copied = engine.state.copy_to(buffer, share)
-        attempt = Attempt(
-            rank=run.position * self._job.train.parallel.workers + engine.rank,
-            step=step,
-            generation=run.generation,
+        rank = run.position * workers + engine.rank
+        begun_at, copied = time.time(), engine.state.copy_to(buffer, share)
+        upload = Upload(
+            place="store",
+            pid=self._identity.pid,
+            fd=buffer.fd,
+            number=buffer.number,
+            attempt=Attempt(rank=rank, step=step, generation=run.generation),
+            writers=run.savers * workers,
+            slices=share.slices,
+            training_state=training_state,
+            begun_at=begun_at,
         )
         for place in places:
-            upload = Upload(
-                place=place,
-                pid=self._identity.pid,
-                fd=buffer.fd,
-                attempt=attempt,
-                writers=run.savers * self._job.train.parallel.workers,
-                slices=share.slices,
-                training_state=training_state,
-                begun_at=begun_at,
-            )
-            thread = threading.Thread(
-                target=self._write, args=(upload, copied), name=f"save to {place}", daemon=True
-            )
-            self._writing[place] = thread, buffer
-            thread.start()
+            self._begin(replace(upload, place=place), buffer, copied)
         if "store" in places:
             self._clock.saved(held_s=time.monotonic() - begun_s)
+
+    def _begin(self, upload: Upload, buffer: HostBuffer, copied: torch.cuda.Event | None) -> None:
+        thread = threading.Thread(
+            target=self._write, args=(upload, copied), name=f"save to {upload.place}", daemon=True
+        )
+        self._writing[upload.place] = thread, buffer
+        thread.start()
 
     def wait(self) -> None:
         """Waits until whatever is being written is written."""
@@ -114,17 +115,19 @@ class Saves:
     def prepare(self, run: Run, engine: Engine) -> None:
         """Makes the memory for copies, and has the node's uploader started, beside the first steps.
         Called at the start of a generation by a worker that has state."""
-        self._await_preparation()
+        if self._preparing is not None and self._preparing.is_alive():
+            return  # what it makes is changed where it turns out too small
         size, device = share_of(run, engine).size_bytes, engine.device
         self._preparing = threading.Thread(
-            target=self._prepare, args=(size, device), name="prepare saves", daemon=True
+            target=self._make_buffers, args=(size, device), name="save memory", daemon=True
         )
         self._preparing.start()
+        if self._uploader is None:
+            threading.Thread(target=self._find_uploader, name="uploader", daemon=True).start()
 
-    def _prepare(self, size_bytes: int, device: torch.device) -> None:
-        self._make_buffers(size_bytes, device)
+    def _find_uploader(self) -> None:
         with contextlib.suppress(ray.exceptions.RayError):
-            self._uploader = self._uploader or ask(self._coordinator.uploader, self._identity.node)
+            self._uploader = ask(self._coordinator.uploader, self._identity.node)
 
     def _make_buffers(self, size_bytes: int, device: torch.device) -> None:
         wanted = 1 if self._job.checkpoint.memory_every is None else 2

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from checkpointing import Attempt, Keys, Receipt, write_shared
-from elastic.nodes.uploader import open_copy
 from trainer.backend.groups import (
     Device,
     leave_replica_group,
@@ -35,6 +34,7 @@ from trainer.link import LoopConfig, Progress
 from trainer.loop import TrainLoop
 from trainer.parallel.layout import slot_of
 from trainer.replicas import CrossGroup
+from trainer.shared_copy import open_copy
 from trainer.task import PreparedTask
 
 
@@ -81,7 +81,7 @@ class QuietLink:
         buffer = HostBuffer(share.size_bytes, share.device)
         engine.state.copy_to(buffer, share)
         rank = engine.slot.replica * engine.train_config.parallel.workers + engine.rank
-        with open_copy(os.getpid(), buffer.fd) as memory:
+        with open_copy(os.getpid(), buffer.fd, buffer.number) as memory:
             receipt = write_shared(
                 store, Keys(), Attempt(rank=rank, step=step, generation=1), share.slices, memory
             )

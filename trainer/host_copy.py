@@ -8,6 +8,7 @@ allocates nothing, and costs the copy alone.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ from collections.abc import Sequence
 import torch
 
 from checkpointing import TensorSlice, plan_places
+from trainer.shared_copy import HEADER_BYTES, stamp
+
+_numbers = itertools.count(1)
 
 
 class Share:
@@ -45,9 +49,11 @@ class HostBuffer:
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.size_bytes = size_bytes
+        self.number = 0
+        """Of the copy that it holds, see `shared_copy.py`."""
         self.fd = os.memfd_create("elastictrainer-save")
-        os.ftruncate(self.fd, max(1, size_bytes))
-        self._memory = mmap.mmap(self.fd, max(1, size_bytes))
+        os.ftruncate(self.fd, HEADER_BYTES + size_bytes)
+        self._memory = mmap.mmap(self.fd, HEADER_BYTES + size_bytes)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._bytes.zero_()  # the kernel gives the pages now and not in the first save
         self._pinned = device.type == "cuda"
@@ -65,6 +71,8 @@ class HostBuffer:
         Returns:
             On CUDA what to wait for: before the state changes, and before the copy is read.
         """
+        self.number = next(_numbers)
+        stamp(self._memory, self.number)
         if self._slices is not share.slices:
             self._slices, self._views = share.slices, self._lay_out(share)
         if not self._pinned:
@@ -78,8 +86,9 @@ class HostBuffer:
         return stream.record_event()
 
     def _lay_out(self, share: Share) -> list[torch.Tensor]:
+        room = self._bytes[HEADER_BYTES:]
         return [
-            self._bytes[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            room[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for place, tensor in zip(share.places, share.tensors, strict=True)
         ]
 

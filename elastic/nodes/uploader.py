@@ -14,10 +14,7 @@ worker asks that one again. It imports no torch.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +32,7 @@ from checkpointing import (
 from elastic.ask import ask
 from elastic.records import RunPaths
 from trainer.commit import Place
+from trainer.shared_copy import CopyGoneError, open_copy
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +52,9 @@ class Upload:
     pid: int
     """Process that holds the copy."""
     fd: int
-    """Descriptor of the copy in that process."""
+    """Descriptor of the buffer in that process."""
+    number: int
+    """Of the copy in it."""
     attempt: Attempt
     """Who writes what."""
     writers: int
@@ -87,14 +87,14 @@ class Uploader:
 
         Returns:
             The receipt; None where it could not be written, which the coordinator knows, or where
-            the worker was gone before.
+            the copy is gone.
         """
         step = upload.attempt.step
         try:
             receipt = self._write(upload)
         except CopyGoneError as error:
             log.warning("step %d is not saved: %s", step, error)
-            return None  # the worker died: what it means for the run is found out by others
+            return None  # the worker died, or has given up: nobody waits for this
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             report_failure(self._coordinator, upload.place, step, reason)
@@ -104,7 +104,7 @@ class Uploader:
         return receipt
 
     def _write(self, upload: Upload) -> Receipt:
-        with open_copy(upload.pid, upload.fd) as memory:
+        with open_copy(upload.pid, upload.fd, upload.number) as memory:
             return write_shared(
                 self._open(upload, len(memory)),
                 Keys(),
@@ -120,29 +120,6 @@ class Uploader:
         store = open_memory(self._paths.memory, self._node)
         check_room(store, needed_bytes)
         return store
-
-
-class CopyGoneError(RuntimeError):
-    """The process with the copy ended before it was opened."""
-
-
-@contextmanager
-def open_copy(pid: int, fd: int) -> Iterator[memoryview]:
-    """The memory behind a descriptor of another process, which may end meanwhile.
-
-    Raises:
-        CopyGoneError: there is no such process or descriptor any more.
-        OSError: it belongs to another user.
-    """
-    try:
-        file = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    except (FileNotFoundError, ProcessLookupError) as error:
-        raise CopyGoneError(f"process {pid}, which made the copy, is gone") from error
-    try:
-        memory = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
-    finally:
-        os.close(file)
-    yield memoryview(memory)
 
 
 def hand_in(

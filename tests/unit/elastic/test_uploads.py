@@ -29,8 +29,8 @@ from checkpointing import (
     write_shared,
 )
 from checkpointing.stores.local import LocalStore
-from elastic.nodes.uploader import CopyGoneError, open_copy
 from trainer.host_copy import HostBuffer, Share
+from trainer.shared_copy import CopyGoneError, open_copy
 
 ROOT = Path(__file__).parents[3]
 STEP, DEADLINE_S = 8, 60.0
@@ -76,7 +76,7 @@ def copy(said: Connection, seed: int) -> None:
     mine = share(seed)
     buffer = HostBuffer(mine.size_bytes, mine.device)
     buffer.copy(mine)
-    said.send((os.getpid(), buffer.fd))
+    said.send((os.getpid(), buffer.fd, buffer.number))
     signal.pause()
 
 
@@ -95,12 +95,12 @@ class StuckStore(LocalStore):
         return super().put(key, stuck())
 
 
-def write_forever(said: Connection, pid: int, fd: int, root: Path) -> None:
+def write_forever(said: Connection, where: tuple[int, int, int], root: Path) -> None:
     """The uploader."""
     store = StuckStore(root)
     store.said = said
     attempt = Attempt(rank=0, step=STEP, generation=1)
-    with open_copy(pid, fd) as memory:
+    with open_copy(*where) as memory:
         write_shared(store, Keys(), attempt, slices(), memory)
 
 
@@ -153,8 +153,8 @@ def shared_memory() -> set[str]:
 
 def test_the_worker_is_killed_between_copy_and_receipt(start: Start, tmp_path: Path) -> None:
     before, worker = shared_memory(), start(copy, 5)
-    pid, fd = worker.hear()
-    with open_copy(pid, fd) as memory:
+    where = worker.hear()
+    with open_copy(*where) as memory:
         worker.kill()
         receipt = write(memory, tmp_path, STEP)
     publish(tmp_path, receipt)
@@ -164,16 +164,16 @@ def test_the_worker_is_killed_between_copy_and_receipt(start: Start, tmp_path: P
 
 def test_the_uploader_is_killed_as_it_writes(start: Start, tmp_path: Path) -> None:
     before, worker = shared_memory(), start(copy, 5)
-    pid, fd = worker.hear()
-    with open_copy(pid, fd) as memory:
+    where = worker.hear()
+    with open_copy(*where) as memory:
         publish(tmp_path, write(memory, tmp_path, STEP - 4))
-    uploader = start(write_forever, pid, fd, tmp_path)
+    uploader = start(write_forever, where, tmp_path)
     assert uploader.hear() == "writing"
     uploader.kill()
     left = list((tmp_path / "d").rglob("*.part"))
     assert len(left) == 1, "it was in the middle of it"
     assert_newest_is(tmp_path, STEP - 4, seed=5)
-    with open_copy(pid, fd) as memory:  # the worker still has the copy, and asks the next one
+    with open_copy(*where) as memory:  # the worker still has the copy, and asks the next one
         publish(tmp_path, write(memory, tmp_path, STEP))
     assert_newest_is(tmp_path, STEP, seed=5)
     sweep_orphans(open_store(tmp_path), Keys(), 2)
@@ -184,9 +184,9 @@ def test_the_uploader_is_killed_as_it_writes(start: Start, tmp_path: Path) -> No
 
 def test_a_worker_that_was_gone_before_costs_the_save_and_nothing_else(start: Start) -> None:
     worker = start(copy, 5)
-    pid, fd = worker.hear()
+    where = worker.hear()
     worker.kill()
-    with pytest.raises(CopyGoneError, match=f"process {pid}"), open_copy(pid, fd):
+    with pytest.raises(CopyGoneError, match=f"process {where[0]}"), open_copy(*where):
         pass
 
 
@@ -197,7 +197,7 @@ def test_the_buffer_is_used_again(tmp_path: Path) -> None:
     pages = os.stat(f"/proc/self/fd/{buffer.fd}")
     for seed, mine in ((1, first), (2, second), (1, first)):
         buffer.copy(mine)
-        with open_copy(os.getpid(), buffer.fd) as memory:
+        with open_copy(os.getpid(), buffer.fd, buffer.number) as memory:
             publish(tmp_path / str(seed), write(memory, tmp_path / str(seed), STEP + seed))
         assert_newest_is(tmp_path / str(seed), STEP + seed, seed)
     after = os.stat(f"/proc/self/fd/{buffer.fd}")
@@ -214,8 +214,22 @@ def test_parts_of_tensors_are_copied_from_views(tmp_path: Path) -> None:
     buffer, expected = HostBuffer(mine.size_bytes, live.device), live[10:15].clone()
     buffer.copy(mine)
     live.zero_()
-    with open_copy(os.getpid(), buffer.fd) as memory:
+    with open_copy(os.getpid(), buffer.fd, buffer.number) as memory:
         assert bytes(memory[: expected.nbytes]) == expected.numpy().tobytes()
+    buffer.close()
+
+
+def test_a_buffer_that_was_used_again_is_not_taken_for_the_copy(tmp_path: Path) -> None:
+    """The worker took the uploader for dead, and it was not."""
+    first, second = share(1), share(2)
+    buffer = HostBuffer(first.size_bytes, first.device)
+    buffer.copy(first)
+    late = os.getpid(), buffer.fd, buffer.number
+    with pytest.raises(CopyGoneError, match="in the place of copy"), open_copy(*late) as memory:
+        write(memory, tmp_path, STEP)
+        buffer.copy(second)
+    with pytest.raises(CopyGoneError, match="in the place of copy"), open_copy(*late):
+        raise AssertionError("not even begun")
     buffer.close()
 
 
