@@ -102,6 +102,7 @@ class WorkerState:
     def copy_to(self, buffer: HostBuffer, share: Share) -> torch.cuda.Event | None:
         """Copies `share` to `buffer`. See `HostBuffer.copy`; whatever changes the state calls
         `await_copy` first."""
+        self.await_copy()  # of a save before a step that was not applied
         self._copied = buffer.copy(share)
         return self._copied
 

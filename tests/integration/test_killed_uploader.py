@@ -71,3 +71,20 @@ def test_saves_by_the_clock(killed: Path, tmp_path: Path) -> None:
     steps = committed(tmp_path / "gated")
     assert len(steps) > 1 and steps[-1] == STEPS
     assert weights_of(tmp_path / "gated") == weights_of(killed)
+
+
+@pytest.mark.slow
+def test_a_writer_dies_before_the_last_copy(killed: Path, tmp_path: Path) -> None:
+    """Replica 1 shares the last save and is lost before it has copied: replica 0 writes it all."""
+    (tmp_path / "gate").touch()
+    faults = f"kill@{STEPS}.checkpoint:1"
+    report = gated_trainer(str(tmp_path), str(tmp_path / "gate"), 2, faults=faults).fit().metrics
+    root = tmp_path / "gated"
+    assert (report["outcome"], report["faults_fired"]) == ("finished", 1)
+    assert committed(root) == [HALF, STEPS]
+    store = open_store(root / "checkpoints")
+    manifest = load_manifest(store, Keys(), STEPS)
+    assert {rank_of(key) for key in manifest.segments} == {0}
+    names = [name for name in manifest.tensors if "param/" in name]
+    assert params_sha256(Reader(store, manifest), names) == weights_of(killed)
+    assert find_left_behind(root) == []

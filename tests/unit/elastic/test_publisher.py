@@ -1,0 +1,62 @@
+"""A checkpoint is committed with the last of its parts; one that lacks a part is counted."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from checkpointing import (
+    Attempt,
+    CheckpointConfig,
+    Keys,
+    Receipt,
+    TensorSlice,
+    list_steps,
+    open_store,
+    write_shared,
+)
+from elastic.coordination.publisher import Publisher
+from elastic.records import RunPaths
+
+WRITERS = 2
+
+
+def part(paths: RunPaths, rank: int, step: int, generation: int = 1) -> Receipt:
+    """Row `rank` of a tensor with a row for each writer, written."""
+    attempt = Attempt(rank=rank, step=step, generation=generation)
+    row = TensorSlice("param/w", (WRITERS, 4), "uint8", (rank, 0), (1, 4))
+    store = open_store(paths.checkpoints)
+    return write_shared(store, Keys(), attempt, [row], memoryview(bytes(64)))
+
+
+def test_a_save_that_lacks_a_part(tmp_path: Path) -> None:
+    paths = RunPaths(root=tmp_path)
+    publisher = Publisher(paths, CheckpointConfig(), versions={}, newest=0)
+
+    async def play() -> None:
+        assert await publisher.take(part(paths, 1, 4), {}, WRITERS) is None
+        # Parts of two generations, as of replicas that differ in whether they saw the commit.
+        assert await publisher.take(part(paths, 0, 6, generation=1), {}, WRITERS) is None
+        assert await publisher.take(part(paths, 1, 6, generation=2), {}, WRITERS) is None
+        assert list_steps(open_store(paths.checkpoints), Keys()) == []
+        assert await publisher.take(part(paths, 0, 8, generation=2), {}, WRITERS) is None
+        assert await publisher.take(part(paths, 1, 8, generation=2), {}, WRITERS) is not None
+
+    asyncio.run(play())
+    assert list_steps(open_store(paths.checkpoints), Keys()) == [8]
+    assert publisher.lost == {4: 1, 6: 1}
+    assert publisher.saved(8) and not publisher.saved(4)
+
+
+def test_one_writer_is_enough_where_there_is_one(tmp_path: Path) -> None:
+    paths = RunPaths(root=tmp_path)
+    publisher = Publisher(paths, CheckpointConfig(), versions={}, newest=0)
+    whole = TensorSlice("param/w", (2, 4), "uint8", (0, 0), (2, 4))
+    receipt = write_shared(
+        open_store(paths.checkpoints),
+        Keys(),
+        Attempt(rank=0, step=2, generation=1),
+        [whole],
+        memoryview(bytes(64)),
+    )
+    assert asyncio.run(publisher.take(receipt, {}, 1)) is not None
