@@ -4,9 +4,9 @@
 
 Takes about five minutes. Four workers train the toy model in steps of 0.1 s; ours has a spare.
 After half a minute without faults, workers get SIGKILL at random times for `--minutes`, on average
-every `--mtbf` seconds: the same schedule for both. Every Ray Train worker's process may be hit, even
-one that is only starting. A kill that finds none is not counted in "killed". When the time is over,
-the run is ended, whatever it is at.
+every `--mtbf` seconds: the same schedule for both. Every process of a Ray Train worker may be hit,
+even one that is only starting. A kill that finds none is not counted in "killed". When the time is
+over, the run is ended, whatever it is at.
 
 "elastic" and "ray_train" are shares: steps done in that time / steps that the same run would have
 done at its pace before the first kill. Steps that are done again after a restart count once.
