@@ -23,7 +23,7 @@ import torch
 
 from checkpointing.boxes import Box, Index, check_inside, intersect
 from checkpointing.dtypes import item_bytes
-from checkpointing.errors import CorruptError, IncompatibleError
+from checkpointing.errors import CorruptError, IncompatibleError, SliceError
 from checkpointing.manifest import Manifest, SavedSlice, Segment
 from checkpointing.plan import Fetch, extent_bytes, plan_fetches, row_strides, split_box
 from checkpointing.segment import first_bad_block
@@ -80,10 +80,23 @@ class Reader:
         shape = self._shape_and_dtype(name)[0]
         return self.read(name, (0,) * len(shape), shape)
 
-    def read_many(self, boxes: Sequence[tuple[str, Index, Index]]) -> list[torch.Tensor]:
-        """Many boxes (name, offsets, sizes), in their order; reads what lies together at once."""
+    def read_many(
+        self,
+        boxes: Sequence[tuple[str, Index, Index]],
+        into: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """Many boxes (name, offsets, sizes), in their order; reads what lies together at once.
+
+        Args:
+            boxes: what to read.
+            into: contiguous CPU tensors to fill, of the boxes' sizes and the checkpoint's dtypes;
+                new ones by default. After an error they hold anything.
+        """
         wanted = [Box(name, tuple(offsets), tuple(sizes)) for name, offsets, sizes in boxes]
-        tensors = [self._empty(box) for box in wanted]
+        if into is None:
+            tensors = [self._empty(box) for box in wanted]
+        else:
+            tensors = [self._fitting(box, one) for box, one in zip(wanted, into, strict=True)]
         outputs = [_raw_view(tensor) for tensor in tensors]
         by_segment: dict[str, list[_Piece]] = defaultdict(list)
         for target, box in enumerate(wanted):
@@ -105,6 +118,19 @@ class Reader:
         shape, dtype = self._shape_and_dtype(box.name)
         check_inside(box, shape)
         return torch.empty(box.sizes, dtype=getattr(torch, dtype))
+
+    def _fitting(self, box: Box, tensor: torch.Tensor) -> torch.Tensor:
+        shape, dtype = self._shape_and_dtype(box.name)
+        check_inside(box, shape)
+        given = str(tensor.dtype).removeprefix("torch.")
+        if given != dtype:
+            raise IncompatibleError(
+                box.name, f"{dtype} in the checkpoint of step {self.manifest.step}, {given} here"
+            )
+        if tuple(tensor.shape) != box.sizes or not tensor.is_contiguous():
+            fact = f"{box} cannot be read into shape {tuple(tensor.shape)}"
+            raise SliceError(box.name, f"{fact}, strides {tensor.stride()}")
+        return tensor
 
     def _pieces(self, target: int, box: Box) -> Iterator[tuple[str, _Piece]]:
         size = item_bytes(self.manifest.tensors[box.name].dtype)
