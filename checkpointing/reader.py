@@ -10,6 +10,7 @@ Every byte handed out has passed its CRC32. Nothing is unpickled: bytes become e
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -37,9 +38,11 @@ _FETCH_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """A box of a saved slice on its way into an output."""
+    """A part of a saved slice on its way into an output."""
 
     target: int
+    flat: bool
+    """Whether `where` counts the output's elements instead of having an index per dimension."""
     where: tuple[slice, ...]
     sizes: Index
     strides: Index
@@ -164,7 +167,8 @@ class Reader:
         segment, fetch, pieces = job
         data = self._verified(segment, fetch)
         for piece in pieces:
-            outputs[piece.target][piece.where] = np.ndarray(
+            output = outputs[piece.target]
+            (output.reshape(-1) if piece.flat else output)[piece.where] = np.ndarray(
                 piece.sizes,
                 dtype=f"u{piece.item_bytes}",
                 buffer=data,
@@ -200,6 +204,9 @@ def _spans(
 ) -> Iterator[_Piece]:
     """What a box shares with a saved slice, as pieces whose blocks are all needed."""
     strides = row_strides(saved.sizes, size)
+    if shared[1][1:] == saved.sizes[1:] == box.sizes[1:] and strides and saved.begin % size == 0:
+        yield from _runs(target, box, saved, shared, size, block_bytes)
+        return
     for offsets, sizes in split_box(
         *shared,
         strides,
@@ -214,12 +221,42 @@ def _spans(
         into = zip(offsets, box.offsets, sizes, strict=True)
         yield _Piece(
             target=target,
+            flat=False,
             where=tuple(slice(at - base, at - base + n) for at, base, n in into),
             sizes=sizes,
             strides=strides,
             item_bytes=size,
             start=start,
             stop=start + extent_bytes(sizes, strides, size),
+        )
+
+
+def _runs(
+    target: int,
+    box: Box,
+    saved: SavedSlice,
+    shared: tuple[Index, Index],
+    size: int,
+    block_bytes: int,
+) -> Iterator[_Piece]:
+    """As `_spans`, of whole rows: one run of bytes there and here, so it is cut where blocks end.
+    Cut between rows, the block there would be read with both parts."""
+    (first, *_), (rows, *rest) = shared
+    row = size * math.prod(rest)
+    begin = saved.begin + (first - saved.offsets[0]) * row
+    moved = (first - box.offsets[0]) * row - begin
+    step = max(1, _SPAN_BYTES // block_bytes) * block_bytes
+    cuts = [begin, *range((begin // step + 1) * step, begin + rows * row, step), begin + rows * row]
+    for start, stop in itertools.pairwise(cuts):
+        yield _Piece(
+            target=target,
+            flat=True,
+            where=(slice((start + moved) // size, (stop + moved) // size),),
+            sizes=((stop - start) // size,),
+            strides=(size,),
+            item_bytes=size,
+            start=start,
+            stop=stop,
         )
 
 

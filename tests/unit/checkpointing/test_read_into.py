@@ -28,6 +28,26 @@ def test_fills_what_it_is_given(reader: Reader) -> None:
     assert not whole[:2].any() and not whole[7:].any()
 
 
+def test_no_block_is_read_twice_where_one_read_ends_and_the_next_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 52 bytes in blocks of 512, and reads of four blocks: they meet within a row."""
+    monkeypatch.setattr("checkpointing.reader._SPAN_BYTES", 1024)
+    monkeypatch.setattr("checkpointing.reader._FETCH_BYTES", 2048)
+    store, tensor = open_store(tmp_path), torch.randn(400, 13)
+    manifest = write_state(store, {"w": tensor}, segment_bytes=1 << 20)
+    read: list[int] = []
+
+    class Counting:
+        def get_range(self, key: str, start: int, length: int) -> bytes:
+            read.append(length)
+            return store.get_range(key, start, length)
+
+    assert torch.equal(Reader(Counting(), manifest).read_full("w"), tensor)
+    assert sum(read) <= sum(segment.size_bytes for segment in manifest.segments.values())
+    assert len(read) > 9
+
+
 @pytest.mark.parametrize(
     ("tensor", "error", "message"),
     [
