@@ -18,14 +18,14 @@ import torch.multiprocessing as mp
 from tiny_checkpoint import KEYS, write_state
 from torch import nn
 
-from checkpointing import Reader, Store, load_manifest, open_store
+from checkpointing import CorruptError, Manifest, Reader, Store, load_manifest, open_store
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import ParallelConfig, TrainConfig
 from trainer.engine import Engine
 from trainer.parallel.layout import slot_of
 from trainer.replicas import CrossGroup
-from trainer.sharing import Restored, Unreadable, read_together
+from trainer.sharing import Restored, Saved, Unreadable, read_together
 from trainer.task import CustomTask, PreparedTask
 
 SHARD, STEPS = 2, (20, 10)
@@ -79,6 +79,8 @@ class Scenario:
     """How many restore."""
     blind: tuple[int, int] | None = None
     """(replica, rank) that sees a flipped bit in all that it reads."""
+    without_record: tuple[int, int] | None = None
+    """(replica, rank) that cannot read the commit record."""
     killed: tuple[int, int] | None = None
     """(replica, rank) that dies at its second range read."""
 
@@ -170,13 +172,12 @@ class _Worker:
             blind=self.scenario.blind == self.place,
             killed=self.scenario.killed == self.place and attempt == 0,
         )
-        manifest = load_manifest(store, KEYS, step)
         before, read, outcome = self.engine.state.digest(), None, "RuntimeError"
         try:
             read = read_together(
                 self.engine,
                 cross,
-                lambda: (Reader(watched, manifest), manifest.training_state),
+                lambda: self._open(watched, load_manifest(store, KEYS, step)),
                 least_bytes=1,
             )
             outcome = type(read).__name__
@@ -193,6 +194,11 @@ class _Worker:
             bytes_read=watched.bytes,
             position=cross.rank,
         )
+
+    def _open(self, watched: WatchedStore, manifest: Manifest) -> Saved:
+        if self.scenario.without_record == self.place:
+            raise CorruptError(KEYS.commit(manifest.step), "it is truncated")
+        return Reader(watched, manifest), manifest.training_state
 
     def _loads(self, read: Restored, step: int) -> bool:
         self.engine.load(read.values, optimizer_steps=read.optimizer_steps)

@@ -8,11 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from restore_plane import SHARD, STEPS, Scenario, Tried, run_scenarios, write_checkpoints
+from restore_plane import SHARD, STEPS, Scenario, Tried, run_scenarios, task, write_checkpoints
 
-from trainer.sharing import plan_readers
+from checkpointing import Keys, Reader, load_manifest, open_store
+from trainer.backend.groups import leave_replica_group, make_replica_group
+from trainer.backend.rendezvous import Rendezvous
+from trainer.config import TrainConfig
+from trainer.engine import Engine
+from trainer.parallel.layout import slot_of
+from trainer.replicas import CrossGroup
+from trainer.sharing import plan_readers, read_together
 
 Results = Callable[[str], dict[tuple[int, int], list[Tried]]]
 
@@ -62,6 +70,7 @@ def results(sound: tuple[Path, int], damaged: tuple[Path, str]) -> Results:
             *(Scenario(name=f"sound {r}", root=good, replicas=r) for r in (1, 2, 3)),
             *(Scenario(name=f"damaged {r}", root=bad, replicas=r) for r in (1, 2, 3)),
             Scenario(name="blind", root=good, replicas=3, blind=(1, 0)),
+            Scenario(name="without record", root=good, replicas=2, without_record=(0, 1)),
             Scenario(name="killed", root=good, replicas=3, killed=(1, 0)),
         ]
     )
@@ -104,6 +113,48 @@ def test_a_flip_that_one_reader_sees_is_cured_by_another_source(results: Results
     alone = max(t.bytes_read for (t,) in results("sound 3").values())
     (second,) = workers[2, 0]
     assert second.bytes_read > 1.8 * alone, "it read its own share and the blind one's"
+
+
+def test_who_cannot_read_the_record_has_all_from_the_others(results: Results) -> None:
+    workers = results("without record")
+    assert {(t.step, t.outcome, t.equal) for (t,) in workers.values()} == {
+        (STEPS[0], "Restored", True)
+    }
+    assert (
+        workers[0, 1][0].bytes_read == 0 < workers[1, 0][0].bytes_read < workers[1, 1][0].bytes_read
+    )
+
+
+def test_who_is_called_away_reads_nothing(sound: tuple[Path, int]) -> None:
+    store, asked = open_store(sound[0]), []
+    manifest = load_manifest(store, Keys(), STEPS[0])
+
+    class Asked:
+        def get_range(self, key: str, start: int, length: int) -> bytes:
+            asked.append(key)
+            return store.get_range(key, start, length)
+
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet = Rendezvous(host="127.0.0.1", port=server.port, timeout_s=60)
+    mesh = make_replica_group(meet, "replica", rank=0, shard=1, tensor=1, device="cpu")
+    train = TrainConfig(task=task(), steps=30, global_batch=1)
+    slot = slot_of(0, 0, 1)
+    engine = Engine(task(), train, slot=slot, mesh=mesh, device="cpu", max_replicas=1)
+    cross = CrossGroup(
+        meet,
+        "cross",
+        lanes=[(0,)],
+        total_lanes=1,
+        rank=0,
+        device="cpu",
+        leave_now=lambda: True,
+    )
+    saved = Reader(Asked(), manifest), manifest.training_state
+    try:
+        assert read_together(engine, cross, lambda: saved) is None
+        assert not asked
+    finally:
+        leave_replica_group()
 
 
 def test_a_death_while_it_is_shared_leaves_no_trace_and_the_rest_begin_again(
