@@ -24,6 +24,7 @@ from checkpointing.commit import (
     list_steps,
     load_manifest,
     newest,
+    set_aside,
 )
 from checkpointing.config import CheckpointConfig
 from checkpointing.errors import (
@@ -61,6 +62,7 @@ from checkpointing.retention import (
     sweep_orphans,
     sweep_uncommitted,
 )
+from checkpointing.shares import Rows, plan_shares
 from checkpointing.snapshots import Snapshot, SnapshotIndex, find_newest, plan_other_node
 from checkpointing.stores import RangeSource, Store, open_store
 from checkpointing.stores.s3_config import S3Config
@@ -97,6 +99,7 @@ __all__ = [
     "RangeSource",
     "Reader",
     "Receipt",
+    "Rows",
     "S3Config",
     "Segment",
     "SliceError",
@@ -133,7 +136,9 @@ __all__ = [
     "plan_other_node",
     "plan_retention",
     "plan_segments",
+    "plan_shares",
     "retire",
+    "set_aside",
     "settle_snapshot",
     "sweep_orphans",
     "sweep_snapshots",

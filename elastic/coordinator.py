@@ -10,7 +10,7 @@ step path. All methods run on one event loop, so none needs a lock.
       RunLog ── writes it down
       Crew, NodeAgents ── who has started, who will go, who is lost; leases
       TakeUp ── the run after a restart of the coordinator
-      HealNews, Receipts, Snapshots, Injections ── what the workers tell of each
+      HealNews, Receipts, Restores, Snapshots, Injections ── what the workers tell of each
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from elastic.coordination.heal_news import HealNews
 from elastic.coordination.injections import Injections
 from elastic.coordination.recall import recall
 from elastic.coordination.receipts import Receipts
+from elastic.coordination.restores import Restores
 from elastic.coordination.run_log import RunLog
 from elastic.coordination.snapshots import Snapshots
 from elastic.coordination.store_keys import sweep_store
@@ -80,6 +81,9 @@ class Coordinator:
         )
         self._heal_news = HealNews(self._membership, self._board, self._crew, self._records)
         self._receipts = Receipts(config, self._membership, self._board, self._records)
+        self._restores = Restores(
+            config, self._membership, self._board, self._records, self._receipts
+        )
         self._hellos = 0
         self._start: asyncio.TimerHandle | None = None
         """When the first replicas begin without those that have not come."""
@@ -268,6 +272,14 @@ class Coordinator:
     async def saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is committed."""
         return self._receipts.saved(step)
+
+    async def checkpoint_failed(
+        self, step: int, generation: int, reason: str, damaged: bool
+    ) -> None:
+        """The workers of a roster cannot read the checkpoint of `step`: `damaged`, or out of
+        reach."""
+        await self._gate()
+        await self._restores.failed(step, generation, reason, damaged)
 
     async def snapshot_part(
         self, receipt: Receipt, training_state: dict[str, Any], node: str, started: float
