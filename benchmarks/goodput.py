@@ -2,10 +2,11 @@
 
     python -m benchmarks.goodput [--minutes 1.5] [--mtbf 15]
 
-Takes about six minutes. Four workers train the toy model in steps of 0.1 s; ours has a spare. After
-half a minute without faults, workers get SIGKILL at random times for `--minutes`, on average every
-`--mtbf` seconds: the same schedule for both. Every Ray Train worker's process may be hit, also one
-that is only starting. A kill that finds none is not counted in "killed".
+Takes about five minutes. Four workers train the toy model in steps of 0.1 s; ours has a spare.
+After half a minute without faults, workers get SIGKILL at random times for `--minutes`, on average
+every `--mtbf` seconds: the same schedule for both. Every process of a Ray Train worker may be hit,
+even one that is only starting. A kill that finds none is not counted in "killed". When the time is
+over, the run is ended, whatever it is at.
 
 "elastic" and "ray_train" are shares: steps done in that time / steps that the same run would have
 done at its pace before the first kill. Steps that are done again after a restart count once.
@@ -19,19 +20,16 @@ import math
 import os
 import random
 import signal
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import ray
-
-from benchmarks._common import end_properly, print_result, ray_cluster, say, scratch, show_table
-from benchmarks._runs import Meanwhile, run_elastic, run_ray_train
+from benchmarks._common import end_properly, print_result, say, scratch, show_table
+from benchmarks._processes import Processes
 from benchmarks._toy import read_traces
+from elastic.event_log import read_steps
 
-WORKERS, SPARES = 4, 1
+SYSTEMS = ("elastic", "ray_train")
 SETTLING_S = 3.0
 """Not counted at the start."""
 
@@ -47,18 +45,16 @@ def plan_kills(minutes: float, mtbf_s: float, seed: int) -> list[tuple[float, fl
     return kills
 
 
-def kill_at_random(
-    progress: Callable[[], Progress],
-    kills: Sequence[tuple[float, float]],
-    free_s: float,
-) -> int:
-    """Carries out the plan on a run. Returns how many processes were killed."""
-    while not (seen := progress()):
-        time.sleep(0.1)
-    begin, killed = seen[0][0] + SETTLING_S + free_s, 0
+def kill_at_random(run: int, kills: Sequence[tuple[float, float]], begin: float) -> int:
+    """Carries out the plan on the run of process `run`, from `begin` on.
+
+    Returns:
+        How many processes were killed.
+    """
+    killed = 0
     for at_s, which in kills:
         time.sleep(max(0.0, begin + at_s - time.time()))
-        pids = worker_processes()
+        pids = worker_processes(run)
         with contextlib.suppress(ProcessLookupError, IndexError):
             os.kill(pids[int(which * len(pids))], signal.SIGKILL)
             killed += 1
@@ -78,71 +74,60 @@ def share_done(progress: Progress, free_s: float, minutes: float) -> dict[str, f
     return {"share": round(share, 4), "steps_per_s_before": round(per_s, 3)}
 
 
-def worker_processes() -> list[int]:
-    """Process ids of the live workers; both systems run theirs in Ray Train's actors."""
-    actors = ray._private.state.actors().values()
-    return sorted(
-        row["Pid"]
-        for row in actors
-        if row["ActorClassName"] == "RayTrainWorker" and row["State"] == "ALIVE"
-    )
+def worker_processes(ancestor: int) -> list[int]:
+    """Process ids of the live workers below a process; both systems run theirs in Ray Train's
+    actors, which Ray names in the process's title."""
+    parents, workers = {}, []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            pid, status = int(place.name), (place / "stat").read_text().rpartition(")")[2].split()
+            parents[pid] = int(status[1])
+            if (place / "cmdline").read_bytes().startswith(b"ray::RayTrainWorker"):
+                workers.append(pid)
+    return sorted(pid for pid in workers if _is_below(pid, ancestor, parents))
 
 
-def elastic(directory: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Our run under fire."""
-    from elastic.event_log import read_steps
-
-    run = directory / "run"
-
-    def progress() -> Progress:
-        path = run / "steps.jsonl"
-        return [(r.time, r.step + 1) for r in read_steps(path)] if path.exists() else []
-
-    return _under_fire(
-        options,
-        progress,
-        lambda: run_elastic(
-            directory,
-            workers=WORKERS,
-            spares=SPARES,
-            steps=_steps(options),
-            step_s=options.step_s,
-        ),
-    )
+def _is_below(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
+    while pid in parents and pid != ancestor:
+        pid = parents[pid]
+    return pid == ancestor
 
 
-def ray_train(directory: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Ray Train's run under fire."""
-    (traces := directory / "traces").mkdir()
-
-    return _under_fire(
-        options,
-        lambda: [(step.time, step.step + 1) for step in read_traces(traces)],
-        lambda: run_ray_train(
-            directory,
-            workers=WORKERS,
-            steps=_steps(options),
-            step_s=options.step_s,
-            max_failures=-1,
-        ),
-    )
+def progress_of(system: str, directory: Path) -> Progress:
+    """What a run has done so far: ours by its records, Ray Train's by its workers' traces."""
+    if system == "ray_train":
+        return [(step.time, step.step + 1) for step in read_traces(directory / "traces")]
+    path = directory / "run" / "steps.jsonl"
+    return [(r.time, r.step + 1) for r in read_steps(path)] if path.exists() else []
 
 
-def _under_fire(
-    options: argparse.Namespace,
-    progress: Callable[[], Progress],
-    run: Callable[[], Any],
-) -> dict[str, float]:
-    kills = plan_kills(options.minutes, options.mtbf, options.seed)
-    with Meanwhile(lambda: kill_at_random(progress, kills, options.free_s)) as killer:
-        run()
-    found = share_done(progress(), options.free_s, options.minutes)
-    return {**found, "killed": killer.result}
+def under_fire(system: str, directory: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Runs a system, and kills its workers."""
+    (directory / "traces").mkdir()
+    steps = math.ceil((SETTLING_S + options.free_s + 60 * options.minutes) / options.step_s)
+    with Processes(directory / "log") as processes:
+        run = processes.start(
+            *("-m", "benchmarks._goodput_run", system, str(directory)),
+            *(str(steps), str(options.step_s)),
+        )
+        while not (seen := progress_of(system, directory)):
+            if run.poll() is not None:
+                raise RuntimeError(f"{system}: {(directory / 'log').read_text()[-2000:]}")
+            time.sleep(0.1)
+        begin = seen[0][0] + SETTLING_S + options.free_s
+        killed = kill_at_random(run.pid, plan(options), begin)
+        time.sleep(max(0.0, begin + 60 * options.minutes - time.time()))
+        run.terminate()
+        run.wait(60)
+    return {
+        **share_done(progress_of(system, directory), options.free_s, options.minutes),
+        "killed": killed,
+    }
 
 
-def _steps(options: argparse.Namespace) -> int:
-    """No run can be through before the last kill."""
-    return math.ceil((SETTLING_S + options.free_s + 60 * options.minutes) / options.step_s)
+def plan(options: argparse.Namespace) -> list[tuple[float, float]]:
+    """The kills of both systems."""
+    return plan_kills(options.minutes, options.mtbf, options.seed)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -164,17 +149,16 @@ def main() -> None:
     options = parse_arguments()
     end_properly()
     found: dict[str, dict[str, float]] = {}
-    with contextlib.redirect_stdout(sys.stderr), ray_cluster(WORKERS + SPARES):
-        for name, measure in (("elastic", elastic), ("ray_train", ray_train)):
-            with scratch("goodput") as directory:
-                found[name] = measure(directory, options)
-            say(f"{name}: {found[name]}")
+    for system in SYSTEMS:
+        with scratch("goodput") as directory:
+            found[system] = under_fire(system, directory, options)
+        say(f"{system}: {found[system]}")
     show_table(f"a worker killed every {options.mtbf:g} s on average", found)
     print_result(
         {
             "elastic": found["elastic"]["share"],
             "ray_train": found["ray_train"]["share"],
-            "faults": len(plan_kills(options.minutes, options.mtbf, options.seed)),
+            "faults": len(plan(options)),
             "minutes": options.minutes,
             "mtbf_s": options.mtbf,
             "details": found,

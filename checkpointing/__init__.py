@@ -24,6 +24,7 @@ from checkpointing.commit import (
     list_steps,
     load_manifest,
     newest,
+    set_aside,
 )
 from checkpointing.config import CheckpointConfig
 from checkpointing.errors import (
@@ -63,6 +64,7 @@ from checkpointing.retention import (
     sweep_orphans,
     sweep_uncommitted,
 )
+from checkpointing.shares import Rows, plan_shares
 from checkpointing.snapshots import Snapshot, SnapshotIndex, find_newest, plan_other_node
 from checkpointing.stores import RangeSource, Store, open_store
 from checkpointing.stores.s3_config import S3Config
@@ -101,6 +103,7 @@ __all__ = [
     "RangeSource",
     "Reader",
     "Receipt",
+    "Rows",
     "S3Config",
     "Segment",
     "SliceError",
@@ -140,8 +143,10 @@ __all__ = [
     "plan_places",
     "plan_retention",
     "plan_segments",
+    "plan_shares",
     "plan_writers",
     "retire",
+    "set_aside",
     "settle_snapshot",
     "sweep_orphans",
     "sweep_snapshots",

@@ -32,6 +32,9 @@ from checkpointing.stores import Store
 
 _log = logging.getLogger(__name__)
 
+SET_ASIDE = ".unreadable"
+"""Ending of the key of a commit record that was set aside."""
+
 
 def commit(
     store: Store,
@@ -107,9 +110,16 @@ def build_manifest(
     )
 
 
-def newest(store: Store, keys: Keys) -> Manifest | None:
-    """The newest checkpoint that can be read, or None; logs a warning for each that cannot."""
-    for step in reversed(list_steps(store, keys)):
+def newest(store: Store, keys: Keys, *, before: int | None = None) -> Manifest | None:
+    """The newest checkpoint whose record can be read, or None; logs a warning for each that cannot.
+
+    Args:
+        store: where to look.
+        keys: names in the store.
+        before: look at earlier steps than this one only.
+    """
+    steps = (s for s in reversed(list_steps(store, keys)) if before is None or s < before)
+    for step in steps:
         try:
             return load_manifest(store, keys, step)
         except CorruptError as error:
@@ -140,6 +150,21 @@ def load_manifest(store: Store, keys: Keys, step: int) -> Manifest:
     if manifest.step != step:
         raise CorruptError(key, f"this is the manifest of step {manifest.step}")
     return manifest
+
+
+def set_aside(store: Store, keys: Keys, step: int) -> None:
+    """Moves the commit record of `step` out of the way, so that the step can be committed again.
+
+    Its segments stay (`Survey.set_aside`), so nothing is lost. None there is fine.
+    """
+    key = keys.commit(step)
+    try:
+        record = store.get(key)
+    except MissingError:
+        return
+    _log.warning("%s cannot be read and is kept as %s%s", key, key, SET_ASIDE)
+    store.put(f"{key}{SET_ASIDE}", [record])
+    store.delete(key)
 
 
 def check_compatible(

@@ -10,6 +10,7 @@ Every byte handed out has passed its CRC32. Nothing is unpickled: bytes become e
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ import torch
 
 from checkpointing.boxes import Box, Index, check_inside, intersect
 from checkpointing.dtypes import item_bytes
-from checkpointing.errors import CorruptError, IncompatibleError
+from checkpointing.errors import CorruptError, IncompatibleError, SliceError
 from checkpointing.manifest import Manifest, SavedSlice, Segment
 from checkpointing.plan import Fetch, extent_bytes, plan_fetches, row_strides, split_box
 from checkpointing.segment import first_bad_block
@@ -37,9 +38,11 @@ _FETCH_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """A box of a saved slice on its way into an output."""
+    """A part of a saved slice on its way into an output."""
 
     target: int
+    flat: bool
+    """Whether `where` counts the output's elements instead of having an index per dimension."""
     where: tuple[slice, ...]
     sizes: Index
     strides: Index
@@ -80,10 +83,23 @@ class Reader:
         shape = self._shape_and_dtype(name)[0]
         return self.read(name, (0,) * len(shape), shape)
 
-    def read_many(self, boxes: Sequence[tuple[str, Index, Index]]) -> list[torch.Tensor]:
-        """Many boxes (name, offsets, sizes), in their order; reads what lies together at once."""
+    def read_many(
+        self,
+        boxes: Sequence[tuple[str, Index, Index]],
+        into: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """Many boxes (name, offsets, sizes), in their order; reads what lies together at once.
+
+        Args:
+            boxes: what to read.
+            into: contiguous CPU tensors to fill, of the boxes' sizes and the checkpoint's dtypes;
+                new ones by default. After an error they hold anything.
+        """
         wanted = [Box(name, tuple(offsets), tuple(sizes)) for name, offsets, sizes in boxes]
-        tensors = [self._empty(box) for box in wanted]
+        if into is None:
+            tensors = [self._empty(box) for box in wanted]
+        else:
+            tensors = [self._fitting(box, one) for box, one in zip(wanted, into, strict=True)]
         outputs = [_raw_view(tensor) for tensor in tensors]
         by_segment: dict[str, list[_Piece]] = defaultdict(list)
         for target, box in enumerate(wanted):
@@ -105,6 +121,19 @@ class Reader:
         shape, dtype = self._shape_and_dtype(box.name)
         check_inside(box, shape)
         return torch.empty(box.sizes, dtype=getattr(torch, dtype))
+
+    def _fitting(self, box: Box, tensor: torch.Tensor) -> torch.Tensor:
+        shape, dtype = self._shape_and_dtype(box.name)
+        check_inside(box, shape)
+        given = str(tensor.dtype).removeprefix("torch.")
+        if given != dtype:
+            raise IncompatibleError(
+                box.name, f"{dtype} in the checkpoint of step {self.manifest.step}, {given} here"
+            )
+        if tuple(tensor.shape) != box.sizes or not tensor.is_contiguous():
+            fact = f"{box} cannot be read into shape {tuple(tensor.shape)}"
+            raise SliceError(box.name, f"{fact}, strides {tensor.stride()}")
+        return tensor
 
     def _pieces(self, target: int, box: Box) -> Iterator[tuple[str, _Piece]]:
         size = item_bytes(self.manifest.tensors[box.name].dtype)
@@ -138,7 +167,8 @@ class Reader:
         segment, fetch, pieces = job
         data = self._verified(segment, fetch)
         for piece in pieces:
-            outputs[piece.target][piece.where] = np.ndarray(
+            output = outputs[piece.target]
+            (output.reshape(-1) if piece.flat else output)[piece.where] = np.ndarray(
                 piece.sizes,
                 dtype=f"u{piece.item_bytes}",
                 buffer=data,
@@ -174,6 +204,9 @@ def _spans(
 ) -> Iterator[_Piece]:
     """What a box shares with a saved slice, as pieces whose blocks are all needed."""
     strides = row_strides(saved.sizes, size)
+    if shared[1][1:] == saved.sizes[1:] == box.sizes[1:] and strides and saved.begin % size == 0:
+        yield from _runs(target, box, saved, shared, size, block_bytes)
+        return
     for offsets, sizes in split_box(
         *shared,
         strides,
@@ -188,12 +221,42 @@ def _spans(
         into = zip(offsets, box.offsets, sizes, strict=True)
         yield _Piece(
             target=target,
+            flat=False,
             where=tuple(slice(at - base, at - base + n) for at, base, n in into),
             sizes=sizes,
             strides=strides,
             item_bytes=size,
             start=start,
             stop=start + extent_bytes(sizes, strides, size),
+        )
+
+
+def _runs(
+    target: int,
+    box: Box,
+    saved: SavedSlice,
+    shared: tuple[Index, Index],
+    size: int,
+    block_bytes: int,
+) -> Iterator[_Piece]:
+    """As `_spans`, of whole rows: one run of bytes there and here, so it is cut where blocks end.
+    Cut between rows, the block there would be read with both parts."""
+    (first, *_), (rows, *rest) = shared
+    row = size * math.prod(rest)
+    begin = saved.begin + (first - saved.offsets[0]) * row
+    moved = (first - box.offsets[0]) * row - begin
+    step = max(1, _SPAN_BYTES // block_bytes) * block_bytes
+    cuts = [begin, *range((begin // step + 1) * step, begin + rows * row, step), begin + rows * row]
+    for start, stop in itertools.pairwise(cuts):
+        yield _Piece(
+            target=target,
+            flat=True,
+            where=(slice((start + moved) // size, (stop + moved) // size),),
+            sizes=((stop - start) // size,),
+            strides=(size,),
+            item_bytes=size,
+            start=start,
+            stop=stop,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from checkpointing.commit import list_steps, load_manifest
+from checkpointing.commit import SET_ASIDE, list_steps, load_manifest
 from checkpointing.errors import CorruptError, NotCommittedError
 from checkpointing.layout import Keys
 from checkpointing.manifest import Manifest
@@ -75,7 +75,7 @@ class Surveyor:
 
     def _set_aside(self) -> set[int]:
         listed = self.store.list(self.keys.commits)
-        steps = (self.keys.step_of(key) for key in listed if key.endswith(".json.unreadable"))
+        steps = (self.keys.step_of(key) for key in listed if key.endswith(f".json{SET_ASIDE}"))
         return {step for step in steps if step is not None}
 
     def _verified(self) -> Iterable[int]:

@@ -5,12 +5,13 @@ worker reports committed steps; the replica that saves hands in receipts. Nothin
 step path. All methods run on one event loop, so none needs a lock.
 
     Coordinator ── the calls that others make
-      Membership ── decides (`membership.py`)
+      Membership ── decides (`membership/`)
       Switchboard ── carries it out, wakes those who wait
       RunLog ── writes it down
       Crew, NodeAgents ── who has started, who will go, who is lost; leases
       TakeUp ── the run after a restart of the coordinator
-      HealNews, Receipts, Uploaders, Snapshots, Injections ── what the workers tell of each
+      HealNews, Receipts, Restores, Snapshots, Injections ── what the workers tell of each
+      Uploaders ── who writes what the workers have copied
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from elastic.coordination.heal_news import HealNews
 from elastic.coordination.injections import Injections
 from elastic.coordination.recall import recall
 from elastic.coordination.receipts import Receipts
+from elastic.coordination.restores import Restores
 from elastic.coordination.run_log import RunLog
 from elastic.coordination.snapshots import Snapshots
 from elastic.coordination.store_keys import sweep_store
@@ -82,6 +84,9 @@ class Coordinator:
         self._heal_news = HealNews(self._membership, self._board, self._crew, self._records)
         self._receipts = Receipts(config, self._membership, self._board, self._records)
         self._uploaders = Uploaders(config.paths, config.checkpoint.segment_bytes)
+        self._restores = Restores(
+            config, self._membership, self._board, self._records, self._receipts
+        )
         self._hellos = 0
         self._start: asyncio.TimerHandle | None = None
         """When the first replicas begin without those that have not come."""
@@ -277,6 +282,14 @@ class Coordinator:
     async def saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is committed."""
         return self._receipts.saved(step)
+
+    async def checkpoint_failed(
+        self, step: int, generation: int, reason: str, damaged: bool
+    ) -> None:
+        """The workers of a roster cannot read the checkpoint of `step`: `damaged`, or out of
+        reach."""
+        await self._gate()
+        await self._restores.failed(step, generation, reason, damaged)
 
     async def snapshot_part(
         self,

@@ -231,6 +231,17 @@ class CheckpointSkipped(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A checkpoint could not be read by any worker that tried. Where its bytes are at fault it does
+    not count any more."""
+
+    step: int
+    """Steps it contained."""
+    reason: str
+    """Why: the key and the check that failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SnapshotTaken(Event):
     """A snapshot in the nodes' memory is complete."""
 

@@ -19,6 +19,7 @@ from typing import TextIO
 from elastic.events import (
     BelowMinimum,
     CheckpointCommitted,
+    CheckpointFailed,
     CoordinatorStarted,
     Draining,
     Evaluated,
@@ -120,6 +121,8 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return f"waiting: {event.alive} of {event.needed} replicas alive, {event.missing}"
         case StepSkipped():
             return f"step {event.step} skipped: loss {event.loss}, gradient {event.grad_norm}"
+        case CheckpointFailed():
+            return f"checkpoint of {event.step} steps cannot be read: {event.reason}"
         case SnapshotFailed():
             return f"snapshot of {event.step} steps cannot be read: {event.reason}"
         case ReplicasCompared(equal=False):

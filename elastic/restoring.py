@@ -1,20 +1,21 @@
 """The state of a step that no living replica holds: from the nodes' memory, the store, or the seed.
 
-All workers of all replicas restore at once, each its own part.
+All workers of all replicas restore at once: what replicas share is read once and handed round
+(`trainer/sharing.py`). A saved state that cannot be read is given up by all of them together; the
+coordinator is told, and the next roster goes on from the next best one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
+import errno
+from functools import partial
 
 from checkpointing import (
     CheckpointError,
     Keys,
     NotCommittedError,
     Reader,
+    StoreUnavailableError,
     load_manifest,
     open_store,
 )
@@ -24,53 +25,62 @@ from elastic.messages import Run
 from elastic.nodes.snapshot_holder import HeldSegments
 from trainer.engine import Engine
 from trainer.link import Progress
+from trainer.replicas import CrossGroup
+from trainer.sharing import Saved, Unreadable, read_together
 
-State = tuple[dict[str, torch.Tensor], Mapping[str, Any]]
-"""A worker's tensors by name, and the training state beside them."""
 
-
-def restore(job: Job, run: Run, engine: Engine, node: str) -> Progress | None:
+def restore(job: Job, run: Run, engine: Engine, cross: CrossGroup, node: str) -> Progress | None:
     """Loads the state of `run.step`, or starts from the seed at step 0.
 
     Args:
         job: what the run is about.
         run: says where the state is.
         engine: gets it.
+        cross: the workers of all replicas with the same part of it.
         node: this worker's.
 
     Returns:
-        Where the run goes on; None where a worker of the replica cannot read its part of a
-        snapshot: then nobody takes it.
+        Where the run goes on; None where it cannot be read or a peer is gone: a regroup is due, and
+        nothing was loaded.
     """
     if run.step == 0:
         engine.initialize()
         return Progress()
-    if run.source == "memory":
-        read = _read_snapshot(job, run.step, engine, node)
-        if engine.sum_in_replica([float(read is None)])[0] > 0 or read is None:
-            return None
-    else:
-        read = _read_checkpoint(job, run.step, engine)
-    values, state = read
-    engine.load(values, optimizer_steps=int(state["optimizer_steps"]))
-    return Progress(step=run.step, skipped_in_a_row=int(state["skipped_in_a_row"]))
+    opens = _open_snapshot if run.source == "memory" else _open_checkpoint
+    read = read_together(engine, cross, partial(opens, job, run.step, node))
+    if isinstance(read, Unreadable):
+        if read.error is not None:
+            _tell(job, run, read.error)
+        return None
+    if read is None:
+        return None
+    engine.load(read.values, optimizer_steps=read.optimizer_steps)
+    return Progress(step=run.step, skipped_in_a_row=read.skipped_in_a_row)
 
 
-def _read_checkpoint(job: Job, step: int, engine: Engine) -> State:
+def is_damage(error: CheckpointError) -> bool:
+    """Whether a checkpoint that cannot be read is at fault, rather than the way to it."""
+    return not isinstance(error, StoreUnavailableError) or error.errno == errno.EIO
+
+
+def _open_checkpoint(job: Job, step: int, node: str) -> Saved:
     store = open_store(job.paths.checkpoints)
     manifest = load_manifest(store, Keys(), step)
-    return engine.state.read(Reader(store, manifest)), manifest.training_state
+    return Reader(store, manifest), manifest.training_state
 
 
-def _read_snapshot(job: Job, step: int, engine: Engine, node: str) -> State | None:
-    """This worker's part of a snapshot in the nodes' memory; None, and the coordinator knows that
-    it does not count any more, where it cannot be read."""
-    try:
-        held = ask(job.coordinator.snapshot, step)
-        if held is None:
-            raise NotCommittedError(step, "the nodes that held the snapshot are gone")
-        segments = HeldSegments(held, job.paths.memory, node)
-        return engine.state.read(Reader(segments, held.manifest)), held.manifest.training_state
-    except CheckpointError as error:
-        ask(job.coordinator.snapshot_failed, step, str(error))
-        return None
+def _open_snapshot(job: Job, step: int, node: str) -> Saved:
+    held = ask(job.coordinator.snapshot, step)
+    if held is None:
+        raise NotCommittedError(step, "the nodes that held the snapshot are gone")
+    segments = HeldSegments(held, job.paths.memory, node)
+    return Reader(segments, held.manifest), held.manifest.training_state
+
+
+def _tell(job: Job, run: Run, error: CheckpointError) -> None:
+    """Returns when the coordinator goes by it, so that the next roster is given another state."""
+    coordinator, reason = job.coordinator, str(error)
+    if run.source == "memory":
+        ask(coordinator.snapshot_failed, run.step, reason)
+    else:
+        ask(coordinator.checkpoint_failed, run.step, run.generation, reason, is_damage(error))

@@ -23,8 +23,10 @@ from checkpointing import (
     check_compatible,
     list_steps,
     open_store,
+    set_aside,
     sweep_orphans,
 )
+from checkpointing.commit import SET_ASIDE
 from checkpointing.config import Resume
 from elastic.event_log import read_events
 from elastic.events import RegroupDone
@@ -115,14 +117,30 @@ def local_path(run_config: RunConfig) -> str:
 
 
 def check_found(paths: RunPaths, resume: Resume, found: Manifest | None) -> None:
-    """Raises ConfigError where `resume` is "must" and there is no state to go on from."""
-    if found is None and resume == "must":
+    """Raises ConfigError where there is no state to go on from, and `resume` is "must" or there was
+    one: a run that has lost its checkpoints does not begin again without being told to."""
+    if found is not None:
+        return
+    if resume != "never" and (unreadable := _unreadable(paths)):
+        raise ConfigError(
+            "checkpoint.resume",
+            resume,
+            f"no checkpoint in {paths.checkpoints} can be read; there are {', '.join(unreadable)}",
+            "Repair them, or begin anew: delete them, or use resume='never' or another name",
+        )
+    if resume == "must":
         raise ConfigError(
             "checkpoint.resume",
             resume,
             f"there is no checkpoint in {paths.checkpoints}",
             "Check run_config.name and storage_path, or use resume='auto'",
         )
+
+
+def _unreadable(paths: RunPaths) -> list[str]:
+    """Commit records that cannot be read, those set aside included, where none can."""
+    listed = open_store(paths.checkpoints).list(Keys().commits)
+    return [key for key in listed if key.endswith((".json", f".json{SET_ASIDE}"))]
 
 
 def last_generation(paths: RunPaths, manifest: Manifest | None) -> int:
@@ -139,10 +157,7 @@ def set_unreadable_aside(paths: RunPaths, manifest: Manifest | None) -> None:
     store, keys = open_store(paths.checkpoints), Keys()
     for step in list_steps(store, keys):
         if manifest is None or step > manifest.step:
-            key = keys.commit(step)
-            log.warning("%s cannot be read and is kept as %s.unreadable", key, key)
-            store.put(f"{key}.unreadable", [store.get(key)])
-            store.delete(key)
+            set_aside(store, keys, step)
 
 
 def remove_orphans(paths: RunPaths, generation: int) -> None:

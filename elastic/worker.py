@@ -220,7 +220,7 @@ class Worker:
         try:
             self.catch_up(run, cross)
             if run.restore:
-                self.progress = restore(self.job, run, self.engine, self.identity.node)
+                self.progress = restore(self.job, run, self.engine, cross, self.identity.node)
                 if self.progress is None:
                     return
             heal = self.begin_heal(run, self.engine)

@@ -154,7 +154,7 @@ class Engine:
         self._source = None
 
     def load(self, values: Mapping[str, torch.Tensor], *, optimizer_steps: int) -> None:
-        """Fills the state with what `WorkerState.read` returned."""
+        """Fills the state with tensors by name; see `WorkerState.fill`."""
         self.state.fill(values, optimizer_steps=optimizer_steps)
         self.forget_initial_weights()
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer.backend.groups import Device, abandon, make_cross_groups
-from trainer.backend.polling import poll_until
+from trainer.backend.polling import LEFT, poll_until
 from trainer.backend.rendezvous import Rendezvous
 from trainer.errors import CrossGroupLost
 from trainer.lanes import blocks_of
@@ -130,6 +130,12 @@ class CrossGroup:
         """Raises CrossGroupLost where a collective has failed already."""
         if self._lost is not None:
             raise CrossGroupLost(self._lost)
+
+    def listen(self) -> None:
+        """Raises CrossGroupLost where this worker is called away, or a collective has failed."""
+        self.check()
+        if self._leave_now():
+            raise self._lose(RuntimeError(LEFT))
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """On CUDA, a stream for what must not hold up the current one, beginning after what is

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from checkpointing import Box, Reader, TensorSlice, plan_writers
+from checkpointing import TensorSlice, plan_writers
 from trainer.host_copy import HostBuffer, Share
 
 PARAMETERS, MOMENTS = "param/", ("exp_avg/", "exp_avg_sq/")
@@ -112,16 +112,14 @@ class WorkerState:
             torch.cuda.current_stream().wait_event(self._copied)
             self._copied = None
 
-    def read(self, reader: Reader) -> dict[str, torch.Tensor]:
-        """This worker's boxes of a checkpoint, by name; the state stays as it is."""
+    def to_read(self) -> list[TensorSlice]:
+        """What this worker needs of a saved state, in the order in which it is saved."""
         slices = self.slices()
-        names = [name for name, tensor in self.tensors().items() if tensor.numel()]
-        boxes = [Box(name, slices[name].offsets, slices[name].sizes) for name in names]
-        return dict(zip(names, reader.read_many(boxes), strict=True))
+        return [slices[name] for name, tensor in self.tensors().items() if tensor.numel()]
 
     @torch.no_grad()
     def fill(self, values: Mapping[str, torch.Tensor], *, optimizer_steps: int) -> None:
-        """Takes over what `read` returned, or another worker's `tensors`."""
+        """Takes over tensors by name: what `to_read` names, or another worker's `tensors`."""
         self.await_copy()
         tensors = self.tensors()
         for name, value in values.items():

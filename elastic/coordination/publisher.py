@@ -52,6 +52,10 @@ class Publisher:
         """Whether a checkpoint of `step` is committed."""
         return step in self._saved
 
+    def forget(self, step: int) -> None:
+        """The checkpoint of `step` was set aside: another one may be committed."""
+        self._saved.discard(step)
+
     async def take(
         self, receipt: Receipt, training_state: Mapping[str, Any], writers: int
     ) -> int | None:

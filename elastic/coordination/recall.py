@@ -77,5 +77,6 @@ def _recorded(
     if not rosters:
         return start_step
     newest = rosters[-1]
+    start_step = min(start_step, newest.step)  # where that was damaged, the run began further back
     counting = [s for s in steps if s.step < newest.step or s.generation >= newest.generation]
     return max([start_step, *(s.step + 1 for s in counting)])

@@ -44,6 +44,10 @@ class Receipts:
         """Whether a checkpoint of `step` is committed."""
         return self._publisher.saved(step)
 
+    def forget(self, step: int) -> None:
+        """The checkpoint of `step` was set aside: another one may be committed."""
+        self._publisher.forget(step)
+
     async def take(
         self, receipt: Receipt, training_state: dict[str, Any], started: float, writers: int
     ) -> None:

@@ -31,6 +31,7 @@ class RunLog:
         self._events: list[events.Event] = []
         self._digests: dict[str, str] = {}
         self._short_of = 0
+        self._began = config.started.start_step
         config.paths.root.mkdir(parents=True, exist_ok=True)
         self._event_log = EventLog(config.paths.events)
         self._step_log = EventLog(config.paths.steps)
@@ -89,6 +90,7 @@ class RunLog:
         if effects.regrouped is not None:
             if effects.regrouped.outcome == "restore":
                 self.restored = effects.regrouped.roster.generation
+                self._began = min(self._began, effects.regrouped.step)
             self.note(_regroup_done(now, effects.regrouped))
         if effects.short_of and effects.short_of != self._short_of:
             self.note(_below_minimum(now, membership, effects.short_of))
@@ -119,7 +121,7 @@ class RunLog:
         if finished and self._digests:
             self._note_compared(equal=True)
         if finished:
-            steps = membership.recorded - self._config.started.start_step
+            steps = membership.recorded - self._began
             self.note(events.LedgerChecked(time=time.time(), steps=steps))
         self.note(
             events.RunEnded(

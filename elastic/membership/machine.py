@@ -57,6 +57,7 @@ class Membership:
         self.stopped: Stop | None = None
         self.meet = ("", 0)
         """Host and port of the store where process groups meet."""
+        self._unreadable: str | None = None
         self.calls, self.heals = Calls(), Heals()
         self._places = Places(self.waiting.keys())
         self.formations = Formations(config, self._places, self.waiting)
@@ -104,6 +105,15 @@ class Membership:
     def checkpointed(self, step: int) -> None:
         """A checkpoint of `step` is committed."""
         self.restore_step = max(self.restore_step, step)
+
+    def checkpoint_lost(self, *, newest: int, reason: str) -> None:
+        """The newest checkpoint cannot be read: now it is that of `newest`, 0 without one.
+
+        Args:
+            newest: step.
+            reason: what ends the run where nothing is left to go on from but the seed.
+        """
+        self.restore_step, self._unreadable = newest, reason
 
     def snapshotted(self, step: int) -> None:
         """The newest snapshot that can be read is of `step`; 0: there is none (any more)."""
@@ -190,11 +200,15 @@ class Membership:
         effects = Effects()
         if self.stopped is None and self._all_finished():
             self.stopped = Stop(error=None)
+        if self.stopped is None:
+            self._decide(effects)
         if self.stopped is not None:
-            effects.answers = dict.fromkeys(self.waiting, self.stopped)
+            effects.answers.update(dict.fromkeys(self.waiting, self.stopped))
             self._dismiss(effects)
             self.waiting.clear()
-            return effects
+        return effects
+
+    def _decide(self, effects: Effects) -> None:
         self._turn_away(effects)
         self._free_survivors(effects)
         self._call(effects)
@@ -203,7 +217,6 @@ class Membership:
             self._conclude(effects)
             if effects.regrouped is not None:  # one that has left made room
                 self._build(self.formations.from_pool(), effects)
-        return effects
 
     def _all_finished(self) -> bool:
         """Everybody with a slot is done, and the last state is in a committed checkpoint."""
@@ -300,6 +313,9 @@ class Membership:
             first=self.call == "start",
         )
         step, outcome = resolution.step, resolution.outcome
+        if step == 0 and outcome == "restore" and self._unreadable is not None:
+            self.stopped = Stop(error=self._unreadable)  # never silently from the seed
+            return
         lost = max(0, self.reached - step) if outcome == "restore" else 0
         if not staying:
             self.recorded = self.reached = step

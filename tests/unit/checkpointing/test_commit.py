@@ -26,6 +26,7 @@ from checkpointing import (
     list_steps,
     load_manifest,
     newest,
+    set_aside,
     write_slices,
 )
 from checkpointing.stores.local import LocalStore
@@ -208,3 +209,23 @@ def test_check_compatible(store: LocalStore) -> None:
         with pytest.raises(IncompatibleError) as caught:
             check_compatible(made, model)
         assert (caught.value.name, caught.value.count) == (first, count)
+
+
+def test_a_record_that_is_set_aside_makes_room_and_is_kept(store: LocalStore) -> None:
+    publish(store, 10)
+    record = publish(store, 20)
+    set_aside(store, KEYS, 20)
+    set_aside(store, KEYS, 20)  # the answer to the first call may be lost
+    assert list_steps(store, KEYS) == [10]
+    assert store.get(f"{KEYS.commit(20)}.unreadable") == record.to_bytes()
+    publish(store, 20, generation=1)
+    assert load_manifest(store, KEYS, 20).generation == 1
+
+
+def test_the_newest_before_a_step(store: LocalStore) -> None:
+    for step in (10, 20, 30):
+        publish(store, step)
+    store.put(KEYS.commit(20), [b"{"])
+    found = newest(store, KEYS, before=30)
+    assert found is not None and found.step == 10
+    assert newest(store, KEYS, before=10) is None

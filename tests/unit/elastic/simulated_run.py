@@ -18,7 +18,7 @@ from simulated_worker import Applied, Channel, Lost, SimWorker
 
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
-from elastic.messages import Report, Signal, Stop
+from elastic.messages import Report, Run, Signal, Stop
 
 MOST_EVENTS = 20_000
 
@@ -42,6 +42,8 @@ class Plan:
     """Workers that do not follow a call, and are written off before they are killed."""
     flakes: int
     """Collectives across replicas that fail, and heals that arrive damaged, with nobody dead."""
+    damages: int
+    """Reads of a checkpoint that find it damaged, while there is an earlier one."""
     drains: int
     """Workers whose machine will go."""
     crashes: int
@@ -75,6 +77,7 @@ class Plan:
             crashes=rng.choice([0, 0, 0, 1, 2]),
             silent=rng.random() < 0.5,
             by_priority=rng.random() < 0.5,
+            damages=rng.choice([0, 1, 3]),
         )
 
 
@@ -107,7 +110,8 @@ class World:
         """The newest complete snapshot, which some node of those that hold it has."""
         self.parts: dict[tuple[int, int], dict[int, Applied]] = {}
         self.went_back_in = 0
-        self.snapshots_read = self.snapshots_failed = 0
+        self.snapshots_read = self.snapshots_failed = self.checkpoints_failed = 0
+        self.damages = plan.damages
         self.receipts: dict[tuple[int, int], dict[int, Applied]] = {}
         self.log: list[int] = []
         self.joins: dict[str, tuple[Report, list[tuple[int, int]]]] = {}
@@ -392,7 +396,8 @@ class World:
         step, generation, rank, applied = worker.writing
         worker.writing = None
         worker.flush()
-        self.receipts.setdefault((step, generation), {})[rank] = applied
+        if generation >= self.went_back_in:
+            self.receipts.setdefault((step, generation), {})[rank] = applied
         return True
 
     def _checkpoint(self, attempt: tuple[int, int]) -> bool:
@@ -422,16 +427,33 @@ class World:
             self._set_snapshot((attempt[0], parts[0]))
         return True
 
-    def read_snapshot(self, step: int) -> Applied | None:
-        """A worker reads; where it cannot, the snapshot does not count any more."""
+    def read(self, run: Run) -> Applied | None:
+        """A worker reads what it is to restore; None where it cannot."""
+        if run.source == "store":
+            earlier = [step for step in self.saved if 0 < step < run.step]
+            if self.damages and earlier and self.rng.random() < 0.5:
+                self.damages -= 1
+                return None
+            return self.saved.get(run.step)  # given up by others of an older roster
         damaged = self.rng.random() < 0.5
-        if self.snapshot is not None and self.snapshot[0] == step and not damaged:
+        if self.snapshot is not None and self.snapshot[0] == run.step and not damaged:
             self.snapshots_read += 1
             return self.snapshot[1]
-        self.snapshots_failed += 1
-        if self.snapshot is not None and self.snapshot[0] == step:
-            self._set_snapshot(None)
         return None
+
+    def unreadable(self, run: Run) -> None:
+        """All have given up what they were to restore, and one that could not read it says so."""
+        if run.source == "memory":
+            self.snapshots_failed += 1
+            if self.snapshot is not None and self.snapshot[0] == run.step:
+                self._set_snapshot(None)
+            return
+        current = self.membership.restore_step == run.step
+        if current and self.membership.generation == run.generation:
+            self.checkpoints_failed += 1
+            del self.saved[run.step]
+            self.membership.checkpoint_lost(newest=max(self.saved), reason="damaged")
+            self._advance()
 
     def _set_snapshot(self, snapshot: tuple[int, Applied] | None) -> None:
         self.snapshot = snapshot
@@ -440,6 +462,7 @@ class World:
     def _went_back(self, step: int, generation: int) -> None:
         self.went_back_in = generation
         self.parts.clear()
+        self.receipts.clear()
         if self.snapshot is not None and self.snapshot[0] > step:
             self._set_snapshot(None)
 

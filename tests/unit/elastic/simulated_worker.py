@@ -186,7 +186,7 @@ class SimWorker:
             if run.position in dict(run.heals):
                 self.progress = None
             self._catch_up(run)
-            if run.restore and not (yield from self._restore(run)):
+            if run.restore and not (yield from self._restore(run, cross)):
                 return
             self._begin_heal(run, cross)
             progress = self.progress or Progress(run.step, (), last=run.commit)
@@ -236,16 +236,29 @@ class SimWorker:
             self.place_in_run = replace(self.place_in_run, behind=False)
             self.world.caught_up(self)
 
-    def _restore(self, run: Run) -> Life:
-        applied: Applied | None
-        if run.source == "store":
-            applied = self.world.saved[run.step]
-        else:
-            applied = self.world.read_snapshot(run.step)
-            read = yield from self._inside(("read", run.generation), applied is not None)
-            if applied is None or not all(read.values()):
-                return False
-        assert len(applied) == run.step
+    def _restore(self, run: Run, cross: Cross) -> Life:
+        """As `trainer/sharing.py`: those with the same part learn whether it can be read, and hand
+        it round; each replica then agrees."""
+        if run.step == 0:
+            self.progress = Progress(0, ())
+            return True
+        applied = self.world.read(run)
+        unreadable = lost = False
+        try:
+            read = yield from cross.collective(("read", run.step), applied is not None)
+            unreadable = not all(read.values())
+            if not unreadable:
+                yield from cross.collective(("handed round", run.step))
+        except Lost:
+            lost = True
+        agreed = yield from self._inside(("restored", run.generation), (unreadable, lost))
+        if any(given_up for given_up, _ in agreed.values()):
+            if applied is None:
+                self.world.unreadable(run)
+            return False
+        if any(gone for _, gone in agreed.values()):
+            return False
+        assert applied is not None and len(applied) == run.step
         self.progress = Progress(run.step, applied)
         return True
 

@@ -613,6 +613,39 @@ def test_who_followed_a_call_is_no_laggard_of_it_when_called_again() -> None:
     )
 
 
+def test_a_checkpoint_that_nobody_can_read_is_given_up_for_the_one_before() -> None:
+    group = Group(replicas=2, each=2, restore_step=8)
+    effects = group.start("a0", "b1", "c2", "d3")
+    assert effects.regrouped is not None
+    assert (effects.regrouped.step, effects.regrouped.outcome) == (8, "start")
+    group.membership.checkpoint_lost(newest=4, reason="damaged")
+    assert group.join("a0").signals.keys() == {"b1", "c2", "d3"}, "it has no state"
+    group.join("b1")
+    group.join("c2")
+    effects = group.join("d3")
+    assert effects.regrouped is not None and not group.membership.stopped
+    assert (effects.regrouped.step, effects.regrouped.outcome) == (4, "restore")
+    assert effects.regrouped.lost_steps == 4 and group.membership.recorded == 4
+    assert {run.source for run in effects.answers.values()} == {"store"}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("snapshot", [0, 5])
+def test_never_from_the_seed_where_there_was_a_checkpoint(snapshot: int) -> None:
+    group = Group(replicas=2, restore_step=8, snapshot_step=snapshot)
+    group.start("a0", "b1")
+    group.membership.checkpoint_lost(newest=0, reason="the checkpoint of step 8: damaged")
+    group.join("a0")
+    effects = group.join("b1")
+    if snapshot:
+        assert effects.regrouped is not None and effects.regrouped.step == 5
+        group.membership.snapshotted(0)
+        group.join("a0")
+        effects = group.join("b1")
+    stop = Stop(error="the checkpoint of step 8: damaged")
+    assert effects.regrouped is None
+    assert effects.answers == {"a0": stop, "b1": stop} and group.membership.stopped == stop
+
+
 # -- every order of events -------------------------------------------------------------------------
 
 BATCHES, BATCH = 10, 200
@@ -630,8 +663,9 @@ def test_any_order_of_events_ends_well(batch: int) -> None:
         assert any(getattr(w, harm) < getattr(w.plan, harm) for w in worlds), f"no {harm}"
 
 
-def test_these_schedules_read_snapshots_and_fail_to() -> None:
+def test_these_schedules_read_saved_states_and_fail_to() -> None:
     worlds = [play(seed) for seed in range(BATCH, 2 * BATCH)]
+    assert any(w.checkpoints_failed for w in worlds)
     assert any(w.snapshots_read for w in worlds) and any(w.snapshots_failed for w in worlds)
 
 

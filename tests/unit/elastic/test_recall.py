@@ -72,6 +72,14 @@ def test_steps_that_were_given_up_do_not_count(tmp_path: Path) -> None:
     assert known.recorded == 4
 
 
+def test_a_start_that_went_back_behind_its_first_step(tmp_path: Path) -> None:
+    """The checkpoint that it was to go on from was damaged."""
+    steps = [*(step(n, 1, 1.0 + n) for n in range(6)), step(4, 3, 9.1)]
+    rosters = [regrouped(8.0, 2, 6, "start"), regrouped(9.0, 3, 4, "restore")]
+    known = recall(write(tmp_path, [started(7.0, 6), *rosters], steps), 6)
+    assert (known.recorded, known.restored) == (5, 3)
+
+
 def test_before_the_first_roster_there_is_nothing(tmp_path: Path) -> None:
     known = recall(write(tmp_path, [started(0.0, 7), joined("a")], []), 7)
     assert (known.generation, known.recorded, known.formations) == (0, 7, 0)
