@@ -55,6 +55,7 @@ def killed(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_the_uploader_is_killed(killed: Path) -> None:
     assert committed(killed) == [HALF, STEPS]
     assert not [e for e in events_of(killed) if e["kind"] == "worker_lost"]
