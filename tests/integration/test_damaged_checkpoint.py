@@ -50,7 +50,7 @@ def steps_of(store: Path) -> list[int]:
 
 def damage(store: Path, step: int) -> str:
     """Flips a bit of its data. Returns the segment's key."""
-    (segment,) = store.glob(f"d/*/*/{step:012}-*/*.safetensors")
+    segment = min(store.glob(f"d/*/*/{step:012}-*/*.safetensors"))
     data = bytearray(segment.read_bytes())
     data[-9] ^= 1
     segment.write_bytes(data)
