@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing import Box, CheckpointError, Reader, Rows, TensorSlice, plan_shares
+from checkpointing import Box, CheckpointError, Reader, Rows, TensorSlice, plan_places, plan_shares
 from checkpointing.plan import pack
 from checkpointing.shares import LEAST_BYTES
 from trainer.engine import Engine
@@ -35,8 +35,6 @@ BUFFER_BYTES = 64 << 20
 
 _BATCH_BYTES = 512 << 20
 """Read between two looks at whether this worker is called away."""
-
-_ALIGNED_BYTES = 64
 
 Saved = tuple[Reader, Mapping[str, Any]]
 """A saved state: its tensors, and the training state beside them."""
@@ -102,12 +100,8 @@ class Staging:
     def __init__(self, slices: Sequence[TensorSlice]) -> None:
         self.slices = slices
         self._dtypes = [getattr(torch, part.dtype) for part in slices]
-        self._starts = [0]
-        for part, dtype in zip(slices, self._dtypes, strict=True):
-            size = math.prod(part.sizes) * dtype.itemsize
-            aligned = -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
-            self._starts.append(self._starts[-1] + aligned)
-        self.bytes = torch.zeros(self._starts[-1], dtype=torch.uint8)
+        self._starts, size_bytes = plan_places(slices)
+        self.bytes = torch.zeros(size_bytes, dtype=torch.uint8)
         self.tensors = [self._view(number) for number in range(len(slices))]
 
     def _view(self, number: int) -> torch.Tensor:
@@ -140,7 +134,7 @@ class Staging:
 
     def checksum(self) -> int:
         """A number that one changed bit changes."""
-        return int(self.bytes.view(torch.int64).sum()) if self._starts[-1] else 0
+        return int(self.bytes.view(torch.int64).sum()) if len(self.bytes) else 0
 
 
 class _Part:

@@ -104,17 +104,14 @@ class NodeAgents:
         """
         if not token.startswith(self._coordinator):
             return True
-        agent = self._agents.get(node)
-        if agent is None or agent.token != token:
-            return False
-        self._renewed_s[node] = self._clock.awake_s
-        return True
+        return self._renew(node, key_of(token))
 
     def renew_by_key(self, key: bytes) -> bool | None:
         """As `renew`, for the key of a datagram; None for one of no agent of this coordinator."""
         node = self._nodes.get(key)
-        if node is None:
-            return None
+        return None if node is None else self._renew(node, key)
+
+    def _renew(self, node: str, key: bytes) -> bool:
         agent = self._agents.get(node)
         if agent is None or agent.key != key:
             return False
