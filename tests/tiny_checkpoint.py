@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,43 @@ def training_state(tiny: Tiny, **more: Any) -> dict[str, Any]:
     }
 
 
+def commit_shares(
+    store: Store,
+    shares: Sequence[Sequence[tuple[TensorSlice, torch.Tensor]]],
+    *,
+    step: int = STEP,
+    generation: int = 0,
+    state: dict[str, Any] | None = None,
+    versions: dict[str, str] | None = None,
+    segment_bytes: int,
+    block_bytes: int,
+) -> Manifest:
+    """A checkpoint of which each rank writes one of `shares`."""
+    receipts = [
+        write_slices(
+            store,
+            KEYS,
+            rank=rank,
+            step=step,
+            generation=generation,
+            attempt=0,
+            slices=share,
+            segment_bytes=segment_bytes,
+            block_bytes=block_bytes,
+        )
+        for rank, share in enumerate(shares)
+    ]
+    return commit(
+        store,
+        KEYS,
+        step=step,
+        generation=generation,
+        receipts=receipts,
+        training_state=state or {},
+        versions=versions or {},
+    )
+
+
 def write_state(
     store: Store,
     tensors: dict[str, torch.Tensor],
@@ -99,28 +137,14 @@ def write_state(
             offsets, sizes = (first, *[0] * (len(shape) - 1)), (rows, *shape[1:])
             part = TensorSlice(name, shape, dtype, offsets, sizes)
             parts[rank].append((part, tensor[first : first + rows].clone()))
-    receipts = [
-        write_slices(
-            store,
-            KEYS,
-            rank=rank,
-            step=step,
-            generation=0,
-            attempt=0,
-            slices=slices,
-            segment_bytes=segment_bytes,
-            block_bytes=block_bytes,
-        )
-        for rank, slices in enumerate(parts)
-    ]
-    return commit(
+    return commit_shares(
         store,
-        KEYS,
+        parts,
         step=step,
-        generation=0,
-        receipts=receipts,
-        training_state=state or {},
+        state=state,
         versions={"torch": torch.__version__},
+        segment_bytes=segment_bytes,
+        block_bytes=block_bytes,
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from tiny_checkpoint import commit_shares
 
 from checkpointing import (
     CheckpointError,
@@ -26,12 +27,10 @@ from checkpointing import (
     Reader,
     SliceError,
     TensorSlice,
-    commit,
     load_manifest,
     newest,
     params_sha256,
     tensors_sha256,
-    write_slices,
 )
 from checkpointing.dtypes import DTYPES
 from checkpointing.stores.local import LocalStore
@@ -84,22 +83,8 @@ def save(
     block_bytes: int = 1 << 16,
     step: int = 1,
 ) -> Manifest:
-    receipts = [
-        write_slices(
-            store,
-            KEYS,
-            rank=rank,
-            step=step,
-            generation=0,
-            attempt=0,
-            slices=share,
-            segment_bytes=segment_bytes,
-            block_bytes=block_bytes,
-        )
-        for rank, share in enumerate(shares)
-    ]
-    return commit(
-        store, KEYS, step=step, generation=0, receipts=receipts, training_state={}, versions={}
+    return commit_shares(
+        store, shares, step=step, segment_bytes=segment_bytes, block_bytes=block_bytes
     )
 
 

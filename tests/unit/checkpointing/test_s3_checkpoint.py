@@ -8,6 +8,7 @@ import hashlib
 import pytest
 import torch
 from fakes.s3_faults import FaultServer
+from tiny_checkpoint import commit_shares
 
 from checkpointing import (
     AlreadyCommittedError,
@@ -21,13 +22,11 @@ from checkpointing import (
     Store,
     StoreUnavailableError,
     TensorSlice,
-    commit,
     delete_checkpoint,
     list_steps,
     newest,
     open_store,
     sweep_uncommitted,
-    write_slices,
 )
 
 KEYS = Keys()
@@ -51,28 +50,17 @@ def share(tensor: torch.Tensor, name: str, rank: int) -> tuple[TensorSlice, torc
 
 
 def save(store: Store, step: int, generation: int = 1) -> Manifest:
-    receipts = [
-        write_slices(
-            store,
-            KEYS,
-            rank=rank,
-            step=step,
-            generation=generation,
-            attempt=0,
-            slices=[share(tensor, name, rank) for name, tensor in state(step).items()],
-            segment_bytes=256 << 10,
-            block_bytes=64 << 10,
-        )
-        for rank in range(RANKS)
+    shares = [
+        [share(tensor, name, rank) for name, tensor in state(step).items()] for rank in range(RANKS)
     ]
-    return commit(
+    return commit_shares(
         store,
-        KEYS,
+        shares,
         step=step,
         generation=generation,
-        receipts=receipts,
-        training_state={"step": step},
-        versions={},
+        state={"step": step},
+        segment_bytes=256 << 10,
+        block_bytes=64 << 10,
     )
 
 
