@@ -159,6 +159,12 @@ class Coordinator:
 
     # -- workers -----------------------------------------------------------------------------------
 
+    async def expect(self, workers: int) -> None:
+        """The controller has machines for so many of the first workers, and is about to start them:
+        no others are waited for."""
+        await self._gate()
+        self._membership.formations.expect(workers)
+
     async def resume(self, standing: Standing) -> None:
         """A worker that has lost its line to the coordinator says where it stands. One that was
         started anew learns so what it must know, and then goes on as if nothing had happened."""

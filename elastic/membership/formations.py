@@ -79,11 +79,14 @@ class Formations:
 
     # -- new ones ----------------------------------------------------------------------------------
 
+    def expect(self, workers: int) -> None:
+        """At the start only so many workers are waited for, where there were to be more."""
+        self._start_workers = min(self._start_workers, workers)
+
     def wait_no_longer(self) -> None:
         """The first replicas begin with the workers that are here, if there are `min_replicas` of
         them; those that come later become more."""
-        least = self._config.min_replicas * self._config.workers_per_replica
-        self._start_workers = min(self._start_workers, least)
+        self.expect(self._config.min_replicas * self._config.workers_per_replica)
 
     def from_pool(self) -> tuple[Replica, ...]:
         """Forms the replicas that there is room and workers for, of neighbours in rank."""

@@ -44,10 +44,11 @@ class ElasticBackendConfig(BackendConfig):
 
     Args:
         wanted: the workers of the run when all its machines are there.
+        coordinator: is told how many workers the run starts with.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
-        self.wanted = wanted
+    def __init__(self, wanted: Wanted, coordinator: Any) -> None:
+        self.wanted, self.coordinator = wanted, coordinator
 
     @property
     def backend_cls(self) -> type[Backend]:

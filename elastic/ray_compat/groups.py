@@ -17,6 +17,12 @@ from ray.util.placement_group import (
 
 from elastic.placement import GroupState
 
+START_PATIENCE_S = 5.0
+"""How long a start waits for further machines once it has some. Free ones are reserved at once."""
+
+_LEAST_WAIT_S = 1
+"""Ray waits for whole seconds, and says False to less even where the group is placed."""
+
 _NUMBERS = itertools.count()
 
 
@@ -76,12 +82,24 @@ class PlacementGroups:
         return next(iter(self._held.values())).group
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Whether all are placed within the time."""
+        """Waits until the run can start: all are placed, or some are and no other was for
+        `START_PATIENCE_S`. Those that are still pending are given up then: Ray counts a machine for
+        some time after it has gone, so there may be fewer than it said.
+
+        Returns:
+            False where none was placed within the time.
+        """
+        pending = dict(self._held)
         deadline = time.monotonic() + timeout_seconds
-        for held in self._held.values():
-            held.placed = held.group.wait(max(0.0, deadline - time.monotonic()))
-            if not held.placed:
-                return False
+        while pending and time.monotonic() < deadline:
+            placed = [name for name, held in pending.items() if held.group.wait(_LEAST_WAIT_S)]
+            for name in placed:
+                pending.pop(name).placed = True
+                deadline = time.monotonic() + START_PATIENCE_S
+        if len(pending) == len(self._held):
+            return False
+        for name in pending:
+            self.remove(name)
         return True
 
     def shutdown(self) -> None:

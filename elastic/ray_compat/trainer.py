@@ -64,7 +64,7 @@ class ElasticRayTrainer(DataParallelTrainer):
         super().__init__(
             train_worker,
             train_loop_config={"job": job},
-            backend_config=ElasticBackendConfig(wanted),
+            backend_config=ElasticBackendConfig(wanted, coordinator),
             scaling_config=RayScalingConfig(
                 num_workers=workers,
                 use_gpu="GPU" in resources_per_worker,

@@ -27,6 +27,7 @@ from ray.train.v2._internal.execution.worker_group.execution_group import Replic
 from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from elastic.ask import ask
 from elastic.placement import (
     MOST_PENDING_GROUPS,
     GroupState,
@@ -70,6 +71,7 @@ class ElasticWorkerGroup(WorkerGroup):
         context = self._worker_group_context
         config: Any = self._train_run_context.backend_config
         self._wanted: Wanted = config.wanted
+        self._coordinator: Any = config.coordinator
         self._groups = PlacementGroups(self._train_run_context.run_id, context.resources_per_worker)
         self._ranks: dict[Seat, int] = {}
         self._new_ranks = itertools.count(context.num_workers)
@@ -95,6 +97,7 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def _create_workers(self, *_: Any, **__: Any) -> list[Any]:
         seats = [(name, bundle) for name, size in self._groups for bundle in range(size)]
+        ask(self._coordinator.expect, len(seats))
         workers: list[Any] = WorkerGroup._assign_worker_ranks(
             self._hire(seats, self._launch(len(seats))), replica_group_size=1
         )

@@ -133,6 +133,13 @@ def test_the_start_does_not_wait_for_one_that_is_lost() -> None:
     assert set(layout(group.build("a0", "b1")).values()) == {("a0",), ("b1",)}
 
 
+def test_the_start_does_not_wait_for_workers_that_no_machine_was_found_for() -> None:
+    group = Group(replicas=3)
+    group.membership.formations.expect(2)
+    assert group.join("a0") == Effects()
+    assert {r.workers for r in group.join("b1").formed} == {("a0",), ("b1",)}
+
+
 @pytest.mark.parametrize(("here", "formed"), [(3, 0), (4, 2), (5, 2)])
 def test_the_start_waits_no_longer_than_it_must(here: int, formed: int) -> None:
     group = Group(replicas=4, each=2, least=2)
