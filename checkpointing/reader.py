@@ -1,7 +1,7 @@
 """Reads any part of any tensor, whatever the layout it was saved in.
 
     Reader.read_many
-      ├─ _pieces          each wanted box ∩ each saved slice, cut to spans of bounded length
+      ├─ _parts           each wanted box ∩ each saved slice, cut to spans of bounded length
       ├─ plan_reads       spans of one segment into range reads of whole CRC blocks or pieces
       ├─ CheckedSource    reads and verifies: tables where pieces are read, then the spans
       └─ _fetch           copies each span into its place (a few threads)
@@ -42,7 +42,7 @@ row of 112 KiB would be a request of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Piece:
+class _Part:
     """A part of a saved slice on its way into an output."""
 
     target: int
@@ -56,10 +56,10 @@ class _Piece:
     stop: int
 
 
-_Plan = tuple[Segment, bool, list[Fetch], list[_Piece]]
-"""A segment, whether it is read by pieces of its table, the reads, and what they are for."""
+_Plan = tuple[Segment, bool, list[Fetch], list[_Part]]
+"""A segment, whether it is read by the pieces of its table, the reads, and what they are for."""
 
-_Job = tuple[Checks, Fetch, list[_Piece]]
+_Job = tuple[Checks, Fetch, list[_Part]]
 
 
 class Reader:
@@ -109,11 +109,11 @@ class Reader:
         else:
             tensors = [self._fitting(box, one) for box, one in zip(wanted, into, strict=True)]
         outputs = [_raw_view(tensor) for tensor in tensors]
-        by_segment: dict[str, list[_Piece]] = defaultdict(list)
+        by_segment: dict[str, list[_Part]] = defaultdict(list)
         for target, box in enumerate(wanted):
-            for key, piece in self._pieces(target, box):
-                by_segment[key].append(piece)
-        plans = [self._plan(key, pieces) for key, pieces in by_segment.items()]
+            for key, part in self._parts(target, box):
+                by_segment[key].append(part)
+        plans = [self._plan(key, parts) for key, parts in by_segment.items()]
         with ThreadPoolExecutor(self._threads, thread_name_prefix="checkpoint-read") as pool:
             checks = pool.map(self._checks, plans)  # tables first, all at once
             jobs = [
@@ -147,7 +147,7 @@ class Reader:
             raise SliceError(box.name, f"{fact}, strides {tensor.stride()}")
         return tensor
 
-    def _pieces(self, target: int, box: Box) -> Iterator[tuple[str, _Piece]]:
+    def _parts(self, target: int, box: Box) -> Iterator[tuple[str, _Part]]:
         size = item_bytes(self.manifest.tensors[box.name].dtype)
         found = 0
         for saved in self.manifest.slices.get(box.name, ()):
@@ -155,8 +155,8 @@ class Reader:
             if shared:
                 found += math.prod(shared[1])
                 block_bytes = self.manifest.segments[saved.segment].block_bytes
-                for piece in _spans(target, box, saved, shared, size, block_bytes):
-                    yield saved.segment, piece
+                for part in _spans(target, box, saved, shared, size, block_bytes):
+                    yield saved.segment, part
         if found != math.prod(box.sizes):
             # Elements that no slice holds would come back as whatever was in memory.
             raise CorruptError(
@@ -164,15 +164,15 @@ class Reader:
                 f"its slices hold {found} of the {math.prod(box.sizes)} elements of {box}",
             )
 
-    def _plan(self, key: str, pieces: list[_Piece]) -> _Plan:
+    def _plan(self, key: str, parts: list[_Part]) -> _Plan:
         segment = self.manifest.segments[key]
         by_pieces, fetches = plan_reads(
-            [(piece.start, piece.stop) for piece in pieces],
+            [(part.start, part.stop) for part in parts],
             segment,
             max_bytes=_FETCH_BYTES,
             request_bytes=_REQUEST_BYTES,
         )
-        return segment, by_pieces, fetches, pieces
+        return segment, by_pieces, fetches, parts
 
     def _checks(self, plan: _Plan) -> Checks:
         segment, by_pieces, *_ = plan
@@ -181,23 +181,23 @@ class Reader:
         return block_checks(segment)
 
     def _fetch(self, outputs: Sequence[_Array], job: _Job) -> None:
-        checks, fetch, pieces = job
+        checks, fetch, parts = job
         data = self._source.read(checks, fetch.start, fetch.stop)
-        for piece in pieces:
-            output = outputs[piece.target]
-            (output.reshape(-1) if piece.flat else output)[piece.where] = np.ndarray(
-                piece.sizes,
-                dtype=f"u{piece.item_bytes}",
+        for part in parts:
+            output = outputs[part.target]
+            (output.reshape(-1) if part.flat else output)[part.where] = np.ndarray(
+                part.sizes,
+                dtype=f"u{part.item_bytes}",
                 buffer=data,
-                offset=piece.start - fetch.start,
-                strides=piece.strides,
+                offset=part.start - fetch.start,
+                strides=part.strides,
             )
 
 
 def _jobs(plan: _Plan, checks: Checks) -> Iterator[_Job]:
-    _, _, fetches, pieces = plan
+    _, _, fetches, parts = plan
     for fetch in fetches:
-        yield checks, fetch, [pieces[member] for member in fetch.members]
+        yield checks, fetch, [parts[member] for member in fetch.members]
 
 
 def _spans(
@@ -207,8 +207,8 @@ def _spans(
     shared: tuple[Index, Index],
     size: int,
     block_bytes: int,
-) -> Iterator[_Piece]:
-    """What a box shares with a saved slice, as pieces with no gap that a read would not bridge."""
+) -> Iterator[_Part]:
+    """What a box shares with a saved slice, as parts with no gap that a read would not bridge."""
     strides = row_strides(saved.sizes, size)
     if shared[1][1:] == saved.sizes[1:] == box.sizes[1:] and strides and saved.begin % size == 0:
         yield from _runs(target, box, saved, shared, size, block_bytes)
@@ -225,7 +225,7 @@ def _spans(
             for at, base, stride in zip(offsets, saved.offsets, strides, strict=True)
         )
         into = zip(offsets, box.offsets, sizes, strict=True)
-        yield _Piece(
+        yield _Part(
             target=target,
             flat=False,
             where=tuple(slice(at - base, at - base + n) for at, base, n in into),
@@ -244,7 +244,7 @@ def _runs(
     shared: tuple[Index, Index],
     size: int,
     block_bytes: int,
-) -> Iterator[_Piece]:
+) -> Iterator[_Part]:
     """As `_spans`, of whole rows: one run of bytes there and here, so it is cut where blocks end.
     Cut between rows, the block there would be read with both parts."""
     (first, *_), (rows, *rest) = shared
@@ -254,7 +254,7 @@ def _runs(
     step = max(1, _SPAN_BYTES // block_bytes) * block_bytes
     cuts = [begin, *range((begin // step + 1) * step, begin + rows * row, step), begin + rows * row]
     for start, stop in itertools.pairwise(cuts):
-        yield _Piece(
+        yield _Part(
             target=target,
             flat=True,
             where=(slice((start + moved) // size, (stop + moved) // size),),
