@@ -9,7 +9,18 @@ import pytest
 import torch
 from tiny_checkpoint import KEYS, STEP, commit_shares, write_state
 
-from checkpointing import Box, CorruptError, Manifest, Reader, TensorSlice, verify_checkpoint
+from checkpointing import (
+    Attempt,
+    Box,
+    CorruptError,
+    Manifest,
+    Reader,
+    Receipt,
+    TensorSlice,
+    commit,
+    verify_checkpoint,
+    write_shared,
+)
 from checkpointing.layout import BLOCK_BYTES, PIECE_BYTES
 from checkpointing.manifest import CrcTable
 from checkpointing.stores.local import LocalStore
@@ -187,6 +198,34 @@ def test_a_flip_in_a_table_at_rest(one: tuple[Counting, Manifest, torch.Tensor])
     assert (finding.key, finding.check) == (key, "crc32")
     flip(store, key, begin + 30)
     assert torch.equal(Reader(store, made).read("t", (5, 0), (3, 1024)), tensor[5:8])
+
+
+def test_without_a_table_whole_blocks_are_read(tmp_path: Path) -> None:
+    """As for snapshots, whose holders check whole blocks."""
+    store, tensor = Counting(tmp_path), torch.arange(2 << 20, dtype=torch.int32).reshape(2048, 1024)
+    part = TensorSlice("t", (2048, 1024), "int32", (0, 0), (2048, 1024))
+    receipt = write_shared(
+        store,
+        KEYS,
+        Attempt(rank=0, step=STEP, generation=0),
+        [part],
+        memoryview(tensor.numpy()).cast("B"),
+        piece_bytes=None,
+    )
+    made = commit(
+        store,
+        KEYS,
+        step=STEP,
+        generation=0,
+        receipts=[Receipt.from_dict(json.loads(json.dumps(receipt.to_dict())))],
+        training_state={},
+        versions={},
+    )
+    assert torch.equal(Reader(store, made).read("t", (5, 0), (3, 1024)), tensor[5:8])
+    ((key, segment),) = made.segments.items()
+    assert segment.table is None
+    assert store.reads == [(key, 0, BLOCK_BYTES)]
+    assert verify_checkpoint(store, KEYS, STEP).findings == ()
 
 
 def seal(body: dict[str, object]) -> bytes:
