@@ -97,7 +97,8 @@ class WorkerState:
         slices, tensors = self.slices(), self.tensors()
         names = [name for name in tensors if name.split("/", 1)[1] not in self._replicated]
         parts = plan_writers([slices[name] for name in names], writers)[writer]
-        return Share([(p, _part_of(tensors[p.name], slices[p.name], p)) for p in parts])
+        still = frozenset(PARAMETERS + name for name in self._frozen)
+        return Share([(p, _part_of(tensors[p.name], slices[p.name], p)) for p in parts], still)
 
     def copy_to(self, buffer: HostBuffer, share: Share) -> torch.cuda.Event | None:
         """Copies `share` to `buffer`. See `HostBuffer.copy`; whatever changes the state calls
