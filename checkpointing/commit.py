@@ -163,7 +163,7 @@ def load_manifest(store: Store, keys: Keys, step: int) -> Manifest:
     if strange:
         raise CorruptError(
             key,
-            f"{len(strange)} of its {len(manifest.segments)} are not of this store, as "
+            f"{len(strange)} of its {len(manifest.segments)} segments are not of this store, as "
             f"{strange[0]!r}; those begin with {keys.data!r} and are of step {step} or before",
         )
     return manifest
@@ -179,7 +179,7 @@ def set_aside(store: Store, keys: Keys, step: int) -> None:
         record = store.get(key)
     except MissingError:
         return
-    _log.warning("%s cannot be read and is kept as %s%s", key, key, SET_ASIDE)
+    _log.warning("%s is given up, and kept as %s%s", key, key, SET_ASIDE)
     store.put(f"{key}{SET_ASIDE}", [record])
     store.delete(key)
 

@@ -8,6 +8,7 @@ coordinator is told, and the next roster goes on from the next best one.
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from functools import partial
 
 from checkpointing import (
@@ -20,6 +21,7 @@ from checkpointing import (
     open_store,
 )
 from elastic.ask import ask
+from elastic.identity import check_own
 from elastic.job import Job
 from elastic.messages import Run
 from elastic.nodes.snapshot_holder import HeldSegments
@@ -47,7 +49,7 @@ def restore(job: Job, run: Run, engine: Engine, cross: CrossGroup, node: str) ->
         engine.initialize()
         return Progress()
     opens = _open_snapshot if run.source == "memory" else _open_checkpoint
-    read = read_together(engine, cross, partial(opens, job, run.step, node))
+    read = read_together(engine, cross, partial(_open_own, job, engine, opens, run.step, node))
     if isinstance(read, Unreadable):
         if read.error is not None:
             _tell(job, run, read.error)
@@ -61,6 +63,15 @@ def restore(job: Job, run: Run, engine: Engine, cross: CrossGroup, node: str) ->
 def is_damage(error: CheckpointError) -> bool:
     """Whether a checkpoint that cannot be read is at fault, rather than the way to it."""
     return not isinstance(error, StoreUnavailableError) or error.errno == errno.EIO
+
+
+def _open_own(
+    job: Job, engine: Engine, opens: Callable[[Job, int, str], Saved], step: int, node: str
+) -> Saved:
+    reader, state = opens(job, step, node)
+    model = {name: part.info for name, part in engine.state.slices().items()}
+    check_own(reader.manifest, job.identity, model)
+    return reader, state
 
 
 def _open_checkpoint(job: Job, step: int, node: str) -> Saved:

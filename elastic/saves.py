@@ -54,6 +54,7 @@ class Saves:
         self._uploader: Any = None
         self._clock = clock
         self._parts = SavedParts()
+        self._run_name = {"name": job.paths.root.name, "id": job.identity.id}
         self.receipt: Call | None = None
         """The latest one for the store, as it was handed in."""
 
@@ -93,7 +94,7 @@ class Saves:
             writers=run.savers * workers,
             slices=share.slices,
             still=share.still,
-            training_state=training_state,
+            training_state={**training_state, "run": self._run_name},
             begun_at=begun_at,
         )
         for place in places:

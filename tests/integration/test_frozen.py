@@ -1,0 +1,78 @@
+"""Frozen parameters: they stay as they are, and checkpoints hold them once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from data_plane import full_parameters, run_layout
+from frozen_model import FROZEN, TRAINED, frozen_train, initial
+from tiny import tiny_trainer
+
+from checkpointing import (
+    CheckpointConfig,
+    Keys,
+    Manifest,
+    Reader,
+    Store,
+    list_steps,
+    load_manifest,
+    open_store,
+    verify_checkpoint,
+)
+from elastic.identity import run_of
+
+KEYS, STEPS = Keys(), 6
+
+
+def undisturbed(steps: int, *, shard: int = 1) -> dict[str, torch.Tensor]:
+    """The parameters after a run of one replica without a cluster."""
+    train = frozen_train(steps, shard=shard)
+    workers = run_layout(train.task.prepare(train, ""), train, replicas=1, lanes=2)
+    assert not [worker for worker in workers if isinstance(worker, Exception)], workers
+    return full_parameters(workers)
+
+
+def test_the_frozen_layers_stay_and_the_others_learn() -> None:
+    before, after = initial(), undisturbed(3, shard=2)
+    assert set(after) == {*FROZEN, *TRAINED}
+    assert all(torch.equal(after[name], before[name]) for name in FROZEN)
+    assert not any(torch.equal(after[name], before[name]) for name in TRAINED)
+
+
+def segments_of(manifest: Manifest, names: tuple[str, ...]) -> set[str]:
+    return {p.segment for n in names for p in manifest.slices[f"param/{n}"]}
+
+
+def assert_holds(store: Store, manifest: Manifest, expected: dict[str, torch.Tensor]) -> None:
+    assert verify_checkpoint(store, KEYS, manifest.step, threads=1).findings == ()
+    reader = Reader(store, manifest)
+    for name, value in expected.items():
+        assert torch.equal(reader.read_full(f"param/{name}"), value)
+
+
+@pytest.mark.slow
+def test_their_bytes_are_written_once(cluster: None, text: Path, tmp_path: Path) -> None:
+    keep_one = CheckpointConfig(every_steps=2, keep_last=1)
+    tiny_trainer(text, tmp_path, train=frozen_train(STEPS), checkpoint=keep_one).fit()
+    store = open_store(tmp_path / "run" / "checkpoints")
+    assert list_steps(store, KEYS) == [STEPS]
+    manifest = load_manifest(store, KEYS, STEPS)
+    frozen = segments_of(manifest, FROZEN)
+    assert {KEYS.step_of(key) for key in frozen} == {2}, "as the first save wrote them"
+    assert {KEYS.step_of(key) for key in segments_of(manifest, TRAINED)} == {STEPS}
+    kept = store.list("d/")
+    assert {key for key in kept if KEYS.step_of(key) != STEPS} == frozen
+    frozen_bytes = sum(store.size(key) for key in frozen)
+    assert 4096 * 9 * 4 < frozen_bytes < 4096 * 9 * 4 + 2000
+    assert not [name for name in manifest.tensors if name in ("exp_avg/0.weight", "exp_avg/0.bias")]
+    assert_holds(store, manifest, undisturbed(STEPS))
+
+    run = run_of(manifest)
+    tiny_trainer(text, tmp_path, train=frozen_train(STEPS + 2), checkpoint=keep_one).fit()
+    assert list_steps(store, KEYS) == [STEPS + 2]
+    manifest = load_manifest(store, KEYS, STEPS + 2)
+    assert run_of(manifest) == run is not None
+    assert_holds(store, manifest, {name: initial()[name] for name in FROZEN})
+    assert {KEYS.step_of(key) for key in store.list("d/")} == {STEPS + 2}, "nobody knew the others"
