@@ -21,9 +21,12 @@ from checkpointing import (
     open_store,
     verify_checkpoint,
 )
+from elastic import HealthConfig
 from elastic.identity import run_of
 
 KEYS, STEPS = Keys(), 6
+PATIENT = HealthConfig(freeze_timeout_s=120.0, node_timeout_s=60.0)
+"""Nothing is lost here, however busy the machine is."""
 
 
 def undisturbed(steps: int, *, shard: int = 1) -> dict[str, torch.Tensor]:
@@ -52,10 +55,16 @@ def assert_holds(store: Store, manifest: Manifest, expected: dict[str, torch.Ten
         assert torch.equal(reader.read_full(f"param/{name}"), value)
 
 
-@pytest.mark.slow
-def test_their_bytes_are_written_once(cluster: None, text: Path, tmp_path: Path) -> None:
+def fit(text: Path, storage: Path, steps: int) -> None:
     keep_one = CheckpointConfig(every_steps=2, keep_last=1)
-    tiny_trainer(text, tmp_path, train=frozen_train(STEPS), checkpoint=keep_one).fit()
+    train = frozen_train(steps)
+    tiny_trainer(text, storage, train=train, checkpoint=keep_one, health=PATIENT, wait_s=300).fit()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_their_bytes_are_written_once(cluster: None, text: Path, tmp_path: Path) -> None:
+    fit(text, tmp_path, STEPS)
     store = open_store(tmp_path / "run" / "checkpoints")
     assert list_steps(store, KEYS) == [STEPS]
     manifest = load_manifest(store, KEYS, STEPS)
@@ -70,7 +79,7 @@ def test_their_bytes_are_written_once(cluster: None, text: Path, tmp_path: Path)
     assert_holds(store, manifest, undisturbed(STEPS))
 
     run = run_of(manifest)
-    tiny_trainer(text, tmp_path, train=frozen_train(STEPS + 2), checkpoint=keep_one).fit()
+    fit(text, tmp_path, STEPS + 2)
     assert list_steps(store, KEYS) == [STEPS + 2]
     manifest = load_manifest(store, KEYS, STEPS + 2)
     assert run_of(manifest) == run is not None

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny_checkpoint import KEYS, write_state
 
-from checkpointing import CorruptError, IncompatibleError, load_manifest, open_store
+from checkpointing import (
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    TensorSlice,
+    load_manifest,
+    open_store,
+)
 from elastic.identity import RunIdentity, check_model, check_own, identify, newest_own
 from elastic.records import RunPaths
+from elastic.restoring import is_damage, open_checkpoint, open_own
 from elastic.resume import check_found, find_origin, set_others_aside
 from trainer.errors import ConfigError
 
@@ -99,6 +108,26 @@ def test_with_nothing_else_to_go_on_from_the_run_does_not_begin(
     with pytest.raises(ConfigError, match=rf"run_config\.name = 'run': .*{fact}") as raised:
         check_found(paths, "auto", origin)
     assert "resume='never'" in str(raised.value)
+
+
+@pytest.mark.parametrize(("run", "weight"), [("mine", WIDER), ("stranger", WEIGHT)])
+def test_a_worker_refuses_it_as_it_would_a_damaged_one(
+    paths: RunPaths, run: str, weight: torch.Tensor
+) -> None:
+    """So the coordinator sets it aside, and the next roster goes on from the one before."""
+    save(paths, 2, "mine")
+    save(paths, 4, run, weight)
+    parts = {
+        name: TensorSlice(name, tuple(t.shape), "float32", (0, 0), (2, 3))
+        for name, t in state(WEIGHT).items()
+    }
+    job: Any = SimpleNamespace(paths=paths, identity=RunIdentity(id="mine"))
+    engine: Any = SimpleNamespace(state=SimpleNamespace(slices=lambda: parts))
+    reader, _ = open_own(job, engine, open_checkpoint, 2, "node")
+    assert reader.manifest.step == 2
+    with pytest.raises(CheckpointError) as raised:
+        open_own(job, engine, open_checkpoint, 4, "node")
+    assert is_damage(raised.value)
 
 
 def test_moments_of_what_is_frozen_now_do_not_count(paths: RunPaths) -> None:
