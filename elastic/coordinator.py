@@ -285,7 +285,7 @@ class Coordinator:
 
     async def newest_saved(self) -> tuple[int, int] | None:
         """Step and generation of the checkpoint that the next one may refer to, if any."""
-        return self._receipts.newest
+        return await self._receipts.newest()
 
     async def checkpoint_failed(
         self, step: int, generation: int, reason: str, damaged: bool

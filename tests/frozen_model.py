@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from elastic import CustomTask, OptimizerConfig, ParallelConfig, TrainConfig
+from trainer.data import sample_ids
 
 FROZEN = ("0.weight", "0.bias")
+SEED, BATCH, SAMPLES = 3, 8, 64
 TRAINED = ("2.weight", "2.bias")
 
 
@@ -27,27 +30,43 @@ def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (out - 1).square().sum(), out.numel()
 
 
-def frozen_train(steps: int, *, shard: int = 1, **changes: Any) -> TrainConfig:
-    """A short run of it."""
-    numbers = torch.Generator().manual_seed(1)
-    task = CustomTask(
-        build_model=model,
-        loss_function=loss,
-        dataset=list(torch.randn(64, 8, generator=numbers)),
-    )
+class Numbers:
+    """Samples, of which those of step `late` wait for the file `gate`."""
+
+    def __init__(self, gate: str | None, late: int) -> None:
+        self.values = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
+        self.gate = gate
+        self.late = frozenset(sample_ids(SEED, late * BATCH, BATCH, SAMPLES).tolist())
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        while self.gate is not None and index in self.late and not Path(self.gate).exists():
+            time.sleep(0.01)
+        return self.values[index]
+
+
+def frozen_train(
+    steps: int, *, shard: int = 1, gate: Path | None = None, late: int = 0
+) -> TrainConfig:
+    """A short run of it, which does not go on with step `late` before the file `gate` is there."""
     return TrainConfig(
-        task=task,
+        task=CustomTask(
+            build_model=model,
+            loss_function=loss,
+            dataset=Numbers(None if gate is None else str(gate), late),
+        ),
         steps=steps,
-        global_batch=8,
+        global_batch=BATCH,
         lanes=2,
         parallel=ParallelConfig(shard=shard),
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=1),
-        seed=3,
-        **changes,
+        seed=SEED,
     )
 
 
 def initial() -> dict[str, torch.Tensor]:
     """Its parameters before the first step."""
-    torch.manual_seed(3)
+    torch.manual_seed(SEED)
     return {name: param.detach() for name, param in model().named_parameters()}

@@ -44,10 +44,9 @@ class Receipts:
         """Whether a checkpoint of `step` is committed."""
         return self._publisher.saved(step)
 
-    @property
-    def newest(self) -> tuple[int, int] | None:
+    async def newest(self) -> tuple[int, int] | None:
         """See `Publisher.newest`."""
-        return self._publisher.newest
+        return await self._publisher.newest()
 
     def forget(self, step: int) -> None:
         """The checkpoint of `step` was set aside: another one may be committed."""

@@ -24,7 +24,7 @@ from checkpointing import (
 from elastic import HealthConfig
 from elastic.identity import run_of
 
-KEYS, STEPS = Keys(), 6
+KEYS, SAVE, STEPS = Keys(), 3, 6
 PATIENT = HealthConfig(freeze_timeout_s=120.0, node_timeout_s=60.0)
 """Nothing is lost here, however busy the machine is."""
 
@@ -56,8 +56,10 @@ def assert_holds(store: Store, manifest: Manifest, expected: dict[str, torch.Ten
 
 
 def fit(text: Path, storage: Path, steps: int) -> None:
-    keep_one = CheckpointConfig(every_steps=2, keep_last=1)
-    train = frozen_train(steps)
+    """A run that does not come to its last save before its first one is committed."""
+    keep_one = CheckpointConfig(every_steps=SAVE, keep_last=1)
+    first = storage / "run" / "checkpoints" / KEYS.commit(SAVE)
+    train = frozen_train(steps, gate=first, late=SAVE + 1)
     tiny_trainer(text, storage, train=train, checkpoint=keep_one, health=PATIENT, wait_s=300).fit()
 
 
@@ -69,7 +71,7 @@ def test_their_bytes_are_written_once(cluster: None, text: Path, tmp_path: Path)
     assert list_steps(store, KEYS) == [STEPS]
     manifest = load_manifest(store, KEYS, STEPS)
     frozen = segments_of(manifest, FROZEN)
-    assert {KEYS.step_of(key) for key in frozen} == {2}, "as the first save wrote them"
+    assert {KEYS.step_of(key) for key in frozen} == {SAVE}, "as the first save wrote them"
     assert {KEYS.step_of(key) for key in segments_of(manifest, TRAINED)} == {STEPS}
     kept = store.list("d/")
     assert {key for key in kept if KEYS.step_of(key) != STEPS} == frozen
