@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from checkpointing.boxes import Box, TensorSlice
 from checkpointing.errors import MissingError
-from checkpointing.layout import BLOCK_BYTES, SEGMENT_BYTES, Keys
+from checkpointing.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
 from checkpointing.manifest import Receipt, SavedSlice, Segment
 from checkpointing.raw_writer import Attempt, cut_shared, declare, write_parts
 from checkpointing.stores import Store
@@ -70,6 +70,7 @@ def write_changed(
     still: Collection[str],
     segment_bytes: int = SEGMENT_BYTES,
     block_bytes: int = BLOCK_BYTES,
+    piece_bytes: int | None = PIECE_BYTES,
 ) -> Written:
     """As `write_shared`, but for what lies in the store already. With the same arguments it writes
     the same bytes under the same keys, so it may be repeated.
@@ -83,7 +84,8 @@ def write_changed(
         known: `Written.parts` of the newest committed checkpoint; nothing where that is not sure.
         still: names of tensors that are not trained: they are expected not to change.
         segment_bytes: bound on the tensor bytes in one segment; a larger slice is cut.
-        block_bytes: bytes of a segment under one CRC32.
+        block_bytes: bytes of a segment under one CRC32 of the manifest.
+        piece_bytes: see `write_shared`.
 
     Raises:
         SliceError: a tensor is declared in two ways, or `memory` is too short.
@@ -102,6 +104,7 @@ def write_changed(
         apart={part for part, look in looks.items() if look.digest is not None},
         segment_bytes=segment_bytes,
         block_bytes=block_bytes,
+        piece_bytes=piece_bytes,
     )
     earlier = {one.segment.key: one.segment for one in kept.values()}
     whole = replace(

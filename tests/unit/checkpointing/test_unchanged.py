@@ -89,6 +89,7 @@ def write(
         still=frozenset(still),
         segment_bytes=segment_bytes,
         block_bytes=256,
+        piece_bytes=None,
     )
 
 
@@ -251,7 +252,14 @@ def test_without_anything_known_it_is_write_shared(tmp_path: Path) -> None:
     slices, memory = lay_out(BASE)
     attempt = Attempt(rank=0, step=1, generation=1)
     receipt = write_shared(
-        plain, KEYS, attempt, slices, memory, segment_bytes=1 << 20, block_bytes=256
+        plain,
+        KEYS,
+        attempt,
+        slices,
+        memory,
+        segment_bytes=1 << 20,
+        block_bytes=256,
+        piece_bytes=None,
     )
     assert write(other, BASE, 1).receipt == receipt
     assert other.puts == plain.puts
