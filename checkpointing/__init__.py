@@ -69,6 +69,7 @@ from checkpointing.snapshots import Snapshot, SnapshotIndex, find_newest, plan_o
 from checkpointing.stores import RangeSource, Store, open_store
 from checkpointing.stores.s3_config import S3Config
 from checkpointing.survey import Survey, Surveyor
+from checkpointing.unchanged import KnownPart, Written, write_changed
 from checkpointing.verified import note_verified, verified_at
 from checkpointing.verify import Finding, Verification, verify_checkpoint
 from checkpointing.writers import plan_writers
@@ -96,6 +97,7 @@ __all__ = [
     "Finding",
     "IncompatibleError",
     "Keys",
+    "KnownPart",
     "Manifest",
     "MissingError",
     "NotCommittedError",
@@ -119,6 +121,7 @@ __all__ = [
     "TensorInfo",
     "TensorSlice",
     "Verification",
+    "Written",
     "build_manifest",
     "check_compatible",
     "check_coverage",
@@ -156,6 +159,7 @@ __all__ = [
     "unpin",
     "verified_at",
     "verify_checkpoint",
+    "write_changed",
     "write_shared",
     "write_slices",
 ]

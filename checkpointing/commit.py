@@ -35,6 +35,9 @@ _log = logging.getLogger(__name__)
 SET_ASIDE = ".unreadable"
 """Ending of the key of a commit record that was set aside."""
 
+_NAMED = 3
+"""Tensors that an error about another model names."""
+
 
 def commit(
     store: Store,
@@ -50,6 +53,9 @@ def commit(
 
     Committing the same again is fine, so a caller that got no answer may repeat it.
 
+    Receipts may name segments of the newest checkpoint beside their own. That one is not deleted
+    by a run before this one is there, and then its segments have two that refer to them.
+
     Args:
         store: where the segments are.
         keys: names in the store.
@@ -61,7 +67,8 @@ def commit(
 
     Raises:
         SliceError: the slices do not tile the tensors, or ranks disagree on a tensor.
-        NotCommittedError: receipts of different attempts, or a training state that is not JSON.
+        NotCommittedError: receipts of different attempts, or a training state that is not JSON, or
+            a segment that is neither of this attempt nor of the newest checkpoint.
         StaleGenerationError: a newer generation has committed this step or a later one.
         AlreadyCommittedError: another checkpoint of this step was first.
     """
@@ -73,7 +80,9 @@ def commit(
         versions=versions,
         committed_at=time.time(),
     )
-    _refuse_stale(newest(store, keys), step, generation)
+    last = newest(store, keys)
+    _refuse_stale(last, step, generation)
+    _check_segments(keys, receipts, last)
     if not store.put_if_absent(keys.commit(step), manifest.to_bytes()):
         return _check_same(store, keys, manifest)
     return manifest
@@ -140,7 +149,8 @@ def load_manifest(store: Store, keys: Keys, step: int) -> Manifest:
 
     Raises:
         NotCommittedError: there is none.
-        CorruptError: it is truncated, changed, of an unknown schema or of another step.
+        CorruptError: it is truncated, changed, of an unknown schema or of another step, or names
+            segments that are not of this store.
     """
     key = keys.commit(step)
     try:
@@ -149,6 +159,13 @@ def load_manifest(store: Store, keys: Keys, step: int) -> Manifest:
         raise NotCommittedError(step, f"there is no {key}; list_steps() says which are") from error
     if manifest.step != step:
         raise CorruptError(key, f"this is the manifest of step {manifest.step}")
+    strange = [one for one in manifest.segments if not keys.is_segment(one, up_to_step=step)]
+    if strange:
+        raise CorruptError(
+            key,
+            f"{len(strange)} of its {len(manifest.segments)} segments are not of this store, as "
+            f"{strange[0]!r}; those begin with {keys.data!r} and are of step {step} or before",
+        )
     return manifest
 
 
@@ -162,7 +179,7 @@ def set_aside(store: Store, keys: Keys, step: int) -> None:
         record = store.get(key)
     except MissingError:
         return
-    _log.warning("%s cannot be read and is kept as %s%s", key, key, SET_ASIDE)
+    _log.warning("%s is given up, and kept as %s%s", key, key, SET_ASIDE)
     store.put(f"{key}{SET_ASIDE}", [record])
     store.delete(key)
 
@@ -173,17 +190,21 @@ def check_compatible(
     """Checks that a model has exactly the checkpoint's tensors. `tensors`: name to (shape, dtype).
 
     Raises:
-        IncompatibleError: names the first tensor that differs, in name order, and counts them.
+        IncompatibleError: names the first few tensors that differ, in name order, and counts them.
     """
     wanted = {name: TensorInfo(tuple(shape), dtype) for name, (shape, dtype) in tensors.items()}
     names = sorted(wanted.keys() | manifest.tensors.keys())
     differing = [name for name in names if wanted.get(name) != manifest.tensors.get(name)]
     if differing:
-        saved, mine = manifest.tensors.get(differing[0]), wanted.get(differing[0])
+        first, *more = differing[:_NAMED]
         fact = (
-            f"{_show(saved)} in the checkpoint of step {manifest.step}, {_show(mine)} in the model"
+            f"{_show(manifest.tensors.get(first))} in the checkpoint of step {manifest.step}, "
+            f"{_show(wanted.get(first))} in the model"
         )
-        raise IncompatibleError(differing[0], fact, len(differing))
+        for name in more:
+            saved, mine = manifest.tensors.get(name), wanted.get(name)
+            fact += f"; {name!r}: {_show(saved)} and {_show(mine)}"
+        raise IncompatibleError(first, fact, len(differing))
 
 
 def _show(info: TensorInfo | None) -> str:
@@ -234,6 +255,20 @@ def _as_json(step: int, training_state: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_stale(last: Manifest | None, step: int, generation: int) -> None:
     if last and step <= last.step and generation < last.generation:
         raise StaleGenerationError(step, generation, last.step, last.generation)
+
+
+def _check_segments(keys: Keys, receipts: Sequence[Receipt], last: Manifest | None) -> None:
+    there = {} if last is None else last.segments
+    for one in receipts:
+        own = keys.attempt(one.rank, one.step, one.generation, one.attempt)
+        for segment in one.segments:
+            if not segment.key.startswith(own) and there.get(segment.key) != segment:
+                newest_is = "there is none" if last is None else f"that of step {last.step}"
+                raise NotCommittedError(
+                    one.step,
+                    f"writer {one.rank} refers to {segment.key}, which is not part of the newest "
+                    f"checkpoint ({newest_is}) and may be deleted; the next save is written whole",
+                )
 
 
 def _check_same(store: Store, keys: Keys, manifest: Manifest) -> Manifest:

@@ -170,7 +170,7 @@ class IncompatibleError(CheckpointError):
 
     Args:
         name: the first tensor, in name order, that differs.
-        fact: how it differs.
+        fact: how it differs, and perhaps how the next ones do.
         count: how many tensors differ.
     """
 

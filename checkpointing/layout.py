@@ -30,6 +30,7 @@ _STEP_IN_KEY = re.compile(
 )
 _RANK_IN_KEY = re.compile(r"/d/[0-9a-f]{2}/r(\d{5,})/")
 
+_SEGMENT = re.compile(r"d/[0-9a-f]{2}/r\d{5,}/(?P<step>\d{12,})-\d+-\d+/\d{5,}\.safetensors")
 _WRITER_IN_KEY = re.compile(r"d/[0-9a-f]{2}/r\d{5,}/\d{12,}-(?P<generation>\d+)-\d+/")
 
 
@@ -69,9 +70,17 @@ class Keys:
 
     def segment(self, *, rank: int, step: int, generation: int, attempt: int, index: int) -> str:
         """Key of a writer's segment number `index`."""
+        return f"{self.attempt(rank, step, generation, attempt)}{index:05}.safetensors"
+
+    def attempt(self, rank: int, step: int, generation: int, attempt: int) -> str:
+        """What the keys of all segments begin with that a writer writes for one attempt."""
         spread = hashlib.sha256(str(rank).encode()).hexdigest()[:2]
-        attempt_dir = f"{step:012}-{generation}-{attempt}"
-        return f"{self.data}{spread}/r{rank:05}/{attempt_dir}/{index:05}.safetensors"
+        return f"{self.data}{spread}/r{rank:05}/{step:012}-{generation}-{attempt}/"
+
+    def is_segment(self, key: str, *, up_to_step: int) -> bool:
+        """Whether a key is that of a segment of this run, written at `up_to_step` or before."""
+        found = _SEGMENT.fullmatch(key, len(self.root)) if key.startswith(self.root) else None
+        return found is not None and int(found["step"]) <= up_to_step
 
     def generation_of(self, key: str) -> int | None:
         """The generation that wrote a segment; None for every other key."""

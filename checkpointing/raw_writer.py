@@ -11,7 +11,7 @@ Nothing written here can be seen as a checkpoint until `commit` publishes a mani
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from checkpointing.boxes import TensorInfo, TensorSlice
@@ -84,23 +84,32 @@ def write_shared(
         SliceError: a tensor is declared in two ways, or `memory` is too short.
         StoreError: from the store.
     """
+    return write_parts(
+        store,
+        keys,
+        attempt,
+        declare(slices),
+        cut_shared(slices, memory, segment_bytes),
+        segment_bytes=segment_bytes,
+        block_bytes=block_bytes,
+        piece_bytes=piece_bytes,
+    )
+
+
+def cut_shared(slices: Sequence[TensorSlice], memory: memoryview, max_bytes: int) -> list[Part]:
+    """Slices in `memory`, placed as `plan_places` has it, in parts of at most `max_bytes`.
+
+    Raises:
+        SliceError: `memory` is too short.
+    """
     places, needed = plan_places(slices)
     if len(memory) < needed:
         name = slices[-1].name
         raise SliceError(name, f"{len(memory)} bytes are shared, and the slices take {needed}")
     parts: list[Part] = []
     for part, place in zip(slices, places, strict=True):
-        parts += _cut(part, memory[place : place + slice_bytes(part)], segment_bytes)
-    return write_parts(
-        store,
-        keys,
-        attempt,
-        declare(slices),
-        parts,
-        segment_bytes=segment_bytes,
-        block_bytes=block_bytes,
-        piece_bytes=piece_bytes,
-    )
+        parts += _cut(part, memory[place : place + slice_bytes(part)], max_bytes)
+    return parts
 
 
 def declare(slices: Sequence[TensorSlice]) -> dict[str, TensorInfo]:
@@ -121,16 +130,16 @@ def write_parts(
     tensors: Mapping[str, TensorInfo],
     parts: Sequence[Part],
     *,
+    apart: Collection[TensorSlice] = (),
     segment_bytes: int,
     block_bytes: int,
     piece_bytes: int | None,
 ) -> Receipt:
-    """Writes parts, none above `segment_bytes`, as segments. For arguments see `write_shared`."""
-    # Falling element size keeps every tensor aligned in its file; the sort is stable.
-    parts = sorted(parts, key=lambda part: -item_bytes(part[0].dtype))
+    """Writes parts, none above `segment_bytes`, as segments, and those `apart` in segments of
+    their own. For the other arguments see `write_shared`."""
     saved: list[SavedSlice] = []
     segments: list[Segment] = []
-    for index, members in enumerate(pack([slice_bytes(part) for part, _ in parts], segment_bytes)):
+    for index, mine in enumerate(_by_segment(parts, apart, segment_bytes)):
         key = keys.segment(
             rank=attempt.rank,
             step=attempt.step,
@@ -138,7 +147,6 @@ def write_parts(
             attempt=attempt.attempt,
             index=index,
         )
-        mine = [parts[member] for member in members]
         head = header([part for part, _ in mine], piece_bytes)
         segments.append(_write_segment(store, key, head, mine, block_bytes, piece_bytes))
         saved.extend(_locate([part for part, _ in mine], key, len(head)))
@@ -151,6 +159,17 @@ def write_parts(
         slices=tuple(saved),
         segments=tuple(segments),
     )
+
+
+def _by_segment(
+    parts: Sequence[Part], apart: Collection[TensorSlice], max_bytes: int
+) -> Iterator[list[Part]]:
+    for alone in (True, False):
+        group = [part for part in parts if (part[0] in apart) is alone]
+        # Falling element size keeps every tensor aligned in its file; the sort is stable.
+        group.sort(key=lambda part: -item_bytes(part[0].dtype))
+        for members in pack([slice_bytes(part) for part, _ in group], max_bytes):
+            yield [group[member] for member in members]
 
 
 def split_slice(part: TensorSlice, max_bytes: int) -> Iterator[tuple[tuple[int, ...], TensorSlice]]:

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.train import Checkpoint, Result, RunConfig, TrainingFailedError
 
-from checkpointing import CheckpointConfig, Manifest, Snapshot
+from checkpointing import CheckpointConfig, Snapshot
 from elastic import events
 from elastic.ask import ask
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
@@ -20,6 +20,7 @@ from elastic.coordination.config import CoordinatorConfig
 from elastic.coordinator import MOST_CALLS, Coordinator
 from elastic.errors import RunFailedError
 from elastic.faults import Fault, check_faults
+from elastic.identity import RunIdentity, StateTable, identify
 from elastic.job import Job
 from elastic.membership.decisions import GroupConfig
 from elastic.nodes.drain import DrainWatch, tell_coordinator
@@ -28,20 +29,23 @@ from elastic.observer import Observer, conclude
 from elastic.placement import Wanted
 from elastic.ray_compat.cluster import draining_nodes, start_actor
 from elastic.ray_compat.trainer import ElasticRayTrainer
-from elastic.records import RunPaths, find_checkpoint
+from elastic.records import RunPaths
 from elastic.resources import wait_for_workers
 from elastic.resume import (
+    Origin,
     check_continues,
     check_found,
+    find_origin,
     last_generation,
     local_path,
     remove_orphans,
     run_directory,
-    set_unreadable_aside,
+    set_others_aside,
 )
 from elastic.worker import train_worker
 from trainer.config import TrainConfig
 from trainer.samples import Ledger
+from trainer.state import state_table
 from trainer.task import PreparedTask, default_cache_dir
 
 _RECORDED_VERSIONS = ("torch", "ray", "transformers", "tokenizers", "numpy")
@@ -103,34 +107,45 @@ class ElasticTrainer:
                 included.
         """
         with run_directory(self.run_config, self.checkpoint) as paths:
-            stored, snapshot = find_checkpoint(paths), self._find_snapshot(paths)
-            if snapshot is not None and stored is not None and snapshot.step <= stored.step:
-                snapshot = None
-            manifest = stored if snapshot is None else snapshot.manifest
-            check_found(paths, self.checkpoint.resume, manifest)
-            if manifest is not None and self.train.lanes is None:
-                # They belong to the run; an imported checkpoint has none.
-                self.lanes = int(manifest.training_state.get("lanes", self.lanes))
-            self.train.check(self.lanes)
+            identity, snapshot = identify(paths), self._find_snapshot(paths)
+            self._find_origin(paths, identity, snapshot, None)  # before data is prepared for hours
             cache = default_cache_dir(local_path(self.run_config))
             task = self.train.task.prepare(self.train, cache)
-            if manifest is not None:
-                check_continues(manifest, self.train, task, str(self.run_config.name))
+            model = state_table(task.build(self.train.seed)[0])
+            origin = self._find_origin(paths, identity, snapshot, model)
+            if origin.manifest is not None:
+                check_continues(origin.manifest, self.train, task)
             _connect()
             plan = wait_for_workers(self.scaling, self.train.parallel)
-            set_unreadable_aside(paths, stored)
-            remove_orphans(paths, last_generation(paths, manifest) + 1)
-            config = self._coordinator_config(paths, stored, snapshot, plan, task)
+            set_others_aside(paths, origin.stored)
+            remove_orphans(paths, last_generation(paths, origin.manifest) + 1)
+            config = self._coordinator_config(paths, origin, plan, task)
             coordinator = start_actor(
                 Coordinator, config, max_concurrency=MOST_CALLS, restarts=True
             )
             try:
-                result = self._run(coordinator, paths, task, plan)
+                result = self._run(coordinator, paths, identity, task, plan)
             finally:
                 ray.kill(coordinator)
             if self.checkpoint.memory_every is not None:
                 clear_snapshots(paths)  # the run is finished, and its end is in the store
             return result
+
+    def _find_origin(
+        self,
+        paths: RunPaths,
+        identity: RunIdentity,
+        snapshot: Snapshot | None,
+        model: StateTable | None,
+    ) -> Origin:
+        """What to go on from, and with which lanes."""
+        origin = find_origin(paths, identity, snapshot, model)
+        check_found(paths, self.checkpoint.resume, origin)
+        if origin.manifest is not None and self.train.lanes is None:
+            # They belong to the run; an imported checkpoint has none.
+            self.lanes = int(origin.manifest.training_state.get("lanes", self.lanes))
+        self.train.check(self.lanes)
+        return origin
 
     def _find_snapshot(self, paths: RunPaths) -> Snapshot | None:
         if self.checkpoint.memory_every is None:
@@ -141,13 +156,11 @@ class ElasticTrainer:
     def _coordinator_config(
         self,
         paths: RunPaths,
-        stored: Manifest | None,
-        snapshot: Snapshot | None,
+        origin: Origin,
         plan: WorkerPlan,
         task: PreparedTask,
     ) -> CoordinatorConfig:
-        restore_step = 0 if stored is None else stored.step
-        manifest = stored if snapshot is None else snapshot.manifest
+        stored, manifest = origin.stored, origin.manifest
         parallel = self.train.parallel
         return CoordinatorConfig(
             groups=GroupConfig(
@@ -169,8 +182,8 @@ class ElasticTrainer:
                 lanes=self.lanes,
                 samples=len(task.train_data()),
             ),
-            restore_step=restore_step,
-            snapshot=snapshot,
+            restore_step=0 if stored is None else stored.step,
+            snapshot=origin.snapshot,
             started=events.RunStarted(
                 time=time.time(),
                 name=str(self.run_config.name),
@@ -193,7 +206,12 @@ class ElasticTrainer:
     # -- the run -----------------------------------------------------------------------------------
 
     def _run(
-        self, coordinator: Any, paths: RunPaths, task: PreparedTask, plan: WorkerPlan
+        self,
+        coordinator: Any,
+        paths: RunPaths,
+        identity: RunIdentity,
+        task: PreparedTask,
+        plan: WorkerPlan,
     ) -> Result:
         job = Job(
             train=dataclasses.replace(self.train, task=None),
@@ -203,6 +221,7 @@ class ElasticTrainer:
             checkpoint=self.checkpoint,
             health=self.health,
             paths=paths,
+            identity=identity,
             faults=self.faults,
             coordinator=coordinator,
         )

@@ -289,6 +289,10 @@ class Coordinator:
         """Whether a checkpoint of `step` is committed."""
         return self._receipts.saved(step)
 
+    async def newest_saved(self) -> tuple[int, int] | None:
+        """Step and generation of the checkpoint that the next one may refer to, if any."""
+        return await self._receipts.newest()
+
     async def checkpoint_failed(
         self, step: int, generation: int, reason: str, damaged: bool
     ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from checkpointing import CheckpointConfig
 from elastic.config import HealthConfig, ScalingConfig
 from elastic.faults import Fault
+from elastic.identity import RunIdentity
 from elastic.records import RunPaths
 from trainer.config import TrainConfig
 
@@ -30,6 +31,8 @@ class Job:
     """Bounds."""
     paths: RunPaths
     """The run directory."""
+    identity: RunIdentity
+    """Who the run is; it stands in every checkpoint."""
     faults: tuple[Fault, ...]
     """Faults to inject."""
     coordinator: Any

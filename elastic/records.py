@@ -27,6 +27,11 @@ class RunPaths:
         return self.root / "checkpoints" if self.store is None else self.store
 
     @property
+    def identity(self) -> Path:
+        """The run's id (`identity.py`)."""
+        return self.root / "run.json"
+
+    @property
     def lock(self) -> Path:
         """Locked by the driver of the run; beside the directory, which may be moved."""
         return self.root.with_name(f".{self.root.name}.lock")

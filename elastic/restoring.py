@@ -8,6 +8,7 @@ coordinator is told, and the next roster goes on from the next best one.
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from functools import partial
 
 from checkpointing import (
@@ -20,6 +21,7 @@ from checkpointing import (
     open_store,
 )
 from elastic.ask import ask
+from elastic.identity import check_own
 from elastic.job import Job
 from elastic.messages import Run
 from elastic.nodes.snapshot_holder import HeldSegments
@@ -46,8 +48,8 @@ def restore(job: Job, run: Run, engine: Engine, cross: CrossGroup, node: str) ->
     if run.step == 0:
         engine.initialize()
         return Progress()
-    opens = _open_snapshot if run.source == "memory" else _open_checkpoint
-    read = read_together(engine, cross, partial(opens, job, run.step, node))
+    opens = _open_snapshot if run.source == "memory" else open_checkpoint
+    read = read_together(engine, cross, partial(open_own, job, engine, opens, run.step, node))
     if isinstance(read, Unreadable):
         if read.error is not None:
             _tell(job, run, read.error)
@@ -63,7 +65,22 @@ def is_damage(error: CheckpointError) -> bool:
     return not isinstance(error, StoreUnavailableError) or error.errno == errno.EIO
 
 
-def _open_checkpoint(job: Job, step: int, node: str) -> Saved:
+def open_own(
+    job: Job, engine: Engine, opens: Callable[[Job, int, str], Saved], step: int, node: str
+) -> Saved:
+    """Opens a saved state and checks whose it is.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another run or another model.
+    """
+    reader, state = opens(job, step, node)
+    model = {name: part.info for name, part in engine.state.slices().items()}
+    check_own(reader.manifest, job.identity, model)
+    return reader, state
+
+
+def open_checkpoint(job: Job, step: int, node: str) -> Saved:
+    """The checkpoint of `step` in the store."""
     store = open_store(job.paths.checkpoints)
     manifest = load_manifest(store, Keys(), step)
     return Reader(store, manifest), manifest.training_state

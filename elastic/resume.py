@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from ray.train import RunConfig
@@ -14,13 +15,12 @@ from ray.train import RunConfig
 from checkpointing import (
     CheckpointConfig,
     CheckpointError,
-    IncompatibleError,
     Keys,
     Manifest,
     S3Config,
+    Snapshot,
     Store,
     StoreError,
-    check_compatible,
     list_steps,
     open_store,
     set_aside,
@@ -30,11 +30,11 @@ from checkpointing.commit import SET_ASIDE
 from checkpointing.config import Resume
 from elastic.event_log import read_events
 from elastic.events import RegroupDone
+from elastic.identity import RunIdentity, StateTable, check_own, newest_own
 from elastic.records import RunPaths, hold_run
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.state import MOMENTS, PARAMETERS
-from trainer.task import PreparedTask, model_table
+from trainer.task import PreparedTask
 
 log = logging.getLogger(__name__)
 
@@ -116,11 +116,60 @@ def local_path(run_config: RunConfig) -> str:
     return str(run_config.storage_path).removeprefix("file://")
 
 
-def check_found(paths: RunPaths, resume: Resume, found: Manifest | None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a run goes on from."""
+
+    stored: Manifest | None
+    """The newest checkpoint of its own."""
+    snapshot: Snapshot | None
+    """A newer state in the nodes' memory."""
+    passed: CheckpointError | None
+    """Why the newest of those that can be read, but are not the run's own, is not."""
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The newer one of the two; None: the run begins from the seed."""
+        return self.stored if self.snapshot is None else self.snapshot.manifest
+
+
+def find_origin(
+    paths: RunPaths,
+    identity: RunIdentity,
+    snapshot: Snapshot | None,
+    model: StateTable | None,
+) -> Origin:
+    """Looks for the newest saved state of a run.
+
+    Args:
+        paths: where checkpoints are.
+        identity: of the run.
+        snapshot: the newest one in the nodes' memory.
+        model: what the state is; None where that is not known yet.
+    """
+    stored, passed = newest_own(paths, identity, model)
+    if snapshot is not None and (stored is None or snapshot.step > stored.step):
+        try:
+            check_own(snapshot.manifest, identity, model)
+            return Origin(stored=stored, snapshot=snapshot, passed=passed)
+        except CheckpointError as error:
+            log.warning("passing over the snapshot of step %d: %s", snapshot.step, error)
+            passed = error
+    return Origin(stored=stored, snapshot=None, passed=passed)
+
+
+def check_found(paths: RunPaths, resume: Resume, origin: Origin) -> None:
     """Raises ConfigError where there is no state to go on from, and `resume` is "must" or there was
     one: a run that has lost its checkpoints does not begin again without being told to."""
-    if found is not None:
+    if origin.manifest is not None:
         return
+    if origin.passed is not None:
+        raise ConfigError(
+            "run_config.name",
+            paths.root.name,
+            f"what was saved under it is of another model or another run: {origin.passed}",
+            "Use another name, the same model, or resume='never'",
+        )
     if resume != "never" and (unreadable := _unreadable(paths)):
         raise ConfigError(
             "checkpoint.resume",
@@ -149,10 +198,11 @@ def last_generation(paths: RunPaths, manifest: Manifest | None) -> int:
     return max([0 if manifest is None else manifest.generation, *rosters])
 
 
-def set_unreadable_aside(paths: RunPaths, manifest: Manifest | None) -> None:
+def set_others_aside(paths: RunPaths, manifest: Manifest | None) -> None:
     """Moves the commit records after `manifest` out of the way: their steps are done again.
 
-    They were passed over as unreadable, damaged or of a later version; nothing of them is lost.
+    They were passed over as unreadable, damaged, of a later version, of another run or of another
+    model; nothing of them is lost.
     """
     store, keys = open_store(paths.checkpoints), Keys()
     for step in list_steps(store, keys):
@@ -168,13 +218,13 @@ def remove_orphans(paths: RunPaths, generation: int) -> None:
         log.info("%d segments of checkpoints that were never committed removed", len(removed))
 
 
-def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask, name: str) -> None:
-    """Checks that a run with these settings continues the one that wrote `manifest`.
+def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask) -> None:
+    """Checks that a run with these settings continues the one that wrote `manifest`, which is of
+    the same model.
 
     Raises:
-        ConfigError: another model, other data, another order of the data, or other lanes.
+        ConfigError: other data, another order of the data, or other lanes.
     """
-    _check_same_model(manifest, train, task, name)
     state = manifest.training_state
     if manifest.step > train.steps:
         raise ConfigError(
@@ -198,23 +248,3 @@ def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask, 
                 f"the run to be continued has {before}, and would not end with the same weights",
                 f"Use {before}, another run_config.name, or resume='never'",
             )
-
-
-def _check_same_model(
-    manifest: Manifest, train: TrainConfig, task: PreparedTask, name: str
-) -> None:
-    tensors = {
-        prefix + parameter: entry
-        for parameter, entry in model_table(task, train.seed).items()
-        for prefix in (PARAMETERS, *MOMENTS)
-        if prefix + parameter in manifest.tensors or prefix == PARAMETERS
-    }
-    try:
-        check_compatible(manifest, tensors)
-    except IncompatibleError as error:
-        raise ConfigError(
-            "run_config.name",
-            name,
-            f"its checkpoint of step {manifest.step} is of another model: {error}",
-            "Use another name, the same model, or resume='never'",
-        ) from error

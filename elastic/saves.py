@@ -19,13 +19,14 @@ from typing import Any
 import ray
 import torch
 
-from checkpointing import Attempt
+from checkpointing import Attempt, Written
 from elastic.ask import RETRY_S, Call, ask
 from elastic.job import Job
 from elastic.messages import Identity, Run
 from elastic.nodes.uploader import Upload, hand_in, report_failure
 from elastic.outbox import Outbox
 from elastic.save_clock import SaveClock
+from elastic.saved_parts import SavedParts
 from trainer.commit import Place, Saving
 from trainer.engine import Engine
 from trainer.host_copy import HostBuffer, Share
@@ -52,6 +53,8 @@ class Saves:
         self._preparing: threading.Thread | None = None
         self._uploader: Any = None
         self._clock = clock
+        self._parts = SavedParts()
+        self._run_name = {"name": job.paths.root.name, "id": job.identity.id}
         self.receipt: Call | None = None
         """The latest one for the store, as it was handed in."""
 
@@ -90,7 +93,8 @@ class Saves:
             attempt=Attempt(rank=rank, step=step, generation=run.generation),
             writers=run.savers * workers,
             slices=share.slices,
-            training_state=training_state,
+            still=share.still,
+            training_state={**training_state, "run": self._run_name},
             begun_at=begun_at,
         )
         for place in places:
@@ -167,23 +171,29 @@ class Saves:
             copied.synchronize()
         try:
             self._outbox.flush()  # a checkpoint must not count before its steps are in the records
-            receipt = self._upload(upload)
+            if upload.place == "store":
+                known = self._parts.of(ask(self._coordinator.newest_saved))
+                upload = replace(upload, known=known)
+            written = self._upload(upload)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             report_failure(self._coordinator, upload.place, upload.attempt.step, reason)
             return
-        if receipt is not None and upload.place == "store":
+        if written is not None and upload.place == "store":
+            self._parts.add(upload.attempt, written.parts)
+            receipt = written.receipt
             self.receipt = hand_in(self._coordinator, upload, receipt, self._identity.node)
             self._clock.written(write_s=time.time() - upload.begun_at)
 
-    def _upload(self, upload: Upload) -> Any:
+    def _upload(self, upload: Upload) -> Written | None:
         """Has the node's uploader write; where that dies, the one that takes its place."""
         until_s: float | None = None
         while True:
             uploader = self._uploader or ask(self._coordinator.uploader, self._identity.node)
             self._uploader = uploader
             try:
-                return ray.get(uploader.write.remote(upload))
+                written: Written | None = ray.get(uploader.write.remote(upload))
+                return written
             except ray.exceptions.RayActorError:
                 self._uploader = None
                 until_s = until_s or time.monotonic() + _PATIENCE_S

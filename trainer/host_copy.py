@@ -26,9 +26,15 @@ class Share:
 
     Args:
         parts: slices, with the live tensors that are copied: views of the state.
+        still: names of those that training does not change.
     """
 
-    def __init__(self, parts: Sequence[tuple[TensorSlice, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[tuple[TensorSlice, torch.Tensor]],
+        still: frozenset[str] = frozenset(),
+    ) -> None:
+        self.still = still
         self.slices = tuple(part for part, _ in parts)
         self.tensors = [tensor for _, tensor in parts]
         self.places, self.size_bytes = plan_places(self.slices)

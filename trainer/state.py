@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from checkpointing import TensorSlice, plan_writers
+from checkpointing import TensorInfo, TensorSlice, plan_writers
 from trainer.host_copy import HostBuffer, Share
 
 PARAMETERS, MOMENTS = "param/", ("exp_avg/", "exp_avg_sq/")
@@ -97,7 +97,8 @@ class WorkerState:
         slices, tensors = self.slices(), self.tensors()
         names = [name for name in tensors if name.split("/", 1)[1] not in self._replicated]
         parts = plan_writers([slices[name] for name in names], writers)[writer]
-        return Share([(p, _part_of(tensors[p.name], slices[p.name], p)) for p in parts])
+        still = frozenset(PARAMETERS + name for name in self._frozen)
+        return Share([(p, _part_of(tensors[p.name], slices[p.name], p)) for p in parts], still)
 
     def copy_to(self, buffer: HostBuffer, share: Share) -> torch.cuda.Event | None:
         """Copies `share` to `buffer`. See `HostBuffer.copy`; whatever changes the state calls
@@ -140,6 +141,17 @@ class WorkerState:
             flat = tensor.detach().cpu().contiguous().view(-1)
             total.update(flat.view(torch.uint8).numpy().data)
         return total.hexdigest()
+
+
+def state_table(model: nn.Module) -> dict[str, TensorInfo]:
+    """What the state of a whole model is: every tensor's shape and dtype, by its name in a
+    checkpoint. A frozen parameter has no moments."""
+    table = {}
+    for name, param in model.named_parameters():
+        info = TensorInfo(tuple(param.shape), str(param.dtype).removeprefix("torch."))
+        kinds = (PARAMETERS, *MOMENTS) if param.requires_grad else (PARAMETERS,)
+        table.update({kind + name: info for kind in kinds})
+    return table
 
 
 def _part_of(tensor: torch.Tensor, whole: TensorSlice, part: TensorSlice) -> torch.Tensor:

@@ -289,16 +289,6 @@ def _move_parameters_to_meta(model: nn.Module) -> None:
         setattr(model.get_submodule(owner), leaf, moved.setdefault(id(param), meta))
 
 
-def model_table(prepared: PreparedTask, seed: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name -> (shape, dtype) of every parameter: what a checkpoint must match to be resumed
-    from."""
-    model, _ = prepared.build(seed)
-    return {
-        name: (tuple(param.shape), str(param.dtype).removeprefix("torch."))
-        for name, param in model.named_parameters()
-    }
-
-
 def default_cache_dir(storage_path: str) -> str:
     """Where prepared data goes when the user names no place: beside the runs, so that all nodes see
     it."""

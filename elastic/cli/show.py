@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from checkpointing import Manifest
+from checkpointing import Keys, Manifest, Segment
 from checkpointing.dtypes import item_bytes
 
 
@@ -47,7 +47,13 @@ def summary(manifest: Manifest) -> dict[str, Any]:
         "bytes": sum(segment.size_bytes for segment in manifest.segments.values()),
         "writers": len(writers(manifest)),
         "segments": len(manifest.segments),
+        "earlier_bytes": sum(segment.size_bytes for segment in _earlier(manifest)),
     }
+
+
+def _earlier(manifest: Manifest) -> list[Segment]:
+    """Segments that earlier checkpoints have written."""
+    return [one for key, one in manifest.segments.items() if Keys().step_of(key) != manifest.step]
 
 
 def writers(manifest: Manifest) -> set[str]:
@@ -84,6 +90,7 @@ def describe(manifest: Manifest, *, tensors: bool) -> str:
         f"{facts['generation']}, attempt {manifest.attempt}",
         f"{human_bytes(facts['bytes'])} in {facts['segments']} segments by {facts['writers']} "
         f"writers",
+        *_describe_earlier(manifest, facts["earlier_bytes"]),
         *_describe_kinds(manifest),
         f"layout: {_describe_layout(manifest)}",
         "training state:",
@@ -93,6 +100,12 @@ def describe(manifest: Manifest, *, tensors: bool) -> str:
     if tensors:
         lines.append(table([("tensor", "dtype", "shape", "cut into"), *_tensor_rows(manifest)]))
     return "\n".join(lines)
+
+
+def _describe_earlier(manifest: Manifest, size_bytes: int) -> Iterator[str]:
+    if size_bytes:
+        steps = sorted({str(Keys().step_of(one.key)) for one in _earlier(manifest)}, key=int)
+        yield f"  of that {human_bytes(size_bytes)} unchanged since step {', '.join(steps)}"
 
 
 def _describe_kinds(manifest: Manifest) -> Iterator[str]:

@@ -45,6 +45,7 @@ class Publisher:
         self._committing, self._retiring = asyncio.Lock(), asyncio.Lock()
         self._surveyor = Surveyor(store=open_store(paths.checkpoints), keys=Keys())
         self._saved = {newest} if newest else set()
+        self._newest: tuple[int, int] | None = None
         self.lost: dict[int, int] = {}
         """Steps of attempts that were passed by a later checkpoint -> parts that were written."""
 
@@ -52,9 +53,17 @@ class Publisher:
         """Whether a checkpoint of `step` is committed."""
         return step in self._saved
 
+    async def newest(self) -> tuple[int, int] | None:
+        """Step and generation of the newest checkpoint that was committed here, once the one that
+        is being committed is: what the next save may refer to. None for none, and where the last
+        could not be committed: then the next one is written whole."""
+        async with self._committing:
+            return self._newest
+
     def forget(self, step: int) -> None:
         """The checkpoint of `step` was set aside: another one may be committed."""
         self._saved.discard(step)
+        self._newest = None
 
     async def take(
         self, receipt: Receipt, training_state: Mapping[str, Any], writers: int
@@ -76,8 +85,10 @@ class Publisher:
         async with self._committing:  # two attempts at the last step must not race each other
             if receipt.step in self._saved:
                 return None
+            self._newest = None
             size = await asyncio.to_thread(self._commit, list(parts.values()), training_state)
             self._saved.add(receipt.step)
+            self._newest = attempt
         for attempt in [a for a in self._receipts if a[0] <= receipt.step]:
             parts = self._receipts.pop(attempt)  # it will not be completed, or too late
             if attempt[0] not in self._saved:

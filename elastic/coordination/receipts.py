@@ -44,6 +44,10 @@ class Receipts:
         """Whether a checkpoint of `step` is committed."""
         return self._publisher.saved(step)
 
+    async def newest(self) -> tuple[int, int] | None:
+        """See `Publisher.newest`."""
+        return await self._publisher.newest()
+
     def forget(self, step: int) -> None:
         """The checkpoint of `step` was set aside: another one may be committed."""
         self._publisher.forget(step)

@@ -7,29 +7,32 @@ they take neither the worker's interpreter nor, where the worker dies, the save 
     worker    copy ──► write(Upload) ──► trains on, or dies
     uploader  opens the memory, writes the segments, hands the receipt to the coordinator
 
-It holds nothing from one call to the next. Where its process ends, Ray starts another, and the
-worker asks that one again. It imports no torch.
+It holds nothing from one call to the next: the worker says what of its part is in the store already
+(`checkpointing/unchanged.py`). Where its process ends, Ray starts another, and the worker asks that
+one the same again. It imports no torch.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from checkpointing import (
     Attempt,
     Keys,
+    KnownPart,
     Receipt,
-    Store,
     TensorSlice,
+    Written,
     check_room,
     open_memory,
     open_store,
+    write_changed,
     write_shared,
 )
-from checkpointing.layout import PIECE_BYTES
 from elastic.ask import ask
 from elastic.records import RunPaths
 from trainer.commit import Place
@@ -62,6 +65,10 @@ class Upload:
     """Parts of this save."""
     slices: tuple[TensorSlice, ...]
     """What is in the copy, placed as `plan_places` has it."""
+    still: frozenset[str] = frozenset()
+    """Names of tensors that training does not change."""
+    known: Mapping[TensorSlice, KnownPart] = field(default_factory=dict)
+    """What this worker's parts of the newest committed checkpoint were."""
     training_state: dict[str, Any]
     """What lies beside the tensors."""
     begun_at: float
@@ -83,16 +90,16 @@ class Uploader:
         self._node, self._segment_bytes = node, segment_bytes
         os.nice(_NICENESS)
 
-    def write(self, upload: Upload) -> Receipt | None:
+    def write(self, upload: Upload) -> Written | None:
         """Writes a part and hands in its receipt. Doing it twice does no harm.
 
         Returns:
-            The receipt; None where it could not be written, which the coordinator knows, or where
-            the copy is gone.
+            What was written; None where it could not be, which the coordinator knows, or where the
+            copy is gone.
         """
         step = upload.attempt.step
         try:
-            receipt = self._write(upload)
+            written = self._write(upload)
         except CopyGoneError as error:
             log.warning("step %d is not saved: %s", step, error)
             return None  # the worker died, or has given up: nobody waits for this
@@ -100,29 +107,33 @@ class Uploader:
             reason = f"{type(error).__name__}: {error}"
             report_failure(self._coordinator, upload.place, step, reason)
             return None
-        method, args = hand_in(self._coordinator, upload, receipt, self._node)
+        method, args = hand_in(self._coordinator, upload, written.receipt, self._node)
         ask(method, *args)
-        return receipt
+        return written
 
-    def _write(self, upload: Upload) -> Receipt:
+    def _write(self, upload: Upload) -> Written:
         with open_copy(upload.pid, upload.fd, upload.number) as memory:
-            return write_shared(
-                self._open(upload, len(memory)),
+            what = upload.attempt, upload.slices, memory
+            if upload.place == "store":
+                return write_changed(
+                    open_store(self._paths.checkpoints),
+                    Keys(),
+                    *what,
+                    known=upload.known,
+                    still=upload.still,
+                    segment_bytes=self._segment_bytes,
+                )
+            store = open_memory(self._paths.memory, self._node)
+            check_room(store, len(memory))
+            receipt = write_shared(
+                store,
                 Keys(),
-                upload.attempt,
-                upload.slices,
-                memory,
+                *what,
                 segment_bytes=self._segment_bytes,
                 # Holders hand whole blocks round: they check them, and pass over bad ones.
-                piece_bytes=PIECE_BYTES if upload.place == "store" else None,
+                piece_bytes=None,
             )
-
-    def _open(self, upload: Upload, needed_bytes: int) -> Store:
-        if upload.place == "store":
-            return open_store(self._paths.checkpoints)
-        store = open_memory(self._paths.memory, self._node)
-        check_room(store, needed_bytes)
-        return store
+            return Written(receipt=receipt, parts={})
 
 
 def hand_in(

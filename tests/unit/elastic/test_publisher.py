@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from checkpointing import (
     Attempt,
     CheckpointConfig,
     Keys,
     Receipt,
+    SliceError,
     TensorSlice,
     list_steps,
     open_store,
@@ -46,6 +49,27 @@ def test_a_save_that_lacks_a_part(tmp_path: Path) -> None:
     assert list_steps(open_store(paths.checkpoints), Keys()) == [8]
     assert publisher.lost == {4: 1, 6: 1}
     assert publisher.saved(8) and not publisher.saved(4)
+
+
+def test_what_the_next_save_may_refer_to(tmp_path: Path) -> None:
+    paths = RunPaths(root=tmp_path)
+    publisher = Publisher(paths, CheckpointConfig(), versions={}, newest=2)
+
+    async def play() -> None:
+        assert await publisher.newest() is None, "what an earlier start wrote, nobody here knows"
+        await publisher.take(part(paths, 0, 4), {}, WRITERS)
+        assert await publisher.newest() is None
+        await publisher.take(part(paths, 1, 4), {}, WRITERS)
+        assert await publisher.newest() == (4, 1)
+        with pytest.raises(SliceError):
+            await publisher.take(part(paths, 0, 6), {}, 1)
+        assert await publisher.newest() is None
+        await publisher.take(part(paths, 0, 8), {}, WRITERS)
+        await publisher.take(part(paths, 1, 8), {}, WRITERS)
+        publisher.forget(8)
+        assert await publisher.newest() is None
+
+    asyncio.run(play())
 
 
 def test_one_writer_is_enough_where_there_is_one(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from trainer.config import ParallelConfig, TrainConfig
 from trainer.data import DataConfig
 from trainer.errors import ConfigError
 from trainer.models.hf import ModelConfig
-from trainer.task import CausalLM, CustomTask, PreparedCausalLM, default_cache_dir, model_table
+from trainer.state import state_table
+from trainer.task import CausalLM, CustomTask, PreparedCausalLM, default_cache_dir
 
 SETTINGS: dict[str, Any] = {
     "hidden_size": 16,
@@ -361,7 +362,10 @@ def test_a_custom_model_with_tied_parameters_keeps_them_tied() -> None:
     assert model.table is model.again
     assert model.table.tolist() == [0, 1]
     assert model(torch.ones(3, 2, 4, device="meta")).shape == (3, 2, 4)
-    assert set(model_table(task, 0)) == {name for name, _ in plain.named_parameters()}
+    table = state_table(task.build(0)[0])
+    assert {name.split("/", 1)[1] for name in table} == {
+        name for name, _ in plain.named_parameters()
+    }
 
 
 def test_a_frozen_parameter_stays_frozen() -> None:
@@ -385,18 +389,23 @@ def test_a_custom_task_passes_on_its_loss_and_data() -> None:
     assert custom().eval_data() is None
 
 
-def test_the_table_of_a_model_names_shapes_and_types(prepared: PreparedCausalLM) -> None:
-    assert model_table(custom(), 0) == {
-        "linear.weight": ((2, 3), "float32"),
-        "linear.bias": ((2,), "float32"),
-        "norm.weight": ((2,), "float32"),
-        "norm.bias": ((2,), "float32"),
+def test_the_table_of_a_state_names_shapes_and_types(prepared: PreparedCausalLM) -> None:
+    def frozen_bias() -> nn.Module:
+        model = nn.Linear(3, 2)
+        model.bias.requires_grad_(False)
+        return model
+
+    assert state_table(custom(build_model=frozen_bias).build(0)[0]) == {
+        "param/weight": ((2, 3), "float32"),
+        "exp_avg/weight": ((2, 3), "float32"),
+        "exp_avg_sq/weight": ((2, 3), "float32"),
+        "param/bias": ((2,), "float32"),
     }
-    table = model_table(prepared, 0)
-    assert table["model.embed_tokens.weight"] == ((320, 16), "float32")
-    assert sum(int(np.prod(shape)) for shape, _ in table.values()) == prepared.info["parameters"]
+    table = state_table(prepared.build(0)[0])
+    assert table["param/model.embed_tokens.weight"] == ((320, 16), "float32")
+    assert sum(int(np.prod(s)) for s, _ in table.values()) == 3 * prepared.info["parameters"]
     half = custom(build_model=lambda: nn.Linear(3, 1).bfloat16())
-    assert model_table(half, 0)["bias"] == ((1,), "bfloat16")
+    assert state_table(half.build(0)[0])["param/bias"] == ((1,), "bfloat16")
 
 
 def test_prepared_data_lies_beside_the_runs() -> None:

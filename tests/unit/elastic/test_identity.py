@@ -1,0 +1,150 @@
+"""Which checkpoints in its store a run goes on from."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoint import KEYS, write_state
+
+from checkpointing import (
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    TensorSlice,
+    load_manifest,
+    open_store,
+)
+from elastic.identity import RunIdentity, check_model, check_own, identify, newest_own
+from elastic.records import RunPaths
+from elastic.restoring import is_damage, open_checkpoint, open_own
+from elastic.resume import check_found, find_origin, set_others_aside
+from trainer.errors import ConfigError
+
+WEIGHT, WIDER = torch.ones(4, 3), torch.ones(4, 5)
+
+
+def state(weight: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    moments = {f"{kind}/w": torch.zeros_like(weight) for kind in ("exp_avg", "exp_avg_sq")}
+    return {"param/w": weight, **moments, **more}
+
+
+def table(tensors: dict[str, torch.Tensor]) -> Any:
+    return {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
+
+
+def save(paths: RunPaths, step: int, run: str | None, weight: torch.Tensor = WEIGHT) -> None:
+    marks = {} if run is None else {"run": {"name": f"run {run}", "id": run}}
+    write_state(open_store(paths.checkpoints), state(weight), step=step, state=marks)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(root=tmp_path / "run")
+
+
+def test_an_identity_stays_also_where_the_directory_is_renamed(paths: RunPaths) -> None:
+    made = identify(paths)
+    assert made == identify(paths) and made.origins == ()
+    moved = RunPaths(root=paths.root.with_name("other"))
+    paths.root.rename(moved.root)
+    assert identify(moved) == made
+    assert identify(paths) != made
+
+
+def test_a_copy_of_checkpoints_is_a_fork(paths: RunPaths) -> None:
+    save(paths, 2, "a")
+    save(paths, 4, "b")
+    save(paths, 6, None)
+    forked = RunPaths(root=paths.root.with_name("fork"))
+    shutil.copytree(paths.root / "checkpoints", forked.root / "checkpoints")
+    identity = identify(forked)
+    assert identity.origins == ("a", "b") and identity.id not in ("a", "b")
+    for step in (2, 4, 6):
+        check_own(load_manifest(open_store(forked.checkpoints), KEYS, step), identity, None)
+
+
+def test_another_runs_checkpoint_is_passed_over(paths: RunPaths) -> None:
+    identity = identify(paths)
+    save(paths, 2, identity.id)
+    save(paths, 4, None)
+    save(paths, 6, "stranger")
+    found, passed = newest_own(paths, identity)
+    assert found is not None and found.step == 4, "an imported one is anybody's"
+    assert isinstance(passed, CorruptError)
+    key, mine = KEYS.commit(6), identity.id
+    assert str(passed).startswith(f"{key}: run: it was written by run 'run stranger' with id ")
+    assert mine in str(passed)
+    set_others_aside(paths, found)
+    assert open_store(paths.checkpoints).list("m/")[-1] == f"{key}.unreadable", "nothing is lost"
+
+
+def test_another_models_checkpoint_is_passed_over(paths: RunPaths) -> None:
+    identity = identify(paths)
+    save(paths, 2, identity.id)
+    save(paths, 4, identity.id, WIDER)
+    found, passed = newest_own(paths, identity, table(state(WEIGHT)))
+    assert found is not None and found.step == 2
+    assert isinstance(passed, IncompatibleError) and passed.count == 3
+    for name in ("exp_avg/w", "exp_avg_sq/w", "param/w"):
+        assert f"'{name}': float32 [4, 5]" in str(passed)
+    assert "float32 [4, 3] in the model" in str(passed) and "step 4" in str(passed)
+
+
+@pytest.mark.parametrize(
+    ("run", "weight", "fact"),
+    [("mine", WIDER, r"another model.*exp_avg/w.*\[4, 5\]"), ("stranger", WEIGHT, "run stranger")],
+)
+def test_with_nothing_else_to_go_on_from_the_run_does_not_begin(
+    paths: RunPaths, run: str, weight: torch.Tensor, fact: str
+) -> None:
+    save(paths, 2, run, weight)
+    origin = find_origin(paths, RunIdentity(id="mine"), None, table(state(WEIGHT)))
+    assert origin.manifest is None
+    with pytest.raises(ConfigError, match=rf"run_config\.name = 'run': .*{fact}") as raised:
+        check_found(paths, "auto", origin)
+    assert "resume='never'" in str(raised.value)
+
+
+@pytest.mark.parametrize(("run", "weight"), [("mine", WIDER), ("stranger", WEIGHT)])
+def test_a_worker_refuses_it_as_it_would_a_damaged_one(
+    paths: RunPaths, run: str, weight: torch.Tensor
+) -> None:
+    """So the coordinator sets it aside, and the next roster goes on from the one before."""
+    save(paths, 2, "mine")
+    save(paths, 4, run, weight)
+    parts = {
+        name: TensorSlice(name, tuple(t.shape), "float32", (0, 0), (2, 3))
+        for name, t in state(WEIGHT).items()
+    }
+    job: Any = SimpleNamespace(paths=paths, identity=RunIdentity(id="mine"))
+    engine: Any = SimpleNamespace(state=SimpleNamespace(slices=lambda: parts))
+    reader, _ = open_own(job, engine, open_checkpoint, 2, "node")
+    assert reader.manifest.step == 2
+    with pytest.raises(CheckpointError) as raised:
+        open_own(job, engine, open_checkpoint, 4, "node")
+    assert is_damage(raised.value)
+
+
+def test_moments_of_what_is_frozen_now_do_not_count(paths: RunPaths) -> None:
+    """As where all of an imported model was trained, or none: they were made for everything."""
+    save(paths, 2, None)
+    manifest = load_manifest(open_store(paths.checkpoints), KEYS, 2)
+    frozen = table({"param/w": WEIGHT})
+    check_model(manifest, frozen)
+    with pytest.raises(IncompatibleError, match="absent in the model"):
+        check_model(manifest, {})
+    more = table({"param/w": WEIGHT, "param/v": WEIGHT})
+    with pytest.raises(IncompatibleError, match=r"'param/v': absent in .*, float32 \[4, 3\] in"):
+        check_model(manifest, more)
+
+
+def test_what_was_frozen_then_cannot_be_trained_now(paths: RunPaths) -> None:
+    write_state(open_store(paths.checkpoints), {"param/w": WEIGHT}, step=2)
+    manifest = load_manifest(open_store(paths.checkpoints), KEYS, 2)
+    with pytest.raises(IncompatibleError, match=r"'exp_avg/w': absent .* \(2 tensors differ\)"):
+        check_model(manifest, table(state(WEIGHT)))
