@@ -91,7 +91,7 @@ class Uploader:
         """
         step = upload.attempt.step
         try:
-            receipt = self._write(upload)
+            receipt = self.write_part(upload)
         except CopyGoneError as error:
             log.warning("step %d is not saved: %s", step, error)
             return None  # the worker died, or has given up: nobody waits for this
@@ -103,7 +103,13 @@ class Uploader:
         ask(method, *args)
         return receipt
 
-    def _write(self, upload: Upload) -> Receipt:
+    def write_part(self, upload: Upload) -> Receipt:
+        """Writes a part and tells nobody.
+
+        Raises:
+            CopyGoneError: the copy is gone.
+            CheckpointError: it could not be written.
+        """
         with open_copy(upload.pid, upload.fd, upload.number) as memory:
             return write_shared(
                 self._open(upload, len(memory)),
