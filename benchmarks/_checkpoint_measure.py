@@ -236,14 +236,22 @@ def _resident(pid: int, *, shared: bool) -> int:
     return sum(int(words[1]) * 1024 for words in lines if words and words[0] in kinds)
 
 
-def checksum_share(bench: Bench) -> tuple[float, float]:
-    """CPU time that a save's checksums take in the uploader, and that of all it does."""
-    bench.crew.tell_uploader("plain", "count")
-    save_ours(bench)
-    bench.crew.tell_uploader("plain", "counted")
-    ((checksums_s, cpu_s),) = bench.crew.hear_uploader("plain")
-    bench.forget()
-    return checksums_s, cpu_s
+def without_checksums(bench: Bench) -> dict[str, float]:
+    """A save with checksums and one without: seconds, and CPU seconds of the uploader."""
+    numbers = {}
+    for name, on in (("without", False), ("with", True)):
+        bench.crew.tell_uploader("plain", "checksums", on)
+        before_s = _uploader_cpu_s(bench)
+        numbers[f"{name}_s"] = save_ours(bench).total_s
+        numbers[f"{name}_cpu_s"] = _uploader_cpu_s(bench) - before_s
+        bench.forget()
+    return numbers
+
+
+def _uploader_cpu_s(bench: Bench) -> float:
+    bench.crew.tell_uploader("plain", "cpu")
+    (cpu_s,) = bench.crew.hear_uploader("plain")
+    return float(cpu_s)
 
 
 def bytes_written(bench: Bench, replicas: int) -> float:

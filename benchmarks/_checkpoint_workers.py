@@ -327,50 +327,36 @@ def _plan(config: S3Config, upload: Upload) -> Setting:
     return Setting(open_s=opened_s - begun_s, plan_s=time.monotonic() - planned_s)
 
 
-class _TimedChecksums:
-    """Counts the time that goes into CRC32s, in the thread that makes them."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def crc32(self, data: Any, value: int = 0) -> int:
-        begun_s = time.thread_time()
-        crc = zlib.crc32(data, value)
-        self.seconds.append(time.thread_time() - begun_s)
-        return crc
-
-
-@contextlib.contextmanager
-def _timed_checksums() -> Iterator[_TimedChecksums]:
-    timed = _TimedChecksums()
+def _checksums(on: bool) -> None:
+    """Makes every CRC32 of the writing path 0 from now on, or what it is."""
+    plain: Any = zlib if on else _NoChecksums
     modules: list[Any] = [segment, upload_module]
     for module in modules:
-        module.zlib = timed
-    try:
-        yield timed
-    finally:
-        for module in modules:
-            module.zlib = zlib
+        module.zlib = plain
+
+
+class _NoChecksums:
+    """In the place of zlib."""
+
+    @staticmethod
+    def crc32(data: Any, value: int = 0) -> int:
+        return 0
 
 
 def run_uploader(config: S3Config, uploads: Any, receipts: Any) -> None:
     """An uploader's process: writes what comes, answers with receipts, ends with None."""
     os.environ.update(CREDENTIALS)
     uploader = Uploader(None, RunPaths(root=Path("/none"), store=config), "", 512 << 20)
-    with contextlib.ExitStack() as counting, ThreadPoolExecutor(MOST_CALLS) as pool:
-        timed: _TimedChecksums | None = None
-        cpu_s = 0.0
+    with ThreadPoolExecutor(MOST_CALLS) as pool:
         while (order := uploads.get()) is not None:
             if isinstance(order, Upload):
                 pool.submit(_write, uploader, order, receipts)
             elif order[0] == "plan":
                 receipts.put(_plan(config, order[1]))
-            elif order == "count":
-                timed, cpu_s = counting.enter_context(_timed_checksums()), _cpu_s()
-            elif order == "counted":
-                assert timed is not None
-                counting.close()
-                receipts.put((sum(timed.seconds), _cpu_s() - cpu_s))
+            elif order[0] == "checksums":
+                _checksums(order[1])
+            elif order[0] == "cpu":
+                receipts.put(_cpu_s())
 
 
 def _write(uploader: Uploader, upload: Upload, receipts: Any) -> None:
@@ -441,7 +427,7 @@ class Crew(contextlib.AbstractContextManager["Crew"]):
             raise RuntimeError(f"a worker has not answered within {TIMEOUT_S:g} s")
         return orders.recv()
 
-    def tell_uploader(self, store: str, order: str) -> None:
+    def tell_uploader(self, store: str, *order: Any) -> None:
         """Has an uploader do something."""
         self._uploads[store].put(order)
 

@@ -2,7 +2,8 @@
 
 Every request carries the CRC32 of its bytes, computed here, and S3 refuses others; a multipart
 object's own checksum is made of those of its parts. Both kinds can be repeated: a mark in the
-object's metadata tells whether the object that is there is the one of this upload.
+object's metadata tells whether the object that is there is the one of this upload. The bytes go
+from where they lie to the socket and are copied nowhere.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def upload(client: S3Client, key: str, chunks: Iterable[bytes | memoryview]) -> 
     """
     deadline = client.deadline()
     parts = gather(chunks, client.config.part_bytes)
-    first = next(parts, bytearray())
+    first = next(parts, Part())
     if len(first) < client.config.part_bytes:
         client.ask(
             "put_object",
@@ -46,32 +47,74 @@ def upload(client: S3Client, key: str, chunks: Iterable[bytes | memoryview]) -> 
             deadline,
             nothing,
             Body=first,
-            **checksum(first),
+            **checksum(first.crc32),
             **client.encryption(),
         )
         return len(first)
     return _Multipart.begin(client, key, deadline).run(first, parts)
 
 
-def gather(chunks: Iterable[bytes | memoryview], part_bytes: int) -> Iterator[bytearray]:
-    """A stream as buffers of `part_bytes`; the last one may be shorter."""
-    part = bytearray()
+class Part:
+    """A stretch of an object, as the pieces of memory that it lies in; a file to boto3.
+
+    One piece is read at a time, however little is asked for: urllib3 asks for 16 KiB and sends
+    what it gets, and thousands of small sends would take longer than a copy.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[memoryview] = []
+        self._next = self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, piece: memoryview) -> None:
+        """Takes a piece, which must not change from now on."""
+        self._pieces.append(piece)
+        self._size += len(piece)
+
+    @property
+    def crc32(self) -> int:
+        """Of all bytes."""
+        crc = 0
+        for piece in self._pieces:
+            crc = zlib.crc32(piece, crc)
+        return crc
+
+    def read(self, _: int = -1) -> memoryview | bytes:
+        """The next piece; nothing at the end."""
+        if self._next == len(self._pieces):
+            return b""
+        self._next += 1
+        return self._pieces[self._next - 1]
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Back to the beginning, which is what is asked for before another try."""
+        if offset or whence:
+            raise OSError("a part is sent from its beginning")
+        self._next = 0
+        return 0
+
+
+def gather(chunks: Iterable[bytes | memoryview], part_bytes: int) -> Iterator[Part]:
+    """A stream as parts of `part_bytes`; the last one may be shorter."""
+    part = Part()
     for chunk in chunks:
         data = memoryview(chunk).cast("B")
         while len(data):
             room = part_bytes - len(part)
-            part += data[:room]
+            part.add(data[:room])
             data = data[room:]
             if len(part) == part_bytes:
                 yield part
-                part = bytearray()
-    if part:
+                part = Part()
+    if len(part):
         yield part
 
 
-def checksum(body: bytes | bytearray) -> dict[str, str]:
+def checksum(crc32: int) -> dict[str, str]:
     """Arguments by which S3 checks the body that it gets, and keeps the checksum for readers."""
-    crc = zlib.crc32(body).to_bytes(4, "big")
+    crc = crc32.to_bytes(4, "big")
     return {"ChecksumAlgorithm": "CRC32", "ChecksumCRC32": base64.b64encode(crc).decode()}
 
 
@@ -102,7 +145,7 @@ class _Multipart:
             client=client, key=key, deadline=deadline, upload_id=answer["UploadId"], mark=mark
         )
 
-    def run(self, first: bytearray, rest: Iterator[bytearray]) -> int:
+    def run(self, first: Part, rest: Iterator[Part]) -> int:
         """Sends all parts and completes the object; whatever goes wrong, no parts stay behind."""
         try:
             sent = self._send_all(first, rest)
@@ -112,9 +155,7 @@ class _Multipart:
             raise
         return sum(size for _, size in sent)
 
-    def _send_all(
-        self, first: bytearray, rest: Iterator[bytearray]
-    ) -> list[tuple[dict[str, Any], int]]:
+    def _send_all(self, first: Part, rest: Iterator[Part]) -> list[tuple[dict[str, Any], int]]:
         threads = self.client.config.upload_threads
         under_way: deque[Future[tuple[dict[str, Any], int]]] = deque()
         sent = []
@@ -127,14 +168,14 @@ class _Multipart:
             sent.extend(future.result() for future in under_way)
         return sent
 
-    def _send(self, number: int, part: bytearray) -> tuple[dict[str, Any], int]:
+    def _send(self, number: int, part: Part) -> tuple[dict[str, Any], int]:
         if number > MAX_PARTS:
             raise StoreError(
                 self.client.where(self.key),
                 f"more than {MAX_PARTS} parts of {self.client.config.part_bytes} bytes; raise "
                 f"S3Config.part_bytes",
             )
-        crc = checksum(part)
+        crc = checksum(part.crc32)
         etag = self.client.ask(
             "upload_part",
             self.key,
