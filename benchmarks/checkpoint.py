@@ -22,8 +22,11 @@ reshard_read_ratio: bytes read by N workers of a checkpoint of M / bytes they ne
 replan_ratio: what the second save sets up before its first byte (plan, buffers, store) / the first.
 throttled_ratio: a save at 20 % of 503s / one without, both through the proxy that answers them.
 peak_extra_bytes_ratio: most memory of workers and uploader beyond the state / bytes of the state;
-    a worker holds its share once (the buffer), an uploader five parts of 32 MiB for each worker.
+    a worker has its share once more (the buffer), and the uploader sends from there.
 peer_heal_store_requests: asked of the server while a replica heals from another.
+
+Of the times, uploads are this machine's CPU time (client, server and kernel share its cores) and
+say what a client costs, not what S3 does; stalls are memory bandwidth. Bytes and requests are exact.
 """
 
 from __future__ import annotations
