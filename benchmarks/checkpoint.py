@@ -26,7 +26,8 @@ peak_extra_bytes_ratio: most memory of workers and uploader beyond the state / b
 peer_heal_store_requests: asked of the server while a replica heals from another.
 
 Of the times, uploads are this machine's CPU time (client, server and kernel share its cores) and
-say what a client costs, not what S3 does; stalls are memory bandwidth. Bytes and requests are exact.
+say what a client costs, not what S3 does; stalls are memory bandwidth. Bytes and requests do not
+depend on the machine.
 """
 
 from __future__ import annotations
