@@ -17,7 +17,10 @@ import re
 from dataclasses import dataclass
 
 BLOCK_BYTES = 4 << 20
-"""Bytes of a segment under one CRC32; a range read is rounded to it."""
+"""Bytes of a segment under one CRC32 of the manifest."""
+
+PIECE_BYTES = 16 << 10
+"""Bytes of a segment under one CRC32 of the table at its end; divides `BLOCK_BYTES`."""
 
 SEGMENT_BYTES = 512 << 20
 """Default bound on the tensor bytes in one segment."""

@@ -17,11 +17,23 @@ from typing import Any
 from checkpointing.boxes import Index, TensorInfo
 from checkpointing.errors import CorruptError
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the manifest's form; a reader refuses one that it does not know."""
 
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
 _SEAL_BYTES = len(b',"sha256":""}') + 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrcTable:
+    """Where a segment has the CRC32s of its pieces: from `begin` to its end."""
+
+    begin: int
+    """First byte of the table, and end of the bytes that it is about."""
+    piece_bytes: int
+    """Bytes under one CRC; divides the segment's `block_bytes`."""
+    crc32: int
+    """CRC32 of the table's own bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +43,13 @@ class Segment:
     key: str
     """Its key in the store."""
     size_bytes: int
-    """Its whole size, header included."""
+    """Its whole size, header and table included."""
     block_bytes: int
     """Bytes under one CRC."""
     crcs: tuple[int, ...]
     """CRC32 of each block; the last block may be short."""
+    table: CrcTable | None = None
+    """For reads of less than a block; None where it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +104,7 @@ class Receipt:
                 SavedSlice(**{**s, "offsets": tuple(s["offsets"]), "sizes": tuple(s["sizes"])})
                 for s in data["slices"]
             ),
-            segments=tuple(Segment(**{**s, "crcs": tuple(s["crcs"])}) for s in data["segments"]),
+            segments=tuple(map(_segment, data["segments"])),
         )
 
 
@@ -166,7 +180,7 @@ class Manifest:
 
 
 def _from_body(body: Mapping[str, Any]) -> Manifest:
-    segments = [Segment(**{**s, "crcs": tuple(s["crcs"])}) for s in body["segments"]]
+    segments = [_segment(s) for s in body["segments"]]
     tables: dict[str, Any] = body["tensors"]
     return Manifest(
         step=body["step"],
@@ -196,6 +210,11 @@ def _from_body(body: Mapping[str, Any]) -> Manifest:
 
 def _row(part: SavedSlice, numbers: Mapping[str, int]) -> list[Any]:
     return [part.offsets, part.sizes, numbers[part.segment], part.begin, part.end]
+
+
+def _segment(data: Mapping[str, Any]) -> Segment:
+    table = None if data["table"] is None else CrcTable(**data["table"])
+    return Segment(**{**data, "crcs": tuple(data["crcs"]), "table": table})
 
 
 def _info(shape: list[int], dtype: str) -> TensorInfo:

@@ -4,7 +4,7 @@
       ├─ _cut             slices above the bound into parts that lie contiguous in memory
       └─ write_parts
            ├─ plan.pack        parts into segments
-           └─ _write_segment   header, then each part's bytes from where they lie, CRCs on the way
+           └─ _write_segment   header, each part's bytes from where they lie, table of their CRCs
 
 Nothing written here can be seen as a checkpoint until `commit` publishes a manifest that names it.
 """
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from checkpointing.boxes import TensorInfo, TensorSlice
 from checkpointing.dtypes import item_bytes
 from checkpointing.errors import SliceError, StoreUnavailableError
-from checkpointing.layout import BLOCK_BYTES, SEGMENT_BYTES, Keys
+from checkpointing.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
 from checkpointing.manifest import Receipt, SavedSlice, Segment
 from checkpointing.plan import pack, row_strides, split_box
-from checkpointing.segment import header, slice_bytes, with_crcs
+from checkpointing.segment import CheckedStream, header, slice_bytes, table_bytes
 from checkpointing.stores import Store
 
 Part = tuple[TensorSlice, Callable[[], memoryview]]
@@ -65,6 +65,7 @@ def write_shared(
     *,
     segment_bytes: int = SEGMENT_BYTES,
     block_bytes: int = BLOCK_BYTES,
+    piece_bytes: int | None = PIECE_BYTES,
 ) -> Receipt:
     """Writes slices that lie in `memory` as `plan_places` has it; durable when it returns.
 
@@ -75,7 +76,9 @@ def write_shared(
         slices: parts of tensors. Empty ones are declared but not written.
         memory: must not change until this returns.
         segment_bytes: bound on the tensor bytes in one segment; a larger slice is cut.
-        block_bytes: bytes of a segment under one CRC32.
+        block_bytes: bytes of a segment under one CRC32 of the manifest.
+        piece_bytes: bytes under one CRC32 of the segment's own table, a divisor of `block_bytes`;
+            None for no table, where whole blocks are cheap to read.
 
     Raises:
         SliceError: a tensor is declared in two ways, or `memory` is too short.
@@ -96,6 +99,7 @@ def write_shared(
         parts,
         segment_bytes=segment_bytes,
         block_bytes=block_bytes,
+        piece_bytes=piece_bytes,
     )
 
 
@@ -119,6 +123,7 @@ def write_parts(
     *,
     segment_bytes: int,
     block_bytes: int,
+    piece_bytes: int | None,
 ) -> Receipt:
     """Writes parts, none above `segment_bytes`, as segments. For arguments see `write_shared`."""
     # Falling element size keeps every tensor aligned in its file; the sort is stable.
@@ -134,8 +139,8 @@ def write_parts(
             index=index,
         )
         mine = [parts[member] for member in members]
-        head = header([part for part, _ in mine])
-        segments.append(_write_segment(store, key, head, mine, block_bytes))
+        head = header([part for part, _ in mine], piece_bytes)
+        segments.append(_write_segment(store, key, head, mine, block_bytes, piece_bytes))
         saved.extend(_locate([part for part, _ in mine], key, len(head)))
     return Receipt(
         rank=attempt.rank,
@@ -181,14 +186,26 @@ def _given(data: memoryview) -> Callable[[], memoryview]:
 
 
 def _write_segment(
-    store: Store, key: str, head: bytes, parts: Sequence[Part], block_bytes: int
+    store: Store,
+    key: str,
+    head: bytes,
+    parts: Sequence[Part],
+    block_bytes: int,
+    piece_bytes: int | None,
 ) -> Segment:
-    crcs: list[int] = []
-    size = store.put(key, with_crcs(_chunks(head, parts, block_bytes), block_bytes, crcs))
+    stream = CheckedStream(_chunks(head, parts, block_bytes), block_bytes, piece_bytes)
+    size = store.put(key, stream)
     wanted = len(head) + sum(slice_bytes(part) for part, _ in parts)
+    wanted += 0 if piece_bytes is None else table_bytes(wanted, piece_bytes)
     if size != wanted:
         raise StoreUnavailableError(key, None, f"the store took {size} of {wanted} bytes")
-    return Segment(key=key, size_bytes=size, block_bytes=block_bytes, crcs=tuple(crcs))
+    return Segment(
+        key=key,
+        size_bytes=size,
+        block_bytes=block_bytes,
+        crcs=stream.block_crcs(),
+        table=stream.table,
+    )
 
 
 def _chunks(head: bytes, parts: Sequence[Part], chunk_bytes: int) -> Iterator[bytes | memoryview]:

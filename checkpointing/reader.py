@@ -1,9 +1,10 @@
 """Reads any part of any tensor, whatever the layout it was saved in.
 
     Reader.read_many
-      ├─ _pieces          each wanted box ∩ each saved slice, cut to spans of bounded length
-      ├─ plan_fetches     spans of one segment into range reads of whole CRC blocks
-      └─ _fetch           read, verify every block, copy each span into its place (a few threads)
+      ├─ _parts           each wanted box ∩ each saved slice, cut to spans of bounded length
+      ├─ plan_reads       spans of one segment into range reads of whole CRC blocks or pieces
+      ├─ CheckedSource    reads and verifies: tables where pieces are read, then the spans
+      └─ _fetch           copies each span into its place (a few threads)
 
 Every byte handed out has passed its CRC32. Nothing is unpickled: bytes become elements, no more.
 """
@@ -23,21 +24,25 @@ import numpy as np
 import torch
 
 from checkpointing.boxes import Box, Index, check_inside, intersect
+from checkpointing.checked import CheckedSource, Checks, block_checks
 from checkpointing.dtypes import item_bytes
 from checkpointing.errors import CorruptError, IncompatibleError, SliceError
 from checkpointing.manifest import Manifest, SavedSlice, Segment
-from checkpointing.plan import Fetch, extent_bytes, plan_fetches, row_strides, split_box
-from checkpointing.segment import first_bad_block
+from checkpointing.plan import Fetch, extent_bytes, plan_reads, row_strides, split_box
 from checkpointing.stores import RangeSource
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 _SPAN_BYTES = 32 << 20
 _FETCH_BYTES = 64 << 20
+_REQUEST_BYTES = 96 << 10
+"""What a range read costs besides its bytes, in bytes: a gap of up to so many is read along. More
+would read more than 1.05 times what a reshard of a small model needs; with less, a quarter of each
+row of 112 KiB would be a request of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Piece:
+class _Part:
     """A part of a saved slice on its way into an output."""
 
     target: int
@@ -51,11 +56,14 @@ class _Piece:
     stop: int
 
 
-_Job = tuple[Segment, Fetch, list[_Piece]]
+_Plan = tuple[Segment, bool, list[Fetch], list[_Part]]
+"""A segment, whether it is read by the pieces of its table, the reads, and what they are for."""
+
+_Job = tuple[Checks, Fetch, list[_Part]]
 
 
 class Reader:
-    """Reads a committed checkpoint. Holds no data, and may be used from several threads.
+    """Reads a committed checkpoint. Keeps no data of it, and may be used from several threads.
 
     Args:
         store: where the checkpoint lies.
@@ -65,14 +73,14 @@ class Reader:
     Raises (every method):
         IncompatibleError: the checkpoint has no such tensor.
         SliceError: a box outside of its tensor.
-        CorruptError: a block failed its CRC twice.
+        CorruptError: a block, a piece or a table failed its CRC twice.
         MissingError: a segment is gone.
         StoreUnavailableError: from the store.
     """
 
     def __init__(self, store: RangeSource, manifest: Manifest, *, threads: int = 8) -> None:
         self.manifest = manifest
-        self._store, self._threads = store, threads
+        self._source, self._threads = CheckedSource(store), threads
 
     def read(self, name: str, offsets: Index, sizes: Index) -> torch.Tensor:
         """One box of one tensor, as a contiguous CPU tensor of shape `sizes`."""
@@ -101,12 +109,16 @@ class Reader:
         else:
             tensors = [self._fitting(box, one) for box, one in zip(wanted, into, strict=True)]
         outputs = [_raw_view(tensor) for tensor in tensors]
-        by_segment: dict[str, list[_Piece]] = defaultdict(list)
+        by_segment: dict[str, list[_Part]] = defaultdict(list)
         for target, box in enumerate(wanted):
-            for key, piece in self._pieces(target, box):
-                by_segment[key].append(piece)
-        jobs = list(self._jobs(by_segment))
+            for key, part in self._parts(target, box):
+                by_segment[key].append(part)
+        plans = [self._plan(key, parts) for key, parts in by_segment.items()]
         with ThreadPoolExecutor(self._threads, thread_name_prefix="checkpoint-read") as pool:
+            checks = pool.map(self._checks, plans)  # tables first, all at once
+            jobs = [
+                job for plan, its in zip(plans, checks, strict=True) for job in _jobs(plan, its)
+            ]
             for _ in pool.map(partial(self._fetch, outputs), jobs):
                 pass  # the first error surfaces here, and cancels what has not begun
         return tensors
@@ -135,7 +147,7 @@ class Reader:
             raise SliceError(box.name, f"{fact}, strides {tensor.stride()}")
         return tensor
 
-    def _pieces(self, target: int, box: Box) -> Iterator[tuple[str, _Piece]]:
+    def _parts(self, target: int, box: Box) -> Iterator[tuple[str, _Part]]:
         size = item_bytes(self.manifest.tensors[box.name].dtype)
         found = 0
         for saved in self.manifest.slices.get(box.name, ()):
@@ -143,8 +155,8 @@ class Reader:
             if shared:
                 found += math.prod(shared[1])
                 block_bytes = self.manifest.segments[saved.segment].block_bytes
-                for piece in _spans(target, box, saved, shared, size, block_bytes):
-                    yield saved.segment, piece
+                for part in _spans(target, box, saved, shared, size, block_bytes):
+                    yield saved.segment, part
         if found != math.prod(box.sizes):
             # Elements that no slice holds would come back as whatever was in memory.
             raise CorruptError(
@@ -152,46 +164,40 @@ class Reader:
                 f"its slices hold {found} of the {math.prod(box.sizes)} elements of {box}",
             )
 
-    def _jobs(self, by_segment: dict[str, list[_Piece]]) -> Iterator[_Job]:
-        for key, pieces in by_segment.items():
-            segment = self.manifest.segments[key]
-            for fetch in plan_fetches(
-                [(piece.start, piece.stop) for piece in pieces],
-                block_bytes=segment.block_bytes,
-                size_bytes=segment.size_bytes,
-                max_bytes=_FETCH_BYTES,
-            ):
-                yield segment, fetch, [pieces[member] for member in fetch.members]
+    def _plan(self, key: str, parts: list[_Part]) -> _Plan:
+        segment = self.manifest.segments[key]
+        by_pieces, fetches = plan_reads(
+            [(part.start, part.stop) for part in parts],
+            segment,
+            max_bytes=_FETCH_BYTES,
+            request_bytes=_REQUEST_BYTES,
+        )
+        return segment, by_pieces, fetches, parts
+
+    def _checks(self, plan: _Plan) -> Checks:
+        segment, by_pieces, *_ = plan
+        if by_pieces and segment.table is not None:
+            return self._source.piece_checks(segment, segment.table)
+        return block_checks(segment)
 
     def _fetch(self, outputs: Sequence[_Array], job: _Job) -> None:
-        segment, fetch, pieces = job
-        data = self._verified(segment, fetch)
-        for piece in pieces:
-            output = outputs[piece.target]
-            (output.reshape(-1) if piece.flat else output)[piece.where] = np.ndarray(
-                piece.sizes,
-                dtype=f"u{piece.item_bytes}",
+        checks, fetch, parts = job
+        data = self._source.read(checks, fetch.start, fetch.stop)
+        for part in parts:
+            output = outputs[part.target]
+            (output.reshape(-1) if part.flat else output)[part.where] = np.ndarray(
+                part.sizes,
+                dtype=f"u{part.item_bytes}",
                 buffer=data,
-                offset=piece.start - fetch.start,
-                strides=piece.strides,
+                offset=part.start - fetch.start,
+                strides=part.strides,
             )
 
-    def _verified(self, segment: Segment, fetch: Fetch) -> bytes:
-        data, bad = self._attempt(segment, fetch)
-        if bad is not None:  # a flip on the way here is cured by reading again, one at rest is not
-            data, bad = self._attempt(segment, fetch)
-        if bad is not None:
-            size = segment.block_bytes
-            byte_range = (bad * size, min((bad + 1) * size, segment.size_bytes))
-            raise CorruptError(segment.key, "its CRC32 differed twice", bad, byte_range)
-        return data
 
-    def _attempt(self, segment: Segment, fetch: Fetch) -> tuple[bytes, int | None]:
-        first = fetch.start // segment.block_bytes
-        crcs = segment.crcs[first : -(-fetch.stop // segment.block_bytes)]
-        data = self._store.get_range(segment.key, fetch.start, fetch.stop - fetch.start)
-        bad = first_bad_block(data, crcs, segment.block_bytes)
-        return data, None if bad is None else first + bad
+def _jobs(plan: _Plan, checks: Checks) -> Iterator[_Job]:
+    _, _, fetches, parts = plan
+    for fetch in fetches:
+        yield checks, fetch, [parts[member] for member in fetch.members]
 
 
 def _spans(
@@ -201,8 +207,8 @@ def _spans(
     shared: tuple[Index, Index],
     size: int,
     block_bytes: int,
-) -> Iterator[_Piece]:
-    """What a box shares with a saved slice, as pieces whose blocks are all needed."""
+) -> Iterator[_Part]:
+    """What a box shares with a saved slice, as parts with no gap that a read would not bridge."""
     strides = row_strides(saved.sizes, size)
     if shared[1][1:] == saved.sizes[1:] == box.sizes[1:] and strides and saved.begin % size == 0:
         yield from _runs(target, box, saved, shared, size, block_bytes)
@@ -212,14 +218,14 @@ def _spans(
         strides,
         item_bytes=size,
         max_bytes=_SPAN_BYTES,
-        max_stride_bytes=block_bytes,
+        max_stride_bytes=min(block_bytes, _REQUEST_BYTES),
     ):
         start = saved.begin + sum(
             (at - base) * stride
             for at, base, stride in zip(offsets, saved.offsets, strides, strict=True)
         )
         into = zip(offsets, box.offsets, sizes, strict=True)
-        yield _Piece(
+        yield _Part(
             target=target,
             flat=False,
             where=tuple(slice(at - base, at - base + n) for at, base, n in into),
@@ -238,7 +244,7 @@ def _runs(
     shared: tuple[Index, Index],
     size: int,
     block_bytes: int,
-) -> Iterator[_Piece]:
+) -> Iterator[_Part]:
     """As `_spans`, of whole rows: one run of bytes there and here, so it is cut where blocks end.
     Cut between rows, the block there would be read with both parts."""
     (first, *_), (rows, *rest) = shared
@@ -248,7 +254,7 @@ def _runs(
     step = max(1, _SPAN_BYTES // block_bytes) * block_bytes
     cuts = [begin, *range((begin // step + 1) * step, begin + rows * row, step), begin + rows * row]
     for start, stop in itertools.pairwise(cuts):
-        yield _Piece(
+        yield _Part(
             target=target,
             flat=True,
             where=(slice((start + moved) // size, (stop + moved) // size),),

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpointing.boxes import Index
-from checkpointing.layout import BLOCK_BYTES
 from checkpointing.plan import row_strides
 
 WHOLE_BYTES = 1 << 20
 """A box of up to so many bytes is not cut."""
 
-LEAST_BYTES = 32 * BLOCK_BYTES
-"""Least that is worth a reader of its own. Where two shares meet, a CRC block is read by both: so
-that is at most one byte in 32."""
+LEAST_BYTES = 16 << 20
+"""Least that is worth a reader of its own. Where two shares meet, both read a CRC piece and the
+table of the segment, 1/4096 of it: with segments of 512 MiB at most one byte in 50."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@
       ├─ coverage    the slices cover every element of every tensor exactly once
       ├─ bounds      every slice has the bytes that its shape needs, inside its segment
       ├─ size        every segment is there, in the size that was written
-      └─ crc32       every block of every segment, headers included
+      ├─ crc32       every block of every segment, headers and tables included
+      └─ table       what every table of CRC32s says; reads of less than a block go by it
 
 Segments are read in chunks by a few threads, so the memory in use is threads × chunk, whatever the
 size of the checkpoint. Nothing stops at the first finding.
@@ -14,6 +15,7 @@ size of the checkpoint. Nothing stops at the first finding.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from checkpointing.errors import CorruptError, MissingError, SliceError, StoreEr
 from checkpointing.layout import Keys
 from checkpointing.manifest import Manifest, SavedSlice, Segment
 from checkpointing.plan import check_coverage
-from checkpointing.segment import first_bad_block
+from checkpointing.segment import crcs_told_by, first_bad_block, table_bytes
 from checkpointing.stores import Store
 
 _CHUNK_BYTES = 16 << 20
@@ -38,7 +40,7 @@ class Finding:
     key: str
     """The object."""
     check: str
-    """What failed: manifest, coverage, bounds, missing, unreadable, size or crc32."""
+    """What failed: manifest, coverage, bounds, missing, unreadable, size, crc32 or table."""
     fact: str
     """How, with the numbers."""
 
@@ -100,6 +102,9 @@ def verify_checkpoint(
         findings += misfits
         sound = manifest.segments.keys() - {finding.key for finding in misfits}
         findings += _check_blocks(store, pool, [s for s in segments if s.key in sound], progress)
+        sound -= {finding.key for finding in findings}
+        told = pool.map(partial(_check_table, store), [s for s in segments if s.key in sound])
+        findings += [found for found in told if found]
     return Verification(step=step, manifest=manifest, findings=tuple(findings))
 
 
@@ -127,8 +132,9 @@ def _misfit(part: SavedSlice, segment: Segment, item_bytes: int) -> str | None:
     needed = math.prod(part.sizes) * item_bytes
     if part.end - part.begin != needed:
         return f"bytes {part.begin} to {part.end} for a slice of {needed} bytes"
-    if not 0 <= part.begin <= part.end <= segment.size_bytes:
-        return f"bytes {part.begin} to {part.end} of a segment of {segment.size_bytes} bytes"
+    end = segment.table.begin if segment.table else segment.size_bytes
+    if not 0 <= part.begin <= part.end <= end:
+        return f"bytes {part.begin} to {part.end} of a segment with tensors up to byte {end}"
     return None
 
 
@@ -137,6 +143,11 @@ def _check_size(store: Store, segment: Segment) -> Finding | None:
     if len(segment.crcs) != wanted_crcs:
         fact = f"{len(segment.crcs)} CRCs for {wanted_crcs} blocks"
         return Finding(key=segment.key, check="bounds", fact=fact)
+    if segment.table is not None:
+        begin, piece_bytes = segment.table.begin, segment.table.piece_bytes
+        if begin + table_bytes(begin, piece_bytes) != segment.size_bytes:
+            fact = f"a table from byte {begin} to {segment.size_bytes}, of pieces of {piece_bytes}"
+            return Finding(key=segment.key, check="bounds", fact=fact)
     try:
         size = store.size(segment.key)
     except MissingError:
@@ -192,3 +203,23 @@ def _check_chunk(store: Store, job: _Job) -> Finding | None:
         check="crc32",
         fact=f"block {first + bad} (bytes {at} to {end}) is not what was written",
     )
+
+
+def _check_table(store: Store, segment: Segment) -> Finding | None:
+    """Compares a table with the CRC32s of the blocks, which its bytes have passed."""
+    table = segment.table
+    if table is None:
+        return None
+    try:
+        data = store.get_range(segment.key, table.begin, segment.size_bytes - table.begin)
+    except StoreError as error:
+        return Finding(key=segment.key, check="unreadable", fact=str(error))
+    if zlib.crc32(data) != table.crc32:
+        fact = f"bytes {table.begin} to {segment.size_bytes} are not the table that was written"
+        return Finding(key=segment.key, check="table", fact=fact)
+    told = crcs_told_by(data, table, segment.block_bytes)
+    if told == segment.crcs:
+        return None
+    bad = [block for block, crc in enumerate(told) if crc != segment.crcs[block]]
+    fact = f"what it says of blocks {bad[:5]} is not what they hold ({len(bad)} of {len(told)})"
+    return Finding(key=segment.key, check="table", fact=fact)

@@ -10,7 +10,7 @@ import torch
 
 from checkpointing.boxes import TensorSlice
 from checkpointing.errors import SliceError
-from checkpointing.layout import BLOCK_BYTES, SEGMENT_BYTES, Keys
+from checkpointing.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
 from checkpointing.manifest import Receipt
 from checkpointing.memory import raw_bytes
 from checkpointing.raw_writer import Attempt, Part, declare, split_slice, write_parts
@@ -28,6 +28,7 @@ def write_slices(
     slices: Sequence[tuple[TensorSlice, torch.Tensor]],
     segment_bytes: int = SEGMENT_BYTES,
     block_bytes: int = BLOCK_BYTES,
+    piece_bytes: int | None = PIECE_BYTES,
 ) -> Receipt:
     """Writes slices as segments; durable when it returns. Called on every rank that has a share.
 
@@ -44,7 +45,8 @@ def write_slices(
         slices: parts of tensors, with CPU tensors of exactly their sizes. Empty parts are declared
             but not written.
         segment_bytes: bound on the tensor bytes in one segment; a larger slice is cut.
-        block_bytes: bytes of a segment under one CRC32.
+        block_bytes: bytes of a segment under one CRC32 of the manifest.
+        piece_bytes: see `write_shared`.
 
     Raises:
         SliceError: a tensor is not what its slice says.
@@ -59,6 +61,7 @@ def write_slices(
         [part for whole in slices for part in _cut(*whole, segment_bytes)],
         segment_bytes=segment_bytes,
         block_bytes=block_bytes,
+        piece_bytes=piece_bytes,
     )
 
 

@@ -92,8 +92,9 @@ def commit_shares(
     versions: dict[str, str] | None = None,
     segment_bytes: int,
     block_bytes: int,
+    piece_bytes: int | None = None,
 ) -> Manifest:
-    """A checkpoint of which each rank writes one of `shares`."""
+    """A checkpoint of which each rank writes one of `shares`; a piece is a block by default."""
     receipts = [
         write_slices(
             store,
@@ -105,6 +106,7 @@ def commit_shares(
             slices=share,
             segment_bytes=segment_bytes,
             block_bytes=block_bytes,
+            piece_bytes=piece_bytes or block_bytes,
         )
         for rank, share in enumerate(shares)
     ]

@@ -29,6 +29,7 @@ from checkpointing import (
     open_store,
     write_shared,
 )
+from checkpointing.layout import PIECE_BYTES
 from elastic.ask import ask
 from elastic.records import RunPaths
 from trainer.commit import Place
@@ -118,6 +119,8 @@ class Uploader:
                 upload.slices,
                 memory,
                 segment_bytes=self._segment_bytes,
+                # Holders hand whole blocks round: they check them, and pass over bad ones.
+                piece_bytes=PIECE_BYTES if upload.place == "store" else None,
             )
 
     def _open(self, upload: Upload, needed_bytes: int) -> Store:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +13,15 @@ from hypothesis import strategies as st
 
 from checkpointing.boxes import Box, TensorInfo, TensorSlice, intersect
 from checkpointing.errors import SliceError
-from checkpointing.plan import check_coverage, pack, plan_fetches, row_strides, split_box
+from checkpointing.manifest import CrcTable, Segment
+from checkpointing.plan import (
+    check_coverage,
+    pack,
+    plan_fetches,
+    plan_reads,
+    row_strides,
+    split_box,
+)
 
 
 def points(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> set[tuple[int, ...]]:
@@ -128,11 +138,13 @@ spans = st.lists(
 )
 
 
-@given(spans, st.integers(1, 16), st.integers(1, 80))
-def test_fetches_hold_their_spans_and_no_needless_block(
-    wanted: list[tuple[int, int]], block: int, bound: int
+@given(spans, st.integers(1, 16), st.integers(1, 80), st.integers(0, 20))
+def test_fetches_hold_their_spans_and_few_needless_blocks(
+    wanted: list[tuple[int, int]], block: int, bound: int, gap: int
 ) -> None:
-    fetches = plan_fetches(wanted, block_bytes=block, size_bytes=200, max_bytes=bound)
+    fetches = plan_fetches(
+        wanted, block_bytes=block, size_bytes=200, max_bytes=bound, gap_bytes=gap
+    )
     assert sorted(m for fetch in fetches for m in fetch.members) == list(range(len(wanted)))
     for fetch in fetches:
         assert fetch.start % block == 0
@@ -140,14 +152,42 @@ def test_fetches_hold_their_spans_and_no_needless_block(
         assert fetch.stop - fetch.start <= bound or len(fetch.members) == 1
         held = [wanted[m] for m in fetch.members]
         assert all(fetch.start <= a and b <= fetch.stop for a, b in held)
-        for at in range(fetch.start, fetch.stop, block):
-            assert any(a < at + block and b > at for a, b in held)
+        needed = [
+            any(a < at + block and b > at for a, b in held)
+            for at in range(fetch.start, fetch.stop, block)
+        ]
+        assert needed[0] and needed[-1]
+        for is_needed, run in itertools.groupby(needed):
+            assert is_needed or len(list(run)) * block <= gap
 
 
 def test_fetches_join_what_touches_and_stop_at_the_bound() -> None:
-    found = plan_fetches(
-        [(8, 12), (0, 3), (4, 5), (30, 31)], block_bytes=4, size_bytes=40, max_bytes=100
-    )
+    plan = functools.partial(plan_fetches, block_bytes=4, size_bytes=40)
+    spans = [(8, 12), (0, 3), (4, 5), (30, 31)]
+    found = plan(spans, max_bytes=100, gap_bytes=15)
     assert [(f.start, f.stop, f.members) for f in found] == [(0, 12, (1, 2, 0)), (28, 32, (3,))]
-    bounded = plan_fetches([(0, 4), (4, 8), (8, 12)], block_bytes=4, size_bytes=40, max_bytes=8)
+    (joined,) = plan(spans, max_bytes=100, gap_bytes=16)
+    assert (joined.start, joined.stop, joined.members) == (0, 32, (1, 2, 0, 3))
+    bounded = plan([(0, 4), (4, 8), (8, 12)], max_bytes=8, gap_bytes=0)
     assert [(f.start, f.stop) for f in bounded] == [(0, 8), (8, 12)]
+
+
+@pytest.mark.parametrize(
+    ("spans", "by_pieces", "read"),
+    [
+        ([(10, 960)], False, [(0, 1000)]),  # all tensors: the table would save nothing
+        ([(10, 150)], True, [(10, 150)]),  # 140 + table of 40 + 2 requests of 15, against 200 + 15
+        ([(10, 160)], False, [(0, 200)]),
+        ([(10, 20), (50, 80)], False, [(0, 100)]),
+        ([(0, 110), (400, 420)], True, [(0, 110), (400, 420)]),
+    ],
+)
+def test_pieces_are_read_where_that_costs_less_than_blocks(
+    spans: list[tuple[int, int]], by_pieces: bool, read: list[tuple[int, int]]
+) -> None:
+    table = CrcTable(begin=960, piece_bytes=10, crc32=0)
+    segment = Segment(key="s", size_bytes=1000, block_bytes=100, crcs=(), table=table)
+    found = plan_reads(spans, segment, max_bytes=2000, request_bytes=15)
+    assert found[0] == by_pieces
+    assert [(fetch.start, fetch.stop) for fetch in found[1]] == read
+    assert not plan_reads(spans, replace(segment, table=None), max_bytes=2000, request_bytes=15)[0]

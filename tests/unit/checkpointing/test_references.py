@@ -125,7 +125,7 @@ def test_what_cannot_be_read_guards_what_it_may_refer_to(store: LocalStore) -> N
     publish(store, 20, unchanged=first)
     publish(store, 30)
     record = store.get(KEYS.commit(20))
-    store.put(KEYS.commit(20), [record.replace(b'"schema":1', b'"schema":9')])
+    store.put(KEYS.commit(20), [record.replace(b'"schema":2', b'"schema":9')])
     delete_checkpoint(store, KEYS, 10)
     store.put(KEYS.commit(20), [record])
     assert sound(store, 20)

@@ -31,8 +31,10 @@ from checkpointing import (
     newest,
     params_sha256,
     tensors_sha256,
+    verify_checkpoint,
 )
 from checkpointing.dtypes import DTYPES
+from checkpointing.segment import TABLE
 from checkpointing.stores.local import LocalStore
 
 KEYS = Keys()
@@ -81,11 +83,24 @@ def save(
     *,
     segment_bytes: int = 1 << 20,
     block_bytes: int = 1 << 16,
+    piece_bytes: int | None = None,
     step: int = 1,
 ) -> Manifest:
     return commit_shares(
-        store, shares, step=step, segment_bytes=segment_bytes, block_bytes=block_bytes
+        store,
+        shares,
+        step=step,
+        segment_bytes=segment_bytes,
+        block_bytes=block_bytes,
+        piece_bytes=piece_bytes,
     )
+
+
+def tensors_in(file: Path) -> dict[str, torch.Tensor]:
+    """What a segment holds besides its table."""
+    held: dict[str, torch.Tensor] = load_file(file)
+    assert held.pop(TABLE).dtype == torch.uint32
+    return held
 
 
 def whole(name: str, tensor: torch.Tensor) -> tuple[TensorSlice, torch.Tensor]:
@@ -118,14 +133,22 @@ tensors = shapes.flatmap(
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    tree=st.dictionaries(names | st.just("__metadata__"), tensors, min_size=1, max_size=5),
+    tree=st.dictionaries(
+        names | st.sampled_from(["__metadata__", TABLE]), tensors, min_size=1, max_size=5
+    ),
     ranks=st.integers(1, 4),
     segment_bytes=st.sampled_from([1, 40, 300, 1 << 20]),
-    block_bytes=st.sampled_from([1, 7, 64, 1 << 20]),
+    grain=st.sampled_from([(1, 1), (7, 7), (64, 64), (64, 4), (1 << 20, 8), (1 << 20, 1 << 16)]),
+    request_bytes=st.sampled_from([1, 16, 1 << 18]),
     seed=st.integers(0, 1000),
 )
 def test_any_layout_to_any_other_is_bitwise_equal(
-    tree: dict[str, dict[str, Any]], ranks: int, segment_bytes: int, block_bytes: int, seed: int
+    tree: dict[str, dict[str, Any]],
+    ranks: int,
+    segment_bytes: int,
+    grain: tuple[int, int],
+    request_bytes: int,
+    seed: int,
 ) -> None:
     rng = random.Random(seed)
     model: dict[str, torch.Tensor] = {}
@@ -138,9 +161,13 @@ def test_any_layout_to_any_other_is_bitwise_equal(
         for offsets, sizes in grid(spec["saved"], shape):
             part = TensorSlice(name, shape, spec["dtype"], offsets, sizes)
             rng.choice(shares).append((part, part_of(model[name], offsets, sizes)))
-    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as root:
+    with (
+        tempfile.TemporaryDirectory(dir=IN_MEMORY) as root,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("checkpointing.reader._REQUEST_BYTES", request_bytes)
         store = LocalStore(root)
-        save(store, shares, segment_bytes=segment_bytes, block_bytes=block_bytes)
+        save(store, shares, segment_bytes=segment_bytes, block_bytes=grain[0], piece_bytes=grain[1])
         manifest = newest(store, KEYS)
         assert manifest is not None
         reader = Reader(store, manifest, threads=2)
@@ -148,7 +175,8 @@ def test_any_layout_to_any_other_is_bitwise_equal(
         for (name, offsets, sizes), got in zip(boxes, reader.read_many(boxes), strict=True):
             assert same_bits(got, part_of(model[name], offsets, sizes))
         assert params_sha256(reader, model) == tensors_sha256(sorted(model.items()))
-        held = [load_file(store.root / key) for key in store.list("d/")]
+        held = [tensors_in(store.root / key) for key in store.list("d/")]
+        assert verify_checkpoint(store, KEYS, 1).findings == ()
         assert sum(t.numel() for file in held for t in file.values()) == sum(
             t.numel() for t in model.values()
         )
@@ -163,7 +191,7 @@ def test_segments_are_bounded_and_open_as_safetensors(tmp_path: Path) -> None:
         [[*(whole(name, t) for name, t in small.items()), whole("big", big)]],
         segment_bytes=1600,
     )
-    files = [load_file(tmp_path / key) for key in made.segments]
+    files = [tensors_in(tmp_path / key) for key in made.segments]
     for file in files:
         assert sum(t.numel() * t.element_size() for t in file.values()) <= 1600
     assert len(files) == 6  # five of two rows each, and all of the small ones in one
@@ -187,7 +215,7 @@ def test_names_that_look_like_parts_do_not_collide(tmp_path: Path) -> None:
     reader = Reader(store, save(store, [parts]))
     assert reader.read_full("w").tolist() == [1.0, 2.0, 3.0]
     assert reader.read_full("w[0:2]").tolist() == [10.0, 20.0, 30.0]
-    (file,) = (load_file(tmp_path / key) for key in store.list("d/"))
+    (file,) = (tensors_in(tmp_path / key) for key in store.list("d/"))
     assert len(file) == 3
 
 
@@ -216,7 +244,8 @@ class Counting(LocalStore):
         return data
 
 
-def test_reads_only_the_blocks_it_needs(tmp_path: Path) -> None:
+def test_reads_only_the_blocks_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("checkpointing.reader._REQUEST_BYTES", 128)
     table = torch.arange(64 * 64, dtype=torch.int64).reshape(64, 64)  # rows of 512 bytes
     made = save(LocalStore(tmp_path), [[whole("t", table)]], block_bytes=256)
     (begin,) = (part.begin for part in made.slices["t"])
@@ -266,7 +295,8 @@ def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
     )
     assert len(made.segments) == 4
     rng = random.Random(5)
-    places = [(key, i) for key in store.list("") for i in range(store.size(key))]
+    ends = {key: segment.table.begin for key, segment in made.segments.items() if segment.table}
+    places = [(key, i) for key in store.list("") for i in range(ends.get(key, store.size(key)))]
     manifest_places = [place for place in places if place[0].startswith("m/")]
     caught = 0
     for key, at in rng.sample(places, 150) + rng.sample(manifest_places, 50):

@@ -8,7 +8,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.layout import BLOCK_BYTES
+from checkpointing.layout import PIECE_BYTES, SEGMENT_BYTES
+from checkpointing.segment import table_bytes
 from checkpointing.shares import LEAST_BYTES, Rows, plan_shares
 
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
@@ -66,6 +67,7 @@ def test_a_gigabyte_is_cut_and_little_is_left_to_one() -> None:
     sizes, items = [(2**14, 2**14), (2**14,)], [4, 4]
     shares = plan_shares(sizes, items, 3)
     assert [sum(bytes_of(p, sizes, items) for p in share) // 2**20 for share in shares] == [341] * 3
-    # One of three may read at most a block too much at each end, and that is to be little.
-    assert LEAST_BYTES >= 20 * BLOCK_BYTES
+    # One of three reads a piece and a table too much at each end, and that is to be little.
+    read_twice = PIECE_BYTES + table_bytes(SEGMENT_BYTES, PIECE_BYTES)
+    assert 2 * read_twice / LEAST_BYTES <= 1 / 50
     assert plan_shares([(1000, 1000)], [4], 3) == [[Rows(box=0, first=0, rows=1000)], [], []]

@@ -155,7 +155,7 @@ def test_every_finding_is_told(store: LocalStore) -> None:
         (lambda raw: raw[:-1], "not a manifest"),
         (lambda raw: raw[: len(raw) // 2], "not a manifest"),
         (lambda raw: b"", "0 bytes that are not a manifest"),
-        (lambda raw: raw.replace(b'"schema":1', b'"schema":2'), "schema 2.* knows 1 only"),
+        (lambda raw: raw.replace(b'"schema":2', b'"schema":3'), "schema 3.* knows 2 only"),
         (lambda raw: raw.replace(b'"step":7', b'"step":8'), "sha256 differs"),
     ],
 )

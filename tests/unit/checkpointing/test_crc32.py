@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import zlib
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointing.crc32 import join_crcs
+
+
+def crcs_of(data: bytes, grain: int) -> tuple[int, ...]:
+    return tuple(zlib.crc32(data[at : at + grain]) for at in range(0, len(data), grain))
+
+
+@given(st.binary(max_size=300), st.integers(1, 20), st.integers(1, 6))
+def test_crcs_of_blocks_from_those_of_pieces(data: bytes, piece: int, pieces: int) -> None:
+    block = piece * pieces
+    assert join_crcs(crcs_of(data, piece), piece, block, len(data)) == crcs_of(data, block)
+
+
+def test_at_the_sizes_of_a_segment() -> None:
+    data = bytes(range(256)) * (9 << 12) + b"end"  # two blocks, one of a MiB and three bytes
+    found = join_crcs(crcs_of(data, 64 << 10), 64 << 10, 4 << 20, len(data))
+    assert found == crcs_of(data, 4 << 20)
+    assert len(found) == 3
