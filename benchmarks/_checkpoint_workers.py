@@ -26,7 +26,7 @@ import torch
 
 from benchmarks._checkpoint_peers import CREDENTIALS, dcp_writer
 from benchmarks._checkpoint_state import make_task
-from checkpointing import Attempt, Keys, S3Config, open_store, raw_writer, segment, write_shared
+from checkpointing import Attempt, Keys, S3Config, open_store, plan_places, segment, write_shared
 from checkpointing.stores import upload as upload_module
 from elastic import ParallelConfig, TrainConfig
 from elastic.nodes.uploader import MOST_CALLS, Upload, Uploader
@@ -319,7 +319,7 @@ def _plan(config: S3Config, upload: Upload) -> Setting:
     begun_s = time.monotonic()
     open_store(config)
     opened_s = time.monotonic()
-    _, size = raw_writer.plan_places(upload.slices)
+    _, size = plan_places(upload.slices)
     memory = memoryview(bytearray(size))
     planned_s = time.monotonic()
     with contextlib.suppress(_Begun):

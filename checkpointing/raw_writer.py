@@ -1,10 +1,8 @@
 """Writes a rank's share of a checkpoint from plain bytes: no torch is needed.
 
     write_shared
-      ├─ _cut             slices above the bound into parts that lie contiguous in memory
-      └─ write_parts
-           ├─ plan.pack        parts into segments
-           └─ _write_segment   header, each part's bytes from where they lie, table of their CRCs
+      ├─ plan_shared      what goes into which segment, planned once (`write_plan.py`)
+      └─ _write_segment   header, each part's bytes from where they lie, table of their CRCs
 
 Nothing written here can be seen as a checkpoint until `commit` publishes a manifest that names it.
 """
@@ -15,18 +13,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from checkpointing.boxes import TensorInfo, TensorSlice
-from checkpointing.dtypes import item_bytes
 from checkpointing.errors import SliceError, StoreUnavailableError
 from checkpointing.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
 from checkpointing.manifest import Receipt, SavedSlice, Segment
-from checkpointing.plan import pack, row_strides, split_box
-from checkpointing.segment import CheckedStream, header, slice_bytes, table_bytes
+from checkpointing.segment import CheckedStream, slice_bytes, table_bytes
 from checkpointing.stores import Store
+from checkpointing.write_plan import SegmentPlan, plan_segments, plan_shared
 
 Part = tuple[TensorSlice, Callable[[], memoryview]]
 """A slice, and what gives its row-major bytes when they are due."""
-
-_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +36,6 @@ class Attempt:
     """The roster that the writer works under."""
     attempt: int = 0
     """Which try at this step in this generation."""
-
-
-def plan_places(slices: Sequence[TensorSlice]) -> tuple[tuple[int, ...], int]:
-    """Where slices lie one behind the other in a buffer, aligned. Pure.
-
-    Returns:
-        The first byte of each, and the bytes of them all.
-    """
-    places, end = [], 0
-    for part in slices:
-        places.append(end)
-        end += -(-slice_bytes(part) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return tuple(places), end
 
 
 def write_shared(
@@ -84,34 +66,23 @@ def write_shared(
         SliceError: a tensor is declared in two ways, or `memory` is too short.
         StoreError: from the store.
     """
-    places, needed = plan_places(slices)
-    if len(memory) < needed:
-        name = slices[-1].name
-        raise SliceError(name, f"{len(memory)} bytes are shared, and the slices take {needed}")
-    parts: list[Part] = []
-    for part, place in zip(slices, places, strict=True):
-        parts += _cut(part, memory[place : place + slice_bytes(part)], segment_bytes)
-    return write_parts(
+    plan = plan_shared(tuple(slices), segment_bytes, piece_bytes)
+    if len(memory) < plan.needed_bytes:
+        fact = f"{len(memory)} bytes are shared, and the slices take {plan.needed_bytes}"
+        raise SliceError(slices[-1].name, fact)
+    reads = [
+        _given(memory[place : place + slice_bytes(part)])
+        for part, place in zip(plan.parts, plan.places, strict=True)
+    ]
+    return _write_planned(
         store,
         keys,
         attempt,
-        declare(slices),
-        parts,
-        segment_bytes=segment_bytes,
+        plan.tensors,
+        [(segment, [reads[member] for member in segment.members]) for segment in plan.segments],
         block_bytes=block_bytes,
         piece_bytes=piece_bytes,
     )
-
-
-def declare(slices: Sequence[TensorSlice]) -> dict[str, TensorInfo]:
-    """The tensors that slices are parts of. Raises SliceError where two of them disagree."""
-    tensors: dict[str, TensorInfo] = {}
-    for part in slices:
-        if tensors.setdefault(part.name, part.info) != part.info:
-            raise SliceError(
-                part.name, f"declared as {tensors[part.name]} and as {part.info} on one rank"
-            )
-    return tensors
 
 
 def write_parts(
@@ -126,11 +97,31 @@ def write_parts(
     piece_bytes: int | None,
 ) -> Receipt:
     """Writes parts, none above `segment_bytes`, as segments. For arguments see `write_shared`."""
-    # Falling element size keeps every tensor aligned in its file; the sort is stable.
-    parts = sorted(parts, key=lambda part: -item_bytes(part[0].dtype))
+    segments = plan_segments([part for part, _ in parts], segment_bytes, piece_bytes)
+    return _write_planned(
+        store,
+        keys,
+        attempt,
+        tensors,
+        [(segment, [parts[member][1] for member in segment.members]) for segment in segments],
+        block_bytes=block_bytes,
+        piece_bytes=piece_bytes,
+    )
+
+
+def _write_planned(
+    store: Store,
+    keys: Keys,
+    attempt: Attempt,
+    tensors: Mapping[str, TensorInfo],
+    planned: Sequence[tuple[SegmentPlan, Sequence[Callable[[], memoryview]]]],
+    *,
+    block_bytes: int,
+    piece_bytes: int | None,
+) -> Receipt:
     saved: list[SavedSlice] = []
     segments: list[Segment] = []
-    for index, members in enumerate(pack([slice_bytes(part) for part, _ in parts], segment_bytes)):
+    for index, (plan, reads) in enumerate(planned):
         key = keys.segment(
             rank=attempt.rank,
             step=attempt.step,
@@ -138,10 +129,9 @@ def write_parts(
             attempt=attempt.attempt,
             index=index,
         )
-        mine = [parts[member] for member in members]
-        head = header([part for part, _ in mine], piece_bytes)
-        segments.append(_write_segment(store, key, head, mine, block_bytes, piece_bytes))
-        saved.extend(_locate([part for part, _ in mine], key, len(head)))
+        mine = list(zip(plan.parts, reads, strict=True))
+        segments.append(_write_segment(store, key, plan.head, mine, block_bytes, piece_bytes))
+        saved.extend(_locate(plan.parts, key, len(plan.head)))
     return Receipt(
         rank=attempt.rank,
         step=attempt.step,
@@ -151,34 +141,6 @@ def write_parts(
         slices=tuple(saved),
         segments=tuple(segments),
     )
-
-
-def split_slice(part: TensorSlice, max_bytes: int) -> Iterator[tuple[tuple[int, ...], TensorSlice]]:
-    """Cuts a slice into parts of at most `max_bytes`, each contiguous in the slice's own memory.
-
-    Yields:
-        Offsets within the slice, and the part. Nothing for an empty slice.
-    """
-    if not slice_bytes(part):
-        return
-    size = item_bytes(part.dtype)
-    for offsets, sizes in split_box(
-        (0,) * len(part.sizes),
-        part.sizes,
-        row_strides(part.sizes, size),
-        item_bytes=size,
-        max_bytes=max_bytes,
-        max_stride_bytes=max_bytes,
-    ):
-        moved = tuple(a + b for a, b in zip(part.offsets, offsets, strict=True))
-        yield offsets, TensorSlice(part.name, part.global_shape, part.dtype, moved, sizes)
-
-
-def _cut(part: TensorSlice, data: memoryview, max_bytes: int) -> Iterator[Part]:
-    strides = row_strides(part.sizes, item_bytes(part.dtype))
-    for offsets, cut in split_slice(part, max_bytes):
-        begin = sum(at * stride for at, stride in zip(offsets, strides, strict=True))
-        yield cut, _given(data[begin : begin + slice_bytes(cut)])
 
 
 def _given(data: memoryview) -> Callable[[], memoryview]:

@@ -1,9 +1,9 @@
 """One object goes up: in one request where it is small, in parts where it is not.
 
-Every request carries the CRC32 of its bytes, computed here, and S3 refuses others; a multipart
-object's own checksum is made of those of its parts. Both kinds can be repeated: a mark in the
-object's metadata tells whether the object that is there is the one of this upload. The bytes go
-from where they lie to the socket and are copied nowhere.
+Every request carries the CRC32 of its bytes, and S3 refuses others; a multipart object's own
+checksum is made of those of its parts. A stream that has CRC32s of its own spares a second pass.
+Both kinds can be repeated: a mark in the object's metadata tells whether the object that is there
+is the one of this upload. The bytes go from where they lie to the socket and are copied nowhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from checkpointing.errors import CheckpointError, StoreError
 from checkpointing.stores.s3_client import Deadline, S3Client, nothing
@@ -54,6 +54,14 @@ def upload(client: S3Client, key: str, chunks: Iterable[bytes | memoryview]) -> 
     return _Multipart.begin(client, key, deadline).run(first, parts)
 
 
+@runtime_checkable
+class Checked(Protocol):
+    """A stream that knows CRC32s of what has passed."""
+
+    def crc32_between(self, start: int, stop: int) -> int | None:
+        """Of bytes that have passed; None where it does not know that one."""
+
+
 class Part:
     """A stretch of an object, as the pieces of memory that it lies in; a file to boto3.
 
@@ -64,6 +72,7 @@ class Part:
     def __init__(self) -> None:
         self._pieces: list[memoryview] = []
         self._next = self._size = 0
+        self._crc32: int | None = None
 
     def __len__(self) -> int:
         return self._size
@@ -73,9 +82,15 @@ class Part:
         self._pieces.append(piece)
         self._size += len(piece)
 
+    def told(self, crc32: int | None) -> None:
+        """Takes the CRC32 of the whole from somebody who knows it."""
+        self._crc32 = crc32
+
     @property
     def crc32(self) -> int:
         """Of all bytes."""
+        if self._crc32 is not None:
+            return self._crc32
         crc = 0
         for piece in self._pieces:
             crc = zlib.crc32(piece, crc)
@@ -98,7 +113,7 @@ class Part:
 
 def gather(chunks: Iterable[bytes | memoryview], part_bytes: int) -> Iterator[Part]:
     """A stream as parts of `part_bytes`; the last one may be shorter."""
-    part = Part()
+    part, begin = Part(), 0
     for chunk in chunks:
         data = memoryview(chunk).cast("B")
         while len(data):
@@ -106,10 +121,17 @@ def gather(chunks: Iterable[bytes | memoryview], part_bytes: int) -> Iterator[Pa
             part.add(data[:room])
             data = data[room:]
             if len(part) == part_bytes:
-                yield part
-                part = Part()
+                yield _checked(part, begin, chunks)
+                part, begin = Part(), begin + part_bytes
     if len(part):
-        yield part
+        yield _checked(part, begin, chunks)
+
+
+def _checked(part: Part, begin: int, chunks: Iterable[bytes | memoryview]) -> Part:
+    """Called when the stream has given the part's last byte."""
+    if isinstance(chunks, Checked):
+        part.told(chunks.crc32_between(begin, begin + len(part)))
+    return part
 
 
 def checksum(crc32: int) -> dict[str, str]:

@@ -4,12 +4,14 @@ after a try that failed."""
 from __future__ import annotations
 
 import base64
+import dataclasses
 import zlib
+from collections.abc import Iterator
 
 import pytest
 from fakes.s3_faults import FaultServer
 
-from checkpointing import Store
+from checkpointing import CorruptError, S3Config, Store, open_store
 from checkpointing.stores.upload import Part, gather
 
 MIB = 1 << 20
@@ -29,6 +31,28 @@ def test_parts_are_views_of_what_was_given() -> None:
     memory[8192] ^= 1
     parts[2].seek(0)
     assert bytes(parts[2].read(1))[0] == memory[8192], "nothing was copied"
+
+
+class Told:
+    """A stream that knows the CRC32 of everything, rightly or not."""
+
+    def __init__(self, data: bytes, wrong: int) -> None:
+        self._data, self._wrong = data, wrong
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield self._data
+
+    def crc32_between(self, start: int, stop: int) -> int:
+        return zlib.crc32(self._data[start:stop]) ^ self._wrong
+
+
+@pytest.mark.parametrize("size", [MIB, 12 * MIB], ids=["put", "part"])
+def test_crcs_that_the_stream_knows_are_what_s3_checks(config: S3Config, size: int) -> None:
+    store = open_store(dataclasses.replace(config, timeout_s=0.3))
+    data = bytes(range(256)) * (size // 256)
+    assert store.put("x", Told(data, 0)) == size and store.get("x") == data
+    with pytest.raises(CorruptError):
+        store.put("x", Told(data, 1))
 
 
 def test_a_part_is_sent_from_its_beginning_only() -> None:
