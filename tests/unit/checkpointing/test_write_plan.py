@@ -1,4 +1,4 @@
-"""A writer plans once: equal slices, as they come from another process, find the plan made before."""
+"""A writer plans once: equal slices that come from another process find the plan made before."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_equal_slices_are_planned_once() -> None:
 def test_parts_are_where_their_slice_lies_and_each_is_in_one_segment() -> None:
     plan = plan_shared(slices(), 1000, None)
     assert plan.needed_bytes == 2048 + 4032  # 2,000 and 4,000 bytes, in steps of 64
-    assert [place for place in plan.places] == [0, 1000, 2048, 3048, 4048, 5048]
+    assert list(plan.places) == [0, 1000, 2048, 3048, 4048, 5048]
     assert sorted(m for segment in plan.segments for m in segment.members) == list(range(6))
     assert [segment.parts[0].dtype for segment in plan.segments] == ["float32"] * 4 + [
         "bfloat16"
