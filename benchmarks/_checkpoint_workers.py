@@ -8,6 +8,7 @@ tensors from the same workers.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import multiprocessing
 import os
 import queue
@@ -26,7 +27,7 @@ import torch
 
 from benchmarks._checkpoint_peers import CREDENTIALS, dcp_writer
 from benchmarks._checkpoint_state import make_task
-from checkpointing import Attempt, Keys, S3Config, open_store, raw_writer, segment, write_shared
+from checkpointing import Attempt, Keys, S3Config, open_store, plan_places, segment, write_shared
 from checkpointing.stores import upload as upload_module
 from elastic import ParallelConfig, TrainConfig
 from elastic.nodes.uploader import MOST_CALLS, Upload, Uploader
@@ -319,8 +320,8 @@ def _plan(config: S3Config, upload: Upload) -> Setting:
     begun_s = time.monotonic()
     open_store(config)
     opened_s = time.monotonic()
-    _, size = raw_writer.plan_places(upload.slices)
-    memory = memoryview(bytearray(size))
+    _, size = plan_places(upload.slices)
+    memory = memoryview(mmap.mmap(-1, size))  # nothing of it is touched, so it takes no memory
     planned_s = time.monotonic()
     with contextlib.suppress(_Begun):
         write_shared(_Nothing(), Keys(), upload.attempt, upload.slices, memory)  # type: ignore[arg-type]
