@@ -237,7 +237,8 @@ def _resident(pid: int, *, shared: bool) -> int:
 
 
 def without_checksums(bench: Bench) -> dict[str, float]:
-    """A save with checksums and one without: seconds, and CPU seconds of the uploader."""
+    """A save with checksums and one without: seconds, and CPU seconds of the uploader; and their
+    share of both."""
     numbers = {}
     for name, on in (("without", False), ("with", True)):
         bench.crew.tell_uploader("plain", "checksums", on)
@@ -245,6 +246,8 @@ def without_checksums(bench: Bench) -> dict[str, float]:
         numbers[f"{name}_s"] = save_ours(bench).total_s
         numbers[f"{name}_cpu_s"] = _uploader_cpu_s(bench) - before_s
         bench.forget()
+    numbers["share"] = 1 - numbers["without_s"] / numbers["with_s"]
+    numbers["share_of_cpu"] = 1 - numbers["without_cpu_s"] / numbers["with_cpu_s"]
     return numbers
 
 

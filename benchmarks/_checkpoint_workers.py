@@ -8,6 +8,7 @@ tensors from the same workers.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import multiprocessing
 import os
 import queue
@@ -320,7 +321,7 @@ def _plan(config: S3Config, upload: Upload) -> Setting:
     open_store(config)
     opened_s = time.monotonic()
     _, size = plan_places(upload.slices)
-    memory = memoryview(bytearray(size))
+    memory = memoryview(mmap.mmap(-1, size))  # nothing of it is touched, so it takes no memory
     planned_s = time.monotonic()
     with contextlib.suppress(_Begun):
         write_shared(_Nothing(), Keys(), upload.attempt, upload.slices, memory)  # type: ignore[arg-type]
