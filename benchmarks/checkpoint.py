@@ -163,9 +163,11 @@ def run_rounds(
     stalls: list[tuple[float, float]] = []
     with twenty_percent(bench):
         for number in range(rounds + 1):
-            found = {name: measure(bench, name) for name in SYSTEMS}
+            found = {}
+            for name in SYSTEMS:
+                found[name] = measure(bench, name)
+                say(f"round {number}: {name} {found[name].total_s:.2f} s")
             copies = [hold(bench) for _ in range(COPIES)]
-            say(f"round {number}: " + ", ".join(f"{k} {v.total_s:.2f} s" for k, v in found.items()))
             if number:
                 stalls += copies
                 for name, saved in found.items():
