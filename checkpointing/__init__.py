@@ -55,7 +55,7 @@ from checkpointing.interval import estimate_mtbf, plan_interval
 from checkpointing.layout import Keys
 from checkpointing.manifest import Manifest, Receipt, Segment
 from checkpointing.plan import check_coverage
-from checkpointing.raw_writer import Attempt, plan_places, write_shared
+from checkpointing.raw_writer import Attempt, write_shared
 from checkpointing.retention import (
     delete_checkpoint,
     plan_retention,
@@ -72,6 +72,7 @@ from checkpointing.survey import Survey, Surveyor
 from checkpointing.unchanged import KnownPart, Written, write_changed
 from checkpointing.verified import note_verified, verified_at
 from checkpointing.verify import Finding, Verification, verify_checkpoint
+from checkpointing.write_plan import plan_places
 from checkpointing.writers import plan_writers
 
 if TYPE_CHECKING:

@@ -26,6 +26,12 @@ def join_crcs(
     return tuple(_joined(pieces[first : first + each]) for first in range(0, len(pieces), each))
 
 
+def join_all(crcs: Sequence[int], piece_bytes: int, size_bytes: int) -> int:
+    """The CRC32 of `size_bytes` from those of its pieces, of which the last may be short."""
+    (crc,) = join_crcs(crcs, piece_bytes, max(1, len(crcs)) * piece_bytes, size_bytes) or (0,)
+    return crc
+
+
 def _joined(pieces: Sequence[tuple[int, int]]) -> int:
     whole, *rest = pieces
     crc = whole[0]

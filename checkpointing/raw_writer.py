@@ -1,9 +1,8 @@
 """Writes a rank's share of a checkpoint from plain bytes: no torch is needed.
 
     write_shared
-      ├─ _cut             slices above the bound into parts that lie contiguous in memory
-      └─ write_parts
-           ├─ plan.pack        parts into segments
+      ├─ cut_shared            slices in a buffer into parts     } planned once
+      └─ write_parts           parts into segments               } (`write_plan.py`)
            └─ _write_segment   header, each part's bytes from where they lie, table of their CRCs
 
 Nothing written here can be seen as a checkpoint until `commit` publishes a manifest that names it.
@@ -15,18 +14,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from checkpointing.boxes import TensorInfo, TensorSlice
-from checkpointing.dtypes import item_bytes
 from checkpointing.errors import SliceError, StoreUnavailableError
 from checkpointing.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
 from checkpointing.manifest import Receipt, SavedSlice, Segment
-from checkpointing.plan import pack, row_strides, split_box
-from checkpointing.segment import CheckedStream, header, slice_bytes, table_bytes
+from checkpointing.segment import CheckedStream, slice_bytes, table_bytes
 from checkpointing.stores import Store
+from checkpointing.write_plan import declare, plan_packing, plan_parts
 
 Part = tuple[TensorSlice, Callable[[], memoryview]]
 """A slice, and what gives its row-major bytes when they are due."""
-
-_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +37,6 @@ class Attempt:
     """The roster that the writer works under."""
     attempt: int = 0
     """Which try at this step in this generation."""
-
-
-def plan_places(slices: Sequence[TensorSlice]) -> tuple[tuple[int, ...], int]:
-    """Where slices lie one behind the other in a buffer, aligned. Pure.
-
-    Returns:
-        The first byte of each, and the bytes of them all.
-    """
-    places, end = [], 0
-    for part in slices:
-        places.append(end)
-        end += -(-slice_bytes(part) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return tuple(places), end
 
 
 def write_shared(
@@ -100,27 +83,16 @@ def cut_shared(slices: Sequence[TensorSlice], memory: memoryview, max_bytes: int
     """Slices in `memory`, placed as `plan_places` has it, in parts of at most `max_bytes`.
 
     Raises:
-        SliceError: `memory` is too short.
+        SliceError: a tensor is declared in two ways, or `memory` is too short.
     """
-    places, needed = plan_places(slices)
-    if len(memory) < needed:
-        name = slices[-1].name
-        raise SliceError(name, f"{len(memory)} bytes are shared, and the slices take {needed}")
-    parts: list[Part] = []
-    for part, place in zip(slices, places, strict=True):
-        parts += _cut(part, memory[place : place + slice_bytes(part)], max_bytes)
-    return parts
-
-
-def declare(slices: Sequence[TensorSlice]) -> dict[str, TensorInfo]:
-    """The tensors that slices are parts of. Raises SliceError where two of them disagree."""
-    tensors: dict[str, TensorInfo] = {}
-    for part in slices:
-        if tensors.setdefault(part.name, part.info) != part.info:
-            raise SliceError(
-                part.name, f"declared as {tensors[part.name]} and as {part.info} on one rank"
-            )
-    return tensors
+    plan = plan_parts(tuple(slices), max_bytes)
+    if len(memory) < plan.needed_bytes:
+        fact = f"{len(memory)} bytes are shared, and the slices take {plan.needed_bytes}"
+        raise SliceError(slices[-1].name, fact)
+    return [
+        (part, _given(memory[place : place + slice_bytes(part)]))
+        for part, place in zip(plan.parts, plan.places, strict=True)
+    ]
 
 
 def write_parts(
@@ -137,9 +109,12 @@ def write_parts(
 ) -> Receipt:
     """Writes parts, none above `segment_bytes`, as segments, and those `apart` in segments of
     their own. For the other arguments see `write_shared`."""
+    planned = plan_packing(
+        tuple(part for part, _ in parts), frozenset(apart), segment_bytes, piece_bytes
+    )
     saved: list[SavedSlice] = []
     segments: list[Segment] = []
-    for index, mine in enumerate(_by_segment(parts, apart, segment_bytes)):
+    for index, plan in enumerate(planned):
         key = keys.segment(
             rank=attempt.rank,
             step=attempt.step,
@@ -147,9 +122,9 @@ def write_parts(
             attempt=attempt.attempt,
             index=index,
         )
-        head = header([part for part, _ in mine], piece_bytes)
-        segments.append(_write_segment(store, key, head, mine, block_bytes, piece_bytes))
-        saved.extend(_locate([part for part, _ in mine], key, len(head)))
+        mine = [parts[member] for member in plan.members]
+        segments.append(_write_segment(store, key, plan.head, mine, block_bytes, piece_bytes))
+        saved.extend(_locate(plan.parts, key, len(plan.head)))
     return Receipt(
         rank=attempt.rank,
         step=attempt.step,
@@ -159,45 +134,6 @@ def write_parts(
         slices=tuple(saved),
         segments=tuple(segments),
     )
-
-
-def _by_segment(
-    parts: Sequence[Part], apart: Collection[TensorSlice], max_bytes: int
-) -> Iterator[list[Part]]:
-    for alone in (True, False):
-        group = [part for part in parts if (part[0] in apart) is alone]
-        # Falling element size keeps every tensor aligned in its file; the sort is stable.
-        group.sort(key=lambda part: -item_bytes(part[0].dtype))
-        for members in pack([slice_bytes(part) for part, _ in group], max_bytes):
-            yield [group[member] for member in members]
-
-
-def split_slice(part: TensorSlice, max_bytes: int) -> Iterator[tuple[tuple[int, ...], TensorSlice]]:
-    """Cuts a slice into parts of at most `max_bytes`, each contiguous in the slice's own memory.
-
-    Yields:
-        Offsets within the slice, and the part. Nothing for an empty slice.
-    """
-    if not slice_bytes(part):
-        return
-    size = item_bytes(part.dtype)
-    for offsets, sizes in split_box(
-        (0,) * len(part.sizes),
-        part.sizes,
-        row_strides(part.sizes, size),
-        item_bytes=size,
-        max_bytes=max_bytes,
-        max_stride_bytes=max_bytes,
-    ):
-        moved = tuple(a + b for a, b in zip(part.offsets, offsets, strict=True))
-        yield offsets, TensorSlice(part.name, part.global_shape, part.dtype, moved, sizes)
-
-
-def _cut(part: TensorSlice, data: memoryview, max_bytes: int) -> Iterator[Part]:
-    strides = row_strides(part.sizes, item_bytes(part.dtype))
-    for offsets, cut in split_slice(part, max_bytes):
-        begin = sum(at * stride for at, stride in zip(offsets, strides, strict=True))
-        yield cut, _given(data[begin : begin + slice_bytes(cut)])
 
 
 def _given(data: memoryview) -> Callable[[], memoryview]:

@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
 from checkpointing.boxes import TensorSlice
-from checkpointing.crc32 import join_crcs
+from checkpointing.crc32 import join_all, join_crcs
 from checkpointing.dtypes import DTYPES, item_bytes
 from checkpointing.manifest import CrcTable
 
@@ -120,6 +120,13 @@ class CheckedStream:
     def block_crcs(self) -> tuple[int, ...]:
         """The CRC32 of each block, once all has passed."""
         return join_crcs(self._crcs, self._grain_bytes, self._block_bytes, self.size_bytes)
+
+    def crc32_between(self, start: int, stop: int) -> int | None:
+        """The CRC32 of bytes that have passed; None where they are not whole pieces."""
+        grain = self._grain_bytes
+        if start % grain or (stop % grain and stop != self.size_bytes):
+            return None
+        return join_all(self._crcs[start // grain : -(-stop // grain)], grain, stop - start)
 
     @property
     def _grain_bytes(self) -> int:

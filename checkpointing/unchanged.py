@@ -21,8 +21,9 @@ from checkpointing.boxes import Box, TensorSlice
 from checkpointing.errors import MissingError
 from checkpointing.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
 from checkpointing.manifest import Receipt, SavedSlice, Segment
-from checkpointing.raw_writer import Attempt, cut_shared, declare, write_parts
+from checkpointing.raw_writer import Attempt, cut_shared, write_parts
 from checkpointing.stores import Store
+from checkpointing.write_plan import declare
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 

@@ -13,8 +13,9 @@ from checkpointing.errors import SliceError
 from checkpointing.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
 from checkpointing.manifest import Receipt
 from checkpointing.memory import raw_bytes
-from checkpointing.raw_writer import Attempt, Part, declare, split_slice, write_parts
+from checkpointing.raw_writer import Attempt, Part, write_parts
 from checkpointing.stores import Store
+from checkpointing.write_plan import declare, split_slice
 
 
 def write_slices(

@@ -29,7 +29,7 @@ class Store(Protocol):
         """Writes an object from a stream, replacing one that is there.
 
         The object appears whole and durable when this returns, or not at all. The chunks are taken
-        one by one, and none is kept after the next is asked for.
+        one by one; their memory must not change before this returns, for a store sends from it.
 
         Returns:
             The object's size in bytes.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import builtins
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,7 +43,7 @@ class S3Store:
         return f"S3Store({str(self.config)!r})"
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
-        """See `Store.put`. Holds `upload_threads` + 1 parts in memory."""
+        """See `Store.put`. Keeps the chunks of up to `upload_threads` + 1 parts."""
         with self._errors(key):
             return upload(self._client, key, chunks)
 
@@ -63,7 +64,7 @@ class S3Store:
                     Body=data,
                     IfNoneMatch="*",
                     Metadata={WRITER: mark},
-                    **checksum(data),
+                    **checksum(zlib.crc32(data)),
                     **self._client.encryption(),
                 )
             except Refused as error:

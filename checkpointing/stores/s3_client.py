@@ -97,14 +97,19 @@ class S3Client:
             StoreUnavailableError, CorruptError: no good answer before the deadline.
         """
         full = {"Bucket": self.config.bucket, **arguments}
+        body: Any = arguments.get("Body")
         if key is not None:
             check_key(key)
             full["Key"] = self.config.prefix + key
         if self.config.expected_owner is not None:
             full["ExpectedBucketOwner"] = self.config.expected_owner
-        return self._repeat(
-            lambda: read(getattr(self._boto, operation)(**full)), self.where(key or ""), deadline
-        )
+
+        def attempt() -> _T:
+            if hasattr(body, "seek"):  # the last try may have sent some of it
+                body.seek(0)
+            return read(getattr(self._boto, operation)(**full))
+
+        return self._repeat(attempt, self.where(key or ""), deadline)
 
     def _repeat(self, attempt: Callable[[], _T], where: str, deadline: Deadline) -> _T:
         tries = 0
@@ -177,6 +182,11 @@ def _connect(region: str | None, endpoint_url: str | None, part_timeout_s: float
             # Bodies carry CRC32s of our own; ranges have none, and are checked by the reader.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            s3={"addressing_style": "path"} if endpoint_url else {},
+            s3={
+                # The CRC32 guards the body, as over TLS one of botocore's own would. Ours it does
+                # not see, and it would hash every body again: a third of an upload's CPU time.
+                "payload_signing_enabled": False,
+                **({"addressing_style": "path"} if endpoint_url else {}),
+            },
         ),
     )

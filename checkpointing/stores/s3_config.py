@@ -52,8 +52,7 @@ class S3Config:
     a mistyped name; None does not check."""
 
     part_bytes: int = 32 << 20
-    """Objects larger than this go up in parts of this size. A writer holds `upload_threads` + 1
-    of them in memory."""
+    """Objects larger than this go up in parts of this size."""
 
     upload_threads: int = 4
     """Parts of one object under way at once; S3 takes 85–90 MB/s per connection."""

@@ -1,8 +1,9 @@
 """One object goes up: in one request where it is small, in parts where it is not.
 
-Every request carries the CRC32 of its bytes, computed here, and S3 refuses others; a multipart
-object's own checksum is made of those of its parts. Both kinds can be repeated: a mark in the
-object's metadata tells whether the object that is there is the one of this upload.
+Every request carries the CRC32 of its bytes, and S3 refuses others; a multipart object's own
+checksum is made of those of its parts. A stream that has CRC32s of its own spares a second pass.
+Both kinds can be repeated: a mark in the object's metadata tells whether the object that is there
+is the one of this upload. The bytes go from where they lie to the socket and are copied nowhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from checkpointing.errors import CheckpointError, StoreError
 from checkpointing.stores.s3_client import Deadline, S3Client, nothing
@@ -38,7 +39,7 @@ def upload(client: S3Client, key: str, chunks: Iterable[bytes | memoryview]) -> 
     """
     deadline = client.deadline()
     parts = gather(chunks, client.config.part_bytes)
-    first = next(parts, bytearray())
+    first = next(parts, Part())
     if len(first) < client.config.part_bytes:
         client.ask(
             "put_object",
@@ -46,32 +47,96 @@ def upload(client: S3Client, key: str, chunks: Iterable[bytes | memoryview]) -> 
             deadline,
             nothing,
             Body=first,
-            **checksum(first),
+            **checksum(first.crc32),
             **client.encryption(),
         )
         return len(first)
     return _Multipart.begin(client, key, deadline).run(first, parts)
 
 
-def gather(chunks: Iterable[bytes | memoryview], part_bytes: int) -> Iterator[bytearray]:
-    """A stream as buffers of `part_bytes`; the last one may be shorter."""
-    part = bytearray()
+@runtime_checkable
+class Checked(Protocol):
+    """A stream that knows CRC32s of what has passed."""
+
+    def crc32_between(self, start: int, stop: int) -> int | None:
+        """Of bytes that have passed; None where it does not know that one."""
+
+
+class Part:
+    """A stretch of an object, as the pieces of memory that it lies in; a file to boto3.
+
+    One piece is read at a time, however little is asked for: urllib3 asks for 16 KiB and sends
+    what it gets, and thousands of small sends would take longer than a copy.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[memoryview] = []
+        self._next = self._size = 0
+        self._crc32: int | None = None
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, piece: memoryview) -> None:
+        """Takes a piece, which must not change from now on."""
+        self._pieces.append(piece)
+        self._size += len(piece)
+
+    def told(self, crc32: int | None) -> None:
+        """Takes the CRC32 of the whole from somebody who knows it."""
+        self._crc32 = crc32
+
+    @property
+    def crc32(self) -> int:
+        """Of all bytes."""
+        if self._crc32 is not None:
+            return self._crc32
+        crc = 0
+        for piece in self._pieces:
+            crc = zlib.crc32(piece, crc)
+        return crc
+
+    def read(self, _: int = -1) -> memoryview | bytes:
+        """The next piece; nothing at the end."""
+        if self._next == len(self._pieces):
+            return b""
+        self._next += 1
+        return self._pieces[self._next - 1]
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Back to the beginning, which is what is asked for before another try."""
+        if offset or whence:
+            raise OSError("a part is sent from its beginning")
+        self._next = 0
+        return 0
+
+
+def gather(chunks: Iterable[bytes | memoryview], part_bytes: int) -> Iterator[Part]:
+    """A stream as parts of `part_bytes`; the last one may be shorter."""
+    part, begin = Part(), 0
     for chunk in chunks:
         data = memoryview(chunk).cast("B")
         while len(data):
             room = part_bytes - len(part)
-            part += data[:room]
+            part.add(data[:room])
             data = data[room:]
             if len(part) == part_bytes:
-                yield part
-                part = bytearray()
-    if part:
-        yield part
+                yield _checked(part, begin, chunks)
+                part, begin = Part(), begin + part_bytes
+    if len(part):
+        yield _checked(part, begin, chunks)
 
 
-def checksum(body: bytes | bytearray) -> dict[str, str]:
+def _checked(part: Part, begin: int, chunks: Iterable[bytes | memoryview]) -> Part:
+    """Called when the stream has given the part's last byte."""
+    if isinstance(chunks, Checked):
+        part.told(chunks.crc32_between(begin, begin + len(part)))
+    return part
+
+
+def checksum(crc32: int) -> dict[str, str]:
     """Arguments by which S3 checks the body that it gets, and keeps the checksum for readers."""
-    crc = zlib.crc32(body).to_bytes(4, "big")
+    crc = crc32.to_bytes(4, "big")
     return {"ChecksumAlgorithm": "CRC32", "ChecksumCRC32": base64.b64encode(crc).decode()}
 
 
@@ -102,7 +167,7 @@ class _Multipart:
             client=client, key=key, deadline=deadline, upload_id=answer["UploadId"], mark=mark
         )
 
-    def run(self, first: bytearray, rest: Iterator[bytearray]) -> int:
+    def run(self, first: Part, rest: Iterator[Part]) -> int:
         """Sends all parts and completes the object; whatever goes wrong, no parts stay behind."""
         try:
             sent = self._send_all(first, rest)
@@ -112,9 +177,7 @@ class _Multipart:
             raise
         return sum(size for _, size in sent)
 
-    def _send_all(
-        self, first: bytearray, rest: Iterator[bytearray]
-    ) -> list[tuple[dict[str, Any], int]]:
+    def _send_all(self, first: Part, rest: Iterator[Part]) -> list[tuple[dict[str, Any], int]]:
         threads = self.client.config.upload_threads
         under_way: deque[Future[tuple[dict[str, Any], int]]] = deque()
         sent = []
@@ -127,14 +190,14 @@ class _Multipart:
             sent.extend(future.result() for future in under_way)
         return sent
 
-    def _send(self, number: int, part: bytearray) -> tuple[dict[str, Any], int]:
+    def _send(self, number: int, part: Part) -> tuple[dict[str, Any], int]:
         if number > MAX_PARTS:
             raise StoreError(
                 self.client.where(self.key),
                 f"more than {MAX_PARTS} parts of {self.client.config.part_bytes} bytes; raise "
                 f"S3Config.part_bytes",
             )
-        crc = checksum(part)
+        crc = checksum(part.crc32)
         etag = self.client.ask(
             "upload_part",
             self.key,

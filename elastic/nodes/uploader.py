@@ -99,7 +99,7 @@ class Uploader:
         """
         step = upload.attempt.step
         try:
-            written = self._write(upload)
+            written = self.write_part(upload)
         except CopyGoneError as error:
             log.warning("step %d is not saved: %s", step, error)
             return None  # the worker died, or has given up: nobody waits for this
@@ -111,7 +111,13 @@ class Uploader:
         ask(method, *args)
         return written
 
-    def _write(self, upload: Upload) -> Written:
+    def write_part(self, upload: Upload) -> Written:
+        """Writes a part and tells nobody.
+
+        Raises:
+            CopyGoneError: the copy is gone.
+            CheckpointError: it could not be written.
+        """
         with open_copy(upload.pid, upload.fd, upload.number) as memory:
             what = upload.attempt, upload.slices, memory
             if upload.place == "store":

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointing.crc32 import join_crcs
+from checkpointing.segment import CheckedStream
 
 
 def crcs_of(data: bytes, grain: int) -> tuple[int, ...]:
@@ -23,3 +24,17 @@ def test_at_the_sizes_of_a_segment() -> None:
     found = join_crcs(crcs_of(data, 64 << 10), 64 << 10, 4 << 20, len(data))
     assert found == crcs_of(data, 4 << 20)
     assert len(found) == 3
+
+
+@given(st.binary(max_size=300), st.integers(2, 20), st.integers(1, 50), st.data())
+def test_a_stream_tells_crcs_of_what_has_passed(
+    data: bytes, piece: int, chunk: int, draw: st.DataObject
+) -> None:
+    chunks = (data[at : at + chunk] for at in range(0, len(data), chunk))
+    stream = CheckedStream(chunks, 3 * piece, piece)
+    whole = b"".join(bytes(part) for part in stream)
+    ends = sorted({*range(0, len(whole), piece), len(whole)})
+    start, stop = sorted(draw.draw(st.lists(st.sampled_from(ends), min_size=2, max_size=2)))
+    if start % piece == 0:
+        assert stream.crc32_between(start, stop) == zlib.crc32(whole[start:stop])
+    assert stream.crc32_between(piece + 1, 2 * piece) is None
