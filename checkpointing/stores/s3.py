@@ -22,6 +22,7 @@ from itertools import islice
 from typing import Any
 
 from checkpointing.errors import StoreError, StoreUnavailableError
+from checkpointing.stores.keys import PROBE
 from checkpointing.stores.s3_client import Deadline, S3Client, nothing
 from checkpointing.stores.s3_config import S3Config
 from checkpointing.stores.s3_errors import Refused, decide_failure, refused
@@ -196,7 +197,7 @@ class S3Store:
         limit_s = min(self.config.timeout_s, _PROBE_TIMEOUT_S)
         probing = S3Store(replace(self.config, timeout_s=limit_s))
         probing._check_region()
-        probe = f"probe-{uuid.uuid4().hex}"
+        probe = f"{PROBE}{uuid.uuid4().hex}"
         try:
             first = probing.put_if_absent(probe, b"first")
             second = probing.put_if_absent(probe, b"second")
