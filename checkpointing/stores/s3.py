@@ -213,8 +213,17 @@ class S3Store:
             probing.delete(probe)
 
     def _check_region(self) -> None:
+        deadline = self._client.deadline()
         with self._errors(""):
-            head = self._client.ask("head_bucket", None, self._client.deadline(), dict)
+            try:
+                head = self._client.ask("head_bucket", None, deadline, dict)
+            except Refused:
+                # The answer to HEAD has no body, so only that to another request says why.
+                prefix = self.config.prefix
+                self._client.ask(
+                    "list_objects_v2", None, deadline, nothing, Prefix=prefix, MaxKeys=1
+                )
+                raise
         there, here = head.get("BucketRegion"), self._client.region
         if there and here not in (there, "aws-global"):
             raise StoreUnavailableError(

@@ -9,10 +9,10 @@ from typing import Any
 from elastic.cli import actions
 
 _EPILOG = """\
-RUN is a run's directory (storage_path/name), its checkpoint directory, or a store URL: file:///runs/llama
-or s3://BUCKET/PREFIX/NAME. STEP is a number, or `newest`. S3 is reached as boto3 is told to: credentials,
-region and endpoint from AWS_PROFILE, AWS_ACCESS_KEY_ID, AWS_DEFAULT_REGION, AWS_ENDPOINT_URL_S3,
-~/.aws and the machine's role.
+RUN is a run's directory (storage_path/name), its checkpoint directory, or a store URL such as
+file:///runs/llama or s3://BUCKET/PREFIX/NAME. STEP is a number, or `newest`. S3 is reached as
+boto3's environment says: AWS_PROFILE, AWS_DEFAULT_REGION, AWS_ENDPOINT_URL_S3, ~/.aws, and the
+machine's role.
 
 examples:
   elastic checkpoints list runs/llama
