@@ -1,5 +1,5 @@
-"""The gated run, in replicas of two workers unless told otherwise, with its checkpoints on S3: a program with a cluster of
-its own, whose workers get their credentials from its environment.
+"""The gated run with its checkpoints on S3, in replicas of SHARD workers (2): a program with a
+cluster of its own, whose workers get their credentials from its environment.
 
     python tests/s3_run.py URL ENDPOINT STORAGE GATE REPLICAS [SHARD]
 """

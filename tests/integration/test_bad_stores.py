@@ -168,12 +168,18 @@ class Filler(threading.Thread):
         return [e for e in events_of(self.run_) if e["kind"] in kinds]
 
     def failed(self) -> list[str]:
-        """Why saves of the second half failed."""
-        return [e["reason"] for e in self.happened("checkpoint_skipped") if e["step"] > HALF]
+        """Why saves of the second half failed, and were not just passed over."""
+        skipped = [e for e in self.happened("checkpoint_skipped") if e["step"] > HALF]
+        return [e["reason"] for e in skipped if "still being written" not in e["reason"]]
+
+    def settled(self) -> bool:
+        """Whether the saves of the first half are over: that of HALF waits for none before it."""
+        saves = self.happened("checkpoint_committed", "checkpoint_skipped")
+        steps = [e["step"] for e in saves if e["kind"] == "checkpoint_committed"]
+        return bool(steps) and HALF in [e["step"] for e in saves]
 
     def run(self) -> None:
-        saves = "checkpoint_committed", "checkpoint_skipped"
-        wait_until(lambda: [e for e in self.happened(*saves) if e["step"] == HALF])
+        wait_until(self.settled)
         file = self.run_ / "checkpoints" / "filler"
         fill(file)
         self.gate.touch()

@@ -1,6 +1,6 @@
-"""A run with its checkpoints on S3 loses a worker while the part it has copied is on its way, or its
-coordinator while the commit is: the save is there all the same, and the weights are those of an
-undisturbed run."""
+"""A run with its checkpoints on S3 loses a worker while the part that it has copied is on its way,
+or its coordinator while the commit is: the save is there all the same, and the weights are those of
+an undisturbed run."""
 
 from __future__ import annotations
 
