@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from checkpointing.boxes import Box, TensorInfo, TensorSlice
-from checkpointing.claims import pin, pinned_steps, unpin
+from checkpointing.claims import claim_for_import, pin, pinned_steps, unpin
 from checkpointing.commit import (
     build_manifest,
     check_compatible,
@@ -127,6 +127,7 @@ __all__ = [
     "check_compatible",
     "check_coverage",
     "check_room",
+    "claim_for_import",
     "clear_memory",
     "commit",
     "delete_checkpoint",

@@ -11,6 +11,9 @@
 A commit record may refer to segments of earlier checkpoints, as long as the newest commit record
 refers to them too: that one is never deleted by a run, and so neither are they. What cannot be read
 protects every segment of its own step and of those before it.
+
+A sweep lists the segments first, and then looks at what refers to them: whatever was written under
+a claim that is gone by then has a commit record by then (`claims.claim_for_import`).
 """
 
 from __future__ import annotations
@@ -74,9 +77,8 @@ def plan_segments(gone: Iterable[str], rest: Survey, keys: Keys) -> list[str]:
     """
     needed = frozenset[str]().union(*rest.segments.values())
     guarded = max(rest.unreadable | rest.set_aside, default=-1)
-    return sorted(
-        key for key in gone if key not in needed and _step(keys, key, default=-1) > guarded
-    )
+    free = ((key, _step(keys, key, default=-1)) for key in gone if key not in needed)
+    return sorted(key for key, step in free if step > guarded and step not in rest.importing)
 
 
 def retire(
@@ -105,7 +107,7 @@ def retire(
             continue
         surveyor.forget(step)
         deleted.append(step)
-    _sweep(store, keys, survey, older_than_step)
+    _sweep(surveyor, older_than_step)
     return deleted
 
 
@@ -139,7 +141,7 @@ def sweep_uncommitted(store: Store, keys: Keys, older_than_step: int) -> list[st
     Only steps below `older_than_step` and below the newest checkpoint are touched: at later ones a
     writer may be at work.
     """
-    return _sweep(store, keys, Surveyor(store=store, keys=keys).survey(), older_than_step)
+    return _sweep(Surveyor(store=store, keys=keys), older_than_step)
 
 
 def sweep_orphans(store: Store, keys: Keys, generation: int) -> list[str]:
@@ -148,10 +150,9 @@ def sweep_orphans(store: Store, keys: Keys, generation: int) -> list[str]:
     Called once at the start of a run, before anything is written: `generation` is the first that
     the run will have, and no writer of an earlier one can publish any more. Returns the keys.
     """
-    survey = Surveyor(store=store, keys=keys).survey()
     written = {key: keys.generation_of(key) for key in store.list(keys.data)}
     mine = [key for key, wrote in written.items() if wrote is not None and wrote < generation]
-    doomed = plan_segments(mine, survey, keys)
+    doomed = plan_segments(mine, Surveyor(store=store, keys=keys).survey(), keys)
     store.delete_many(doomed)
     return doomed
 
@@ -177,11 +178,14 @@ def _delete(store: Store, keys: Keys, step: int, survey: Survey) -> Survey:
     return rest
 
 
-def _sweep(store: Store, keys: Keys, survey: Survey, older_than_step: int) -> list[str]:
+def _sweep(surveyor: Surveyor, older_than_step: int) -> list[str]:
+    store, keys = surveyor.store, surveyor.keys
+    written = store.list(keys.data)
+    survey = surveyor.survey()
     if not survey.segments:
         return []
     limit = min(older_than_step, max(survey.segments))
-    data = [key for key in store.list(keys.data) if _step(keys, key, default=limit) < limit]
+    data = [key for key in written if _step(keys, key, default=limit) < limit]
     listed = [key for key in store.list(keys.commits) if _step(keys, key, default=limit) < limit]
     records = [key for key in listed if not _belongs(keys, key, survey)]
     doomed = [*plan_segments(data, survey, keys), *records]
@@ -192,8 +196,10 @@ def _sweep(store: Store, keys: Keys, survey: Survey, older_than_step: int) -> li
 def _belongs(keys: Keys, key: str, survey: Survey) -> bool:
     """Whether a key among the commit records is one, or stands beside one."""
     step = keys.step_of(key)
-    if step is None or step not in survey.steps:
+    if step is None:
         return False
+    if step not in survey.steps:
+        return step in survey.importing and key == keys.claim(step)
     return key in (keys.commit(step), keys.claim(step), keys.verified(step))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from checkpointing.claims import importing_steps
 from checkpointing.commit import SET_ASIDE, list_steps, load_manifest
 from checkpointing.errors import CorruptError, NotCommittedError
 from checkpointing.layout import Keys
@@ -25,6 +26,8 @@ class Survey:
     """Steps of such records that a run has moved out of its way."""
     verified: frozenset[int] = frozenset()
     """Steps that were read and checked in whole."""
+    importing: frozenset[int] = frozenset()
+    """Steps that somebody may be importing."""
 
     @property
     def steps(self) -> list[int]:
@@ -38,6 +41,7 @@ class Survey:
             segments={s: keys for s, keys in self.segments.items() if s != step},
             unreadable=self.unreadable - {step},
             verified=self.verified - {step},
+            importing=self.importing - {step},
         )
 
 
@@ -52,7 +56,11 @@ class Surveyor:
     _known: dict[int, Manifest] = field(default_factory=dict)
 
     def survey(self) -> Survey:
-        """What there is now."""
+        """What there is now.
+
+        Claims are read before records: an import lets go of its claim when its record is there.
+        """
+        importing = importing_steps(self.store, self.keys)
         present, unreadable = set(list_steps(self.store, self.keys)), set[int]()
         self._known = {step: m for step, m in self._known.items() if step in present}
         for step in present - self._known.keys():
@@ -67,6 +75,7 @@ class Surveyor:
             unreadable=frozenset(unreadable),
             set_aside=frozenset(self._set_aside()),
             verified=frozenset(self._verified()),
+            importing=importing,
         )
 
     def forget(self, step: int) -> None:

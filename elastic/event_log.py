@@ -10,6 +10,7 @@ write cut short by a crash; readers ignore it and the next writer cuts it off.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -17,6 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from elastic.events import Event, StepRecord, event_from_json, step_from_json
+
+MOST_PENDING_BYTES = 16 << 20
+"""What is kept of records while the disk is full: those of tens of thousands of steps."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RecordError(ValueError):
@@ -37,7 +43,9 @@ class EventLog:
     """Appends records to one file; each is in the operating system's hands when `append` returns.
 
     It outlives a crash of the process, not of the machine: there is no fsync, because the log is
-    for people and must not slow a step down.
+    for people and must not slow a step down. A full disk is no reason to stop either: a checkpoint
+    that does not fit fills it until it is taken back. Records wait for room, up to
+    `MOST_PENDING_BYTES`.
 
     Args:
         path: the file; its directory is made when it is missing.
@@ -46,18 +54,30 @@ class EventLog:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("ab")
+        self._file = self._path.open("ab", buffering=0)
+        self._pending = bytearray()
         _cut_torn_tail(self._path)
 
     def append(self, record: Event | StepRecord) -> None:
-        """Write one record as one line."""
+        """Write one record as one line. Raises OSError: that fails, and not for want of room."""
         line = json.dumps(record.to_json(), ensure_ascii=False, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
+        self._pending += line.encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if error.errno not in _FULL or len(self._pending) > MOST_PENDING_BYTES:
+                raise
+
+    def _write(self) -> None:
+        """A part of a line may go out, and the rest with the next call."""
+        while self._pending:
+            del self._pending[: self._file.write(self._pending)]
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        self._file.close()
+        """Close the file; a second call does nothing. Raises OSError: there is no room yet."""
+        if not self._file.closed:
+            with self._file:
+                self._write()
 
     def __enter__(self) -> EventLog:
         return self

@@ -28,6 +28,7 @@ from checkpointing import (
 )
 from checkpointing.commit import SET_ASIDE
 from checkpointing.config import Resume
+from checkpointing.stores.keys import PROBE
 from elastic.event_log import read_events
 from elastic.events import RegroupDone
 from elastic.identity import RunIdentity, StateTable, check_own, newest_own
@@ -84,6 +85,7 @@ def run_directory(run_config: RunConfig, checkpoint: CheckpointConfig) -> Iterat
 
 def _check_store(store: Store) -> None:
     store.check_writable()
+    store.delete_many(store.list(PROBE))  # of drivers that were killed in that check
     for key in store.abort_unfinished():
         log.warning("removed what a killed writer had left of %s", key)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from checkpointing.errors import StoreError
 
+PROBE = "probe-"
+"""What the keys of objects begin with that only show whether a store can be used."""
+
 
 def check_key(key: str) -> None:
     """Raises StoreError for a key that climbs out of its store, or that not every store can have.

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from checkpointing.errors import MissingError, StoreUnavailableError
-from checkpointing.stores.keys import check_key
+from checkpointing.stores.keys import PROBE, check_key
 
 _UNFINISHED = ".part"
 
@@ -99,7 +99,7 @@ class LocalStore:
 
     def check_writable(self) -> None:
         """See `Store.check_writable`."""
-        probe = f"probe-{uuid.uuid4().hex}"
+        probe = f"{PROBE}{uuid.uuid4().hex}"
         self.put(probe, [b"probe"])
         self.delete(probe)
 

@@ -23,6 +23,7 @@ from itertools import islice
 from typing import Any
 
 from checkpointing.errors import StoreError, StoreUnavailableError
+from checkpointing.stores.keys import PROBE
 from checkpointing.stores.s3_client import Deadline, S3Client, nothing
 from checkpointing.stores.s3_config import S3Config
 from checkpointing.stores.s3_errors import Refused, decide_failure, refused
@@ -197,7 +198,7 @@ class S3Store:
         limit_s = min(self.config.timeout_s, _PROBE_TIMEOUT_S)
         probing = S3Store(replace(self.config, timeout_s=limit_s))
         probing._check_region()
-        probe = f"probe-{uuid.uuid4().hex}"
+        probe = f"{PROBE}{uuid.uuid4().hex}"
         try:
             first = probing.put_if_absent(probe, b"first")
             second = probing.put_if_absent(probe, b"second")
@@ -213,8 +214,17 @@ class S3Store:
             probing.delete(probe)
 
     def _check_region(self) -> None:
+        deadline = self._client.deadline()
         with self._errors(""):
-            head = self._client.ask("head_bucket", None, self._client.deadline(), dict)
+            try:
+                head = self._client.ask("head_bucket", None, deadline, dict)
+            except Refused:
+                # The answer to HEAD has no body, so only that to another request says why.
+                prefix = self.config.prefix
+                self._client.ask(
+                    "list_objects_v2", None, deadline, nothing, Prefix=prefix, MaxKeys=1
+                )
+                raise
         there, here = head.get("BucketRegion"), self._client.region
         if there and here not in (there, "aws-global"):
             raise StoreUnavailableError(

@@ -57,7 +57,7 @@ class S3Client:
     def __init__(self, config: S3Config) -> None:
         self.config = config
         self._boto = _connect(
-            config.region, config.endpoint_url, config.part_timeout_s, os.getpid()
+            config.region, endpoint_of(config), config.part_timeout_s, os.getpid()
         )
         self.pacer = shared_pacer(shared_file(f"{self._boto.meta.endpoint_url} {config.bucket}"))
 
@@ -164,6 +164,14 @@ class S3Client:
 
 def nothing(_: Any) -> None:
     """For requests whose answer says nothing but that they succeeded."""
+
+
+def endpoint_of(config: S3Config) -> str | None:
+    """The server to ask; None: AWS's. boto3 reads the variables too, but would look for the bucket
+    in the host's name, which a server other than AWS's seldom has."""
+    if config.endpoint_url or os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS") == "true":
+        return config.endpoint_url
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
 
 
 @functools.lru_cache(maxsize=16)

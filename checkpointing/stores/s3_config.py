@@ -38,7 +38,7 @@ class S3Config:
 
     endpoint_url: str | None = None
     """Another server than AWS's (MinIO, a VPC endpoint); its buckets are named in the path. None:
-    AWS, or what AWS_ENDPOINT_URL_S3 says."""
+    what AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL say, or AWS."""
 
     encryption: Encryption | None = None
     """`AES256` is SSE-S3, `aws:kms` SSE-KMS; None leaves it to the bucket's default, which is

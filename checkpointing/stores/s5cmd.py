@@ -32,6 +32,7 @@ import boto3
 from checkpointing.errors import CheckpointError, CorruptError, StoreError, StoreUnavailableError
 from checkpointing.stores.keys import check_key
 from checkpointing.stores.s3 import S3Store
+from checkpointing.stores.s3_client import endpoint_of
 from checkpointing.stores.s3_config import S3Config
 from checkpointing.stores.s3_errors import Failure, decide_failure, refused
 
@@ -229,7 +230,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _command_line(config: S3Config, run_file: Path) -> list[str]:
-    endpoint = ["--endpoint-url", config.endpoint_url] if config.endpoint_url else []
+    server = endpoint_of(config)
+    endpoint = ["--endpoint-url", server] if server else []
     options = ["--json", "--log", "info", "--numworkers", str(FILES_AT_ONCE)]
     return [
         str(binary()),

@@ -10,11 +10,13 @@ from elastic.cli import actions
 
 _EPILOG = """\
 RUN is a run's directory (storage_path/name), its checkpoint directory, or a store URL such as
-file:///runs/llama. STEP is a number, or `newest`.
+file:///runs/llama or s3://BUCKET/PREFIX/NAME. STEP is a number, or `newest`. S3 is reached as
+boto3's environment says: AWS_PROFILE, AWS_DEFAULT_REGION, AWS_ENDPOINT_URL_S3, ~/.aws, and the
+machine's role.
 
 examples:
   elastic checkpoints list runs/llama
-  elastic checkpoints verify runs/llama newest
+  elastic checkpoints verify s3://bucket/runs/llama newest
   elastic checkpoints export runs/llama newest --to hf llama-hf
   elastic checkpoints import runs/next --from dcp outputs/checkpoint/step-1000
 """

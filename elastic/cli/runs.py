@@ -19,25 +19,25 @@ _FOLDER = "checkpoints"
 
 
 def open_run(name: str) -> Store:
-    """The checkpoints of a run. `name`: its directory, its checkpoint directory, or a URL.
+    """The checkpoints of a run. `name`: its directory, its checkpoint directory, or a URL. On S3 a
+    run has nothing else below its URL.
 
     Raises:
         StoreError: there are none, or the store cannot be opened.
     """
-    places = [_below(name), name]
+    places = [name] if _is_s3(name) else [_below(name), name]
     for place in places:
         store = open_store(place)
         if store.list(Keys().commits):
             return store
-    raise StoreError(
-        name, f"there are no checkpoints in it, nor in {places[0]}; name a run's directory or URL"
-    )
+    nor = "" if _is_s3(name) else f", nor in {places[0]}"
+    raise StoreError(name, f"there are no checkpoints in it{nor}; name a run's directory or URL")
 
 
 def open_run_to_fill(name: str) -> Store:
     """The checkpoints of a run that may not have begun."""
     bare = open_store(name)
-    return bare if bare.list(Keys().commits) else open_store(_below(name))
+    return bare if _is_s3(name) or bare.list(Keys().commits) else open_store(_below(name))
 
 
 def run_directory_of(name: str) -> Path | None:
@@ -64,6 +64,10 @@ def find_step(store: Store, step: int | None) -> int:
     if step not in steps:
         raise NotCommittedError(step, f"the run has {', '.join(map(str, steps)) or 'none'}")
     return step
+
+
+def _is_s3(name: str) -> bool:
+    return name.startswith("s3://")
 
 
 def _below(name: str) -> str:

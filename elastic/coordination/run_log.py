@@ -45,10 +45,7 @@ class RunLog:
     def note(self, event: events.Event) -> None:
         """Writes an event down."""
         self._events.append(event)
-        try:
-            self._event_log.append(event)
-        except OSError as error:
-            self._stop(f"the run's records cannot be written: {error}")
+        self._append(self._event_log, event)
 
     def take_steps(self, steps: Sequence[events.StepRecord]) -> None:
         """Writes committed steps down; those known already are passed by."""
@@ -58,10 +55,16 @@ class RunLog:
             current = step.generation == membership.generation
             if current and step.step >= membership.recorded:
                 self._check_ledger(step)
-                self._step_log.append(step)
+                self._append(self._step_log, step)
                 self._steps.append(step)
                 membership.recorded = step.step + 1
                 membership.reached = max(membership.reached, step.step + 1)
+
+    def _append(self, log: EventLog, record: events.Event | events.StepRecord) -> None:
+        try:
+            log.append(record)
+        except OSError as error:
+            self._stop(f"the run's records cannot be written: {error}")
 
     def _check_ledger(self, step: events.StepRecord) -> None:
         try:
@@ -123,13 +126,12 @@ class RunLog:
         if finished:
             steps = membership.recorded - self._began
             self.note(events.LedgerChecked(time=time.time(), steps=steps))
-        self.note(
-            events.RunEnded(
-                time=time.time(), step=membership.recorded, outcome=outcome, error=error
+        with self._event_log, self._step_log:  # each is closed, also where the other is not
+            self.note(
+                events.RunEnded(
+                    time=time.time(), step=membership.recorded, outcome=outcome, error=error
+                )
             )
-        )
-        self._event_log.close()
-        self._step_log.close()
 
 
 def _regroup_done(now: float, regrouped: Regrouped) -> events.RegroupDone:

@@ -72,6 +72,8 @@ class Rule:
     headers: dict[str, str] = field(default_factory=dict)
     gate: threading.Event = field(default_factory=threading.Event)
     entered: threading.Event = field(default_factory=threading.Event)
+    left: threading.Event = field(default_factory=threading.Event)
+    """Set when the request that waited has been carried out, or cut."""
     over: bool = False
     fired: int = 0
 
@@ -238,10 +240,14 @@ class _Handler(BaseHTTPRequestHandler):
         key = key or parse_qs(parts.query).get("prefix", [""])[0]
         body = self._read_body()
         self._asked: tuple[Kind, str] = kind, key
+        self._held: Rule | None = None
         try:
             self._answer(kind, key, body)
         except (_Cut, OSError):
             self.close_connection = True
+        finally:
+            if self._held is not None:
+                self._held.left.set()
 
     do_PUT = do_POST = do_DELETE = do_HEAD = do_GET
 
@@ -258,6 +264,7 @@ class _Handler(BaseHTTPRequestHandler):
         rule = faults.rule_for(kind, key)
         action = rule.action if rule else None
         if rule and action == "delay":
+            self._held = rule
             rule.entered.set()
             rule.gate.wait(60)
             if rule.over:  # the test has ended: whoever asked is gone

@@ -17,6 +17,7 @@ from checkpointing import (
     Receipt,
     Store,
     TensorSlice,
+    claim_for_import,
     commit,
     list_steps,
     newest,
@@ -74,7 +75,8 @@ def commit_incoming(
 ) -> Manifest:
     """Writes what comes in as the checkpoint of `step` and commits it. One process calls it.
 
-    About a segment is in memory at a time. Killed before the end it leaves no checkpoint.
+    About a segment is in memory at a time. Killed before the end it leaves no checkpoint. Another
+    import, and a run that goes on in the same store, do no harm: see `checkpointing/claims.py`.
 
     Args:
         store: where to.
@@ -90,11 +92,33 @@ def commit_incoming(
     """
     if step < 1:
         raise ExchangeError(f"step {step}", "a run begins step 0 from its seed", "Use 1 or more")
-    if step in list_steps(store, keys):
-        raise AlreadyCommittedError(step, f"there is {keys.commit(step)}")
-    last = newest(store, keys)
-    generation, attempt = 0 if last is None else last.generation, secrets.randbits(31)
-    receipts: list[Receipt] = []
+    with claim_for_import(store, keys, step) as still_ours:
+        if step in list_steps(store, keys):
+            raise AlreadyCommittedError(step, f"there is {keys.commit(step)}")
+        last = newest(store, keys)
+        generation = 0 if last is None else last.generation
+        receipts = _write(store, keys, incoming, step, generation, segment_bytes)
+        still_ours()
+        return commit(
+            store,
+            keys,
+            step=step,
+            generation=generation,
+            receipts=receipts,
+            training_state={"step": step, "skipped_in_a_row": 0, **training_state},
+            versions={name: version(name) for name in ("torch", "safetensors")},
+        )
+
+
+def _write(
+    store: Store,
+    keys: Keys,
+    incoming: Iterable[Incoming],
+    step: int,
+    generation: int,
+    segment_bytes: int,
+) -> list[Receipt]:
+    attempt, receipts = secrets.randbits(31), list[Receipt]()
     for number, batch in enumerate(_batches(incoming, segment_bytes)):
         receipts.append(
             write_slices(
@@ -108,15 +132,7 @@ def commit_incoming(
                 segment_bytes=segment_bytes,
             )
         )
-    return commit(
-        store,
-        keys,
-        step=step,
-        generation=generation,
-        receipts=receipts,
-        training_state={"step": step, "skipped_in_a_row": 0, **training_state},
-        versions={name: version(name) for name in ("torch", "safetensors")},
-    )
+    return receipts
 
 
 def _batches(incoming: Iterable[Incoming], max_bytes: int) -> Iterator[list[Incoming]]:

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
 import pickle
+import resource
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic import event_log
 from elastic.event_log import EventLog, RecordError, read_events, read_steps
 from elastic.events import (
     Event,
@@ -111,6 +114,28 @@ def test_a_damaged_whole_line_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"events\.jsonl:2: not JSON") as caught:
         read_events(path)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_records_wait_while_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RLIMIT_FSIZE stands for the disk: a record is cut in its middle, where room ends."""
+    monkeypatch.setattr(event_log, "_FULL", (errno.EFBIG,))
+    path, limits = tmp_path / "events.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with EventLog(path) as log:
+        log.append(LOST)
+        room = path.stat().st_size + 10
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))  # binds root too
+        try:
+            log.append(DONE)
+            log.append(ENDED)
+            assert path.stat().st_size == room and read_events(path) == [LOST]
+            monkeypatch.setattr(event_log, "MOST_PENDING_BYTES", 100)
+            with pytest.raises(OSError, match="File too large"):
+                log.append(ENDED)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert read_events(path) == [LOST, DONE, ENDED, ENDED]
 
 
 def test_there_are_no_records_before_there_is_a_file(tmp_path: Path) -> None:

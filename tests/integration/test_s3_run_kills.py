@@ -1,0 +1,158 @@
+"""A run with its checkpoints on S3 loses a worker while the part that it has copied is on its way,
+or its coordinator while the commit is: the save is there all the same, and the weights are those of
+an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.s3_faults import FaultServer, Rule
+from fakes.s3_server import BUCKET, forget_pace, s3_server
+from gated_run import HALF, STEPS, gated_trainer
+from watching import events_of, wait_until
+
+from checkpointing import (
+    Keys,
+    Reader,
+    S3Config,
+    Store,
+    list_steps,
+    newest,
+    open_store,
+    params_sha256,
+    verify_checkpoint,
+)
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 240.0
+
+
+@pytest.fixture
+def faults() -> Iterator[FaultServer]:
+    with s3_server() as endpoint, FaultServer(endpoint) as server:
+        yield server
+        forget_pace(server.url)
+
+
+@pytest.fixture
+def config(faults: FaultServer) -> S3Config:
+    return S3Config(url=f"s3://{BUCKET}/base", endpoint_url=faults.url, timeout_s=30)
+
+
+@pytest.fixture
+def run(config: S3Config, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Two replicas of one worker; the second half waits for tmp_path/gate."""
+    where = [config.url, str(config.endpoint_url), str(tmp_path), str(tmp_path / "gate")]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    process = subprocess.Popen(
+        [sys.executable, "tests/s3_run.py", *where, "2", "1"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    yield process
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)  # it ends its cluster
+        process.wait(DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    storage = tmp_path_factory.mktemp("undisturbed")
+    (storage / "gate").touch()
+    gated_trainer(str(storage), str(storage / "gate"), 2).fit()
+    return weights_in(open_store(storage / "gated" / "checkpoints"))
+
+
+def weights_in(store: Store) -> str:
+    manifest = newest(store, Keys())
+    assert manifest is not None and manifest.step == STEPS
+    return params_sha256(Reader(store, manifest), [n for n in manifest.tensors if "param/" in n])
+
+
+def check_all(store: Store, steps: list[int]) -> None:
+    assert list_steps(store, Keys()) == steps
+    assert all(verify_checkpoint(store, Keys(), step).findings == () for step in steps)
+
+
+def await_request(rule: Rule, run: subprocess.Popen[bytes], times: int = 1) -> None:
+    wait_until(lambda: rule.fired >= times or run.poll() is not None, DEADLINE_S)
+    assert run.poll() is None
+
+
+def finish(run: subprocess.Popen[bytes], storage: Path) -> None:
+    (storage / "gate").touch()
+    assert run.wait(DEADLINE_S) == 0
+
+
+def happened(storage: Path, *kinds: str) -> list[dict[str, Any]]:
+    return [e for e in events_of(storage / "gated") if e["kind"] in kinds]
+
+
+def saves(storage: Path) -> list[tuple[str, int]]:
+    kinds = "checkpoint_committed", "checkpoint_skipped"
+    return [(e["kind"], e["step"]) for e in happened(storage, *kinds)]
+
+
+def test_a_worker_is_killed_while_its_part_is_on_its_way(
+    undisturbed: str,
+    config: S3Config,
+    faults: FaultServer,
+    run: subprocess.Popen[bytes],
+    tmp_path: Path,
+) -> None:
+    rule = faults.inject("delay", kind="put", prefix="base/gated/d/", times=2)
+    await_request(rule, run, times=2)  # a part of each replica
+    store = open_store(config.below("gated"))
+    check_all(store, [])
+    joined = happened(tmp_path, "worker_joined")
+    os.kill(joined[0]["pid"], signal.SIGKILL)
+    wait_until(lambda: happened(tmp_path, "worker_lost"), DEADLINE_S)
+    check_all(store, [])
+    rule.gate.set()
+    wait_until(lambda: saves(tmp_path), DEADLINE_S)
+    assert saves(tmp_path) == [("checkpoint_committed", HALF)]
+    check_all(store, [HALF])
+    finish(run, tmp_path)
+    assert saves(tmp_path)[-1] == ("checkpoint_committed", STEPS)
+    assert len(happened(tmp_path, "worker_lost")) == 1
+    check_all(store, [HALF, STEPS])
+    assert weights_in(store) == undisturbed
+
+
+@pytest.mark.parametrize("fate", ["lost", "done"])
+def test_the_coordinator_is_killed_as_it_commits(
+    fate: str,
+    undisturbed: str,
+    config: S3Config,
+    faults: FaultServer,
+    run: subprocess.Popen[bytes],
+    tmp_path: Path,
+) -> None:
+    """`fate`: of the conditional PUT of the commit record, which the store holds meanwhile."""
+    record = f"base/gated/{Keys().commit(HALF)}"
+    rule = faults.inject("delay", kind="put", prefix=record)
+    await_request(rule, run)
+    store = open_store(config.below("gated"))
+    check_all(store, [])
+    (first,) = happened(tmp_path, "coordinator_started")
+    os.kill(first["pid"], signal.SIGKILL)
+    rule.over = fate == "lost"
+    rule.gate.set()
+    assert rule.left.wait(60)
+    wait_until(lambda: len(happened(tmp_path, "coordinator_started")) == 2, DEADLINE_S)
+    wait_until(lambda: saves(tmp_path), DEADLINE_S)
+    assert saves(tmp_path) == [("checkpoint_committed", HALF)]
+    check_all(store, [HALF])
+    finish(run, tmp_path)
+    assert not happened(tmp_path, "worker_lost")
+    check_all(store, [HALF, STEPS])
+    assert weights_in(store) == undisturbed
