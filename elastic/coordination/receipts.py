@@ -44,6 +44,10 @@ class Receipts:
         """Whether a checkpoint of `step` is committed."""
         return self._publisher.saved(step)
 
+    def recall(self, committed: frozenset[int]) -> None:
+        """Of a coordinator that was started anew: checkpoints that are in the records."""
+        self._publisher.recall(committed)
+
     def forget(self, step: int) -> None:
         """The checkpoint of `step` was set aside: another one may be committed."""
         self._publisher.forget(step)
