@@ -113,6 +113,7 @@ class Coordinator:
         self._records.restored = recalled.restored
         self._crew.draining_nodes.update(recalled.draining_nodes)
         faults.count_as_fired(recalled.fired)
+        self._receipts.recall(recalled.committed)
         snapshots = self._snapshots if self.config.in_memory else None
         return TakeUp(recalled, self._membership, self._board, self._crew, snapshots)
 

@@ -35,8 +35,15 @@ from checkpointing import (
     write_shared,
 )
 from elastic.coordination.publisher import Publisher
-from elastic.records import RunPaths, find_checkpoint
-from elastic.resume import last_generation, remove_orphans, run_directory, set_unreadable_aside
+from elastic.identity import identify
+from elastic.records import RunPaths
+from elastic.resume import (
+    find_origin,
+    last_generation,
+    remove_orphans,
+    run_directory,
+    set_others_aside,
+)
 from trainer.exchange.intake import Incoming, commit_incoming
 from trainer.host_copy import HostBuffer, Share
 from trainer.shared_copy import open_copy
@@ -108,7 +115,7 @@ def worker(said: Connection, step: int) -> None:
 
 
 def write(config: S3Config, where: Where, step: int, rank: int = 0) -> Receipt:
-    """What an uploader does with a copy (`Uploader._write`)."""
+    """What an uploader does with a copy (`Uploader.write_part`)."""
     attempt = Attempt(rank=rank, step=step, generation=GENERATION)
     with open_copy(*where) as memory:
         return write_shared(
@@ -156,8 +163,8 @@ def begin_run(config: S3Config, storage: Path) -> Manifest | None:
     )
     run = RunConfig(name=RUN, storage_path=str(storage))
     with run_directory(run, CheckpointConfig(store=base)) as paths:
-        manifest = find_checkpoint(paths)
-        set_unreadable_aside(paths, manifest)
+        manifest = find_origin(paths, identify(paths), None, None).stored
+        set_others_aside(paths, manifest)
         remove_orphans(paths, last_generation(paths, manifest) + 1)
         return manifest
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from checkpointing import (
+    AlreadyCommittedError,
     CheckpointConfig,
     CheckpointError,
     Keys,
@@ -45,6 +46,7 @@ class Publisher:
         self._committing, self._retiring = asyncio.Lock(), asyncio.Lock()
         self._surveyor = Surveyor(store=open_store(paths.checkpoints), keys=Keys())
         self._saved = {newest} if newest else set()
+        self._untold = set[int]()
         self._newest: tuple[int, int] | None = None
         self.lost: dict[int, int] = {}
         """Steps of attempts that were passed by a later checkpoint -> parts that were written."""
@@ -63,7 +65,17 @@ class Publisher:
     def forget(self, step: int) -> None:
         """The checkpoint of `step` was set aside: another one may be committed."""
         self._saved.discard(step)
+        self._untold.discard(step)
         self._newest = None
+
+    def recall(self, told: Collection[int]) -> None:
+        """Of a coordinator that was started anew. The one before may have died between a commit and
+        its record: then the receipts, handed in once more, complete it once more.
+
+        Args:
+            told: steps whose commit is in the records.
+        """
+        self._untold = self._saved - set(told)
 
     async def take(
         self, receipt: Receipt, training_state: Mapping[str, Any], writers: int
@@ -83,11 +95,17 @@ class Publisher:
             return None
         del self._receipts[attempt]
         async with self._committing:  # two attempts at the last step must not race each other
-            if receipt.step in self._saved:
+            if receipt.step in self._saved - self._untold:
                 return None
             self._newest = None
-            size = await asyncio.to_thread(self._commit, list(parts.values()), training_state)
+            try:
+                size = await asyncio.to_thread(self._commit, list(parts.values()), training_state)
+            except AlreadyCommittedError:
+                if receipt.step not in self._untold:
+                    raise
+                return None  # by another attempt
             self._saved.add(receipt.step)
+            self._untold.discard(receipt.step)
             self._newest = attempt
         for attempt in [a for a in self._receipts if a[0] <= receipt.step]:
             parts = self._receipts.pop(attempt)  # it will not be completed, or too late

@@ -28,6 +28,8 @@ class Recall:
     """Replicas that began to form."""
     recorded: int
     """Steps that count and are in the records."""
+    committed: frozenset[int]
+    """Steps of checkpoints that are known to be committed."""
     fired: tuple[str, ...]
     """Injected faults that went off, as they were ordered."""
 
@@ -61,6 +63,7 @@ def recall(paths: RunPaths, start_step: int) -> Recall:
             (e.formed for e in happened if isinstance(e, events.ReplicaForming)), default=0
         ),
         recorded=_recorded(read_steps(paths.steps), rosters, start_step),
+        committed=frozenset(e.step for e in happened if isinstance(e, events.CheckpointCommitted)),
         fired=tuple(e.fault for e in happened if isinstance(e, events.FaultFired)),
     )
 

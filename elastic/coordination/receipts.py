@@ -48,6 +48,10 @@ class Receipts:
         """See `Publisher.newest`."""
         return await self._publisher.newest()
 
+    def recall(self, committed: frozenset[int]) -> None:
+        """Of a coordinator that was started anew: checkpoints that are in the records."""
+        self._publisher.recall(committed)
+
     def forget(self, step: int) -> None:
         """The checkpoint of `step` was set aside: another one may be committed."""
         self._publisher.forget(step)

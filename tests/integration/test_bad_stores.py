@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from fakes.s3_faults import FaultServer
-from fakes.s3_server import BUCKET, CREDENTIALS, REGION, forget_pace, s3_server
+from fakes.s3_server import BUCKET, CREDENTIALS, REGION, s3_server
 from gated_run import HALF, STEPS, gated_trainer
 from watching import events_of, steps_of, wait_until
 
@@ -31,6 +31,7 @@ from checkpointing import (
     params_sha256,
     verify_checkpoint,
 )
+from checkpointing.stores import pace
 from elastic import ConfigError, RunFailedError
 
 OTHER_REGION = {"status": 301, "code": "PermanentRedirect"}
@@ -45,11 +46,13 @@ SKEWED = {
 def server() -> Iterator[FaultServer]:
     with s3_server() as endpoint, FaultServer(endpoint) as faults:
         yield faults
-        forget_pace(faults.url)
 
 
 @pytest.fixture
-def config(server: FaultServer) -> Iterator[S3Config]:
+def config(
+    server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[S3Config]:
+    monkeypatch.setattr(pace, "SHARED", tmp_path)
     url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
     yield S3Config(url=url, endpoint_url=server.url, timeout_s=20)
     server.clear()
@@ -106,7 +109,6 @@ def test_a_server_that_is_not_there(config: S3Config, tmp_path: Path) -> None:
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
         nowhere = dataclasses.replace(config, endpoint_url=endpoint, timeout_s=0.5)
         refuse_to_start(nowhere, tmp_path, "cannot be reached; check S3Config.endpoint_url")
-        forget_pace(endpoint)
 
 
 @pytest.mark.parametrize(

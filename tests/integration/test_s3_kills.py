@@ -52,6 +52,7 @@ from checkpointing import (
 KEYS = Keys()
 OLD, NEW, LATER = 10, 20, 30  # and LARGE, between them
 FATES = ("lost", "done")
+BRIEF_FATES = (pytest.param("lost", marks=pytest.mark.slow), "done")
 Start = Callable[..., Role]
 
 
@@ -255,7 +256,8 @@ STARTS = (
 )
 
 
-@pytest.mark.parametrize(("deed", "fate"), itertools.product(STARTS, FATES))
+@pytest.mark.parametrize("fate", BRIEF_FATES)
+@pytest.mark.parametrize("deed", STARTS, ids="-".join)
 def test_the_driver(
     deed: tuple[str, str],
     fate: str,
@@ -296,7 +298,8 @@ IMPORTS = (
 )
 
 
-@pytest.mark.parametrize(("deed", "fate"), itertools.product(IMPORTS, FATES))
+@pytest.mark.parametrize("fate", BRIEF_FATES)
+@pytest.mark.parametrize("deed", IMPORTS, ids="-".join)
 def test_the_importer(
     deed: tuple[str, str],
     fate: str,

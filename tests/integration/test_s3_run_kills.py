@@ -30,7 +30,7 @@ from checkpointing import (
     verify_checkpoint,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240.0

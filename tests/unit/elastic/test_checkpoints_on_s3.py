@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.s3_faults import FaultServer
-from fakes.s3_server import BUCKET, forget_pace, s3_server
+from fakes.s3_server import BUCKET, s3_server
 from tiny_checkpoint import KEYS, STEP, Tiny, make_tiny, state_of, training_state, write_state
 
 from checkpointing import Reader, S3Config, Store, list_steps, load_manifest, open_store
+from checkpointing.stores import pace
 from elastic.cli.main import main
 
 
@@ -24,13 +25,13 @@ def tiny() -> Tiny:
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server whose buckets no host is named after."""
     with s3_server() as moto, FaultServer(moto) as server, pytest.MonkeyPatch.context() as patch:
         named = server.url.replace("127.0.0.1", "localhost")
         patch.setenv("AWS_ENDPOINT_URL_S3", named)
+        patch.setattr(pace, "SHARED", tmp_path_factory.mktemp("pace"))
         yield server.url
-        forget_pace(named)
 
 
 @pytest.fixture

@@ -84,3 +84,29 @@ def test_one_writer_is_enough_where_there_is_one(tmp_path: Path) -> None:
         memoryview(bytes(64)),
     )
     assert asyncio.run(publisher.take(receipt, {}, 1)) is not None
+
+
+def test_what_a_killed_coordinator_committed_is_told_of_once(tmp_path: Path) -> None:
+    """The next one finds it in the store, and gets the receipts once more."""
+    paths = RunPaths(root=tmp_path)
+    receipts = [part(paths, rank, 6) for rank in range(WRITERS)]
+    others = [part(paths, rank, 6, generation=2) for rank in range(WRITERS)]
+
+    async def hand_in(publisher: Publisher, parts: list[Receipt]) -> int | None:
+        return [await publisher.take(part, {}, WRITERS) for part in parts][-1]
+
+    def anew(told: set[int]) -> Publisher:
+        publisher = Publisher(paths, CheckpointConfig(), versions={}, newest=6)
+        publisher.recall(told)
+        return publisher
+
+    first = Publisher(paths, CheckpointConfig(), versions={}, newest=0)
+    size = asyncio.run(hand_in(first, receipts))
+    assert size is not None
+    assert asyncio.run(hand_in(anew({6}), receipts)) is None
+    publisher = anew(set())
+    assert publisher.saved(6)
+    assert asyncio.run(hand_in(publisher, others)) is None  # not what is committed
+    assert asyncio.run(hand_in(publisher, receipts)) == size
+    assert asyncio.run(hand_in(publisher, receipts)) is None
+    assert list_steps(open_store(paths.checkpoints), Keys()) == [6]
