@@ -48,13 +48,14 @@ def commit(
     receipts: Sequence[Receipt],
     training_state: Mapping[str, Any],
     versions: Mapping[str, str],
+    refers_to: int | None = None,
 ) -> Manifest:
     """Publishes what the receipts name as the checkpoint of `step`. One process calls it.
 
     Committing the same again is fine, so a caller that got no answer may repeat it.
 
-    Receipts may name segments of the newest checkpoint beside their own. That one is not deleted
-    by a run before this one is there, and then its segments have two that refer to them.
+    Receipts may name segments of one earlier checkpoint beside their own: the run's newest, which
+    it does not delete before this one is there. Then those segments have two that refer to them.
 
     Args:
         store: where the segments are.
@@ -64,11 +65,12 @@ def commit(
         receipts: one of every writer, all of one attempt.
         training_state: JSON values to hand back on resume.
         versions: versions of the libraries.
+        refers_to: step of that checkpoint; None for the newest in the store.
 
     Raises:
         SliceError: the slices do not tile the tensors, or ranks disagree on a tensor.
         NotCommittedError: receipts of different attempts, or a training state that is not JSON, or
-            a segment that is neither of this attempt nor of the newest checkpoint.
+            a segment that is neither of this attempt nor of that checkpoint; or it is gone.
         StaleGenerationError: a newer generation has committed this step or a later one.
         AlreadyCommittedError: another checkpoint of this step was first.
     """
@@ -82,7 +84,8 @@ def commit(
     )
     last = newest(store, keys)
     _refuse_stale(last, step, generation)
-    _check_segments(keys, receipts, last)
+    base = last if refers_to is None else load_manifest(store, keys, refers_to)
+    _check_segments(keys, receipts, base)
     if not store.put_if_absent(keys.commit(step), manifest.to_bytes()):
         return _check_same(store, keys, manifest)
     return manifest
@@ -257,17 +260,17 @@ def _refuse_stale(last: Manifest | None, step: int, generation: int) -> None:
         raise StaleGenerationError(step, generation, last.step, last.generation)
 
 
-def _check_segments(keys: Keys, receipts: Sequence[Receipt], last: Manifest | None) -> None:
-    there = {} if last is None else last.segments
+def _check_segments(keys: Keys, receipts: Sequence[Receipt], base: Manifest | None) -> None:
+    there = {} if base is None else base.segments
     for one in receipts:
         own = keys.attempt(one.rank, one.step, one.generation, one.attempt)
         for segment in one.segments:
             if not segment.key.startswith(own) and there.get(segment.key) != segment:
-                newest_is = "there is none" if last is None else f"that of step {last.step}"
+                which = "there is none" if base is None else f"that of step {base.step}"
                 raise NotCommittedError(
                     one.step,
                     f"writer {one.rank} refers to {segment.key}, which is not part of the newest "
-                    f"checkpoint ({newest_is}) and may be deleted; the next save is written whole",
+                    f"checkpoint ({which}) and may be deleted; the next save is written whole",
                 )
 
 

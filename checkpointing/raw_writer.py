@@ -19,7 +19,7 @@ from checkpointing.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
 from checkpointing.manifest import Receipt, SavedSlice, Segment
 from checkpointing.segment import CheckedStream, slice_bytes, table_bytes
 from checkpointing.stores import Store
-from checkpointing.write_plan import declare, plan_packing, plan_parts
+from checkpointing.write_plan import plan_packing, plan_parts
 
 Part = tuple[TensorSlice, Callable[[], memoryview]]
 """A slice, and what gives its row-major bytes when they are due."""
@@ -71,16 +71,18 @@ def write_shared(
         store,
         keys,
         attempt,
-        declare(slices),
-        cut_shared(slices, memory, segment_bytes),
+        *cut_shared(slices, memory, segment_bytes),
         segment_bytes=segment_bytes,
         block_bytes=block_bytes,
         piece_bytes=piece_bytes,
     )
 
 
-def cut_shared(slices: Sequence[TensorSlice], memory: memoryview, max_bytes: int) -> list[Part]:
-    """Slices in `memory`, placed as `plan_places` has it, in parts of at most `max_bytes`.
+def cut_shared(
+    slices: Sequence[TensorSlice], memory: memoryview, max_bytes: int
+) -> tuple[Mapping[str, TensorInfo], list[Part]]:
+    """Slices in `memory`, placed as `plan_places` has it: their tensors, and what is in them in
+    parts of at most `max_bytes`.
 
     Raises:
         SliceError: a tensor is declared in two ways, or `memory` is too short.
@@ -89,7 +91,7 @@ def cut_shared(slices: Sequence[TensorSlice], memory: memoryview, max_bytes: int
     if len(memory) < plan.needed_bytes:
         fact = f"{len(memory)} bytes are shared, and the slices take {plan.needed_bytes}"
         raise SliceError(slices[-1].name, fact)
-    return [
+    return plan.tensors, [
         (part, _given(memory[place : place + slice_bytes(part)]))
         for part, place in zip(plan.parts, plan.places, strict=True)
     ]

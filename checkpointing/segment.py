@@ -61,7 +61,7 @@ def header(parts: Sequence[TensorSlice], piece_bytes: int | None = None) -> byte
     end = 0
     for part in parts:
         begin, end = end, end + slice_bytes(part)
-        name = _entry_name(part, {*entries, TABLE})
+        name = _entry_name(part, entries)
         entries[name] = _entry(DTYPES[part.dtype].tag, part.sizes, begin, end)
     text = _json(entries)
     # The table's size depends on the header's, so that is settled first, with room for its entry.
@@ -88,7 +88,7 @@ def _entry_name(part: TensorSlice, taken: Iterable[str]) -> str:
     if tuple(part.sizes) != tuple(part.global_shape):
         ranges = zip(part.offsets, part.sizes, strict=True)
         name += "[" + ",".join(f"{start}:{start + size}" for start, size in ranges) + "]"
-    while name in taken:
+    while name in taken or name == TABLE:
         name += "'"
     return name
 

@@ -23,7 +23,6 @@ from checkpointing.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
 from checkpointing.manifest import Receipt, SavedSlice, Segment
 from checkpointing.raw_writer import Attempt, cut_shared, write_parts
 from checkpointing.stores import Store
-from checkpointing.write_plan import declare
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
@@ -92,7 +91,7 @@ def write_changed(
         SliceError: a tensor is declared in two ways, or `memory` is too short.
         StoreError: from the store.
     """
-    parts = cut_shared(slices, memory, segment_bytes)
+    tensors, parts = cut_shared(slices, memory, segment_bytes)
     looks = {part: _look(read(), known.get(part), part.name in still) for part, read in parts}
     there = _present(store, [look.same.segment for look in looks.values() if look.same])
     kept = {p: x.same for p, x in looks.items() if x.same and x.same.segment.key in there}
@@ -100,7 +99,7 @@ def write_changed(
         store,
         keys,
         attempt,
-        declare(slices),
+        tensors,
         [(part, read) for part, read in parts if part not in kept],
         apart={part for part, look in looks.items() if look.digest is not None},
         segment_bytes=segment_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import platform
+import secrets
 import time
 from importlib.metadata import version
 from typing import Any
@@ -20,7 +21,7 @@ from elastic.coordination.config import CoordinatorConfig
 from elastic.coordinator import MOST_CALLS, Coordinator
 from elastic.errors import RunFailedError
 from elastic.faults import Fault, check_faults
-from elastic.identity import RunIdentity, StateTable, identify
+from elastic.identity import RunIdentity, StateTable, identify, record_identity
 from elastic.job import Job
 from elastic.membership.decisions import GroupConfig
 from elastic.nodes.drain import DrainWatch, tell_coordinator
@@ -117,6 +118,7 @@ class ElasticTrainer:
                 check_continues(origin.manifest, self.train, task)
             _connect()
             plan = wait_for_workers(self.scaling, self.train.parallel)
+            record_identity(paths, identity)
             set_others_aside(paths, origin.stored)
             remove_orphans(paths, last_generation(paths, origin.manifest) + 1)
             config = self._coordinator_config(paths, origin, plan, task)
@@ -222,6 +224,7 @@ class ElasticTrainer:
             health=self.health,
             paths=paths,
             identity=identity,
+            attempt=secrets.randbits(31),
             faults=self.faults,
             coordinator=coordinator,
         )

@@ -52,20 +52,24 @@ class RunIdentity:
 
 
 def identify(paths: RunPaths) -> RunIdentity:
-    """The identity of the run in a directory, made at its first start, and anew where the file is
-    lost. The driver calls it, while it holds the run's lock."""
+    """The identity of the run in a directory; a new one, not recorded yet, before its first start
+    and where the file is lost."""
     try:
         told = json.loads(paths.identity.read_bytes())
         return RunIdentity(id=told["id"], origins=tuple(told["origins"]))
     except (FileNotFoundError, ValueError, KeyError):
         log.debug("%s is made anew", paths.identity)
     found = {run_of(manifest) for manifest in _readable(paths)}
-    made = RunIdentity(id=uuid.uuid4().hex, origins=tuple(sorted(run for run in found if run)))
+    return RunIdentity(id=uuid.uuid4().hex, origins=tuple(sorted(run for run in found if run)))
+
+
+def record_identity(paths: RunPaths, identity: RunIdentity) -> None:
+    """Binds a directory to its run. The driver calls it while it holds the run's lock, when nothing
+    refuses the start any more: until then, what is copied here is a fork on purpose."""
     paths.identity.parent.mkdir(parents=True, exist_ok=True)
     part = paths.identity.with_suffix(".part")
-    part.write_text(json.dumps(asdict(made)))
+    part.write_text(json.dumps(asdict(identity)))
     os.replace(part, paths.identity)
-    return made
 
 
 def run_of(manifest: Manifest) -> str | None:

@@ -33,6 +33,8 @@ class Job:
     """The run directory."""
     identity: RunIdentity
     """Who the run is; it stands in every checkpoint."""
+    attempt: int
+    """Random number of this start, in the keys of all it saves: no other start writes there."""
     faults: tuple[Fault, ...]
     """Faults to inject."""
     coordinator: Any

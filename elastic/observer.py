@@ -59,16 +59,23 @@ class Observer:
             log.warning("the coordinator does not answer: %s", error)
             return False
         self._printer.update(steps, happened)
-        self._board.update(steps, happened)
+        try:
+            self._board.update(steps, happened)
+        except OSError as error:
+            log.warning("TensorBoard's file lacks some steps: %s", error)
         return True
 
 
 def conclude(paths: RunPaths) -> Report:
-    """Writes `report.json`, `report.txt` and `run.png` from the records, and prints the report."""
+    """Writes `report.json`, `report.txt` and `run.png` from the records, and prints the report.
+    A disk that is full costs the files, not the run's outcome."""
     happened, steps = read_events(paths.events), read_steps(paths.steps)
     report = build_report(happened, steps)
-    write_report(paths.root, report)
-    if steps:
-        draw(paths.root, report, steps, happened)
+    try:
+        write_report(paths.root, report)
+        if steps:
+            draw(paths.root, report, steps, happened)
+    except OSError as error:
+        log.warning("the report is printed, but not written whole: %s", error)
     print(report_text(report), file=sys.stderr, flush=True)
     return report

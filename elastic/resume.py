@@ -30,7 +30,7 @@ from checkpointing.commit import SET_ASIDE
 from checkpointing.config import Resume
 from checkpointing.stores.keys import PROBE
 from elastic.event_log import read_events
-from elastic.events import RegroupDone
+from elastic.events import CheckpointCommitted, RegroupDone
 from elastic.identity import RunIdentity, StateTable, check_own, newest_own
 from elastic.records import RunPaths, hold_run
 from trainer.config import TrainConfig
@@ -179,6 +179,14 @@ def check_found(paths: RunPaths, resume: Resume, origin: Origin) -> None:
             f"no checkpoint in {paths.checkpoints} can be read; there are {', '.join(unreadable)}",
             "Repair them, or begin anew: delete them, or use resume='never' or another name",
         )
+    if resume != "never" and (step := _last_committed(paths)) is not None:
+        raise ConfigError(
+            "checkpoint.resume",
+            resume,
+            f"a checkpoint of step {step} was committed, by {paths.events}, and there is none in "
+            f"{paths.checkpoints}",
+            "Bring the checkpoints back, or begin anew: use resume='never' or another name",
+        )
     if resume == "must":
         raise ConfigError(
             "checkpoint.resume",
@@ -192,6 +200,12 @@ def _unreadable(paths: RunPaths) -> list[str]:
     """Commit records that cannot be read, those set aside included, where none can."""
     listed = open_store(paths.checkpoints).list(Keys().commits)
     return [key for key in listed if key.endswith((".json", f".json{SET_ASIDE}"))]
+
+
+def _last_committed(paths: RunPaths) -> int | None:
+    """The newest checkpoint that the records tell of."""
+    told = [e.step for e in read_events(paths.events) if isinstance(e, CheckpointCommitted)]
+    return max(told, default=None)
 
 
 def last_generation(paths: RunPaths, manifest: Manifest | None) -> int:

@@ -90,7 +90,9 @@ class Saves:
             pid=self._identity.pid,
             fd=buffer.fd,
             number=buffer.number,
-            attempt=Attempt(rank=rank, step=step, generation=run.generation),
+            attempt=Attempt(
+                rank=rank, step=step, generation=run.generation, attempt=self._job.attempt
+            ),
             writers=run.savers * workers,
             slices=share.slices,
             still=share.still,

@@ -35,7 +35,7 @@ from checkpointing import (
     write_shared,
 )
 from elastic.coordination.publisher import Publisher
-from elastic.identity import identify
+from elastic.identity import identify, record_identity
 from elastic.records import RunPaths
 from elastic.resume import (
     find_origin,
@@ -163,7 +163,9 @@ def begin_run(config: S3Config, storage: Path) -> Manifest | None:
     )
     run = RunConfig(name=RUN, storage_path=str(storage))
     with run_directory(run, CheckpointConfig(store=base)) as paths:
-        manifest = find_origin(paths, identify(paths), None, None).stored
+        identity = identify(paths)
+        manifest = find_origin(paths, identity, None, None).stored
+        record_identity(paths, identity)
         set_others_aside(paths, manifest)
         remove_orphans(paths, last_generation(paths, manifest) + 1)
         return manifest

@@ -88,6 +88,8 @@ class Publisher:
         Raises:
             CheckpointError: it could not be committed.
         """
+        if receipt.step < max(self._saved, default=0):
+            return None  # handed in again, to a coordinator that was started anew, or too late
         attempt = (receipt.step, receipt.generation)
         parts = self._receipts.setdefault(attempt, {})
         parts[receipt.rank] = receipt
@@ -97,9 +99,11 @@ class Publisher:
         async with self._committing:  # two attempts at the last step must not race each other
             if receipt.step in self._saved - self._untold:
                 return None
-            self._newest = None
+            refers_to, self._newest = self._newest, None
             try:
-                size = await asyncio.to_thread(self._commit, list(parts.values()), training_state)
+                size = await asyncio.to_thread(
+                    self._commit, list(parts.values()), training_state, refers_to
+                )
             except AlreadyCommittedError:
                 if receipt.step not in self._untold:
                     raise
@@ -118,7 +122,12 @@ class Publisher:
             log.warning("old checkpoints could not be deleted: %s", error)
         return size
 
-    def _commit(self, receipts: list[Receipt], training_state: Mapping[str, Any]) -> int:
+    def _commit(
+        self,
+        receipts: list[Receipt],
+        training_state: Mapping[str, Any],
+        refers_to: tuple[int, int] | None,
+    ) -> int:
         store, keys, first = open_store(self._paths.checkpoints), Keys(), receipts[0]
         manifest = commit(
             store,
@@ -128,6 +137,7 @@ class Publisher:
             receipts=receipts,
             training_state=training_state,
             versions=self._versions,
+            refers_to=None if refers_to is None else refers_to[0],
         )
         self._surveyor.forget(first.step)  # somebody may have deleted an earlier one of this step
         return sum(segment.size_bytes for segment in manifest.segments.values())

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +41,9 @@ from trainer.commit import Place
 from trainer.shared_copy import CopyGoneError, open_copy
 
 log = logging.getLogger(__name__)
+
+_Part = tuple[Place, int, int, Attempt]
+"""What tells the parts of saves apart: place, process and number of the copy, and who writes."""
 
 MOST_CALLS = 64
 """Writes at once: two for each worker of a node, and those of workers that are gone."""
@@ -88,15 +93,34 @@ class Uploader:
     def __init__(self, coordinator: Any, paths: RunPaths, node: str, segment_bytes: int) -> None:
         self._coordinator, self._paths = coordinator, paths
         self._node, self._segment_bytes = node, segment_bytes
+        self._lock, self._writing = threading.Lock(), dict[_Part, Future[Written | None]]()
         os.nice(_NICENESS)
 
     def write(self, upload: Upload) -> Written | None:
-        """Writes a part and hands in its receipt. Doing it twice does no harm.
+        """Writes a part and hands in its receipt. Doing it twice does no harm; asked a second time
+        while it is at it, as by a worker whose connection broke, it does it once: the worker uses
+        its buffer again when one of its calls has ended.
 
         Returns:
             What was written; None where it could not be, which the coordinator knows, or where the
             copy is gone.
         """
+        part = upload.place, upload.pid, upload.number, upload.attempt
+        with self._lock:
+            if (begun := self._writing.get(part)) is None:
+                mine = self._writing[part] = Future[Written | None]()
+        if begun is not None:
+            return begun.result()
+        try:
+            mine.set_result(self._write_and_tell(upload))
+        except BaseException as error:
+            mine.set_exception(error)
+        finally:
+            with self._lock:
+                del self._writing[part]
+        return mine.result()
+
+    def _write_and_tell(self, upload: Upload) -> Written | None:
         step = upload.attempt.step
         try:
             written = self.write_part(upload)

@@ -19,7 +19,16 @@ from checkpointing import (
     load_manifest,
     open_store,
 )
-from elastic.identity import RunIdentity, check_model, check_own, identify, newest_own
+from elastic.event_log import EventLog
+from elastic.events import CheckpointCommitted
+from elastic.identity import (
+    RunIdentity,
+    check_model,
+    check_own,
+    identify,
+    newest_own,
+    record_identity,
+)
 from elastic.records import RunPaths
 from elastic.restoring import is_damage, open_checkpoint, open_own
 from elastic.resume import check_found, find_origin, set_others_aside
@@ -49,6 +58,8 @@ def paths(tmp_path: Path) -> RunPaths:
 
 def test_an_identity_stays_also_where_the_directory_is_renamed(paths: RunPaths) -> None:
     made = identify(paths)
+    assert made != identify(paths), "a start that is refused binds nothing"
+    record_identity(paths, made)
     assert made == identify(paths) and made.origins == ()
     moved = RunPaths(root=paths.root.with_name("other"))
     paths.root.rename(moved.root)
@@ -148,3 +159,16 @@ def test_what_was_frozen_then_cannot_be_trained_now(paths: RunPaths) -> None:
     manifest = load_manifest(open_store(paths.checkpoints), KEYS, 2)
     with pytest.raises(IncompatibleError, match=r"'exp_avg/w': absent .* \(2 tensors differ\)"):
         check_model(manifest, table(state(WEIGHT)))
+
+
+def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(paths: RunPaths) -> None:
+    """A store whose URL was changed looks like one that was never written to."""
+    identity = identify(paths)
+    with EventLog(paths.events) as log:
+        log.append(CheckpointCommitted(time=0, step=6, generation=1, bytes=1, seconds=1))
+    origin = find_origin(paths, identity, None, None)
+    with pytest.raises(ConfigError, match="a checkpoint of step 6 was committed"):
+        check_found(paths, "auto", origin)
+    check_found(paths, "never", origin)
+    save(paths, 6, identity.id)
+    check_found(paths, "auto", find_origin(paths, identity, None, None))

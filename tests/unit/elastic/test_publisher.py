@@ -110,3 +110,17 @@ def test_what_a_killed_coordinator_committed_is_told_of_once(tmp_path: Path) -> 
     assert asyncio.run(hand_in(publisher, receipts)) == size
     assert asyncio.run(hand_in(publisher, receipts)) is None
     assert list_steps(open_store(paths.checkpoints), Keys()) == [6]
+
+
+def test_a_part_of_an_earlier_save_that_is_handed_in_again_is_no_lost_save(tmp_path: Path) -> None:
+    """As by a living spare, to a coordinator that was started anew."""
+    paths = RunPaths(root=tmp_path)
+    publisher = Publisher(paths, CheckpointConfig(), versions={}, newest=6)
+
+    async def play() -> None:
+        assert await publisher.take(part(paths, 0, 4), {}, WRITERS) is None
+        for rank in range(WRITERS):
+            await publisher.take(part(paths, rank, 8), {}, WRITERS)
+
+    asyncio.run(play())
+    assert publisher.saved(8) and publisher.lost == {}

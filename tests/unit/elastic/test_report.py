@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.event_log import EventLog
 from elastic.events import (
     CheckpointCommitted,
     Evaluated,
@@ -24,6 +25,8 @@ from elastic.events import (
     StepSkipped,
     WorkerLost,
 )
+from elastic.observer import conclude
+from elastic.records import RunPaths
 from elastic.report import build_report, report_text, write_report
 
 LAYOUT = {"replicas": 2, "shard": 1, "tensor": 1, "lanes": 2, "spares": 0}
@@ -183,3 +186,15 @@ def test_the_report_is_written_as_standard_json_and_text(tmp_path: Path) -> None
     assert data["incidents"][0]["slots"] == ["replica 1 shard 0 tensor 0"]
     assert list(data)[:3] == ["name", "outcome", "steps"]
     assert (tmp_path / "report.txt").read_text() == report_text(report)
+
+
+def test_a_report_that_cannot_be_written_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(root=tmp_path)
+    with EventLog(paths.events) as log:
+        log.append(start(0.0)[0])
+        log.append(RunEnded(time=2.0, outcome="finished", step=0, error=None))
+    (tmp_path / "report.txt").mkdir()  # an OSError, as that of a full disk
+    assert conclude(paths).outcome == "finished"
+    assert "finished" in capsys.readouterr().err
