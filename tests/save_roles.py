@@ -163,8 +163,9 @@ def begin_run(config: S3Config, storage: Path) -> Manifest | None:
     )
     run = RunConfig(name=RUN, storage_path=str(storage))
     with run_directory(run, CheckpointConfig(store=base)) as paths:
-        manifest = find_origin(paths, identify(paths), None, None).stored
-        set_others_aside(paths, manifest)
+        identity = identify(paths)
+        manifest = find_origin(paths, identity, None, None).stored
+        set_others_aside(paths, manifest, identity, None)
         remove_orphans(paths, last_generation(paths, manifest) + 1)
         return manifest
 
