@@ -25,6 +25,7 @@ from checkpointing.commit import (
     load_manifest,
     newest,
     set_aside,
+    set_foreign_aside,
 )
 from checkpointing.config import CheckpointConfig
 from checkpointing.errors import (
@@ -53,7 +54,7 @@ from checkpointing.host_memory import (
 )
 from checkpointing.interval import estimate_mtbf, plan_interval
 from checkpointing.layout import Keys
-from checkpointing.manifest import Manifest, Receipt, Segment
+from checkpointing.manifest import Manifest, Receipt, Segment, is_sound
 from checkpointing.plan import check_coverage
 from checkpointing.raw_writer import Attempt, write_shared
 from checkpointing.retention import (
@@ -133,6 +134,7 @@ __all__ = [
     "delete_checkpoint",
     "estimate_mtbf",
     "find_newest",
+    "is_sound",
     "list_steps",
     "load_manifest",
     "memory_folder",
@@ -152,6 +154,7 @@ __all__ = [
     "plan_writers",
     "retire",
     "set_aside",
+    "set_foreign_aside",
     "settle_snapshot",
     "sweep_orphans",
     "sweep_snapshots",

@@ -7,8 +7,10 @@ leaves only segments that nothing refers to. A reader lists manifests and nothin
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -33,7 +35,13 @@ from checkpointing.stores import Store
 _log = logging.getLogger(__name__)
 
 SET_ASIDE = ".unreadable"
-"""Ending of the key of a commit record that was set aside."""
+"""Ending of the key of a damaged commit record that was set aside; retention deletes it."""
+
+FOREIGN = ".foreign"
+"""Ending of the key of a sound one that is not the run's own: only people delete it. A second one
+of the same step ends in `.foreign.1`, and so on."""
+
+_FOREIGN = re.compile(rf"{re.escape(FOREIGN)}(\.\d+)?")
 
 _NAMED = 3
 """Tensors that an error about another model names."""
@@ -173,9 +181,9 @@ def load_manifest(store: Store, keys: Keys, step: int) -> Manifest:
 
 
 def set_aside(store: Store, keys: Keys, step: int) -> None:
-    """Moves the commit record of `step` out of the way, so that the step can be committed again.
+    """Moves a damaged commit record out of the way, so that its step can be committed again.
 
-    Its segments stay (`Survey.set_aside`), so nothing is lost. None there is fine.
+    Its segments stay (`Survey.set_aside`) until retention deletes it. None there is fine.
     """
     key = keys.commit(step)
     try:
@@ -185,6 +193,32 @@ def set_aside(store: Store, keys: Keys, step: int) -> None:
     _log.warning("%s is given up, and kept as %s%s", key, key, SET_ASIDE)
     store.put(f"{key}{SET_ASIDE}", [record])
     store.delete(key)
+
+
+def set_foreign_aside(store: Store, keys: Keys, step: int) -> None:
+    """Moves a sound commit record that is not the run's own out of the way.
+
+    It and its segments stay until somebody deletes it (`Survey.foreign`). None there is fine.
+    """
+    key = keys.commit(step)
+    try:
+        record = store.get(key)
+    except MissingError:
+        return
+    for number in itertools.count():
+        kept = f"{key}{FOREIGN}.{number}" if number else f"{key}{FOREIGN}"
+        if store.put_if_absent(kept, record) or store.get(kept) == record:  # by a killed start
+            break
+    _log.warning("%s is not this run's, and is kept as %s", key, kept)
+    store.delete(key)
+
+
+def is_foreign(keys: Keys, key: str) -> bool:
+    """Whether a key is that of a record that `set_foreign_aside` has kept."""
+    step = keys.step_of(key)
+    if step is None or not key.startswith(keys.commit(step)):
+        return False
+    return _FOREIGN.fullmatch(key, len(keys.commit(step))) is not None
 
 
 def check_compatible(

@@ -4,6 +4,7 @@
     {prefix}/m/{step:012}.json
     {prefix}/m/{step:012}.claim        whoever decides the checkpoint's fate (claims.py)
     {prefix}/m/{step:012}.verified     that every byte of it was read and checked (verified.py)
+    {prefix}/m/{step:012}.json.ENDING  a record that was set aside (commit.py)
 
 `hh` is two hex digits of a hash of the rank. It stands before the step because S3 scales by key
 prefix: entropy first spreads the ranks, and the same prefixes stay warm from save to save. A store

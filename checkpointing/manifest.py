@@ -179,6 +179,20 @@ class Manifest:
         return _from_body(body)
 
 
+def is_sound(raw: bytes) -> bool:
+    """Whether a record is whole: a manifest, or one of a schema that this version does not know."""
+    try:
+        Manifest.from_bytes(raw, "")
+        return True
+    except CorruptError:
+        pass
+    try:
+        schema = json.loads(raw)["schema"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+    return isinstance(schema, int) and schema != SCHEMA
+
+
 def _from_body(body: Mapping[str, Any]) -> Manifest:
     segments = [_segment(s) for s in body["segments"]]
     tables: dict[str, Any] = body["tensors"]

@@ -12,8 +12,12 @@ A commit record may refer to segments of earlier checkpoints, as long as the new
 refers to them too: that one is never deleted by a run, and so neither are they. What cannot be read
 protects every segment of its own step and of those before it.
 
-A sweep lists the segments first, and then looks at what refers to them: whatever was written under
-a claim that is gone by then has a commit record by then (`claims.claim_for_import`).
+A store may have records that are not the run's own. Those of steps after its newest are none of a
+run's business, and those that its start has set aside (`commit.FOREIGN`) are only for people to
+delete; both protect what they refer to.
+
+A sweep lists segments and records first, and then looks at what refers to them: whatever was
+written under a claim that is gone by then has a commit record by then (`claims.claim_for_import`).
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import math
 from collections.abc import Collection, Iterable
 
 from checkpointing.claims import claim_for_deletion, pinned_steps
+from checkpointing.commit import is_foreign
 from checkpointing.errors import NotCommittedError, ProtectedError
 from checkpointing.layout import Keys
 from checkpointing.stores import Store
@@ -75,23 +80,24 @@ def plan_segments(gone: Iterable[str], rest: Survey, keys: Keys) -> list[str]:
         rest: what the other records refer to.
         keys: names in the store.
     """
-    needed = frozenset[str]().union(*rest.segments.values())
+    needed = rest.foreign.union(*rest.segments.values())
     guarded = max(rest.unreadable | rest.set_aside, default=-1)
     free = ((key, _step(keys, key, default=-1)) for key in gone if key not in needed)
     return sorted(key for key, step in free if step > guarded and step not in rest.importing)
 
 
 def retire(
-    surveyor: Surveyor, *, keep_last: int, keep_every: int | None, older_than_step: int
+    surveyor: Surveyor, *, keep_last: int, keep_every: int | None, up_to_step: int
 ) -> list[int]:
-    """Deletes what the rules no longer keep, and what attempts below `older_than_step` have left.
+    """Deletes what the rules no longer keep, and what attempts below `up_to_step` have left.
 
-    One process of a run calls it, after a commit. Returns the deleted steps.
+    One process of a run calls it, after the commit of `up_to_step`: whatever has a later step is
+    not of this run, and is neither counted nor deleted. Returns the deleted steps.
     """
     store, keys = surveyor.store, surveyor.keys
     survey = surveyor.survey()
     doomed = plan_retention(
-        survey.steps,
+        (step for step in survey.steps if step <= up_to_step),
         keep_last,
         keep_every,
         pinned_steps(store, keys),
@@ -107,7 +113,7 @@ def retire(
             continue
         surveyor.forget(step)
         deleted.append(step)
-    _sweep(surveyor, older_than_step)
+    _sweep(surveyor, up_to_step)
     return deleted
 
 
@@ -180,13 +186,13 @@ def _delete(store: Store, keys: Keys, step: int, survey: Survey) -> Survey:
 
 def _sweep(surveyor: Surveyor, older_than_step: int) -> list[str]:
     store, keys = surveyor.store, surveyor.keys
-    written = store.list(keys.data)
+    written, noted = store.list(keys.data), store.list(keys.commits)
     survey = surveyor.survey()
     if not survey.segments:
         return []
     limit = min(older_than_step, max(survey.segments))
     data = [key for key in written if _step(keys, key, default=limit) < limit]
-    listed = [key for key in store.list(keys.commits) if _step(keys, key, default=limit) < limit]
+    listed = [key for key in noted if _step(keys, key, default=limit) < limit]
     records = [key for key in listed if not _belongs(keys, key, survey)]
     doomed = [*plan_segments(data, survey, keys), *records]
     store.delete_many(doomed)
@@ -195,6 +201,8 @@ def _sweep(surveyor: Surveyor, older_than_step: int) -> list[str]:
 
 def _belongs(keys: Keys, key: str, survey: Survey) -> bool:
     """Whether a key among the commit records is one, or stands beside one."""
+    if is_foreign(keys, key):
+        return True
     step = keys.step_of(key)
     if step is None:
         return False

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from checkpointing.claims import importing_steps
-from checkpointing.commit import SET_ASIDE, list_steps, load_manifest
-from checkpointing.errors import CorruptError, NotCommittedError
+from checkpointing.commit import SET_ASIDE, is_foreign, list_steps, load_manifest
+from checkpointing.errors import CorruptError, MissingError, NotCommittedError
 from checkpointing.layout import Keys
 from checkpointing.manifest import Manifest
 from checkpointing.stores import Store
@@ -24,6 +24,8 @@ class Survey:
     """Steps whose record is damaged or of a later schema."""
     set_aside: frozenset[int] = frozenset()
     """Steps of such records that a run has moved out of its way."""
+    foreign: frozenset[str] = frozenset()
+    """Segments of sound records that are not the run's own, and were moved out of its way."""
     verified: frozenset[int] = frozenset()
     """Steps that were read and checked in whole."""
     importing: frozenset[int] = frozenset()
@@ -54,6 +56,7 @@ class Surveyor:
     keys: Keys
     """Names in the store."""
     _known: dict[int, Manifest] = field(default_factory=dict)
+    _foreign: dict[str, frozenset[str] | None] = field(default_factory=dict)
 
     def survey(self) -> Survey:
         """What there is now.
@@ -70,10 +73,12 @@ class Surveyor:
                 unreadable.add(step)
             except NotCommittedError:
                 continue  # deleted meanwhile
+        set_aside, foreign = self._aside()
         return Survey(
             segments={step: frozenset(m.segments) for step, m in self._known.items()},
             unreadable=frozenset(unreadable),
-            set_aside=frozenset(self._set_aside()),
+            set_aside=frozenset(set_aside),
+            foreign=frozenset(foreign),
             verified=frozenset(self._verified()),
             importing=importing,
         )
@@ -82,10 +87,35 @@ class Surveyor:
         """The record of `step` was deleted, or may be another one now."""
         self._known.pop(step, None)
 
-    def _set_aside(self) -> set[int]:
-        listed = self.store.list(self.keys.commits)
-        steps = (self.keys.step_of(key) for key in listed if key.endswith(f".json{SET_ASIDE}"))
-        return {step for step in steps if step is not None}
+    def _aside(self) -> tuple[set[int], set[str]]:
+        """Steps of records set aside that cannot be read, and the segments of those that can."""
+        steps, segments = set[int](), set[str]()
+        for key in self.store.list(self.keys.commits):
+            step = self.keys.step_of(key)
+            if step is None:
+                continue
+            if key.endswith(f".json{SET_ASIDE}"):
+                steps.add(step)
+            elif is_foreign(self.keys, key):
+                named = self._named(key)
+                if named is None:
+                    steps.add(step)
+                else:
+                    segments |= named
+        return steps, segments
+
+    def _named(self, key: str) -> frozenset[str] | None:
+        """The segments that a record set aside refers to; None: it cannot be read."""
+        if key not in self._foreign:
+            try:
+                self._foreign[key] = frozenset(
+                    Manifest.from_bytes(self.store.get(key), key).segments
+                )
+            except CorruptError:
+                self._foreign[key] = None
+            except MissingError:
+                return frozenset()  # deleted meanwhile
+        return self._foreign[key]
 
     def _verified(self) -> Iterable[int]:
         listed = set(self.store.list(self.keys.commits))

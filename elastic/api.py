@@ -119,7 +119,7 @@ class ElasticTrainer:
             _connect()
             plan = wait_for_workers(self.scaling, self.train.parallel)
             record_identity(paths, identity)
-            set_others_aside(paths, origin.stored)
+            set_others_aside(paths, origin.stored, identity, model)
             remove_orphans(paths, last_generation(paths, origin.manifest) + 1)
             config = self._coordinator_config(paths, origin, plan, task)
             coordinator = start_actor(

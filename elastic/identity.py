@@ -5,7 +5,7 @@ it takes whatever checkpoints it finds: a copy of another run's is a fork on pur
 its own are those with its id, with the ids found then, or with none (imported, or of an earlier
 version), and always those of its own model. Another one that gets into the store, by a copy or by a
 second run that writes to the same place, is passed over with a warning that says why, and the
-newest one of its own is taken.
+newest one of its own is taken; the run's start sets the other aside (`resume.set_others_aside`).
 """
 
 from __future__ import annotations

@@ -9,24 +9,32 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ray.train import RunConfig
 
 from checkpointing import (
     CheckpointConfig,
     CheckpointError,
+    CorruptError,
+    IncompatibleError,
     Keys,
     Manifest,
+    MissingError,
+    NotCommittedError,
     S3Config,
     Snapshot,
     Store,
     StoreError,
+    is_sound,
     list_steps,
+    load_manifest,
     open_store,
     set_aside,
+    set_foreign_aside,
     sweep_orphans,
 )
-from checkpointing.commit import SET_ASIDE
+from checkpointing.commit import SET_ASIDE, is_foreign
 from checkpointing.config import Resume
 from checkpointing.stores.keys import PROBE
 from elastic.event_log import read_events
@@ -197,9 +205,10 @@ def check_found(paths: RunPaths, resume: Resume, origin: Origin) -> None:
 
 
 def _unreadable(paths: RunPaths) -> list[str]:
-    """Commit records that cannot be read, those set aside included, where none can."""
-    listed = open_store(paths.checkpoints).list(Keys().commits)
-    return [key for key in listed if key.endswith((".json", f".json{SET_ASIDE}"))]
+    """Commit records that cannot be read, and all that were set aside, where none can."""
+    keys, endings = Keys(), (".json", f".json{SET_ASIDE}")
+    listed = open_store(paths.checkpoints).list(keys.commits)
+    return [key for key in listed if key.endswith(endings) or is_foreign(keys, key)]
 
 
 def _last_committed(paths: RunPaths) -> int | None:
@@ -214,16 +223,48 @@ def last_generation(paths: RunPaths, manifest: Manifest | None) -> int:
     return max([0 if manifest is None else manifest.generation, *rosters])
 
 
-def set_others_aside(paths: RunPaths, manifest: Manifest | None) -> None:
-    """Moves the commit records after `manifest` out of the way: their steps are done again.
+def set_others_aside(
+    paths: RunPaths,
+    manifest: Manifest | None,
+    identity: RunIdentity,
+    model: StateTable | None,
+) -> None:
+    """Moves commit records out of the way that the run does not go on from.
 
-    They were passed over as unreadable, damaged, of a later version, of another run or of another
-    model; nothing of them is lost.
+    Those of another run, model or version go wherever they stand, so that retention neither counts
+    nor deletes them; nothing of them is lost. Damaged ones go where they stand after `manifest`:
+    their steps are done again.
+
+    Args:
+        paths: where they are.
+        manifest: the newest of the run's own; None for none.
+        identity: of the run.
+        model: what its state is; None where that is not known.
     """
     store, keys = open_store(paths.checkpoints), Keys()
     for step in list_steps(store, keys):
-        if manifest is None or step > manifest.step:
+        later = manifest is None or step > manifest.step
+        kind = _kind(store, step, identity, model)
+        if kind == "damaged" and later:
             set_aside(store, keys, step)
+        elif kind == "foreign" or (kind == "own" and later):  # an import a moment ago
+            set_foreign_aside(store, keys, step)
+
+
+def _kind(
+    store: Store, step: int, identity: RunIdentity, model: StateTable | None
+) -> Literal["own", "foreign", "damaged", "gone"]:
+    try:
+        check_own(load_manifest(store, Keys(), step), identity, model)
+        return "own"
+    except (CorruptError, IncompatibleError):
+        pass
+    except NotCommittedError:
+        return "gone"
+    try:
+        return "foreign" if is_sound(store.get(Keys().commit(step))) else "damaged"
+    except MissingError:
+        return "gone"
 
 
 def remove_orphans(paths: RunPaths, generation: int) -> None:

@@ -166,7 +166,7 @@ def begin_run(config: S3Config, storage: Path) -> Manifest | None:
         identity = identify(paths)
         manifest = find_origin(paths, identity, None, None).stored
         record_identity(paths, identity)
-        set_others_aside(paths, manifest)
+        set_others_aside(paths, manifest, identity, None)
         remove_orphans(paths, last_generation(paths, manifest) + 1)
         return manifest
 

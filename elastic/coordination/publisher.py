@@ -147,5 +147,5 @@ class Publisher:
             self._surveyor,
             keep_last=self._config.keep_last,
             keep_every=self._config.keep_every,
-            older_than_step=newest,
+            up_to_step=newest,
         )

@@ -27,8 +27,10 @@ from checkpointing import (
     load_manifest,
     newest,
     set_aside,
+    set_foreign_aside,
     write_slices,
 )
+from checkpointing.commit import is_foreign
 from checkpointing.stores.local import LocalStore
 
 KEYS = Keys()
@@ -220,6 +222,21 @@ def test_a_record_that_is_set_aside_makes_room_and_is_kept(store: LocalStore) ->
     assert store.get(f"{KEYS.commit(20)}.unreadable") == record.to_bytes()
     publish(store, 20, generation=1)
     assert load_manifest(store, KEYS, 20).generation == 1
+
+
+def test_foreign_records_of_one_step_do_not_overwrite_each_other(store: LocalStore) -> None:
+    records = []
+    for generation in (0, 1, 2):
+        records.append(publish(store, 20, generation=generation).to_bytes())
+        set_foreign_aside(store, KEYS, 20)
+    store.put(KEYS.commit(20), [records[1]])  # a start that was killed had not deleted it yet
+    set_foreign_aside(store, KEYS, 20)
+    kept = [KEYS.commit(20) + end for end in (".foreign", ".foreign.1", ".foreign.2")]
+    assert store.list("m/") == kept
+    assert [store.get(key) for key in kept] == records
+    assert all(is_foreign(KEYS, key) for key in kept)
+    others = (KEYS.commit(20), f"{kept[0]}.0f.part", f"{kept[1]}x", f"x{kept[0]}", "d/foreign")
+    assert not any(is_foreign(KEYS, key) for key in others)
 
 
 def test_the_newest_before_a_step(store: LocalStore) -> None:

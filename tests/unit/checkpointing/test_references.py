@@ -32,6 +32,7 @@ from checkpointing import (
     plan_retention,
     plan_segments,
     retire,
+    set_foreign_aside,
     sweep_orphans,
     sweep_uncommitted,
     unpin,
@@ -94,9 +95,11 @@ def sound(store: LocalStore, step: int) -> bool:
     return verify_checkpoint(store, KEYS, step, threads=1).findings == ()
 
 
-def retired(store: LocalStore, keep_last: int, keep_every: int | None = None) -> list[int]:
+def retired(
+    store: LocalStore, keep_last: int, keep_every: int | None = None, *, up_to_step: int = 10**6
+) -> list[int]:
     surveyor = Surveyor(store=store, keys=KEYS)
-    return retire(surveyor, keep_last=keep_last, keep_every=keep_every, older_than_step=10**6)
+    return retire(surveyor, keep_last=keep_last, keep_every=keep_every, up_to_step=up_to_step)
 
 
 @pytest.fixture
@@ -153,6 +156,63 @@ def test_delete_refuses_the_newest_of_its_kind(store: LocalStore) -> None:
     delete_checkpoint(store, KEYS, 40)
     assert list_steps(store, KEYS) == [30]
     assert store.list("m/") == [KEYS.commit(30)]
+
+
+def test_records_of_later_steps_are_neither_counted_nor_deleted(store: LocalStore) -> None:
+    """Those of another run: without them the run keeps what its rules say."""
+    for step in (10, 20, 30, 40, 50, 60, 70):
+        publish(store, step)
+    note_verified(store, KEYS, load_manifest(store, KEYS, 20))
+    note_verified(store, KEYS, load_manifest(store, KEYS, 60))
+    pin(store, KEYS, 10)
+    assert retired(store, 2, up_to_step=50) == [30]
+    assert retired(store, 1, keep_every=40, up_to_step=50) == []
+    assert retired(store, 1, up_to_step=50) == [40]
+    assert list_steps(store, KEYS) == [10, 20, 50, 60, 70]
+    assert all(sound(store, step) for step in (10, 20, 50, 60, 70))
+
+
+def test_a_sweep_leaves_the_segments_of_later_records(store: LocalStore) -> None:
+    first = publish(store, 10)
+    publish(store, 60, unchanged=first)
+    publish(store, 20)
+    write(store, "trained", 15, rank=0)
+    assert retired(store, 1, up_to_step=20) == [10]
+    assert [KEYS.step_of(key) for key in store.list("d/") if "r00001" in key] == [10, 20]
+    assert not [key for key in store.list("d/") if KEYS.step_of(key) == 15]
+    assert sound(store, 60) and sound(store, 20)
+
+
+def test_a_foreign_record_guards_what_it_refers_to_until_it_is_deleted(store: LocalStore) -> None:
+    first = publish(store, 10)
+    record = publish(store, 20, unchanged=first).to_bytes()
+    kept = f"{KEYS.commit(20)}.foreign"
+    set_foreign_aside(store, KEYS, 20)
+    set_foreign_aside(store, KEYS, 20)  # there is none any more
+    surveyor = Surveyor(store=store, keys=KEYS)
+    for step in (30, 40, 50):
+        publish(store, step)
+        retire(surveyor, keep_last=1, keep_every=None, up_to_step=step)
+    assert sweep_orphans(store, KEYS, 1) == []
+    assert store.list("m/") == [kept, KEYS.commit(50)]
+    store.put(KEYS.commit(20), [record])
+    assert sound(store, 20)
+    store.delete_many([kept, KEYS.commit(20)])
+    assert retired(store, 1) == []
+    assert {KEYS.step_of(key) for key in store.list("d/")} == {50}
+
+
+def test_a_foreign_record_that_cannot_be_read_guards_all_up_to_its_step(store: LocalStore) -> None:
+    for step in (10, 20, 30):
+        publish(store, step)
+    later = store.get(KEYS.commit(20)).replace(b'"schema":2', b'"schema":9')
+    store.put(KEYS.commit(20), [later])
+    set_foreign_aside(store, KEYS, 20)
+    assert retired(store, 1) == [10]
+    publish(store, 40)
+    assert retired(store, 1) == [30]
+    assert {KEYS.step_of(key) for key in store.list("d/")} == {10, 20, 40}
+    assert store.get(f"{KEYS.commit(20)}.foreign") == later
 
 
 def test_a_note_is_about_one_record(store: LocalStore) -> None:
@@ -349,7 +409,7 @@ def test_no_history_loses_what_is_needed(
                 kept = {*steps[-keep_last:], *model.pins, *sorted(model.notes)[-1:]}
                 kept |= {s for s in steps if keep_every and s % keep_every == 0}
                 gone = retire(
-                    surveyor, keep_last=keep_last, keep_every=keep_every, older_than_step=10**6
+                    surveyor, keep_last=keep_last, keep_every=keep_every, up_to_step=10**6
                 )
                 assert gone == [s for s in steps if s not in kept]
                 forget(model, gone)

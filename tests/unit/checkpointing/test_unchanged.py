@@ -136,7 +136,7 @@ def test_a_frozen_tensor_is_written_once(store: CountingStore) -> None:
     assert KEYS.step_of(base.segment) == 1 and manifest.segments[base.segment] == old
     assert old.size_bytes < 201_000, "nothing else is kept alive with it"
     surveyor = Surveyor(store=store, keys=KEYS)
-    assert retire(surveyor, keep_last=1, keep_every=None, older_than_step=2) == [1]
+    assert retire(surveyor, keep_last=1, keep_every=None, up_to_step=2) == [1]
     assert {KEYS.step_of(key) for key in store.list("d/")} == {1, 2}
     assert len([key for key in store.list("d/") if KEYS.step_of(key) == 1]) == 1
     assert_holds(store, 2, trained(2))
@@ -354,9 +354,7 @@ def test_every_history_reads_back(
             committed = step
             expected[step] = [dict(writer.state) for writer in writers]
             if after == "retire":
-                for gone in retire(
-                    surveyor, keep_last=keep_last, keep_every=None, older_than_step=step
-                ):
+                for gone in retire(surveyor, keep_last=keep_last, keep_every=None, up_to_step=step):
                     del expected[gone]
             elif after == "sweep":
                 sweep_uncommitted(store, KEYS, step)

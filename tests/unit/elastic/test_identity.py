@@ -15,9 +15,13 @@ from checkpointing import (
     CheckpointError,
     CorruptError,
     IncompatibleError,
+    Surveyor,
     TensorSlice,
+    list_steps,
     load_manifest,
     open_store,
+    retire,
+    verify_checkpoint,
 )
 from elastic.event_log import EventLog
 from elastic.events import CheckpointCommitted
@@ -90,8 +94,8 @@ def test_another_runs_checkpoint_is_passed_over(paths: RunPaths) -> None:
     key, mine = KEYS.commit(6), identity.id
     assert str(passed).startswith(f"{key}: run: it was written by run 'run stranger' with id ")
     assert mine in str(passed)
-    set_others_aside(paths, found)
-    assert open_store(paths.checkpoints).list("m/")[-1] == f"{key}.unreadable", "nothing is lost"
+    set_others_aside(paths, found, identity, None)
+    assert open_store(paths.checkpoints).list("m/")[-1] == f"{key}.foreign", "nothing is lost"
 
 
 def test_another_models_checkpoint_is_passed_over(paths: RunPaths) -> None:
@@ -104,6 +108,54 @@ def test_another_models_checkpoint_is_passed_over(paths: RunPaths) -> None:
     for name in ("exp_avg/w", "exp_avg_sq/w", "param/w"):
         assert f"'{name}': float32 [4, 5]" in str(passed)
     assert "float32 [4, 3] in the model" in str(passed) and "step 4" in str(passed)
+
+
+def test_what_a_start_sets_aside(paths: RunPaths) -> None:
+    """Sound records of others wherever they stand, and damaged ones that are in the way."""
+    identity, store = identify(paths), open_store(paths.checkpoints)
+    for step in (2, 8, 12, 18):
+        save(paths, step, identity.id)
+    for step in (4, 14):
+        save(paths, step, "stranger")
+    for step in (6, 16):
+        save(paths, step, identity.id, WIDER)
+    for step, record in ((8, b"{"), (10, b'{"schema": 9}'), (18, b'{"sch'), (20, b'{"schema": 9}')):
+        store.put(KEYS.commit(step), [record])
+    model = table(state(WEIGHT))
+    found, _ = newest_own(paths, identity, model)
+    assert found is not None and found.step == 12
+    set_others_aside(paths, found, identity, model)
+    foreign = {KEYS.commit(step) + ".foreign" for step in (4, 6, 10, 14, 16, 20)}
+    left = {KEYS.commit(step) for step in (2, 8, 12)}
+    assert set(store.list("m/")) == {*left, *foreign, f"{KEYS.commit(18)}.unreadable"}
+    set_others_aside(paths, found, identity, model)
+    assert len(store.list("m/")) == 10, "once is enough"
+
+
+def test_what_was_set_aside_survives_retention(paths: RunPaths) -> None:
+    identity, store = identify(paths), open_store(paths.checkpoints)
+    save(paths, 2, "stranger")
+    save(paths, 4, identity.id)
+    save(paths, 7, "stranger")
+    found, _ = newest_own(paths, identity)
+    set_others_aside(paths, found, identity, None)
+    surveyor = Surveyor(store=store, keys=KEYS)
+    for step in (6, 8, 10):
+        save(paths, step, identity.id)
+        retire(surveyor, keep_last=1, keep_every=None, up_to_step=step)
+        assert list_steps(store, KEYS) == [step]
+    for step in (2, 7):
+        store.put(KEYS.commit(step), [store.get(f"{KEYS.commit(step)}.foreign")])
+        assert verify_checkpoint(store, KEYS, step, threads=1).findings == ()
+
+
+def test_where_all_was_set_aside_the_run_does_not_begin_from_the_seed(paths: RunPaths) -> None:
+    """As where it had gone on from a snapshot that is lost now."""
+    identity = RunIdentity(id="mine")
+    save(paths, 2, "stranger")
+    set_others_aside(paths, None, identity, None)
+    with pytest.raises(ConfigError, match=r"can be read; there are m/0+2\.json\.foreign"):
+        check_found(paths, "auto", find_origin(paths, identity, None, None))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from checkpointing import (
     TensorSlice,
     list_steps,
     open_store,
+    verify_checkpoint,
     write_shared,
 )
 from elastic.coordination.publisher import Publisher
@@ -70,6 +72,27 @@ def test_what_the_next_save_may_refer_to(tmp_path: Path) -> None:
         assert await publisher.newest() is None
 
     asyncio.run(play())
+
+
+def test_later_checkpoints_of_another_run_cost_this_one_none_of_its_own(tmp_path: Path) -> None:
+    """`keep_last` counts what this run committed, and deletes nothing that is later."""
+    mine, other = RunPaths(root=tmp_path), RunPaths(root=tmp_path / "other")
+    config = CheckpointConfig(keep_last=2)
+
+    async def play(paths: RunPaths, *steps: int) -> None:
+        publisher = Publisher(paths, config, versions={}, newest=0)
+        for step in steps:
+            await publisher.take(part(paths, 0, step), {}, WRITERS)
+            await publisher.take(part(paths, 1, step), {}, WRITERS)
+
+    asyncio.run(play(mine, 2))
+    asyncio.run(play(other, 20, 30))
+    shutil.copytree(other.root / "checkpoints", tmp_path / "checkpoints", dirs_exist_ok=True)
+    asyncio.run(play(mine, 4, 6))
+    store = open_store(mine.checkpoints)
+    assert list_steps(store, Keys()) == [4, 6, 20, 30]
+    for step in (4, 6, 20, 30):
+        assert verify_checkpoint(store, Keys(), step, threads=1).findings == ()
 
 
 def test_one_writer_is_enough_where_there_is_one(tmp_path: Path) -> None:
