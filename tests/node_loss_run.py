@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster
 
 from checkpointing import Keys
 from elastic.event_log import read_events
-from elastic.events import WorkerJoined
+from elastic.events import ReplicaForming, WorkerJoined
 from elastic.records import RunPaths
 
 DEADLINE_S = 120.0
@@ -36,7 +36,10 @@ def lose_a_node(cluster: Cluster, paths: RunPaths, gate: Path) -> None:
     head = ray.get_runtime_context().get_node_id()
     segments = list(paths.memory.glob(f"*/d/*/r*/{HALF:012}-*/*"))
     holding = {path.relative_to(paths.memory).parts[0] for path in segments}
-    working = {e.node for e in read_events(paths.events) if isinstance(e, WorkerJoined)}
+    happened = read_events(paths.events)
+    (forming,) = [e for e in happened if isinstance(e, ReplicaForming)]
+    joined = [e for e in happened if isinstance(e, WorkerJoined)]
+    working = {e.node for e in joined if e.worker in forming.workers}  # the spare may hold a copy
     (lost, *_) = sorted((holding & working) - {head})
     (node,) = [node for node in cluster.worker_nodes if node.node_id == lost]
     cluster.remove_node(node, allow_graceful=False)
