@@ -9,6 +9,8 @@ The one replica has a shard on each of two nodes. Prints the report's metrics as
 from __future__ import annotations
 
 import json
+import os
+import select
 import shutil
 import sys
 import threading
@@ -39,10 +41,14 @@ def lose_a_node(cluster: Cluster, paths: RunPaths, gate: Path) -> None:
     happened = read_events(paths.events)
     (forming,) = [e for e in happened if isinstance(e, ReplicaForming)]
     joined = [e for e in happened if isinstance(e, WorkerJoined)]
-    working = {e.node for e in joined if e.worker in forming.workers}  # the spare may hold a copy
-    (lost, *_) = sorted((holding & working) - {head})
+    working = {
+        e.node: e.pid for e in joined if e.worker in forming.workers
+    }  # spares hold copies too
+    (lost, *_) = sorted((holding & working.keys()) - {head})
     (node,) = [node for node in cluster.worker_nodes if node.node_id == lost]
+    worker = os.pidfd_open(working[lost])
     cluster.remove_node(node, allow_graceful=False)
+    assert select.select([worker], [], [], DEADLINE_S)[0], "it would train on through the gate"
     shutil.rmtree(paths.memory / lost)
     gate.touch()
 
