@@ -35,7 +35,7 @@ from elastic.resume import run_directory
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 180.0
-SEGMENT = re.compile(r"base/gated/d/[0-9a-f]{2}/r(\d{5})/(\d{12})-\d+-0/\d{5}\.safetensors")
+SEGMENT = re.compile(r"base/gated/d/[0-9a-f]{2}/r(\d{5})/(\d{12})-\d+-\d+/\d{5}\.safetensors")
 
 
 @pytest.fixture
