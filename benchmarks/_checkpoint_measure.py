@@ -22,12 +22,15 @@ from checkpointing import (
     Keys,
     Manifest,
     Reader,
+    Receipt,
     S3Config,
+    Store,
     commit,
     open_store,
     plan_places,
     write_shared,
 )
+from checkpointing.segment import slice_bytes
 
 sys.path.append(str(ROOT / "tests"))
 from fakes.s3_faults import FaultServer, Rule
@@ -81,13 +84,20 @@ def form(bench: Bench, replicas: int) -> None:
 
 def _bytes_of(tensors: dict[str, Any]) -> int:
     shares = plan_rows(tensors, 1, 0)
-    return sum(_slice_bytes(part) for part in shares)
+    return sum(slice_bytes(part) for part in shares)
 
 
-def _slice_bytes(part: Any) -> int:
-    from checkpointing.segment import slice_bytes
-
-    return slice_bytes(part)
+def publish(bench: Bench, store: Store, receipts: list[Receipt]) -> Manifest:
+    """Commits what was written last."""
+    return commit(
+        store,
+        Keys(),
+        step=bench.step,
+        generation=1,
+        receipts=receipts,
+        training_state={},
+        versions={},
+    )
 
 
 # -- the systems -----------------------------------------------------------------------------------
@@ -98,15 +108,7 @@ def save_ours(bench: Bench, store: str = "plain") -> Saved:
     bench.step += 1
     copied = bench.crew.tell("save", store, bench.step)
     receipts = bench.crew.hear_uploader(store, WORKERS)
-    bench.manifest = commit(
-        open_store(bench.stores[store]),
-        Keys(),
-        step=bench.step,
-        generation=1,
-        receipts=receipts,
-        training_state={},
-        versions={},
-    )
+    bench.manifest = publish(bench, open_store(bench.stores[store]), receipts)
     ended_s = time.monotonic()
     return Saved(
         held_s=max(one.held_s for one in copied),
@@ -276,15 +278,7 @@ def reshard_read(bench: Bench, saved: int, wanted: int) -> float:
         memory = memoryview(bytearray(plan_places(slices)[1]))
         attempt = Attempt(rank=rank, step=bench.step, generation=1)
         receipts.append(write_shared(store, Keys(), attempt, slices, memory))
-    manifest = commit(
-        store,
-        Keys(),
-        step=bench.step,
-        generation=1,
-        receipts=receipts,
-        training_state={},
-        versions={},
-    )
+    manifest = publish(bench, store, receipts)
     before = bench.counts()["sent_bytes"]
     for rank in range(wanted):
         Reader(store, manifest).read_many(boxes_of(plan_rows(bench.tensors, wanted, rank)))

@@ -92,7 +92,9 @@ def commit(
     )
     last = newest(store, keys)
     _refuse_stale(last, step, generation)
-    base = last if refers_to is None else load_manifest(store, keys, refers_to)
+    base = last
+    if refers_to is not None and (last is None or last.step != refers_to):
+        base = load_manifest(store, keys, refers_to)
     _check_segments(keys, receipts, base)
     if not store.put_if_absent(keys.commit(step), manifest.to_bytes()):
         return _check_same(store, keys, manifest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from checkpointing.claims import importing_steps
@@ -73,13 +73,15 @@ class Surveyor:
                 unreadable.add(step)
             except NotCommittedError:
                 continue  # deleted meanwhile
-        set_aside, foreign = self._aside()
+        # Records were listed before: one that is set aside meanwhile is seen here or there.
+        listed = self.store.list(self.keys.commits)
+        set_aside, foreign = self._aside(listed)
         return Survey(
             segments={step: frozenset(m.segments) for step, m in self._known.items()},
             unreadable=frozenset(unreadable),
             set_aside=frozenset(set_aside),
             foreign=frozenset(foreign),
-            verified=frozenset(self._verified()),
+            verified=frozenset(self._verified(set(listed))),
             importing=importing,
         )
 
@@ -87,10 +89,10 @@ class Surveyor:
         """The record of `step` was deleted, or may be another one now."""
         self._known.pop(step, None)
 
-    def _aside(self) -> tuple[set[int], set[str]]:
+    def _aside(self, listed: Iterable[str]) -> tuple[set[int], set[str]]:
         """Steps of records set aside that cannot be read, and the segments of those that can."""
         steps, segments = set[int](), set[str]()
-        for key in self.store.list(self.keys.commits):
+        for key in listed:
             step = self.keys.step_of(key)
             if step is None:
                 continue
@@ -117,8 +119,7 @@ class Surveyor:
                 return frozenset()  # deleted meanwhile
         return self._foreign[key]
 
-    def _verified(self) -> Iterable[int]:
-        listed = set(self.store.list(self.keys.commits))
+    def _verified(self, listed: Container[str]) -> Iterable[int]:
         for step, manifest in self._known.items():
             noted = self.keys.verified(step) in listed
             if noted and verified_at(self.store, self.keys, manifest) is not None:

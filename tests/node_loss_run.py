@@ -41,9 +41,8 @@ def lose_a_node(cluster: Cluster, paths: RunPaths, gate: Path) -> None:
     happened = read_events(paths.events)
     (forming,) = [e for e in happened if isinstance(e, ReplicaForming)]
     joined = [e for e in happened if isinstance(e, WorkerJoined)]
-    working = {
-        e.node: e.pid for e in joined if e.worker in forming.workers
-    }  # spares hold copies too
+    # Not the node of the spare, which may hold a copy.
+    working = {e.node: e.pid for e in joined if e.worker in forming.workers}
     (lost, *_) = sorted((holding & working.keys()) - {head})
     (node,) = [node for node in cluster.worker_nodes if node.node_id == lost]
     worker = os.pidfd_open(working[lost])

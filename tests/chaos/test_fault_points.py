@@ -37,6 +37,8 @@ from elastic.faults import parse_faults
 APART, FIRST = 6, 8
 KINDS = ("kill", "freeze", "raise")
 SOAK = pytest.mark.soak
+# The longest run takes 190 s on two cores that do nothing else.
+pytestmark = pytest.mark.timeout(600)
 
 Undisturbed = Callable[[Layout, int], Outcome]
 
