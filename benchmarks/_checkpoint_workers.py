@@ -16,7 +16,6 @@ import resource
 import sys
 import time
 import traceback
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from isal import isal_zlib
 
 from benchmarks._checkpoint_peers import CREDENTIALS, dcp_writer
 from benchmarks._checkpoint_state import make_task
@@ -330,14 +330,14 @@ def _plan(config: S3Config, upload: Upload) -> Setting:
 
 def _checksums(on: bool) -> None:
     """Makes every CRC32 of the writing path 0 from now on, or what it is."""
-    plain: Any = zlib if on else _NoChecksums
+    plain: Any = isal_zlib if on else _NoChecksums
     modules: list[Any] = [segment, upload_module]
     for module in modules:
-        module.zlib = plain
+        module.isal_zlib = plain
 
 
 class _NoChecksums:
-    """In the place of zlib."""
+    """In the place of isal_zlib."""
 
     @staticmethod
     def crc32(data: Any, value: int = 0) -> int:

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _START_S = time.monotonic()
 
@@ -26,6 +26,20 @@ def say(text: str) -> None:
 def end_properly() -> None:
     """Makes SIGTERM an exception, so that what was started is ended."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
+def limit_link(module: str, rate: str) -> NoReturn:
+    """Starts a benchmark anew in a network namespace whose loopback has a rate, such as 4gbit.
+
+    Needs root, tc and unshare. The benchmark gets its arguments but for `--link`.
+    """
+    script = (
+        f"ip link set lo up && tc qdisc add dev lo root tbf rate {rate} burst 2mb latency 200ms"
+        ' && exec "$@"'
+    )
+    arguments = [word for word in sys.argv[1:] if word not in ("--link", rate, f"--link={rate}")]
+    again = [sys.executable, "-m", module, *arguments]
+    os.execvp("unshare", ["unshare", "--net", "sh", "-c", script, "sh", *again])
 
 
 def show_table(title: str, rows: Mapping[str, Mapping[str, Any] | None]) -> None:

@@ -16,7 +16,7 @@ stall_vs_memcpy: the same, against one copy of as many bytes to memory in use, i
 upload_vs_s5cmd: from the beginning of the save to its commit; of s5cmd the faster of both.
 upload_vs_dcp_s3torchconnector: the same, against DCP's synchronous save.
 checksum_share: 1 - time of a save whose CRC32s cost nothing / time of a save. On a machine whose
-    cores are all taken this is their share of the CPU time; a slower network hides them.
+    cores are all taken this is their share of the CPU time; a slower network (--link) hides them.
 bytes_written_ratio: received by the server / bytes of the state, the worst of 1, 2, 4 replicas.
 reshard_read_ratio: bytes read by N workers of a checkpoint of M / bytes they need.
 replan_ratio: what the second save sets up before its first byte (plan, buffers, store) / the first.
@@ -62,7 +62,15 @@ from benchmarks._checkpoint_measure import (
 )
 from benchmarks._checkpoint_peers import CREDENTIALS, find_peers, versions
 from benchmarks._checkpoint_workers import TIMEOUT_S, Crew, Setup
-from benchmarks._common import end_properly, median_of, print_result, say, scratch, show_table
+from benchmarks._common import (
+    end_properly,
+    limit_link,
+    median_of,
+    print_result,
+    say,
+    scratch,
+    show_table,
+)
 from benchmarks._processes import Processes
 from checkpointing import S3Config
 from checkpointing.stores.pace import shared_file
@@ -80,7 +88,12 @@ def main() -> None:
     )
     parser.add_argument("--size-mib", type=int, default=1024, help="the state (1024)")
     parser.add_argument("--rounds", type=int, default=5, help="saves of each system (5)")
+    parser.add_argument(
+        "--link", help="rate of the way to the server, such as 4gbit; needs root, tc, unshare"
+    )
     options = parser.parse_args()
+    if options.link:
+        limit_link("benchmarks.checkpoint", options.link)
     end_properly()
     os.environ.update(CREDENTIALS)
     peers = find_peers()

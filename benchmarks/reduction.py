@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks._common import limit_link
 from trainer.backend.groups import make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.buckets import BUCKET_BYTES, plan_buckets
@@ -44,7 +44,7 @@ def main() -> None:
     """Runs the benchmark; the last line on stdout is one JSON object."""
     options = parse()
     if options.link:
-        limit_link(options.link)
+        limit_link("benchmarks.reduction", options.link)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with mp.Manager() as manager:
         results = manager.dict()
@@ -76,17 +76,6 @@ def parse() -> argparse.Namespace:
     if options.replicas < 2 or options.turns < 5:
         parser.error("use 2 replicas or more, and 5 turns or more")
     return options
-
-
-def limit_link(rate: str) -> None:
-    """Starts this benchmark anew in a network namespace whose loopback has a rate."""
-    script = (
-        f"ip link set lo up && tc qdisc add dev lo root tbf rate {rate} burst 2mb latency 200ms"
-        ' && exec "$@"'
-    )
-    arguments = [word for word in sys.argv[1:] if word not in ("--link", rate, f"--link={rate}")]
-    again = [sys.executable, "-m", "benchmarks.reduction", *arguments]
-    os.execvp("unshare", ["unshare", "--net", "sh", "-c", script, "sh", *again])
 
 
 def replica(rank: int, port: int, options: argparse.Namespace, results: Any) -> None:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import json
 import math
 import struct
-import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+
+from isal import isal_zlib
 
 from checkpointing.boxes import TensorSlice
 from checkpointing.crc32 import join_all, join_crcs
@@ -138,7 +139,7 @@ class CheckedStream:
             # Asked for when all before it has been counted, so the CRCs are complete.
             data = pack_crcs(self._crcs)
             self.table = CrcTable(
-                begin=self.size_bytes, piece_bytes=self._piece_bytes, crc32=zlib.crc32(data)
+                begin=self.size_bytes, piece_bytes=self._piece_bytes, crc32=isal_zlib.crc32(data)
             )
             yield data
 
@@ -175,7 +176,7 @@ def with_crcs(
                 crcs.append(0)
                 room = block_bytes
             piece, data = data[:room], data[room:]
-            crcs[-1] = zlib.crc32(piece, crcs[-1])
+            crcs[-1] = isal_zlib.crc32(piece, crcs[-1])
             room -= len(piece)
         yield chunk
 
@@ -187,6 +188,6 @@ def first_bad_block(data: bytes, crcs: Sequence[int], block_bytes: int) -> int |
     """
     view = memoryview(data)
     for block, crc in enumerate(crcs):
-        if zlib.crc32(view[block * block_bytes : (block + 1) * block_bytes]) != crc:
+        if isal_zlib.crc32(view[block * block_bytes : (block + 1) * block_bytes]) != crc:
             return block
     return None

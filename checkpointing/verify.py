@@ -15,11 +15,12 @@ size of the checkpoint. Nothing stops at the first finding.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+
+from isal import isal_zlib
 
 from checkpointing.commit import load_manifest
 from checkpointing.dtypes import DTYPES
@@ -214,7 +215,7 @@ def _check_table(store: Store, segment: Segment) -> Finding | None:
         data = store.get_range(segment.key, table.begin, segment.size_bytes - table.begin)
     except StoreError as error:
         return Finding(key=segment.key, check="unreadable", fact=str(error))
-    if zlib.crc32(data) != table.crc32:
+    if isal_zlib.crc32(data) != table.crc32:
         fact = f"bytes {table.begin} to {segment.size_bytes} are not the table that was written"
         return Finding(key=segment.key, check="table", fact=fact)
     told = crcs_told_by(data, table, segment.block_bytes)

@@ -18,7 +18,15 @@ import torch
 from ray.train import RunConfig
 from torch import nn
 
-from checkpointing import CheckpointConfig
+from checkpointing import (
+    CheckpointConfig,
+    Keys,
+    Reader,
+    S3Config,
+    load_manifest,
+    open_store,
+    params_sha256,
+)
 from elastic import (
     CustomTask,
     ElasticTrainer,
@@ -30,6 +38,13 @@ from elastic import (
 )
 
 STEPS, HALF, BATCH, LANES, SAMPLES = 12, 6, 8, 2, 64
+
+
+def saved_weights(where: Path | S3Config, step: int = STEPS) -> str:
+    """The digest of the parameters in a checkpoint, which must be there."""
+    store = open_store(where)
+    manifest = load_manifest(store, Keys(), step)
+    return params_sha256(Reader(store, manifest), [n for n in manifest.tensors if "param/" in n])
 
 
 class GatedData:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import builtins
 import uuid
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
+
+from isal import isal_zlib
 
 from checkpointing.errors import StoreError, StoreUnavailableError
 from checkpointing.stores.keys import PROBE
@@ -65,7 +66,7 @@ class S3Store:
                     Body=data,
                     IfNoneMatch="*",
                     Metadata={WRITER: mark},
-                    **checksum(zlib.crc32(data)),
+                    **checksum(isal_zlib.crc32(data)),
                     **self._client.encryption(),
                 )
             except Refused as error:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import uuid
-import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
+
+from isal import isal_zlib
 
 from checkpointing.errors import CheckpointError, StoreError
 from checkpointing.stores.s3_client import Deadline, S3Client, nothing
@@ -93,7 +94,7 @@ class Part:
             return self._crc32
         crc = 0
         for piece in self._pieces:
-            crc = zlib.crc32(piece, crc)
+            crc = isal_zlib.crc32(piece, crc)
         return crc
 
     def read(self, _: int = -1) -> memoryview | bytes:

@@ -12,6 +12,7 @@ from urllib.request import Request, urlopen
 
 import boto3
 import pytest
+from fakes.s3_faults import FaultServer
 from moto.server import ThreadedMotoServer
 
 from checkpointing.stores.pace import shared_file
@@ -46,6 +47,14 @@ def s3_server() -> Iterator[str]:
             # What it holds belongs to the process, not to the server.
             urlopen(Request(f"{endpoint}/moto-api/reset", method="POST"), timeout=10).close()
             server.stop()
+
+
+@contextmanager
+def faulty_s3_server() -> Iterator[FaultServer]:
+    """The same behind a server that makes mistakes where it is told to."""
+    with s3_server() as endpoint, FaultServer(endpoint) as faults:
+        yield faults
+        forget_pace(faults.url)
 
 
 def forget_pace(endpoint: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from gated_run import HALF, STEPS, gated_trainer
+from gated_run import HALF, STEPS, gated_trainer, saved_weights
 from watching import events_of, wait_until
 
 from benchmarks._chaos_run import find_left_behind
@@ -28,7 +28,7 @@ def weights_of(root: Path, step: int = STEPS) -> str:
     store = open_store(root / "checkpoints")
     manifest = load_manifest(store, Keys(), step)
     assert {rank_of(key) for key in manifest.segments} == {0, 1}, "both replicas wrote"
-    return params_sha256(Reader(store, manifest), [n for n in manifest.tensors if "param/" in n])
+    return saved_weights(root / "checkpoints", step)
 
 
 def committed(root: Path) -> list[int]:

@@ -20,7 +20,7 @@ import pytest
 import save_roles
 import torch
 from fakes.s3_faults import FaultServer, Rule
-from fakes.s3_server import BUCKET, forget_pace, s3_server
+from fakes.s3_server import BUCKET, faulty_s3_server
 from save_roles import (
     DEADLINE_S,
     LARGE,
@@ -58,9 +58,8 @@ Start = Callable[..., Role]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FaultServer]:
-    with s3_server() as endpoint, FaultServer(endpoint) as faults:
+    with faulty_s3_server() as faults:
         yield faults
-        forget_pace(faults.url)
 
 
 @pytest.fixture

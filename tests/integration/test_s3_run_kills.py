@@ -14,19 +14,16 @@ from typing import Any
 
 import pytest
 from fakes.s3_faults import FaultServer, Rule
-from fakes.s3_server import BUCKET, forget_pace, s3_server
-from gated_run import HALF, STEPS, gated_trainer
+from fakes.s3_server import BUCKET, faulty_s3_server
+from gated_run import HALF, STEPS, gated_trainer, saved_weights
 from watching import events_of, wait_until
 
 from checkpointing import (
     Keys,
-    Reader,
     S3Config,
     Store,
     list_steps,
-    newest,
     open_store,
-    params_sha256,
     verify_checkpoint,
 )
 
@@ -38,9 +35,8 @@ DEADLINE_S = 240.0
 
 @pytest.fixture
 def faults() -> Iterator[FaultServer]:
-    with s3_server() as endpoint, FaultServer(endpoint) as server:
+    with faulty_s3_server() as server:
         yield server
-        forget_pace(server.url)
 
 
 @pytest.fixture
@@ -69,13 +65,7 @@ def undisturbed(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> str:
     storage = tmp_path_factory.mktemp("undisturbed")
     (storage / "gate").touch()
     gated_trainer(str(storage), str(storage / "gate"), 2).fit()
-    return weights_in(open_store(storage / "gated" / "checkpoints"))
-
-
-def weights_in(store: Store) -> str:
-    manifest = newest(store, Keys())
-    assert manifest is not None and manifest.step == STEPS
-    return params_sha256(Reader(store, manifest), [n for n in manifest.tensors if "param/" in n])
+    return saved_weights(storage / "gated" / "checkpoints")
 
 
 def check_all(store: Store, steps: list[int]) -> None:
@@ -125,7 +115,7 @@ def test_a_worker_is_killed_while_its_part_is_on_its_way(
     assert saves(tmp_path)[-1] == ("checkpoint_committed", STEPS)
     assert len(happened(tmp_path, "worker_lost")) == 1
     check_all(store, [HALF, STEPS])
-    assert weights_in(store) == undisturbed
+    assert saved_weights(config.below("gated")) == undisturbed
 
 
 @pytest.mark.parametrize("fate", ["lost", "done"])
@@ -155,4 +145,4 @@ def test_the_coordinator_is_killed_as_it_commits(
     finish(run, tmp_path)
     assert not happened(tmp_path, "worker_lost")
     check_all(store, [HALF, STEPS])
-    assert weights_in(store) == undisturbed
+    assert saved_weights(config.below("gated")) == undisturbed

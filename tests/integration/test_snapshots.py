@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gated_run import HALF, STEPS, gated_trainer, in_memory
+from gated_run import HALF, gated_trainer, in_memory, saved_weights
 from watching import wait_until
 
-from checkpointing import Keys, Reader, newest, open_memory, open_store, params_sha256
+from checkpointing import Keys, open_memory
 from elastic.nodes.snapshot_survey import find_snapshot
 from elastic.records import RunPaths
 
@@ -31,13 +31,6 @@ DEADLINE_S = 120.0
 KILL = f"kill@{HALF + 1}:0"
 
 Undisturbed = Callable[[int], str]
-
-
-def weights_of(storage: Path) -> str:
-    store = open_store(storage / "gated" / "checkpoints")
-    manifest = newest(store, Keys())
-    assert manifest is not None and manifest.step == STEPS
-    return params_sha256(Reader(store, manifest), [n for n in manifest.tensors if "param/" in n])
 
 
 def events_of(storage: Path, kind: str) -> list[dict[str, Any]]:
@@ -66,7 +59,7 @@ def undisturbed(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Undi
         storage = tmp_path_factory.mktemp("undisturbed")
         (storage / "gate").touch()
         gated_trainer(str(storage), str(storage / "gate"), 1, shard=shard).fit()
-        return weights_of(storage)
+        return saved_weights(storage / "gated" / "checkpoints")
 
     return run
 
@@ -115,7 +108,7 @@ def test_the_only_replica_is_killed(
     assert report["lost_steps"] <= 1
     (taken,) = events_of(tmp_path, "snapshot_taken")
     assert (taken["step"], taken["copies"]) == (HALF, 1), "there is one node"
-    assert weights_of(tmp_path) == undisturbed(shard)
+    assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed(shard)
 
 
 @pytest.mark.soak
@@ -137,7 +130,7 @@ def test_a_damaged_snapshot_is_not_trusted(
     (failed,) = events_of(tmp_path, "snapshot_failed")
     assert failed["step"] == HALF and "CRC32" in failed["reason"]
     assert restored(tmp_path) == [HALF, 0], "it was tried, and did not count"
-    assert weights_of(tmp_path) == undisturbed(1)
+    assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed(1)
 
 
 @pytest.mark.soak
@@ -169,7 +162,7 @@ def test_the_driver_and_the_whole_cluster_are_killed(
     report = gated_trainer(str(tmp_path), str(gate), 1, checkpoint=in_memory(HALF)).fit().metrics
     assert report["outcome"] == "finished"
     assert [event["start_step"] for event in events_of(tmp_path, "run_started")] == [0, HALF]
-    assert weights_of(tmp_path) == undisturbed(1)
+    assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed(1)
 
 
 def test_a_run_without_records_does_not_go_on_from_memory(
@@ -201,4 +194,4 @@ def test_a_node_is_lost_with_its_memory(
     (taken,) = events_of(tmp_path, "snapshot_taken")
     assert (taken["step"], taken["copies"]) == (HALF, 2)
     assert restored(tmp_path) == [HALF]
-    assert weights_of(tmp_path) == undisturbed(2)
+    assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed(2)
