@@ -12,6 +12,7 @@ from typing import Any
 from checkpointing import (
     CorruptError,
     Keys,
+    NotCommittedError,
     Store,
     StoreError,
     Verification,
@@ -36,7 +37,8 @@ def list_checkpoints(options: argparse.Namespace) -> int:
     """`list`"""
     store = open_run(options.run)
     pinned = pinned_steps(store, _KEYS)
-    found = [_row(store, step, step in pinned) for step in list_steps(store, _KEYS)]
+    rows = (_row(store, step, step in pinned) for step in list_steps(store, _KEYS))
+    found = [row for row in rows if row is not None]
     if options.json:
         print(json.dumps({"checkpoints": found}))
         return 0
@@ -45,9 +47,12 @@ def list_checkpoints(options: argparse.Namespace) -> int:
     return 0
 
 
-def _row(store: Store, step: int, pinned: bool) -> dict[str, Any]:
+def _row(store: Store, step: int, pinned: bool) -> dict[str, Any] | None:
+    """None where the run has deleted it meanwhile."""
     try:
         manifest = load_manifest(store, _KEYS, step)
+    except NotCommittedError:
+        return None
     except CorruptError as error:
         return {"step": step, "pinned": pinned, "error": str(error)}
     noted = verified_at(store, _KEYS, manifest)

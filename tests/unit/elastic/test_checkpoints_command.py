@@ -102,6 +102,17 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert KEYS.commit(9) in rows[2]["error"]
 
 
+def test_list_passes_over_what_is_deleted_meanwhile(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = run / "checkpoints" / KEYS.commit(9)
+    gone.symlink_to(run / "nothing")  # in the listing, and not there
+    assert list_steps(open_store(run / "checkpoints"), KEYS) == [7, 9]
+    status, out, err = ask(capsys, "list", run, "--json")
+    assert (status, err) == (0, "")
+    assert [row["step"] for row in json.loads(out)["checkpoints"]] == [7]
+
+
 def test_show(run: Path, tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = ask(capsys, "show", run, "newest", "--tensors")
     numbers = sum(param.numel() for param in tiny.model.parameters())
