@@ -81,7 +81,7 @@ class Receipt:
     generation: int
     """The roster that the writer worked under."""
     attempt: int
-    """Which try at this step in this generation."""
+    """Tells tries at this step in this generation apart; a run draws a number at each start."""
     tensors: Mapping[str, TensorInfo]
     """Every tensor that the rank was handed a part of, empty parts included."""
     slices: tuple[SavedSlice, ...]
@@ -117,7 +117,7 @@ class Manifest:
     generation: int
     """The roster that wrote it."""
     attempt: int
-    """Which try at this step in this generation."""
+    """Tells tries at this step in this generation apart; a run draws a number at each start."""
     tensors: Mapping[str, TensorInfo]
     """Every tensor, by name: this table is the model's fingerprint."""
     slices: Mapping[str, tuple[SavedSlice, ...]]

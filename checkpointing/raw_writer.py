@@ -36,7 +36,7 @@ class Attempt:
     generation: int
     """The roster that the writer works under."""
     attempt: int = 0
-    """Which try at this step in this generation."""
+    """Tells tries at this step in this generation apart; a run draws a number at each start."""
 
 
 def write_shared(

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from checkpointing import CheckpointConfig, CheckpointError
+    from checkpointing import CheckpointConfig, CheckpointConfigError, CheckpointError, S3Config
     from elastic.api import ElasticTrainer
     from elastic.config import HealthConfig, ScalingConfig
     from elastic.errors import ElasticError, ResourcesError, RunFailedError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "CausalLM": "trainer.task",
     "CheckpointConfig": "checkpointing",
+    "CheckpointConfigError": "checkpointing",
     "CheckpointError": "checkpointing",
     "ConfigError": "trainer.errors",
     "CustomTask": "trainer.task",
@@ -37,6 +38,7 @@ _HOMES = {
     "ParallelConfig": "trainer.config",
     "ResourcesError": "elastic.errors",
     "RunFailedError": "elastic.errors",
+    "S3Config": "checkpointing",
     "ScalingConfig": "elastic.config",
     "TrainConfig": "trainer.config",
     "TrainerError": "trainer.errors",
@@ -46,6 +48,7 @@ _HOMES = {
 __all__ = [
     "CausalLM",
     "CheckpointConfig",
+    "CheckpointConfigError",
     "CheckpointError",
     "ConfigError",
     "CustomTask",
@@ -59,6 +62,7 @@ __all__ = [
     "ParallelConfig",
     "ResourcesError",
     "RunFailedError",
+    "S3Config",
     "ScalingConfig",
     "TrainConfig",
     "TrainerError",

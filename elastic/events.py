@@ -208,7 +208,7 @@ class FaultFired(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointCommitted(Event):
-    """A checkpoint became visible in the store, complete and verified."""
+    """A checkpoint became visible in the store, complete."""
 
     step: int
     """Steps it contains: training would go on with this step."""

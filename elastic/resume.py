@@ -178,14 +178,14 @@ def check_found(paths: RunPaths, resume: Resume, origin: Origin) -> None:
             "run_config.name",
             paths.root.name,
             f"what was saved under it is of another model or another run: {origin.passed}",
-            "Use another name, the same model, or resume='never'",
+            f"Use the same model, or {_to_begin_anew(paths)}",
         )
     if resume != "never" and (unreadable := _unreadable(paths)):
         raise ConfigError(
             "checkpoint.resume",
             resume,
             f"no checkpoint in {paths.checkpoints} can be read; there are {', '.join(unreadable)}",
-            "Repair them, or begin anew: delete them, or use resume='never' or another name",
+            f"Repair them, or begin anew: delete them, or use {_to_begin_anew(paths)}",
         )
     if resume != "never" and (step := _last_committed(paths)) is not None:
         raise ConfigError(
@@ -193,7 +193,7 @@ def check_found(paths: RunPaths, resume: Resume, origin: Origin) -> None:
             resume,
             f"a checkpoint of step {step} was committed, by {paths.events}, and there is none in "
             f"{paths.checkpoints}",
-            "Bring the checkpoints back, or begin anew: use resume='never' or another name",
+            f"Bring the checkpoints back, or begin anew: use {_to_begin_anew(paths)}",
         )
     if resume == "must":
         raise ConfigError(
@@ -202,6 +202,12 @@ def check_found(paths: RunPaths, resume: Resume, origin: Origin) -> None:
             f"there is no checkpoint in {paths.checkpoints}",
             "Check run_config.name and storage_path, or use resume='auto'",
         )
+
+
+def _to_begin_anew(paths: RunPaths) -> str:
+    """What to change: objects on S3 cannot be set aside."""
+    other = "another run_config.name"
+    return other if paths.store is not None else f"{other} or resume='never'"
 
 
 def _unreadable(paths: RunPaths) -> list[str]:

@@ -199,8 +199,11 @@ def pin(options: argparse.Namespace) -> int:
 def unpin(options: argparse.Namespace) -> int:
     """`unpin`"""
     store = open_run(options.run)
-    step = find_step(store, options.step)
-    print(f"step {step} is {'no longer' if unpin_checkpoint(store, _KEYS, step) else 'not'} pinned")
+    step = find_step(store, None) if options.step is None else options.step
+    if unpin_checkpoint(store, _KEYS, step):  # of a killed import there is the claim alone
+        print(f"step {step} is no longer pinned")
+    else:
+        print(f"step {find_step(store, step)} is not pinned")
     return 0
 
 

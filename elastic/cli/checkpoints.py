@@ -27,7 +27,7 @@ def add_to(commands: Any) -> None:
     group = commands.add_parser(
         "checkpoints",
         help="list, check, export, import, keep and delete checkpoints",
-        description="Works on the checkpoints of one run, whether or not it is going on.",
+        description="Works on the checkpoints of one run; but for import, the run may be going on.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

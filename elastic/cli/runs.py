@@ -35,9 +35,10 @@ def open_run(name: str) -> Store:
 
 
 def open_run_to_fill(name: str) -> Store:
-    """The checkpoints of a run that may not have begun."""
+    """The checkpoints of a run that may not have begun: `name` as for `open_run`."""
     bare = open_store(name)
-    return bare if _is_s3(name) or bare.list(Keys().commits) else open_store(_below(name))
+    is_folder = _is_s3(name) or name.rstrip("/").endswith(f"/{_FOLDER}") or name == _FOLDER
+    return bare if is_folder or bare.list(Keys().commits) else open_store(_below(name))
 
 
 def run_directory_of(name: str) -> Path | None:

@@ -225,6 +225,26 @@ def test_import_waits_for_no_run(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert status == 2 and "a run of this name is going on" in err
 
 
+def test_import_into_a_checkpoint_directory_that_is_not_there_yet(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dcp, target = run.parent / "dcp", run.parent / "next" / "checkpoints"
+    assert ask(capsys, "export", run, "newest", dcp, "--to", "dcp")[0] == 0
+    assert ask(capsys, "import", target, dcp, "--from", "dcp")[0] == 0
+    assert list_steps(open_store(target), KEYS) == [STEP]
+
+
+def test_unpin_takes_away_what_a_killed_import_has_left(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim = run / "checkpoints" / KEYS.claim(9)
+    claim.write_text(json.dumps({"claim": "importing", "by": "somebody", "until": 1e12}))
+    assert ask(capsys, "unpin", run, 9)[:2] == (0, "step 9 is no longer pinned\n")
+    assert not claim.exists()
+    status, _, err = ask(capsys, "unpin", run, 9)
+    assert status == 2 and "step 9 is not committed" in err
+
+
 def test_a_checkpoint_directory_is_a_run_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in (run / "checkpoints", f"file://{run}", f"file://{run}/checkpoints"):
         assert ask(capsys, "show", name, "newest")[0] == 0
