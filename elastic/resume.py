@@ -52,8 +52,7 @@ log = logging.getLogger(__name__)
 def run_directory(run_config: RunConfig, checkpoint: CheckpointConfig) -> Iterator[RunPaths]:
     """The run directory, checked and held against other drivers while the context lasts.
 
-    For `resume="never"` an earlier run of this name is set aside first. What killed writers of an
-    earlier start left in the checkpoint store is removed: while the lock is held there are none.
+    For `resume="never"` an earlier run of this name is set aside first.
 
     Raises:
         ConfigError: the storage cannot be used, or a run of this name is going on.
@@ -94,8 +93,6 @@ def run_directory(run_config: RunConfig, checkpoint: CheckpointConfig) -> Iterat
 def _check_store(store: Store) -> None:
     store.check_writable()
     store.delete_many(store.list(PROBE))  # of drivers that were killed in that check
-    for key in store.abort_unfinished():
-        log.warning("removed what a killed writer had left of %s", key)
 
 
 def _check_s3(store: S3Config, resume: Resume) -> None:
@@ -274,9 +271,12 @@ def _kind(
 
 
 def remove_orphans(paths: RunPaths, generation: int) -> None:
-    """Deletes segments that no checkpoint refers to, written before `generation`, the run's
-    first."""
-    removed = sweep_orphans(open_store(paths.checkpoints), Keys(), generation)
+    """Deletes what killed writers have left: uploads that did not end, and segments that no
+    checkpoint refers to, written before `generation`, the run's first."""
+    store = open_store(paths.checkpoints)
+    for key in store.abort_unfinished():
+        log.warning("removed what a killed writer had left of %s", key)
+    removed = sweep_orphans(store, Keys(), generation)
     if removed:
         log.info("%d segments of checkpoints that were never committed removed", len(removed))
 
