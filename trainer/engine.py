@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.backend.groups import Device, torch_device
+from trainer.backend.groups import Device, check_replica_group, torch_device
 from trainer.buckets import BUCKET_BYTES
 from trainer.config import TrainConfig
 from trainer.flat_layout import FlatLayout
@@ -225,7 +225,7 @@ class Engine:
             return vector
         tensor = torch.tensor(vector, dtype=torch.float64, device=self.device)
         dist.reduce(tensor, 0)
-        return tensor.tolist()
+        return _numbers_of(tensor)
 
     def hand_out(self, vector: list[float]) -> list[float]:
         """The first worker's `vector`, on every worker of the replica."""
@@ -233,13 +233,13 @@ class Engine:
             return vector
         tensor = torch.tensor(vector, dtype=torch.float64, device=self.device)
         dist.broadcast(tensor, 0)
-        return tensor.tolist()
+        return _numbers_of(tensor)
 
     def sum_in_replica(self, vector: list[float]) -> list[float]:
         """All-reduces a small float64 vector over the replica. Waits for the device."""
         tensor = torch.tensor(vector, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor)
-        return tensor.tolist()
+        return _numbers_of(tensor)
 
     def apply(self, step: int, *, scale: float) -> None:
         """The optimizer step on `gradient` times `scale`, at the learning rate of `step`."""
@@ -249,6 +249,13 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+
+
+def _numbers_of(tensor: torch.Tensor) -> list[float]:
+    """What a collective of the replica has put there. Waits for it."""
+    numbers: list[float] = tensor.tolist()
+    check_replica_group()
+    return numbers
 
 
 def _copy_gradients(params: list[nn.Parameter], into: list[torch.Tensor]) -> None:

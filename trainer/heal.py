@@ -51,9 +51,7 @@ class Source:
         self._parts, self._device = _flat_state(engine), engine.device
         self._numbers = engine.state.optimizer_steps, skipped_in_a_row
         self._wire, self._copied = wire, threading.Event()
-        self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream = _beside_the_current(self._device)
         threading.Thread(target=self._run, name="heal-source", daemon=True).start()
 
     def await_copy(self) -> None:
@@ -72,7 +70,8 @@ class Source:
                 self._parts = []
                 self._copied.set()
             self._wire.open()
-            self._send(staged)
+            with torch.cuda.stream(self._stream):  # nothing on a CPU
+                self._send(staged)
         except Exception as error:
             log.warning("a heal was not completed: %s", error)
         finally:
@@ -82,7 +81,7 @@ class Source:
         """On CUDA beside what the device computes, on a stream of its own."""
         count = sum(part.numel() for part in self._parts)
         staged = torch.empty(count, dtype=torch.uint8, pin_memory=self._stream is not None)
-        with torch.cuda.stream(self._stream):  # nothing on a CPU
+        with torch.cuda.stream(self._stream):
             places = staged.split([part.numel() for part in self._parts])
             for place, part in zip(places, self._parts, strict=True):
                 place.copy_(part, non_blocking=True)
@@ -128,6 +127,7 @@ class Newcomer:
         self._received = 0
         self._failure: str | None = None
         self._failed = False
+        self._stream = _beside_the_current(engine.device)
         threading.Thread(target=self._run, name="heal-target", daemon=True).start()
 
     @property
@@ -200,7 +200,8 @@ class Newcomer:
     def _run(self) -> None:
         try:
             self._wire.open()
-            self._receive()
+            with torch.cuda.stream(self._stream):  # nothing on a CPU
+                self._receive()
         except Exception as error:
             self._fail(str(error))
         finally:
@@ -255,11 +256,23 @@ class Newcomer:
         sent_crc, optimizer_steps, skipped = trailer.tolist()
         if crc != sent_crc:
             raise RuntimeError(f"the state's CRC-32 is {crc:08x}, its source sent {sent_crc:08x}")
+        if self._stream is not None:
+            self._stream.synchronize()
         with self._while_open():
             self._engine.forget_initial_weights()
             self._engine.state.optimizer_steps = optimizer_steps
             self.skipped_in_a_row = skipped
             self._arrived = True
+
+
+def _beside_the_current(device: torch.device) -> torch.cuda.Stream | None:
+    """On CUDA a stream for a heal's thread, after what is queued now: on the current one it would
+    wait for all that the training queues. None on a CPU."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
 
 def _flat_state(engine: Engine) -> list[torch.Tensor]:

@@ -63,6 +63,7 @@ class HostBuffer:
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._bytes.zero_()  # the kernel gives the pages now and not in the first save
         self._pinned = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._pinned else None
         if self._pinned:
             _pin(self._bytes)
         self._slices: tuple[TensorSlice, ...] = ()  # what the views are of; no state is kept alive
@@ -81,15 +82,15 @@ class HostBuffer:
         stamp(self._memory, self.number)
         if self._slices is not share.slices:
             self._slices, self._views = share.slices, self._lay_out(share)
-        if not self._pinned:
+        if self._stream is None:
             torch._foreach_copy_(self._views, share.tensors)
             return None
-        stream = torch.cuda.Stream(share.device)
-        stream.wait_stream(torch.cuda.current_stream(share.device))
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream(share.device))
+        with torch.cuda.stream(self._stream):
             for view, tensor in zip(self._views, share.tensors, strict=True):
                 view.copy_(tensor, non_blocking=True)
-        return stream.record_event()
+                tensor.record_stream(self._stream)  # its engine may be dropped meanwhile
+        return self._stream.record_event()
 
     def _lay_out(self, share: Share) -> list[torch.Tensor]:
         room = self._bytes[HEADER_BYTES:]

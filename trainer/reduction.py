@@ -11,8 +11,9 @@ gathered again:
 
 Every replica issues the same collectives in the same order whenever its own gradients come, because
 a group matches collectives by their order. On Gloo the gatherings have a group of their own, since
-how they fall among the all-to-alls depends on timing. On CUDA a stream of their own orders them,
-and nothing on the host waits before `finish`. Decision: docs/decisions/008.
+how they fall among the all-to-alls depends on timing. On CUDA each follows the all-to-all of its
+bucket, on a stream of their own, and nothing on the host waits before `finish`. Decision:
+docs/decisions/008.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Reduction:
                 continue
             if self._exact and self._cross.size > 1:
                 self._exchange(bucket)
+                self._advance()  # on CUDA at once: the order may not depend on who calls `start`
             else:
                 self._add_up(bucket)
 

@@ -28,10 +28,23 @@ from trainer.backend.silence import limit_silence
 
 Device = Literal["cpu", "cuda"]
 
+_NCCL_SETTINGS = {
+    # A failed collective must end in an exception here, not in the end of the process,
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # nor may the first one make every process that shares the store dump its traces, and end
+    # minutes later.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+
 _abandoning = threading.Lock()
 _abandoned: list[tuple[Any, list[Any]]] = []
 """Groups and works left mid-collective: dropping the last reference can block until their
 timeout."""
+
+_aborted = threading.Event()
+"""The replica's group was aborted, on NCCL."""
 
 
 def torch_device(device: Device) -> torch.device:
@@ -62,9 +75,10 @@ def make_replica_group(
     gather(rendezvous, prefix, shard * tensor, leave_now)
     listen_towards(rendezvous.host, rendezvous.port)
     options: dict[str, Any] = {}
+    _aborted.clear()
     if device == "cuda":
-        # A failed collective must end in an exception here, not in the end of the process.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        for name, value in _NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
         options["device_id"] = torch_device(device)
     # DTensor's caches take meshes of the same shape and names for the same mesh, and would apply
     # this process's old place in its old replica (docs/decisions/007).
@@ -180,7 +194,10 @@ def _raw_group(store: Store, timeout: timedelta, rank: int, size: int, device: D
     if device == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+        # Else the first collective would connect, and wait for a lost peer where nothing ends it.
+        group.eager_connect_single_device(torch_device(device))
+        return group
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
@@ -188,7 +205,19 @@ def abort_replica_group() -> None:
     """Ends the collectives of the default group from another thread: of its peers one is gone. Gloo
     has woken them by then; NCCL needs to be told."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
+        _aborted.set()
         dist.distributed_c10d._abort_process_group()
+
+
+def check_replica_group() -> None:
+    """Called after the host has waited for a collective of the default group: those of an aborted
+    NCCL group end without an error, with anything in their buffers.
+
+    Raises:
+        RuntimeError: it was aborted.
+    """
+    if _aborted.is_set():
+        raise RuntimeError("nccl: the replica's group was aborted, as a peer is gone")
 
 
 def abandon(group: Any, in_flight: list[Any]) -> None:

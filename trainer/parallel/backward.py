@@ -77,7 +77,11 @@ class BackwardWatch:
         if module.training and not self._running:  # else an evaluation, or recomputed activations
             self._due[index] += 1
 
-    def _reduced(self, index: int, _: torch.Tensor) -> None:
+    def _reduced(self, index: int, reduced: torch.Tensor) -> None:
+        if reduced.is_cuda:
+            # FSDP2 adds it to the gradient on this stream after the hook, and lets go of it, but
+            # took its memory on another one.
+            reduced.record_stream(torch.cuda.current_stream())
         before = self._finished
         while self._finished < len(self._done) and self._done[self._finished]:
             self._finished += 1

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.errors import CrossGroupLost
 from trainer.lanes import Node, blocks_of, sum_tree
 from trainer.reduction import Reduction
-from trainer.replicas import CrossGroup
+from trainer.replicas import CrossGroup, Flight
 
 COUNT, ENDS, PADDING = 1003, (250, 251, 500, 1003), 8
 
@@ -48,9 +49,10 @@ def at_every_replica(
     dealt: list[tuple[int, ...]],
     act: Callable[[CrossGroup], object],
     leave_now: Callable[[], bool] = lambda: False,
+    make: type[CrossGroup] = CrossGroup,
 ) -> list[object]:
     def replica(rank: int) -> object:
-        cross = CrossGroup(
+        cross = make(
             rendezvous,
             "test",
             lanes=dealt,
@@ -109,6 +111,32 @@ def test_every_replica_gets_the_sum_of_all_lanes(
             reference = torch.stack(gradients).double().sum(0)
             scale = torch.stack(gradients).double().abs().sum(0)
             assert ((total - reference).abs() <= 1e-6 * scale).all()
+
+
+class OneQueue(CrossGroup):
+    """Like NCCL: one group for all collectives, and to follow one is never to be put off."""
+
+    def _join(self, *args: Any) -> None:
+        super()._join(*args)
+        del self._groups[1:]
+
+    def may_follow(self, flight: Flight) -> bool:
+        return True
+
+
+def test_one_queue_has_one_order_whoever_begins_when(rendezvous: Rendezvous) -> None:
+    """A newcomer has no gradients: it begins all buckets after backward."""
+    dealt, gradients = [(0, 1), ()], lane_gradients(2)
+
+    def act(cross: CrossGroup) -> bool:
+        into = torch.full((COUNT + PADDING,), float("nan"))
+        reduction = Reduction(cross, held_by(dealt[cross.rank], gradients), into, ENDS, exact=True)
+        for stop in ENDS[: 2 if cross.rank == 0 else 0]:
+            reduction.start(stop)
+        reduction.finish()
+        return torch.equal(into[:COUNT], gradients[0] + gradients[1])
+
+    assert at_every_replica(rendezvous, dealt, act, make=OneQueue) == [True, True]
 
 
 def test_buckets_travel_while_later_gradients_are_still_missing(rendezvous: Rendezvous) -> None:
