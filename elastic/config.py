@@ -82,7 +82,8 @@ class HealthConfig:
     """Workers taken away with notice before they could leave, with no step committed in between,
     that end the run."""
     max_same_step_errors: int = 2
-    """Exceptions in user code at one step, on whichever worker, that end the run."""
+    """Replicas with an exception in user code at one step, or the same one formed anew, that end
+    the run."""
     compare_every: int | None = 100
     """Steps between comparisons of the replicas' states, by a checksum; None: at the end only."""
     freeze_timeout_s: float = 10.0

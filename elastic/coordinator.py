@@ -88,6 +88,10 @@ class Coordinator:
             config, self._membership, self._board, self._records, self._receipts
         )
         self._hellos = 0
+        self._raised: dict[str, int | None] = {}
+        """Worker whose own code raised, and it is not settled why -> its formation."""
+        self._at_fault: set[str] = set()
+        """Those of them that will be written off."""
         self._start: asyncio.TimerHandle | None = None
         """When the first replicas begin without those that have not come."""
         self._take_up: TakeUp | None = None
@@ -202,6 +206,8 @@ class Coordinator:
     async def trouble(self, worker: str, step: int | None, detail: str, of_a_group: bool) -> str:
         """A worker's own code raised. Was it the loss of a peer, or its own fault? An error of a
         process group may be the first sign of the loss of a whole node, which takes longer to show.
+        Workers of one replica that raise errors of their own at the same time are each at fault:
+        the first to be written off explains no other.
 
         Returns:
             "peer": join again; "own": the worker is written off and must exit.
@@ -213,11 +219,19 @@ class Coordinator:
             return "peer"
         node_s = self.config.health.node_timeout_s + _PEER_LOSS_PATIENCE_S
         patience_s = node_s if of_a_group else _PEER_LOSS_PATIENCE_S
-        await self._board.until(lambda: membership.replica_broken(worker), patience_s)
-        if membership.replica_broken(worker):
-            return "peer"
-        await self._crew.lose(worker, "user_error", detail, step)
-        return "own"
+        formation = membership.formation_of(worker)
+        if not of_a_group:
+            self._raised[worker] = formation
+        try:
+            await self._board.until(lambda: membership.replica_broken(worker), patience_s)
+            if membership.replica_broken(worker) and worker not in self._at_fault:
+                return "peer"
+            self._at_fault |= {w for w, formed in self._raised.items() if formed == formation}
+            await self._crew.lose(worker, "user_error", detail, step, formation)
+            return "own"
+        finally:
+            self._raised.pop(worker, None)
+            self._at_fault.discard(worker)
 
     async def fail(self, error: str) -> None:
         """Ends the run with an error that no retry can mend."""

@@ -31,13 +31,15 @@ class Loss:
     """Steps that the run had committed by then."""
     detail: str
     """The evidence; the user's own traceback for an error in user code."""
+    formation: int | None = None
+    """Number of the replica in which user code raised: one that is formed anew is another try."""
 
 
 def decide_failure(losses: Sequence[Loss], health: HealthConfig) -> str | None:
     """Why the run should end now, or None to go on.
 
-    An exception in user code that comes back at the same step on another worker is a bug, not bad
-    luck.
+    An exception in user code that comes back at the same step in another replica, or in the same
+    one formed anew, is a bug, not bad luck. Workers of one replica that raise together are one try.
     """
     if not losses:
         return None
@@ -49,12 +51,13 @@ def decide_failure(losses: Sequence[Loss], health: HealthConfig) -> str | None:
             if (loss.cause, loss.step) == (last.cause, last.step)
             and (last.step is not None or loss.committed == last.committed)
         ]
-        if len(same) >= health.max_same_step_errors:
+        tries = len({loss.formation for loss in same})
+        if tries >= health.max_same_step_errors:
             where = f"at step {last.step}"
             if last.step is None:
                 where = f"while a replica was built, with {last.committed} steps committed,"
             return (
-                f"user code failed {len(same)} times {where} "
+                f"user code failed {tries} times {where} "
                 f"(health.max_same_step_errors = {health.max_same_step_errors}):\n{last.detail}"
             )
     budget = _BUDGETS[last.cause]

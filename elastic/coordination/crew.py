@@ -115,9 +115,15 @@ class Crew:
     # -- losses ------------------------------------------------------------------------------------
 
     async def lose(
-        self, worker: str, cause: events.Cause, detail: str, step: int | None = None
+        self,
+        worker: str,
+        cause: events.Cause,
+        detail: str,
+        step: int | None = None,
+        formation: int | None = None,
     ) -> None:
-        """Writes a worker off, which was in `step` where that is known. Twice does no harm."""
+        """Writes a worker off, which was in `step`, in replica `formation`, where that is known.
+        Twice does no harm."""
         await self._board.ready.wait()
         membership = self._membership
         slot = membership.slot_name(worker)
@@ -140,7 +146,15 @@ class Crew:
                 detail=detail,
             )
         )
-        self._count(Loss(cause=cause, step=step, committed=membership.recorded, detail=detail))
+        self._count(
+            Loss(
+                cause=cause,
+                step=step,
+                committed=membership.recorded,
+                detail=detail,
+                formation=formation,
+            )
+        )
         await self._board.advance()
         await self._board.tell()
 

@@ -37,6 +37,7 @@ class Injections:
     ) -> None:
         self._plan, self._membership = plan, membership
         self._board, self._crew, self._records = board, crew, records
+        self._hit: set[str] = set()
 
     async def claim(self, index: int, slot: int, step: int, worker: str) -> bool:
         """Whether injected fault `index` hits the worker in `slot` now. Workers that a fault hits
@@ -50,11 +51,13 @@ class Injections:
         return True
 
     def hit_spares(self) -> None:
-        """Hits the spares whose faults are due with the steps recorded so far."""
+        """Hits the spares whose faults are due with the steps recorded so far. Each hits another
+        one: what became of the first may not be known yet."""
         recorded = self._membership.recorded
         for fault in self._plan.claim_for_spares(recorded):
-            spare = self._membership.a_spare()
+            spare = next((s for s in self._membership.spares if s not in self._hit), None)
             if spare is not None:
+                self._hit.add(spare)
                 self._note(str(fault), recorded - 1, spare)
                 number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
                 self._crew.signal(spare, number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from elastic.membership.decisions import Outcome
@@ -24,13 +24,13 @@ class Resolution:
 
 
 def split_by_state(
-    replicas: Sequence[Replica], reports: Mapping[str, Report]
+    replicas: Sequence[Replica], holders: Container[str]
 ) -> tuple[list[Replica], list[Replica]]:
-    """Those all of whose workers have state, and the others."""
+    """Those all of whose workers hold the state, and the others."""
     have: list[Replica] = []
     lack: list[Replica] = []
     for replica in replicas:
-        whole = all(reports[worker].step is not None for worker in replica.workers)
+        whole = all(worker in holders for worker in replica.workers)
         (have if whole else lack).append(replica)
     return have, lack
 

@@ -100,7 +100,8 @@ class Formations:
         return self._form(sorted(places.idle, key=lambda worker: (ranks[worker], worker)))
 
     def from_survivors(self, survivors: Iterable[str]) -> tuple[Replica, ...] | None:
-        """One replica that goes on with what its workers hold, where no whole one is left.
+        """One replica that goes on with what its workers hold, where none that stands has state.
+        Replicas that stand may have been getting theirs, and some of their workers have it.
 
         Args:
             survivors: the living of the last roster.
@@ -113,8 +114,22 @@ class Formations:
         if any(worker not in self._waiting for worker in survivors):
             return None
         self._salvaged = True
-        reports = [self._waiting[w] for w in sorted(self._places.idle - self._outdated)]
-        return self._form(plan_salvage(reports, self._config.workers_per_replica))
+        if self.state_stands():
+            return ()
+        places = self._places
+        candidates = places.idle.union(*(r.workers for r in places.standing.values()))
+        reports = [self._waiting[worker] for worker in sorted(candidates - self._outdated)]
+        chosen = plan_salvage(reports, self._config.workers_per_replica)
+        places.take_apart(chosen)
+        return self._form(chosen)
+
+    def state_stands(self) -> bool:
+        """Whether a replica stands all of whose workers have state, as they say; all of those that
+        stand are here."""
+        return any(
+            all(self._waiting[worker].step is not None for worker in replica.workers)
+            for replica in self._places.standing.values()
+        )
 
     def _form(self, pool: Sequence[str]) -> tuple[Replica, ...]:
         places = self._places

@@ -15,6 +15,8 @@ class Heals:
         """(position without state when the roster began, position it heals from)."""
         self.behind: dict[str, int] = {}
         """Newcomer's worker without state yet -> its formation."""
+        self.newcomers: set[int] = set()
+        """Formations that have not all of their state yet."""
         self.again = False
         """One has failed: another source is to be tried."""
         self._failures: dict[int, int] = {}
@@ -22,6 +24,7 @@ class Heals:
     def resume(self, pairs: tuple[tuple[int, int], ...], behind: Mapping[str, int]) -> None:
         """Goes on with the heals of a run whose coordinator was lost."""
         self.pairs, self.behind = pairs, dict(behind)
+        self.newcomers = set(behind.values())
 
     def begin(self, roster: Roster, newcomers: Sequence[Replica]) -> None:
         """A roster stands: those without state get it from the others; a source that failed before
@@ -29,12 +32,16 @@ class Heals:
         turn = sum(self._failures.get(replica.formed, 0) for replica in newcomers)
         self.pairs = plan_heals(roster, {replica.index for replica in newcomers}, turn)
         self.behind = {worker: r.formed for r in newcomers for worker in r.workers}
+        self.newcomers = {replica.formed for replica in newcomers}
         self.again = False
 
     def received(self, worker: str) -> bool:
         """A newcomer's worker has the state. Returns whether it was the last of its replica."""
         formed = self.behind.pop(worker, None)
-        return formed is not None and formed not in self.behind.values()
+        if formed is None or formed in self.behind.values():
+            return False
+        self.newcomers.discard(formed)
+        return True
 
     def failed(self, worker: str) -> int:
         """A newcomer's worker did not get the state. Returns how often that has happened to its

@@ -24,6 +24,7 @@ from elastic.membership.conclusion import Resolution, decide_step, plan_parts, s
 from elastic.membership.decisions import Effects, GroupConfig, Regrouped
 from elastic.membership.formations import Formations
 from elastic.membership.heals import Heals
+from elastic.membership.holders import find_holders
 from elastic.membership.places import Places
 from elastic.membership.planned import all_copies_go, decide_planned, plan_departures
 from elastic.membership.resumption import plan_resumption
@@ -160,9 +161,15 @@ class Membership:
         """Whether the replica that `worker` works in, standing or forming, is no more."""
         return self.stopped is not None or self._places.of(worker) is None
 
-    def a_spare(self) -> str | None:
-        """A worker that waits without a slot."""
-        return min(self._places.idle, default=None)
+    def formation_of(self, worker: str) -> int | None:
+        """Number of the replica, standing or forming, that `worker` works in."""
+        replica = self._places.of(worker)
+        return None if replica is None else replica.formed
+
+    @property
+    def spares(self) -> list[str]:
+        """Workers that wait without a slot."""
+        return sorted(self._places.idle)
 
     def source_of(self, worker: str) -> int | None:
         """Number of the replica that a newcomer's worker heals from."""
@@ -187,6 +194,11 @@ class Membership:
     def whole_replicas(self) -> int:
         """Replicas that train, or would if there were enough of them."""
         return self._places.whole
+
+    @property
+    def standing(self) -> tuple[Replica, ...]:
+        """Replicas of the roster that are whole, in order of position."""
+        return tuple(self._places.standing.values())
 
     @property
     def forming(self) -> tuple[Replica, ...]:
@@ -247,14 +259,19 @@ class Membership:
             self._signal(replica.workers, "fault", effects)
 
     def _salvage(self, effects: Effects) -> bool:
-        """Where no whole replica is left, has one made of the survivors. Returns whether that is
-        decided."""
-        if self.call != "fault" or self._places.standing:
+        """Where no replica with state is left, has one made of the survivors. Returns whether that
+        is decided."""
+        if self.call != "fault" or self._has_source:
             return True
         living = (worker for worker in self.roster.workers if worker in self.members)
         replicas = self.formations.from_survivors(living)
         self._build(replicas or (), effects, keep=True)
         return replicas is not None
+
+    @property
+    def _has_source(self) -> bool:
+        """Whether a replica stands that is known to have its state."""
+        return any(formed not in self.heals.newcomers for formed in self._places.standing)
 
     def _build(self, replicas: Sequence[Replica], effects: Effects, *, keep: bool = False) -> None:
         effects.formed.extend(replicas)
@@ -293,7 +310,8 @@ class Membership:
             return
         whole = self.whole_replicas
         missing = whole - places.unready < self.config.min_replicas
-        if missing or (not places.standing and places.unready):
+        stateless = not self._has_source and not self.formations.state_stands()
+        if missing or (places.unready and stateless):
             here = len(places.idle) + whole * self.config.workers_per_replica
             needed = self.config.min_replicas * self.config.workers_per_replica
             effects.short_of = 0 if self.formations.begun == 0 else max(0, needed - here)
@@ -305,10 +323,10 @@ class Membership:
 
     def _regroup(self, standing: list[Replica], ready: list[Replica], effects: Effects) -> None:
         able = [*standing, *ready]
-        staying, joining = split_by_state(able, self.waiting)
-        reports = [self.waiting[w] for r in able for w in r.workers] if staying else []
+        holders = find_holders(self.waiting[w] for replica in able for w in replica.workers)
+        staying, joining = split_by_state(able, {r.identity.worker for r in holders})
         resolution = decide_step(
-            [report for report in reports if report.step is not None],
+            holders if staying else [],
             stored=max(self.restore_step, self.snapshot_step),
             first=self.call == "start",
         )

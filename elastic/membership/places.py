@@ -7,7 +7,7 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 from elastic.roster import Replica
 
@@ -91,6 +91,13 @@ class Places:
         if replica is None or replica.formed in self.standing:
             return None
         return self._dissolve(replica)
+
+    def take_apart(self, workers: Iterable[str]) -> None:
+        """The replicas that `workers` have a place in stand no more."""
+        for worker in workers:
+            replica = self._of.get(worker)
+            if replica is not None:
+                self._dissolve(replica)
 
     def _dissolve(self, replica: Replica) -> Replica | None:
         self.standing.pop(replica.formed, None)

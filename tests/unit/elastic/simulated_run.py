@@ -18,7 +18,7 @@ from simulated_worker import Applied, Channel, Lost, SimWorker
 
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
-from elastic.messages import Report, Run, Signal, Stop
+from elastic.messages import Build, Report, Run, Signal, Stop
 
 MOST_EVENTS = 20_000
 
@@ -104,6 +104,8 @@ class World:
         self.lost: set[str] = set()
         """Workers that the coordinator was told are gone."""
         self.broken: set[int] = set()
+        self.taken_apart: set[str] = set()
+        """Workers of replicas that somebody with a part of the last copy was taken out of."""
         """Formations that have lost a member."""
         self.saved: dict[int, Applied] = {0: ()}
         self.snapshot: tuple[int, Applied] | None = None
@@ -484,7 +486,10 @@ class World:
                 self.channels["cross", roster.generation, rank] = Channel(members)
         self.posted.update(effects.signals)
         for name, answer in effects.answers.items():
-            self.workers[name].answer = answer
+            worker = self.workers[name]
+            worker.answer = answer
+            if isinstance(answer, Build) and answer.keep and worker.replica is not None:
+                self.taken_apart.update(worker.replica.members)
 
 
 def play(seed: int) -> World:

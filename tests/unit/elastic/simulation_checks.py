@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from elastic.membership.decisions import Effects, Regrouped
+from elastic.membership.holders import find_holders
+from elastic.membership.salvage import plan_salvage
 from elastic.messages import Build, Report, Run, Stop
 
 if TYPE_CHECKING:
@@ -24,8 +26,7 @@ def check_effects(
         assert set(effects.answers) == set(reports), "somebody is left waiting"
         return
     forming = [worker for replica in membership.forming for worker in replica.workers]
-    whole = [r for r in membership.roster.replicas if set(r.workers) <= membership.members.keys()]
-    standing = {worker for replica in whole for worker in replica.workers}
+    standing = {w for replica in membership.standing for w in replica.workers}
     assert not set(forming) & standing, "a worker is forming and standing"
     placed = list(forming)
     if effects.regrouped is None:
@@ -55,7 +56,8 @@ def check_roster(
     dealt = [lane for index in indices for lane in roster.lanes[index]]
     assert sorted(dealt) == list(range(world.plan.lanes))
     assert sum(run.lead for run in runs.values()) == 1
-    steps = {worker: reports[worker].step for worker in roster.workers}
+    holders = {r.identity.worker for r in find_holders(reports[w] for w in roster.workers)}
+    steps = {w: reports[w].step if w in holders else None for w in roster.workers}
     copies = [r for r in roster.replicas if all(steps[w] is not None for w in r.workers)]
     known = [step for step in steps.values() if step is not None and copies]
     snapshot = 0 if world.snapshot is None else world.snapshot[0]
@@ -66,14 +68,24 @@ def check_roster(
     # One ahead: its only witness told of the step, and died.
     assert world.membership.recorded <= step + 1, "steps recorded that are not done"
     assert (regrouped.outcome in ("start", "restore")) == (not known)
+    if regrouped.outcome == "restore":
+        check_restore(world, reports)
     sources = {run.position: dict(run.heals).get(run.position) for run in runs.values()}
     for run in runs.values():
         source = sources[run.position]
         replica = roster.replicas[run.position].workers
-        needs_state = not run.restore and any(reports[w].step is None for w in replica)
+        needs_state = not run.restore and any(steps[w] is None for w in replica)
         assert needs_state == (source is not None)
         assert source is None or sources[source] is None, "a source without state"
         assert source is None or not run.lanes[run.position], "lanes without state"
+
+
+def check_restore(world: World, reports: Mapping[str, Report]) -> None:
+    """Nobody goes back to a saved state while those who wait, and may stay, hold a whole copy
+    (I6)."""
+    gone, since = world.lost | world.drained, world.went_back_in
+    held = [r for name, r in reports.items() if name not in gone and r.generation >= since]
+    assert plan_salvage(held, world.plan.workers_per_replica) == [], "a needless restore"
 
 
 def check_build(world: World, worker: SimWorker, answer: Build) -> None:
@@ -82,8 +94,15 @@ def check_build(world: World, worker: SimWorker, answer: Build) -> None:
     channel = worker.replica
     if answer.keep:
         assert worker.progress is not None and worker.place == answer.rank
-    assert channel is None or any(
-        name in world.lost | world.dead | channel.closed | world.drained for name in channel.members
+    apart = worker.name in world.taken_apart
+    world.taken_apart.discard(worker.name)
+    assert (
+        channel is None
+        or apart
+        or any(
+            name in world.lost | world.dead | channel.closed | world.drained
+            for name in channel.members
+        )
     ), f"{worker.name} must build again without need"
 
 

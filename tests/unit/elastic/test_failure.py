@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 from elastic.config import HealthConfig
 from elastic.events import Cause
 from elastic.failure import Loss, decide_failure
 
 HEALTH = HealthConfig(max_same_step_errors=2, max_crashes=4, max_hangs=2)
+
+
+_formations = itertools.count()
 
 
 def loss(
@@ -13,8 +19,12 @@ def loss(
     return Loss(cause=cause, step=step, committed=committed, detail=detail)
 
 
-def user_error(step: int | None, committed: int = 0) -> Loss:
-    return loss("user_error", step, committed, "Traceback: ZeroDivisionError")
+def user_error(step: int | None, committed: int = 0, formation: int | None = None) -> Loss:
+    """In a replica of its own, unless it is named."""
+    if formation is None:
+        formation = next(_formations)
+    found = loss("user_error", step, committed, "Traceback: ZeroDivisionError")
+    return dataclasses.replace(found, formation=formation)
 
 
 def test_without_losses_the_run_goes_on() -> None:
@@ -51,6 +61,12 @@ def test_the_same_error_at_the_same_step_ends_it() -> None:
         "user code failed 2 times at step 3 (health.max_same_step_errors = 2):\n"
         "Traceback: ZeroDivisionError"
     )
+
+
+def test_workers_of_one_replica_that_raise_together_are_one_try() -> None:
+    together = [user_error(3, formation=7), user_error(3, formation=7)]
+    assert decide_failure(together, HEALTH) is None
+    assert decide_failure([*together, user_error(3, formation=8)], HEALTH) is not None
 
 
 def test_errors_outside_of_any_step_count_while_there_is_no_progress() -> None:

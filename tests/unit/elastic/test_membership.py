@@ -449,6 +449,59 @@ def test_survivors_of_all_replicas_put_their_copy_together() -> None:
     assert (run.step, run.commit, run.restore, run.heals) == (8, commit(7), False, ())
 
 
+def with_a_newcomer() -> Group:
+    """Replica 1 has lost d3; e4 and f5 stand in its place and have no state yet; c2 holds its."""
+    group = Group(replicas=2, each=2, start=6)
+    group.start("a0", "b1", "c2", "d3", "e4", "f5")
+    assert [r.workers for r in group.lose("d3").formed] == [("e4", "f5")]
+    group.build("e4", "f5")
+    group.join("c2", step=7, in_step=True, last=commit(6), built=0, rank=0, generation=1)
+    group.join("a0", step=7, in_step=True, last=commit(6), rank=0, generation=1)
+    effects = group.join("b1", step=7, in_step=True, last=commit(6), rank=1, generation=1)
+    assert layout(effects) == {0: ("a0", "b1"), 1: ("e4", "f5")}
+    assert run_of(effects, "e4").heals == ((1, 0),)
+    return group
+
+
+def test_survivors_put_their_copy_together_beside_a_newcomer_without_state() -> None:
+    group = with_a_newcomer()
+    group.lose("a0")
+    group.join("e4", generation=2)
+    assert group.join("f5", generation=2).formed == [], "b1 is still to come"
+    effects = group.join("b1", step=7, in_step=True, last=commit(6), built=0, rank=1, generation=2)
+    assert [replica.workers for replica in effects.formed] == [("c2", "b1")]
+    assert effects.regrouped is None, "nobody goes back while they build"
+    group.join("c2", step=7, in_step=True, last=commit(6), rank=0, generation=1)
+    effects = group.join("b1", step=7, in_step=True, last=commit(6), rank=1, generation=2)
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.step) == ("repeat", 7)
+    assert layout(effects) == {0: ("c2", "b1"), 1: ("e4", "f5")}
+    assert run_of(effects, "e4").heals == ((1, 0),)
+
+
+def test_a_newcomer_that_has_its_part_already_is_one_of_them() -> None:
+    group = with_a_newcomer()
+    group.lose("c2")
+    group.lose("b1")
+    group.join("a0", step=8, last=commit(7), built=0, rank=0, generation=2)
+    group.join("e4", generation=2)
+    effects = group.join("f5", step=8, last=commit(7), rank=1, generation=2)
+    assert [replica.workers for replica in effects.formed] == [("a0", "f5")]
+    assert effects.formed[0].index == 0
+    assert group.membership.replica_broken("e4"), "it waits for a place"
+
+
+def test_who_left_long_ago_is_a_newcomer_again() -> None:
+    """A coordinator that was started anew took it for one of the roster."""
+    group = Group(replicas=2)
+    group.start("a0", "b1")
+    group.membership.call = "fault"
+    group.join("a0", step=7, in_step=True, last=commit(6), generation=2)
+    effects = group.join("b1", step=6, last=commit(5), generation=1)
+    assert effects.regrouped is not None and effects.regrouped.step == 7
+    assert run_of(effects, "b1").heals == ((1, 0),)
+
+
 def test_survivors_that_lack_a_shard_go_back_to_the_checkpoint() -> None:
     group = Group(replicas=2, each=2, restore_step=4)
     group.start("a0", "b1", "c2", "d3")
