@@ -62,11 +62,11 @@ def decide_failure(losses: Sequence[Loss], health: HealthConfig) -> str | None:
             )
     budget = _BUDGETS[last.cause]
     limit: int = getattr(health, budget)
-    stuck = [
-        loss
-        for loss in losses
+    stuck = {
+        ("together", loss.formation) if loss.cause == "user_error" else ("alone", number)
+        for number, loss in enumerate(losses)
         if loss.committed == last.committed and _BUDGETS[loss.cause] == budget
-    ]
+    }
     if len(stuck) >= limit:
         return (
             f"{len(stuck)} workers were lost with {last.committed} steps committed and no progress "

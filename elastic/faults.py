@@ -171,11 +171,12 @@ def draw_faults(
 
 
 def flip_bit(engine: Engine) -> None:
-    """Changes one bit of a worker's weights."""
+    """Changes one bit of a worker's weights: not the last one, which the next update may round
+    away."""
     import torch  # a driver without torch can still read and check faults
 
     weights = next(iter(engine.state.tensors().values()))
-    weights.view(-1).view(torch.int32)[0] ^= 1
+    weights.view(-1).view(torch.int32)[0] ^= 1 << 12
 
 
 class FaultPlan:

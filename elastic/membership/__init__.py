@@ -3,7 +3,7 @@
 - `machine.py`: the state machine, with facts in and `Effects` out (`decisions.py`).
 - `places.py`, `formations.py`, `salvage.py`: who has a place, and new replicas.
 - `calls.py`, `planned.py`: who is called away, and why a roster is left without a fault.
-- `holders.py`, `heals.py`, `conclusion.py`: who has state, who lacks it, how a regroup ends.
+- `heals.py`, `conclusion.py`: who lacks state, and how a regroup ends.
 - `resumption.py`: all of it after a restart of the coordinator.
 
 `elastic/roster.py` deals out slots and lanes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from elastic.membership.decisions import Outcome
@@ -21,6 +21,15 @@ class Resolution:
     """Commit of step - 1."""
     outcome: Outcome
     """In a word."""
+
+
+def find_holders(reports: Iterable[Report]) -> list[Report]:
+    """Those with the state of the furthest step S: they are at S, or at S - 1 and in that step, of
+    which they hold the whole gradient. Any other is of long ago: its worker had left, and the
+    coordinator that knew is lost."""
+    having = [report for report in reports if report.step is not None]
+    furthest = max((report.step or 0 for report in having), default=0)
+    return [r for r in having if r.step == furthest or (r.in_step and r.step == furthest - 1)]
 
 
 def split_by_state(

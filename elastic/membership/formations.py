@@ -34,6 +34,7 @@ class Formations:
         self._broken: list[Replica] = []
         self._outdated: set[str] = set()  # what they may hold is of steps that were given up
         self._salvaged = False
+        self._kept = 0  # number of the replica that goes on with what its workers hold
 
     def resume(self, begun: int, broken: Sequence[Replica]) -> None:
         """Goes on after those that had `begun` before the coordinator was lost, of which some were
@@ -65,6 +66,7 @@ class Formations:
     def _give_up(self, formation: Replica | None) -> bool:
         if formation is not None:
             self._broken.append(formation)
+            self._salvaged = False
         return formation is not None
 
     @property
@@ -109,23 +111,29 @@ class Formations:
         Returns:
             It, if there is one; None while that is not decided, for it waits for all survivors.
         """
-        if self._salvaged:
+        places = self._places
+        if self._salvaged or self._kept in places.forming:
             return ()
-        if any(worker not in self._waiting for worker in survivors):
+        if places.absent or any(worker not in self._waiting for worker in survivors):
             return None
         self._salvaged = True
-        if self.state_stands():
+        if self._state_stands():
             return ()
-        places = self._places
         candidates = places.idle.union(*(r.workers for r in places.standing.values()))
         reports = [self._waiting[worker] for worker in sorted(candidates - self._outdated)]
         chosen = plan_salvage(reports, self._config.workers_per_replica)
         places.take_apart(chosen)
-        return self._form(chosen)
+        formed = self._form(chosen)
+        self._kept = formed[0].formed if formed else 0
+        return formed
 
-    def state_stands(self) -> bool:
-        """Whether a replica stands all of whose workers have state, as they say; all of those that
-        stand are here."""
+    @property
+    def keeping(self) -> bool:
+        """Whether a replica that goes on with what its workers hold is still being built."""
+        return self._places.builds(self._kept)
+
+    def _state_stands(self) -> bool:
+        """Whether a replica stands all of whose workers have state, as they say."""
         return any(
             all(self._waiting[worker].step is not None for worker in replica.workers)
             for replica in self._places.standing.values()

@@ -20,11 +20,16 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from elastic.membership.calls import Calls
-from elastic.membership.conclusion import Resolution, decide_step, plan_parts, split_by_state
+from elastic.membership.conclusion import (
+    Resolution,
+    decide_step,
+    find_holders,
+    plan_parts,
+    split_by_state,
+)
 from elastic.membership.decisions import Effects, GroupConfig, Regrouped
 from elastic.membership.formations import Formations
 from elastic.membership.heals import Heals
-from elastic.membership.holders import find_holders
 from elastic.membership.places import Places
 from elastic.membership.planned import all_copies_go, decide_planned, plan_departures
 from elastic.membership.resumption import plan_resumption
@@ -310,8 +315,7 @@ class Membership:
             return
         whole = self.whole_replicas
         missing = whole - places.unready < self.config.min_replicas
-        stateless = not self._has_source and not self.formations.state_stands()
-        if missing or (places.unready and stateless):
+        if missing or self.formations.keeping or (not places.standing and places.unready):
             here = len(places.idle) + whole * self.config.workers_per_replica
             needed = self.config.min_replicas * self.config.workers_per_replica
             effects.short_of = 0 if self.formations.begun == 0 else max(0, needed - here)

@@ -53,6 +53,10 @@ class Places:
         """Replicas that form and have not all built their part."""
         return len(self._unbuilt)
 
+    def builds(self, formed: int) -> bool:
+        """Whether a replica forms and has not all built its part."""
+        return formed in self._unbuilt
+
     @property
     def ready(self) -> list[Replica]:
         """Formed replicas all of whose workers have built their part and wait."""

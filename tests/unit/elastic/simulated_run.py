@@ -104,9 +104,9 @@ class World:
         self.lost: set[str] = set()
         """Workers that the coordinator was told are gone."""
         self.broken: set[int] = set()
+        """Formations that have lost a member."""
         self.taken_apart: set[str] = set()
         """Workers of replicas that somebody with a part of the last copy was taken out of."""
-        """Formations that have lost a member."""
         self.saved: dict[int, Applied] = {0: ()}
         self.snapshot: tuple[int, Applied] | None = None
         """The newest complete snapshot, which some node of those that hold it has."""

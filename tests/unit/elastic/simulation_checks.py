@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from elastic.membership.conclusion import find_holders
 from elastic.membership.decisions import Effects, Regrouped
-from elastic.membership.holders import find_holders
 from elastic.membership.salvage import plan_salvage
 from elastic.messages import Build, Report, Run, Stop
 

@@ -67,6 +67,8 @@ def test_workers_of_one_replica_that_raise_together_are_one_try() -> None:
     together = [user_error(3, formation=7), user_error(3, formation=7)]
     assert decide_failure(together, HEALTH) is None
     assert decide_failure([*together, user_error(3, formation=8)], HEALTH) is not None
+    many = [user_error(3, formation=7) for _ in range(HEALTH.max_crashes)]
+    assert decide_failure(many, HEALTH) is None, "one of the crashes, too"
 
 
 def test_errors_outside_of_any_step_count_while_there_is_no_progress() -> None:

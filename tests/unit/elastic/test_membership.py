@@ -491,6 +491,19 @@ def test_a_newcomer_that_has_its_part_already_is_one_of_them() -> None:
     assert group.membership.replica_broken("e4"), "it waits for a place"
 
 
+@pytest.mark.parametrize("heard", ["a0", "b1"])
+def test_answers_of_a_regroup_that_not_all_have_heard_cost_nothing(heard: str) -> None:
+    """The coordinator died between them: one is of a newer generation, in which nothing was done."""
+    group = Group(replicas=1, each=2)
+    group.start("a0", "b1")
+    group.membership.call = "fault"
+    newer = {worker: 2 if worker == heard else 1 for worker in ("a0", "b1")}
+    group.join("a0", step=7, last=commit(6), rank=0, generation=newer["a0"])
+    effects = group.join("b1", step=6, in_step=True, last=commit(5), rank=1, generation=newer["b1"])
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.step) == ("finish_step", 7)
+
+
 def test_who_left_long_ago_is_a_newcomer_again() -> None:
     """A coordinator that was started anew took it for one of the roster."""
     group = Group(replicas=2)
