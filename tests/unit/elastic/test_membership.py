@@ -493,7 +493,7 @@ def test_a_newcomer_that_has_its_part_already_is_one_of_them() -> None:
 
 @pytest.mark.parametrize("heard", ["a0", "b1"])
 def test_answers_of_a_regroup_that_not_all_have_heard_cost_nothing(heard: str) -> None:
-    """The coordinator died between them: one is of a newer generation, in which nothing was done."""
+    """The coordinator died between them: one is of a newer roster, in which nothing was done."""
     group = Group(replicas=1, each=2)
     group.start("a0", "b1")
     group.membership.call = "fault"
