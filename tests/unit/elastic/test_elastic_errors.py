@@ -39,6 +39,7 @@ def test_the_public_names_are_these() -> None:
     assert elastic.__all__ == [
         "CausalLM",
         "CheckpointConfig",
+        "CheckpointConfigError",
         "CheckpointError",
         "ConfigError",
         "CustomTask",
@@ -52,6 +53,7 @@ def test_the_public_names_are_these() -> None:
         "ParallelConfig",
         "ResourcesError",
         "RunFailedError",
+        "S3Config",
         "ScalingConfig",
         "TrainConfig",
         "TrainerError",
