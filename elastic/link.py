@@ -20,7 +20,7 @@ from elastic import events
 from elastic.ask import Call, ask, until_answered
 from elastic.injection import Injection
 from elastic.job import Job
-from elastic.messages import Answer, Build, Identity, Report, Run, Standing
+from elastic.messages import Answer, Build, Identity, Leave, Report, Run, Standing
 from elastic.outbox import Outbox
 from elastic.save_clock import SaveClock
 from elastic.saves import Saves
@@ -75,7 +75,7 @@ class CoordinatorLink:
         answer: Answer = ask(self._coordinator.join, report)
         self.outbox.settle(answer)
         self._take_on(answer)
-        kinds = {Build: "build", Run: "regroup"}
+        kinds = {Build: "build", Run: "regroup", Leave: "regroup"}
         self._mark(step, kinds.get(type(answer), "shutdown"))
         self._settled = getattr(answer, "serial", self._settled)
         return answer
@@ -239,7 +239,7 @@ class CoordinatorLink:
             self._called[call.kind] = call.serial
             if call.kind == "fault":
                 self._save_clock.failed()
-            if call.broken:
+            if call.broken and call.serial > self._settled:  # else it is of the replica before
                 abort_replica_group()
 
     def _reintroduce(self) -> None:

@@ -217,6 +217,12 @@ def _unpack(packed: bytes, replica: int, rank: int, position: int, serial: int) 
 
 
 @dataclass(frozen=True, kw_only=True)
+class Leave:
+    """Let go of your replica, keep the state, and join again: a coordinator that is lost had told
+    the others of it to train, and they wait for you in a collective that only this ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stop:
     """The run is over."""
 
@@ -224,7 +230,7 @@ class Stop:
     """Why it failed; None: it is finished."""
 
 
-Answer = Build | Run | Stop
+Answer = Build | Run | Leave | Stop
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
     join ──► Build: take a slot in a new replica ──► join
          ──► Run: a part of a roster: heal or restore, train ──► join
+         ──► Leave: let go of the replica, keep the state ──► join
          ──► Stop
 
 Spares wait in `join`. A worker whose replica breaks joins again as a spare would; it keeps its
@@ -26,7 +27,7 @@ from elastic.ask import ask
 from elastic.errors import RunFailedError
 from elastic.job import Job
 from elastic.link import CoordinatorLink
-from elastic.messages import Build, Identity, Report, Run, Stop
+from elastic.messages import Build, Identity, Leave, Report, Run, Stop
 from elastic.nodes.drain import on_sigterm
 from elastic.restoring import restore
 from health.heartbeat import Heartbeat
@@ -94,6 +95,9 @@ class Worker:
             if isinstance(answer, Stop):
                 self.stop(answer)
                 return
+            if isinstance(answer, Leave):
+                self.leave_replica()
+                continue
             failure = self.follow(answer)
             if failure is not None:  # by now its frames hold no process group any more
                 self.recover(*failure)

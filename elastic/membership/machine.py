@@ -33,7 +33,7 @@ from elastic.membership.heals import Heals
 from elastic.membership.places import Places
 from elastic.membership.planned import all_copies_go, decide_planned, plan_departures
 from elastic.membership.resumption import plan_resumption
-from elastic.messages import Build, Identity, Order, Report, SignalKind, Standing, Stop
+from elastic.messages import Build, Identity, Leave, Order, Report, SignalKind, Standing, Stop
 from elastic.roster import Replica, Roster, next_roster
 from trainer.parallel.layout import slot_of
 
@@ -69,7 +69,8 @@ class Membership:
         self.formations = Formations(config, self._places, self.waiting)
         self._leaving = self._finishing = self._dismissed = False
         self._lost: set[str] = set()
-        self._late: set[str] = set()  # lost, and waiting
+        self._torn: set[str] = set()  # see `Resumption`; those of them that have not joined since
+        self._away: dict[str, Stop | Leave] = {}  # wait, and are to be sent away
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -79,8 +80,12 @@ class Membership:
         self.waiting[worker] = report
         self.calls.followed(worker)
         if worker in self._lost:
-            self._late.add(worker)
+            self._away[worker] = Stop(error="this worker was written off; it is replaced")
             return
+        if worker in self._torn and report.built:
+            self._away[worker] = Leave()
+            return
+        self._torn.discard(worker)
         self.members[worker] = report.identity
         self.reached = max(self.reached, report.step or 0)
         self._places.arrive(worker, report.built)
@@ -93,7 +98,7 @@ class Membership:
         """A worker is gone, for good. Returns who it was, None where it was no member."""
         self.calls.followed(worker)
         self.waiting.pop(worker, None)
-        self._late.discard(worker)
+        self._away.pop(worker, None)
         if worker not in self._lost:
             self._lost.add(worker)
             self.formations.lose(worker)
@@ -150,6 +155,7 @@ class Membership:
         self._places.seat(found.standing)
         self.formations.resume(formations, found.broken)
         self.heals.resume(found.heals, found.behind)
+        self._torn = set(found.torn)
         self.call = None if started else "start"
         self._leaving = started and not found.consistent
 
@@ -226,7 +232,7 @@ class Membership:
         return effects
 
     def _decide(self, effects: Effects) -> None:
-        self._turn_away(effects)
+        self._send_away(effects)
         self._free_survivors(effects)
         self._call(effects)
         if self._salvage(effects):
@@ -251,12 +257,13 @@ class Membership:
             self._signal(self.members, "fault", effects)
         self._dismissed = True
 
-    def _turn_away(self, effects: Effects) -> None:
-        """A worker that was written off but lives (or whose join outlived it) must leave."""
-        for worker in self._late:
-            effects.answers[worker] = Stop(error="this worker was written off; it is replaced")
+    def _send_away(self, effects: Effects) -> None:
+        """A worker that was written off but lives (or whose join outlived it) must leave; one that
+        others wait for in its replica lets go of it."""
+        effects.answers.update(self._away)
+        for worker in self._away:
             del self.waiting[worker]
-        self._late.clear()
+        self._away.clear()
 
     def _free_survivors(self, effects: Effects) -> None:
         """Calls those who build for a replica that will not come about."""

@@ -27,6 +27,9 @@ class Resumption:
     """Whole formations that were in no roster yet."""
     broken: tuple[Replica, ...]
     """What is left of others."""
+    torn: frozenset[str]
+    """Workers of formations of which only some got the last roster: these train, and wait for the
+    others, who wait for an answer."""
     behind: dict[str, int]
     """Worker without state so far -> its formation."""
     heals: tuple[tuple[int, int], ...]
@@ -64,6 +67,7 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
         standing=tuple(f.replica for f in placed if f.whole),
         forming=tuple(f.replica for f in formations if f.whole and not f.generation),
         broken=tuple(f.replica for f in formations if not f.whole and not f.generation),
+        torn=frozenset(s.identity.worker for f in formations if f.torn for s in f.members),
         behind={s.identity.worker: s.formed for f in new for s in f.members if s.behind},
         heals=tuple((f.first.position, f.first.source or 0) for f in new),
         consistent=consistent,
@@ -74,10 +78,12 @@ class _Formation:
     """The standings of the living workers of one formation."""
 
     def __init__(self, members: Sequence[Standing], size: int) -> None:
-        self.members, self.first = members, members[0]
-        self.generation = max(standing.generation for standing in members)
+        self.members = members
+        self.first = max(members, key=lambda standing: standing.generation)
+        self.generation = self.first.generation
         self.at_work = all(s.generation == self.generation and s.proven for s in members)
-        self.whole = len(members) == size
+        self.torn = any(s.generation != self.generation for s in members)
+        self.whole = len(members) == size and not self.torn
         names = {standing.rank: standing.identity.worker for standing in members}
         self.replica = Replica(
             index=self.first.replica,

@@ -43,6 +43,10 @@ _abandoned: list[tuple[Any, list[Any]]] = []
 """Groups and works left mid-collective: dropping the last reference can block until their
 timeout."""
 
+_ending = threading.Lock()
+"""Both who leaves the replica's group and who is told that it broke end it, on threads of their
+own."""
+
 _aborted = threading.Event()
 """The replica's group was aborted, on NCCL."""
 
@@ -115,12 +119,13 @@ def is_of_a_group(error: Exception) -> bool:
 
 def leave_replica_group() -> None:
     """Closes the default group, if there is one, so that peers still waiting in it wake up."""
-    if not dist.is_initialized():
-        return
-    if dist.get_backend() == "nccl":
-        dist.distributed_c10d._abort_process_group()
-    else:
-        dist.destroy_process_group()
+    with _ending:
+        if not dist.is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
     gc.collect()
 
 
@@ -204,9 +209,10 @@ def _raw_group(store: Store, timeout: timedelta, rank: int, size: int, device: D
 def abort_replica_group() -> None:
     """Ends the collectives of the default group from another thread: of its peers one is gone. Gloo
     has woken them by then; NCCL needs to be told."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        _aborted.set()
-        dist.distributed_c10d._abort_process_group()
+    with _ending:
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            _aborted.set()
+            dist.distributed_c10d._abort_process_group()
 
 
 def check_replica_group() -> None:

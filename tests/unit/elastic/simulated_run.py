@@ -8,7 +8,7 @@ must hold is in `simulation_checks.py`; a state in which nobody can move is a de
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -258,6 +258,7 @@ class World:
         self.membership.meet = ("", self.incarnation)
         self._set_snapshot(self.snapshot)
         self.posted.clear()
+        self._lose_answers(alive)
         self.membership.resume(
             [worker.standing() for worker in alive if worker.name not in self.lost],
             generation=before.generation,
@@ -272,6 +273,14 @@ class World:
             if worker.waits_for_answer and worker.answer is None:
                 self.send_join(worker)
         self._advance()
+
+    def _lose_answers(self, workers: Sequence[SimWorker]) -> None:
+        """Some answers of a coordinator that is lost reach their workers, others do not."""
+        for worker in workers:
+            answered = worker.waits_for_answer and worker.answer is not None
+            if answered and not isinstance(worker.answer, Stop) and self.rng.random() < 0.5:
+                self.trace.append(f"{worker.name} does not get {worker.answer}")
+                worker.answer = None
 
     def _drain(self) -> None:
         alive = [n for n in self.membership.members if n not in self.dead and n not in self.lost]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import simulation_checks as checks
 
-from elastic.messages import Answer, Build, Identity, Report, Run, Standing, Stop
+from elastic.messages import Answer, Build, Identity, Leave, Report, Run, Standing, Stop
 from trainer.commit import Commit
 
 if TYPE_CHECKING:
@@ -113,6 +113,9 @@ class SimWorker:
             if isinstance(answer, Stop):
                 self.world.left(self, answer)
                 return
+            if isinstance(answer, Leave):
+                self._leave_replica()
+                continue
             try:
                 yield from self._build(answer) if isinstance(answer, Build) else self._train(answer)
             except Lost:
@@ -154,7 +157,7 @@ class SimWorker:
         if isinstance(answer, Run):
             kept = [] if answer.restore else self.records
             self.records = [record for record in kept if record[0] >= answer.recorded]
-        if not isinstance(answer, Stop):
+        if isinstance(answer, Build | Run):
             self.settled = answer.serial
             self.meet = answer.meet[1]
         return answer

@@ -8,7 +8,7 @@ from simulated_run import World, play
 
 from elastic.membership.decisions import Effects, GroupConfig
 from elastic.membership.machine import Membership
-from elastic.messages import Build, Identity, Report, Run, Signal, Stop
+from elastic.messages import Build, Identity, Leave, Report, Run, Signal, Standing, Stop
 from elastic.roster import Replica
 from trainer.commit import Commit
 
@@ -502,6 +502,30 @@ def test_answers_of_a_regroup_that_not_all_have_heard_cost_nothing(heard: str) -
     effects = group.join("b1", step=6, in_step=True, last=commit(5), rank=1, generation=newer["b1"])
     assert effects.regrouped is not None
     assert (effects.regrouped.outcome, effects.regrouped.step) == ("finish_step", 7)
+
+
+def test_a_worker_whose_peer_alone_got_the_answer_lets_go_of_their_replica() -> None:
+    """The peer waits for it in a collective of their replica, and hears no call there."""
+    group = Group(replicas=1, each=2)
+    standings = [
+        Standing(
+            identity=Identity(worker=worker, rank=rank, node="n", pid=1),
+            formed=1, rank=rank, generation=generation, replicas=1, lanes=(0,),
+        )
+        for rank, (worker, generation) in enumerate({"a0": 3, "b1": 2}.items())
+    ]  # fmt: skip
+    group.membership.resume(standings, generation=3, formations=1, recorded=5)
+    effects = group.join("b1", 5, built=1, rank=1, generation=2)
+    assert effects.answers == {"b1": Leave()}
+    assert effects.signals["a0"] == Signal(serial=1, kind="fault", broken=True)
+    assert group.membership.replica_broken("a0"), "its error is not its own fault"
+    assert group.join("b1", 5, rank=1, generation=2).answers == {}
+    effects = group.join("a0", 5, in_step=True, generation=3)
+    builds = {w: (b.rank, b.keep) for w, b in effects.answers.items() if isinstance(b, Build)}
+    assert builds == {"a0": (0, True), "b1": (1, True)}
+    group.join("a0", 5, in_step=True, generation=3)
+    effects = group.join("b1", 5, rank=1, generation=2)
+    assert run_of(effects, "a0").step == 5 and not run_of(effects, "a0").restore
 
 
 def test_who_left_long_ago_is_a_newcomer_again() -> None:

@@ -39,7 +39,7 @@ def test_workers_at_work_make_up_the_roster_they_are_in() -> None:
     )
     assert found.roster.lanes == {0: (0,), 1: (1,)}
     assert found.standing == found.roster.replicas
-    assert found.forming == found.broken == () and not found.behind
+    assert found.forming == found.broken == () and not found.behind and not found.torn
 
 
 def test_a_replica_that_lost_a_worker_does_not_stand() -> None:
@@ -59,6 +59,14 @@ def test_a_regroup_half_handed_out_is_no_roster() -> None:
     found = plan_resumption(late, 2)
     assert found.roster.generation == 3 and not found.consistent
     assert len(found.standing) == 2, "both still hold their state"
+
+
+def test_a_replica_of_which_one_half_trains_and_the_other_waits_does_not_stand() -> None:
+    late = [replace(s, generation=2) if s.identity.worker == "c2" else s for s in TWO_BY_TWO]
+    found = plan_resumption(late, 2)
+    assert found.torn == {"c2", "d3"} and not found.consistent and not found.broken
+    assert [replica.index for replica in found.standing] == [0]
+    assert [replica.index for replica in found.roster.replicas] == [0, 1], "both are called"
 
 
 def test_groups_that_no_step_has_proven_are_made_again() -> None:
