@@ -117,6 +117,8 @@ class Standing:
                 proven=False,
                 behind=source is not None,
             )
+        if isinstance(answer, Leave):
+            return Standing(identity=self.identity)
         return self
 
 

@@ -8,7 +8,7 @@ must hold is in `simulation_checks.py`; a state in which nobody can move is a de
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -126,6 +126,8 @@ class World:
         """Ranks that Ray will start a worker for."""
         self.kills, self.write_offs, self.flakes = plan.kills, plan.write_offs, plan.flakes
         self.drains, self.crashes = plan.drains, plan.crashes
+        self.unsure: list[SimWorker] = []
+        """Workers that the coordinator has answered; it may be lost before they hear it."""
         self.incarnation = 0
         """Coordinators that were lost so far."""
         self.drained: set[str] = set()
@@ -258,7 +260,7 @@ class World:
         self.membership.meet = ("", self.incarnation)
         self._set_snapshot(self.snapshot)
         self.posted.clear()
-        self._lose_answers(alive)
+        self._lose_answers()
         self.membership.resume(
             [worker.standing() for worker in alive if worker.name not in self.lost],
             generation=before.generation,
@@ -274,13 +276,13 @@ class World:
                 self.send_join(worker)
         self._advance()
 
-    def _lose_answers(self, workers: Sequence[SimWorker]) -> None:
+    def _lose_answers(self) -> None:
         """Some answers of a coordinator that is lost reach their workers, others do not."""
-        for worker in workers:
-            answered = worker.waits_for_answer and worker.answer is not None
-            if answered and not isinstance(worker.answer, Stop) and self.rng.random() < 0.5:
+        for worker in self.unsure:
+            if worker.waits_for_answer and self.rng.random() < 0.5:
                 self.trace.append(f"{worker.name} does not get {worker.answer}")
                 worker.answer = None
+        self.unsure.clear()
 
     def _drain(self) -> None:
         alive = [n for n in self.membership.members if n not in self.dead and n not in self.lost]
@@ -497,6 +499,7 @@ class World:
         for name, answer in effects.answers.items():
             worker = self.workers[name]
             worker.answer = answer
+            self.unsure.append(worker)
             if isinstance(answer, Build) and answer.keep and worker.replica is not None:
                 self.taken_apart.update(worker.replica.members)
 

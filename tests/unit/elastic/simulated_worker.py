@@ -111,6 +111,7 @@ class SimWorker:
         while True:
             answer = yield from self._join()
             if isinstance(answer, Stop):
+                self._leave_replica()
                 self.world.left(self, answer)
                 return
             if isinstance(answer, Leave):
