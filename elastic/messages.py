@@ -87,6 +87,8 @@ class Standing:
     """Lanes of the replica in that roster."""
     replicas: int = 0
     """Replicas in that roster."""
+    kept: bool = False
+    """The formation is in no roster yet, and goes on with what its workers hold."""
     source: int | None = None
     """Position that it heals from, as a newcomer."""
     proven: bool = False
@@ -104,6 +106,7 @@ class Standing:
                 formed=answer.formed,
                 replica=answer.replica,
                 rank=answer.rank,
+                kept=answer.keep,
             )
         if isinstance(answer, Run):
             source = dict(answer.heals).get(answer.position)
@@ -113,6 +116,7 @@ class Standing:
                 position=answer.position,
                 lanes=answer.lanes[answer.position],
                 replicas=len(answer.lanes),
+                kept=False,
                 source=source,
                 proven=False,
                 behind=source is not None,

@@ -219,7 +219,7 @@ class Worker:
         cross = self.make_cross_group(run, self.engine)
         heal: Source | Newcomer | None = None
         loop: TrainLoop | None = None
-        if run.position in dict(run.heals):
+        if run.restore or run.position in dict(run.heals):
             self.progress = None  # a peer lacks its state, so the whole replica takes it anew
         try:
             self.catch_up(run, cross)
@@ -307,6 +307,7 @@ class Worker:
                 snapshot_every=self.job.checkpoint.memory_every,
                 compare_every=self.job.health.compare_every,
                 max_nonfinite_steps=self.job.health.max_nonfinite_steps,
+                generation=run.generation,
             ),
             link=self.link,
             source=heal if isinstance(heal, Source) else None,

@@ -75,6 +75,8 @@ class Commit:
     """Per lane, the sum of its workers' sample digests."""
     boundary: bool
     """Leave after this step: a planned regroup is due."""
+    generation: int = 0
+    """Of the roster that committed it: a gradient of an earlier attempt at the step is another."""
     saving: Saving = Saving()
     """What any worker has to say about saves."""
 
@@ -130,7 +132,7 @@ def pack(
     return vector
 
 
-def unpack(vector: Sequence[float], *, step: int, lanes: int) -> Commit:
+def unpack(vector: Sequence[float], *, step: int, lanes: int, generation: int = 0) -> Commit:
     """Reads a summed vector. Losses are added in lane order, the same on every worker."""
     norm_squared = vector[0]
     loss, tokens, digests = (
@@ -144,6 +146,7 @@ def unpack(vector: Sequence[float], *, step: int, lanes: int) -> Commit:
         tokens=total_tokens,
         digests=tuple(int(digest) for digest in digests),
         boundary=vector[2] > 0,
+        generation=generation,
         saving=Saving(
             wanted=vector[3] > 0,
             busy=frozenset(

@@ -43,6 +43,8 @@ class LoopConfig:
     """Steps between comparisons of the replicas."""
     max_nonfinite_steps: int
     """Skipped steps in a row that end the run."""
+    generation: int = 0
+    """Of the roster; it is noted in its commits."""
 
 
 class Link(Protocol):

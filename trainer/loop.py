@@ -194,7 +194,8 @@ class TrainLoop:
         if total[1] > 0:
             return None
         self.link.at_step(step, "after_commit")
-        return commits.unpack(total, step=step, lanes=self.config.lanes)
+        config = self.config
+        return commits.unpack(total, step=step, lanes=config.lanes, generation=config.generation)
 
     def sum_over_replicas(self, replica: list[float]) -> list[float]:
         """Every replica's vector, added up. Only a replica's first worker crosses. The norm is the

@@ -86,6 +86,7 @@ class TakeUp:
         self._membership.resume(
             [self._standings[worker] for worker in sorted(living)],
             generation=recalled.generation,
+            restored=recalled.restored,
             formations=recalled.formations,
             recorded=recalled.recorded,
         )

@@ -23,13 +23,21 @@ class Resolution:
     """In a word."""
 
 
-def find_holders(reports: Iterable[Report]) -> list[Report]:
-    """Those with the state of the furthest step S: they are at S, or at S - 1 and in that step, of
-    which they hold the whole gradient. Any other is of long ago: its worker had left, and the
-    coordinator that knew is lost."""
-    having = [report for report in reports if report.step is not None]
+def find_holders(reports: Iterable[Report], *, since: int) -> list[Report]:
+    """Those with the state of the furthest step S: they are at S, or at S - 1 and in that step in
+    the roster that committed it, so that they hold its whole gradient. Any other is of long ago, or
+    of an attempt at the step that was given up.
+
+    Args:
+        reports: of the workers that count.
+        since: generation in which the run went back last; what is older is void.
+    """
+    having = [r for r in reports if r.step is not None and r.generation >= since]
     furthest = max((report.step or 0 for report in having), default=0)
-    return [r for r in having if r.step == furthest or (r.in_step and r.step == furthest - 1)]
+    at = [report for report in having if report.step == furthest]
+    committed = {report.last.generation for report in at if report.last is not None}
+    before = (r for r in having if r.step == furthest - 1 and r.in_step)
+    return [*at, *(report for report in before if report.generation in committed)]
 
 
 def split_by_state(

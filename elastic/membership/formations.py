@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from elastic.membership.conclusion import find_holders
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.places import Places
 from elastic.membership.salvage import plan_salvage
@@ -29,18 +30,20 @@ class Formations:
         self._config, self._places, self._waiting = config, places, waiting
         self.begun = 0
         """Replicas that ever began to form."""
+        self.since = 0
+        """Generation in which the run went back last: what is held of older ones is void."""
         self._resumed = 0
         self._start_workers = config.start_workers
         self._broken: list[Replica] = []
-        self._outdated: set[str] = set()  # what they may hold is of steps that were given up
         self._salvaged = False
         self._kept = 0  # number of the replica that goes on with what its workers hold
 
-    def resume(self, begun: int, broken: Sequence[Replica]) -> None:
+    def resume(self, begun: int, broken: Sequence[Replica], *, kept: int, since: int) -> None:
         """Goes on after those that had `begun` before the coordinator was lost, of which some were
-        `broken` then."""
+        `broken` then, and `kept` goes on with what its workers hold."""
         self.begun = self._resumed = begun
         self._broken.extend(broken)
+        self._kept, self.since = kept, since
 
     # -- the end of a formation --------------------------------------------------------------------
 
@@ -120,8 +123,8 @@ class Formations:
         if self._state_stands():
             return ()
         candidates = places.idle.union(*(r.workers for r in places.standing.values()))
-        reports = [self._waiting[worker] for worker in sorted(candidates - self._outdated)]
-        chosen = plan_salvage(reports, self._config.workers_per_replica)
+        reports = [self._waiting[worker] for worker in sorted(candidates)]
+        chosen = plan_salvage(reports, self._config.workers_per_replica, since=self.since)
         places.take_apart(chosen)
         formed = self._form(chosen)
         self._kept = formed[0].formed if formed else 0
@@ -133,11 +136,10 @@ class Formations:
         return self._places.builds(self._kept)
 
     def _state_stands(self) -> bool:
-        """Whether a replica stands all of whose workers have state, as they say."""
-        return any(
-            all(self._waiting[worker].step is not None for worker in replica.workers)
-            for replica in self._places.standing.values()
-        )
+        """Whether a replica stands all of whose workers have the state, as they say."""
+        holders = find_holders(self._waiting.values(), since=self.since)
+        names = {report.identity.worker for report in holders}
+        return any(names.issuperset(r.workers) for r in self._places.standing.values())
 
     def _form(self, pool: Sequence[str]) -> tuple[Replica, ...]:
         places = self._places
@@ -151,13 +153,3 @@ class Formations:
         self.begun += len(replicas)
         places.form(replicas)
         return replicas
-
-    # -- what survivors hold -----------------------------------------------------------------------
-
-    def outdate(self, workers: Iterable[str]) -> None:
-        """The run has gone back: what `workers` hold is of steps that were given up."""
-        self._outdated = set(workers)
-
-    def renew(self, workers: Iterable[str]) -> None:
-        """They are in the new roster, and hold what counts."""
-        self._outdated.difference_update(workers)

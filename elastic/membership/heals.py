@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from elastic.roster import Replica, Roster, plan_heals
 
@@ -16,15 +16,21 @@ class Heals:
         self.behind: dict[str, int] = {}
         """Newcomer's worker without state yet -> its formation."""
         self.newcomers: set[int] = set()
-        """Formations that have not all of their state yet."""
+        """Formations that have not all of their state yet, as far as is known."""
         self.again = False
         """One has failed: another source is to be tried."""
         self._failures: dict[int, int] = {}
 
-    def resume(self, pairs: tuple[tuple[int, int], ...], behind: Mapping[str, int]) -> None:
-        """Goes on with the heals of a run whose coordinator was lost."""
+    def resume(
+        self,
+        pairs: tuple[tuple[int, int], ...],
+        behind: Mapping[str, int],
+        doubtful: Iterable[int],
+    ) -> None:
+        """Goes on with the heals of a run whose coordinator was lost; the state of the formations
+        in `doubtful` may be an old one."""
         self.pairs, self.behind = pairs, dict(behind)
-        self.newcomers = set(behind.values())
+        self.newcomers = {*behind.values(), *doubtful}
 
     def begin(self, roster: Roster, newcomers: Sequence[Replica]) -> None:
         """A roster stands: those without state get it from the others; a source that failed before

@@ -131,7 +131,13 @@ class Membership:
         self.snapshot_step = step
 
     def resume(
-        self, standings: Sequence[Standing], *, generation: int, formations: int, recorded: int
+        self,
+        standings: Sequence[Standing],
+        *,
+        generation: int,
+        restored: int,
+        formations: int,
+        recorded: int,
     ) -> None:
         """Takes up a run whose coordinator was lost, from what its workers know.
 
@@ -141,6 +147,7 @@ class Membership:
         Args:
             standings: of all living workers.
             generation: of the newest roster in the records, 0 where none stood yet.
+            restored: generation of the newest that began from a saved state or from the seed.
             formations: replicas that ever began to form.
             recorded: steps that the run's records hold.
         """
@@ -153,8 +160,8 @@ class Membership:
         self.roster = found.roster
         self._places.form((*found.standing, *found.forming))
         self._places.seat(found.standing)
-        self.formations.resume(formations, found.broken)
-        self.heals.resume(found.heals, found.behind)
+        self.formations.resume(formations, found.broken, kept=found.kept, since=restored)
+        self.heals.resume(found.heals, found.behind, found.doubtful)
         self._torn = set(found.torn)
         self.call = None if started else "start"
         self._leaving = started and not found.consistent
@@ -334,7 +341,10 @@ class Membership:
 
     def _regroup(self, standing: list[Replica], ready: list[Replica], effects: Effects) -> None:
         able = [*standing, *ready]
-        holders = find_holders(self.waiting[w] for replica in able for w in replica.workers)
+        reports = (self.waiting[worker] for replica in able for worker in replica.workers)
+        holders = find_holders(reports, since=self.formations.since)
+        if max((report.step or 0 for report in holders), default=0) + 1 < self.recorded:
+            holders = []  # of a replica that had left: those that went on without it are lost
         staying, joining = split_by_state(able, {r.identity.worker for r in holders})
         resolution = decide_step(
             holders if staying else [],
@@ -348,7 +358,7 @@ class Membership:
         lost = max(0, self.reached - step) if outcome == "restore" else 0
         if not staying:
             self.recorded = self.reached = step
-            self.formations.outdate(self.members)
+            self.formations.since = self.generation + 1
         self.generation += 1
         self.roster = next_roster(
             generation=self.generation,
@@ -384,7 +394,6 @@ class Membership:
         workers = self.roster.workers
         for worker in workers:
             del self.waiting[worker]
-        self.formations.renew(workers)
         self._places.seat(self.roster.replicas)
         self.call, self._leaving, self._finishing = None, False, False
 

@@ -27,6 +27,10 @@ class Resumption:
     """Whole formations that were in no roster yet."""
     broken: tuple[Replica, ...]
     """What is left of others."""
+    kept: int
+    """The one of `forming` that goes on with what its workers hold; 0: none."""
+    doubtful: frozenset[int]
+    """Those of `standing` that were in an older roster last: they may have left before it ended."""
     torn: frozenset[str]
     """Workers of formations of which only some got the last roster: these train, and wait for the
     others, who wait for an answer."""
@@ -46,9 +50,9 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
         workers_per_replica: workers in a whole replica.
     """
     groups: dict[int, list[Standing]] = defaultdict(list)
-    for standing in standings:
-        if standing.formed:
-            groups[standing.formed].append(standing)
+    for each in standings:
+        if each.formed:
+            groups[each.formed].append(each)
     formations = [_Formation(group, workers_per_replica) for group in groups.values()]
     generation = max((f.generation for f in formations), default=0)
     placed = sorted((f for f in formations if f.generation), key=lambda f: f.first.position)
@@ -62,11 +66,15 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
         lanes={f.replica.index: f.first.lanes for f in placed} if consistent else {},
     )
     new = [f for f in placed if f.first.source is not None and f.generation == generation]
+    forming = [f for f in formations if f.whole and not f.generation]
+    standing = [f for f in placed if f.whole]
     return Resumption(
         roster=roster,
-        standing=tuple(f.replica for f in placed if f.whole),
-        forming=tuple(f.replica for f in formations if f.whole and not f.generation),
+        standing=tuple(f.replica for f in standing),
+        forming=tuple(f.replica for f in forming),
         broken=tuple(f.replica for f in formations if not f.whole and not f.generation),
+        kept=max((f.first.formed for f in forming if f.first.kept), default=0),
+        doubtful=frozenset(f.first.formed for f in standing if f.generation < generation),
         torn=frozenset(s.identity.worker for f in formations if f.torn for s in f.members),
         behind={s.identity.worker: s.formed for f in new for s in f.members if s.behind},
         heals=tuple((f.first.position, f.first.source or 0) for f in new),

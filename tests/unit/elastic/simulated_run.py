@@ -264,6 +264,7 @@ class World:
         self.membership.resume(
             [worker.standing() for worker in alive if worker.name not in self.lost],
             generation=before.generation,
+            restored=self.went_back_in,
             formations=before.formations.begun,
             recorded=before.recorded,
         )

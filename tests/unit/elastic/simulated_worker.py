@@ -187,7 +187,7 @@ class SimWorker:
         cross, progress = Cross(self, run), None
         try:
             yield from cross.join()
-            if run.position in dict(run.heals):
+            if run.restore or run.position in dict(run.heals):
                 self.progress = None
             self._catch_up(run)
             if run.restore and not (yield from self._restore(run, cross)):
@@ -314,7 +314,13 @@ class SimWorker:
         if lost:
             return None
         return Commit(
-            step=step, loss=0.0, grad_norm=0.0, tokens=run.generation, digests=(), boundary=boundary
+            step=step,
+            loss=0.0,
+            grad_norm=0.0,
+            tokens=0,
+            digests=(),
+            boundary=boundary,
+            generation=run.generation,
         )
 
     def _sum_over_replicas(self, cross: Cross, step: int, mine: tuple[bool, ...]) -> Life:
@@ -326,7 +332,7 @@ class SimWorker:
 
     def _finish_step(self, commit: Commit, progress: Progress | None) -> None:
         assert progress is not None and progress.step == commit.step
-        assert self.gradient == (commit.step, commit.tokens), "applied without its gradient"
+        assert self.gradient == (commit.step, commit.generation), "applied without its gradient"
         if self.newcomer:
             self.backlog.append(self.gradient)
         else:

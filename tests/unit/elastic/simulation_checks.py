@@ -56,7 +56,8 @@ def check_roster(
     dealt = [lane for index in indices for lane in roster.lanes[index]]
     assert sorted(dealt) == list(range(world.plan.lanes))
     assert sum(run.lead for run in runs.values()) == 1
-    holders = {r.identity.worker for r in find_holders(reports[w] for w in roster.workers)}
+    at_work, since = [reports[worker] for worker in roster.workers], world.went_back_in
+    holders = {r.identity.worker for r in find_holders(at_work, since=since)}
     steps = {w: reports[w].step if w in holders else None for w in roster.workers}
     copies = [r for r in roster.replicas if all(steps[w] is not None for w in r.workers)]
     known = [step for step in steps.values() if step is not None and copies]
@@ -84,8 +85,9 @@ def check_restore(world: World, reports: Mapping[str, Report]) -> None:
     """Nobody goes back to a saved state while those who wait, and may stay, hold a whole copy
     (I6)."""
     gone, since = world.lost | world.drained, world.went_back_in
-    held = [r for name, r in reports.items() if name not in gone and r.generation >= since]
-    assert plan_salvage(held, world.plan.workers_per_replica) == [], "a needless restore"
+    held = [report for name, report in reports.items() if name not in gone]
+    found = plan_salvage(held, world.plan.workers_per_replica, since=since)
+    assert found == [], "a needless restore"
 
 
 def check_build(world: World, worker: SimWorker, answer: Build) -> None:

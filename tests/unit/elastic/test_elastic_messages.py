@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pickle
 import pickletools
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from elastic.messages import (
     Build,
     Death,
     Identity,
+    Leave,
     Order,
     Report,
     Run,
@@ -42,6 +43,7 @@ ALL = [
         recent=(RECORD,),
     ),
     Standing(identity=IDENTITY, formed=3, generation=2, lanes=(0, 2), replicas=2, source=1),
+    Leave(),
     Build(formed=3, replica=1, rank=2, step=5, keep=False, meet=("h", 1), serial=4),
     Run(
         generation=2, replica=1, rank=0, position=1, lanes=((0, 2), (1,), ()), step=5,
@@ -68,7 +70,7 @@ def test_a_message_is_plain_data(message: Any) -> None:
     modules = {arg for arg in strings if isinstance(arg, str) and arg.split(".")[0] == "torch"}
     assert modules == set(), "reading it would import torch"
     with pytest.raises(FrozenInstanceError):
-        setattr(message, fields(message)[0].name, None)
+        setattr(message, fields(message)[0].name if fields(message) else "any", None)
 
 
 def test_every_message_is_tried() -> None:
@@ -80,3 +82,15 @@ def test_every_message_is_tried() -> None:
 def test_a_worker_that_has_nothing_says_so() -> None:
     report = Report(identity=IDENTITY)
     assert (report.built, report.step, report.in_step, report.finished) == (0, None, False, False)
+
+
+def test_where_a_worker_stands_follows_from_the_answers_to_it() -> None:
+    build = Build(formed=3, replica=1, rank=2, step=5, keep=True, meet=("h", 1), serial=4)
+    built = Standing(identity=IDENTITY).after(build)
+    assert (built.formed, built.rank, built.generation, built.kept) == (3, 2, 0, True)
+    run = ORDER.part(replica=1, rank=2, position=2, serial=5)
+    seated = replace(built, serial=4).after(run)
+    assert (seated.formed, seated.generation, seated.replicas, seated.kept) == (3, 2, 3, False)
+    assert (seated.source, seated.behind, seated.proven) == (0, True, False)
+    assert seated.after(Stop(error=None)) == seated
+    assert seated.after(Leave()) == Standing(identity=IDENTITY)

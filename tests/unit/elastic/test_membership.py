@@ -15,8 +15,24 @@ from trainer.commit import Commit
 STEPS = 100
 
 
-def commit(step: int, boundary: bool = False) -> Commit:
-    return Commit(step=step, loss=2.0, grad_norm=1.0, tokens=10, digests=(), boundary=boundary)
+def commit(step: int, boundary: bool = False, generation: int = 1) -> Commit:
+    return Commit(
+        step=step,
+        loss=2.0,
+        grad_norm=1.0,
+        tokens=10,
+        digests=(),
+        boundary=boundary,
+        generation=generation,
+    )
+
+
+def standing(worker: str, formed: int, *, generation: int = 3, **more: Any) -> Standing:
+    """Of a worker of a roster of one replica."""
+    identity = Identity(worker=worker, rank=int(worker[1:]), node="n", pid=1)
+    return Standing(
+        identity=identity, formed=formed, generation=generation, replicas=1, lanes=(0,), **more
+    )
 
 
 class Group:
@@ -47,14 +63,23 @@ class Group:
             config, generation=generation, restore_step=restore_step, snapshot_step=snapshot_step
         )
         self.built: dict[str, int] = {}
+        self.generations: dict[str, int] = {}
 
     def join(self, worker: str, step: int | None = None, **more: Any) -> Effects:
-        """A worker joins with what it built last."""
+        """A worker joins with what it built last, from the roster that it was in last."""
         identity = Identity(worker=worker, rank=int(worker[1:]), node="n", pid=1)
         built = more.pop("built", self.built.get(worker, 0))
-        report = Report(identity=identity, built=built, step=step, **more)
+        generation = more.pop("generation", self.generations.get(worker, 0))
+        report = Report(identity=identity, built=built, step=step, generation=generation, **more)
         self.membership.join(report)
         return self.advance()
+
+    def resume(self, *standings: Standing, restored: int = 1, recorded: int = 5) -> None:
+        """A coordinator started anew takes up what the workers of generation 3 know."""
+        formations = max(standing.formed for standing in standings)
+        self.membership.resume(
+            standings, generation=3, restored=restored, formations=formations, recorded=recorded
+        )
 
     def lose(self, worker: str) -> Effects:
         self.membership.lose(worker)
@@ -81,6 +106,8 @@ class Group:
         for worker, answer in effects.answers.items():
             if isinstance(answer, Build):
                 self.built[worker] = answer.formed
+            if isinstance(answer, Run):
+                self.generations[worker] = answer.generation
         return effects
 
 
@@ -94,6 +121,11 @@ def run_of(effects: Effects, worker: str) -> Run:
     answer = effects.answers[worker]
     assert isinstance(answer, Run)
     return answer
+
+
+def kept(effects: Effects) -> dict[str, bool]:
+    """Worker that is to build -> whether it goes on with what it holds."""
+    return {w: answer.keep for w, answer in effects.answers.items() if isinstance(answer, Build)}
 
 
 def signals(effects: Effects) -> dict[str, str]:
@@ -491,15 +523,13 @@ def test_a_newcomer_that_has_its_part_already_is_one_of_them() -> None:
     assert group.membership.replica_broken("e4"), "it waits for a place"
 
 
-@pytest.mark.parametrize("heard", ["a0", "b1"])
-def test_answers_of_a_regroup_that_not_all_have_heard_cost_nothing(heard: str) -> None:
+def test_answers_of_a_regroup_that_not_all_have_heard_cost_nothing() -> None:
     """The coordinator died between them: one is of a newer roster, in which nothing was done."""
     group = Group(replicas=1, each=2)
     group.start("a0", "b1")
     group.membership.call = "fault"
-    newer = {worker: 2 if worker == heard else 1 for worker in ("a0", "b1")}
-    group.join("a0", step=7, last=commit(6), rank=0, generation=newer["a0"])
-    effects = group.join("b1", step=6, in_step=True, last=commit(5), rank=1, generation=newer["b1"])
+    group.join("a0", step=7, last=commit(6), rank=0, generation=2)
+    effects = group.join("b1", step=6, in_step=True, last=commit(5), rank=1, generation=1)
     assert effects.regrouped is not None
     assert (effects.regrouped.outcome, effects.regrouped.step) == ("finish_step", 7)
 
@@ -507,36 +537,81 @@ def test_answers_of_a_regroup_that_not_all_have_heard_cost_nothing(heard: str) -
 def test_a_worker_whose_peer_alone_got_the_answer_lets_go_of_their_replica() -> None:
     """The peer waits for it in a collective of their replica, and hears no call there."""
     group = Group(replicas=1, each=2)
-    standings = [
-        Standing(
-            identity=Identity(worker=worker, rank=rank, node="n", pid=1),
-            formed=1, rank=rank, generation=generation, replicas=1, lanes=(0,),
-        )
-        for rank, (worker, generation) in enumerate({"a0": 3, "b1": 2}.items())
-    ]  # fmt: skip
-    group.membership.resume(standings, generation=3, formations=1, recorded=5)
+    group.resume(standing("a0", 1), standing("b1", 1, generation=2, rank=1))
     effects = group.join("b1", 5, built=1, rank=1, generation=2)
     assert effects.answers == {"b1": Leave()}
     assert effects.signals["a0"] == Signal(serial=1, kind="fault", broken=True)
     assert group.membership.replica_broken("a0"), "its error is not its own fault"
     assert group.join("b1", 5, rank=1, generation=2).answers == {}
-    effects = group.join("a0", 5, in_step=True, generation=3)
-    builds = {w: (b.rank, b.keep) for w, b in effects.answers.items() if isinstance(b, Build)}
-    assert builds == {"a0": (0, True), "b1": (1, True)}
+    assert kept(group.join("a0", 5, in_step=True, generation=3)) == {"a0": True, "b1": True}
     group.join("a0", 5, in_step=True, generation=3)
     effects = group.join("b1", 5, rank=1, generation=2)
     assert run_of(effects, "a0").step == 5 and not run_of(effects, "a0").restore
 
 
-def test_who_left_long_ago_is_a_newcomer_again() -> None:
-    """A coordinator that was started anew took it for one of the roster."""
+@pytest.mark.parametrize("in_step", [False, True])
+def test_who_left_before_the_last_step_is_a_newcomer_again(in_step: bool) -> None:
+    """A coordinator that was started anew took it for one of the roster. What it holds of the step
+    is of an attempt that was given up when it left."""
     group = Group(replicas=2)
     group.start("a0", "b1")
     group.membership.call = "fault"
-    group.join("a0", step=7, in_step=True, last=commit(6), generation=2)
-    effects = group.join("b1", step=6, last=commit(5), generation=1)
+    group.join("a0", step=7, in_step=True, last=commit(6, generation=2), generation=2)
+    effects = group.join("b1", step=6, in_step=in_step, last=commit(5), generation=1)
     assert effects.regrouped is not None and effects.regrouped.step == 7
     assert run_of(effects, "b1").heals == ((1, 0),)
+
+
+def test_nobody_goes_on_where_one_that_left_long_ago_stands() -> None:
+    """All that went on without it are lost: the checkpoint is newer than its state."""
+    group = Group(replicas=2, restore_step=4)
+    group.resume(standing("a0", 1, generation=2), recorded=6)
+    effects = group.join("a0", step=3, last=commit(2), built=1, generation=2)
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.step) == ("restore", 4)
+
+
+def test_survivors_put_their_copy_together_beside_one_that_left_long_ago() -> None:
+    group = Group(replicas=2, each=2, restore_step=4)
+    group.resume(
+        standing("a0", 1, generation=2),
+        standing("b1", 1, generation=2, rank=1),
+        standing("c2", 2),
+        standing("d3", 3, rank=1),
+        recorded=6,
+    )
+    for rank, worker in enumerate(("a0", "b1")):
+        group.join(worker, step=3, built=1, rank=rank, generation=2)
+    group.join("c2", step=6, last=commit(5, generation=3), generation=3)
+    effects = group.join("d3", step=5, in_step=True, rank=1, generation=3)
+    assert kept(effects) == {"c2": True, "d3": True}
+
+
+def test_what_survivors_put_together_is_waited_for_by_a_coordinator_started_anew() -> None:
+    group = Group(replicas=2, each=2, restore_step=4)
+    group.resume(
+        standing("a0", 1),
+        standing("b1", 1, rank=1),
+        standing("c2", 4, generation=0, kept=True),
+        standing("d3", 4, generation=0, kept=True, rank=1),
+        recorded=6,
+    )
+    for rank, worker in enumerate(("a0", "b1")):  # newcomers when the others broke
+        effects = group.join(worker, built=1, rank=rank, generation=3)
+    assert effects.regrouped is None, "the checkpoint is older than what c2 and d3 hold"
+    group.join("c2", step=6, last=commit(5), built=4, generation=2)
+    effects = group.join("d3", step=6, last=commit(5), built=4, rank=1, generation=2)
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.step) == ("boundary", 6)
+
+
+def test_what_was_void_is_void_for_a_coordinator_started_anew() -> None:
+    """Survivors of before the run went back to a checkpoint."""
+    group = Group(replicas=1, each=2, restore_step=4)
+    group.resume(standing("c2", 1), restored=3, recorded=4)
+    for rank, worker in enumerate(("a0", "b1")):
+        group.join(worker, step=6, last=commit(5), rank=rank, generation=2)
+    assert kept(group.lose("c2")) == {"a0": False, "b1": False}
 
 
 def test_survivors_that_lack_a_shard_go_back_to_the_checkpoint() -> None:
@@ -670,8 +745,7 @@ def test_a_survivor_of_the_roster_before_completes_the_copy_while_its_state_is_c
     assert layout(effects) == {1: ("c2", "d3")}
     group.lose("c2")
     effects = group.join("d3", step=step, in_step=True, rank=1, generation=2)
-    builds = {w: a.keep for w, a in effects.answers.items() if isinstance(a, Build)}
-    assert builds == {"a0": keep, "d3": keep}
+    assert kept(effects) == {"a0": keep, "d3": keep}
 
 
 # -- what the coordinator asks ---------------------------------------------------------------------
