@@ -109,7 +109,7 @@ class Formations:
         Replicas that stand may have been getting theirs, and some of their workers have it.
 
         Args:
-            survivors: the living of the last roster.
+            survivors: the living of the last roster, and others that may hold its state.
 
         Returns:
             It, if there is one; None while that is not decided, for it waits for all survivors.

@@ -69,6 +69,7 @@ class Membership:
         self.formations = Formations(config, self._places, self.waiting)
         self._leaving = self._finishing = self._dismissed = False
         self._lost: set[str] = set()
+        self._survivors: frozenset[str] = frozenset()  # see `Resumption`
         self._torn: set[str] = set()  # see `Resumption`; those of them that have not joined since
         self._away: dict[str, Stop | Leave] = {}  # wait, and are to be sent away
 
@@ -162,7 +163,7 @@ class Membership:
         self._places.seat(found.standing)
         self.formations.resume(formations, found.broken, kept=found.kept, since=restored)
         self.heals.resume(found.heals, found.behind, found.doubtful)
-        self._torn = set(found.torn)
+        self._survivors, self._torn = found.survivors, set(found.torn)
         self.call = None if started else "start"
         self._leaving = started and not found.consistent
 
@@ -282,8 +283,8 @@ class Membership:
         is decided."""
         if self.call != "fault" or self._has_source:
             return True
-        living = (worker for worker in self.roster.workers if worker in self.members)
-        replicas = self.formations.from_survivors(living)
+        survivors = {*self.roster.workers, *self._survivors} & self.members.keys()
+        replicas = self.formations.from_survivors(survivors)
         self._build(replicas or (), effects, keep=True)
         return replicas is not None
 
@@ -336,12 +337,13 @@ class Membership:
             return
         leaving = plan_departures(places, self.heals, self.config.min_replicas)
         doomed = {replica.formed for replica in leaving}
-        standing = [r for r in places.standing.values() if r.formed not in doomed]
-        self._regroup(standing, places.ready, effects)
+        here = [*places.standing.values(), *places.ready]
+        self._regroup(here, [r for r in here if r.formed not in doomed], effects)
 
-    def _regroup(self, standing: list[Replica], ready: list[Replica], effects: Effects) -> None:
-        able = [*standing, *ready]
-        reports = (self.waiting[worker] for replica in able for worker in replica.workers)
+    def _regroup(self, here: list[Replica], able: list[Replica], effects: Effects) -> None:
+        """Of the replicas that are here the `able` ones make the next roster; one that leaves may
+        have seen a commit that they have not."""
+        reports = (self.waiting[worker] for replica in here for worker in replica.workers)
         holders = find_holders(reports, since=self.formations.since)
         if max((report.step or 0 for report in holders), default=0) + 1 < self.recorded:
             holders = []  # of a replica that had left: those that went on without it are lost
@@ -396,6 +398,7 @@ class Membership:
             del self.waiting[worker]
         self._places.seat(self.roster.replicas)
         self.call, self._leaving, self._finishing = None, False, False
+        self._survivors = frozenset()
 
     def _signal(self, workers: Iterable[str], kind: SignalKind, effects: Effects) -> None:
         """Calls those of `workers` that are at work."""

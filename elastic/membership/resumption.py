@@ -31,6 +31,8 @@ class Resumption:
     """The one of `forming` that goes on with what its workers hold; 0: none."""
     doubtful: frozenset[int]
     """Those of `standing` that were in an older roster last: they may have left before it ended."""
+    survivors: frozenset[str]
+    """Workers in no roster that may hold the state of a replica."""
     torn: frozenset[str]
     """Workers of formations of which only some got the last roster: these train, and wait for the
     others, who wait for an answer."""
@@ -55,17 +57,23 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
             groups[each.formed].append(each)
     formations = [_Formation(group, workers_per_replica) for group in groups.values()]
     generation = max((f.generation for f in formations), default=0)
-    placed = sorted((f for f in formations if f.generation), key=lambda f: f.first.position)
-    present = [f for f in placed if f.generation == generation and f.at_work]
-    consistent = bool(placed) and all(
-        f.whole and f in present and f.first.replicas == len(placed) for f in placed
+    last = {f.first.replica: f for f in sorted(formations, key=lambda f: f.first.formed)}
+    placed = [
+        f for f in formations if f.generation and (not f.whole or last[f.first.replica] is f)
+    ]  # one that is whole, and whose index another one has, had left
+    placed.sort(key=lambda f: f.first.position)
+    newest = [f for f in placed if f.generation == generation]
+    consistent = bool(newest) and all(
+        f.whole and f.at_work and f.first.replicas == len(newest) for f in newest
     )
+    if consistent:
+        placed = newest  # the others had left before
     roster = Roster(
         generation=generation,
         replicas=tuple(f.replica for f in placed),
         lanes={f.replica.index: f.first.lanes for f in placed} if consistent else {},
     )
-    new = [f for f in placed if f.first.source is not None and f.generation == generation]
+    new = [f for f in newest if f.first.source is not None]
     forming = [f for f in formations if f.whole and not f.generation]
     standing = [f for f in placed if f.whole]
     return Resumption(
@@ -75,6 +83,7 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
         broken=tuple(f.replica for f in formations if not f.whole and not f.generation),
         kept=max((f.first.formed for f in forming if f.first.kept), default=0),
         doubtful=frozenset(f.first.formed for f in standing if f.generation < generation),
+        survivors=frozenset(s.identity.worker for s in standings if s.survivor or s.kept),
         torn=frozenset(s.identity.worker for f in formations if f.torn for s in f.members),
         behind={s.identity.worker: s.formed for f in new for s in f.members if s.behind},
         heals=tuple((f.first.position, f.first.source or 0) for f in new),

@@ -63,6 +63,9 @@ def check_roster(
     known = [step for step in steps.values() if step is not None and copies]
     snapshot = 0 if world.snapshot is None else world.snapshot[0]
     newest = max(snapshot, *world.saved)
+    witnesses = [r for r in reports.values() if r.step == step and r.last and r.generation >= since]
+    if known and regrouped.outcome == "finish_step" and witnesses:  # one that leaves, perhaps
+        known.append(step)
     assert step == (max(known) if known else newest), "a committed step is repeated"
     in_memory = not known and newest > max(world.saved)
     assert {run.source for run in runs.values()} == {"memory" if in_memory else "store"}
@@ -138,9 +141,8 @@ def check_end(world: World) -> None:
     assert world.plan.steps in world.saved
     assert world.membership.recorded == world.plan.steps
     assert set(world.log) == set(range(world.plan.steps)), "steps unrecorded"
-    known = world.workers.keys() - world.lost  # a coordinator started anew knows no lost ones
-    whole = [r for r in world.membership.roster.replicas if known >= set(r.workers)]
-    holders = [world.workers[name] for replica in whole for name in replica.workers]
+    standing = world.membership.standing
+    holders = [world.workers[name] for replica in standing for name in replica.workers]
     states = {w.progress.applied for w in holders if w.progress is not None}
     assert len(states) <= 1, "replicas differ"
     for applied in (*states, world.saved[world.plan.steps]):

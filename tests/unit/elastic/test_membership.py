@@ -576,8 +576,8 @@ def test_survivors_put_their_copy_together_beside_one_that_left_long_ago() -> No
     group.resume(
         standing("a0", 1, generation=2),
         standing("b1", 1, generation=2, rank=1),
-        standing("c2", 2),
-        standing("d3", 3, rank=1),
+        standing("c2", 2, replica=1),
+        standing("d3", 3, replica=2, rank=1),
         recorded=6,
     )
     for rank, worker in enumerate(("a0", "b1")):
@@ -592,8 +592,8 @@ def test_what_survivors_put_together_is_waited_for_by_a_coordinator_started_anew
     group.resume(
         standing("a0", 1),
         standing("b1", 1, rank=1),
-        standing("c2", 4, generation=0, kept=True),
-        standing("d3", 4, generation=0, kept=True, rank=1),
+        standing("c2", 4, generation=0, kept=True, replica=1),
+        standing("d3", 4, generation=0, kept=True, replica=1, rank=1),
         recorded=6,
     )
     for rank, worker in enumerate(("a0", "b1")):  # newcomers when the others broke
@@ -603,6 +603,20 @@ def test_what_survivors_put_together_is_waited_for_by_a_coordinator_started_anew
     effects = group.join("d3", step=6, last=commit(5), built=4, rank=1, generation=2)
     assert effects.regrouped is not None
     assert (effects.regrouped.outcome, effects.regrouped.step) == ("boundary", 6)
+
+
+def test_survivors_in_no_formation_are_waited_for_by_a_coordinator_started_anew() -> None:
+    """The answer that was to put them together was lost with the last one."""
+    group = Group(replicas=1, each=2)
+    group.resume(
+        standing("a0", 0, generation=0, survivor=True),
+        standing("b1", 0, generation=0, survivor=True),
+    )
+    group.join("c2")
+    assert group.join("d3").formed == []
+    group.join("a0", step=5, rank=0, generation=3)
+    effects = group.join("b1", step=5, rank=1, generation=3)
+    assert kept(effects) == {"a0": True, "b1": True}
 
 
 def test_what_was_void_is_void_for_a_coordinator_started_anew() -> None:
@@ -642,6 +656,18 @@ def test_a_machine_that_will_go_is_left_after_a_step_with_nothing_repeated() -> 
     assert [replica.workers for replica in effects.formed] == [("c2",)]
     effects = group.lose("b1")
     assert effects.called is None
+
+
+def test_one_that_leaves_hands_on_the_commit_that_it_alone_has_seen() -> None:
+    group = Group(replicas=3, start=3)
+    group.start("a0", "b1", "c2")
+    group.lose("c2")
+    group.membership.drain("a0")
+    group.join("b1", step=6, in_step=True)
+    effects = group.join("a0", step=7, last=commit(6))
+    assert layout(effects) == {1: ("b1",)}
+    run = run_of(effects, "b1")
+    assert (run.step, run.commit, run.heals) == (7, commit(6), ())
 
 
 def test_a_machine_that_cannot_be_done_without_is_used_until_it_goes() -> None:

@@ -49,6 +49,19 @@ def test_a_replica_that_lost_a_worker_does_not_stand() -> None:
     assert found.roster.replicas[1].workers == ("c2", "lost rank 1")
 
 
+def test_a_replica_that_had_left_is_not_missed() -> None:
+    left = [standing(w, 3, r, generation=2) for r, w in enumerate(("e4", "f5"))]
+    found = plan_resumption([*TWO_BY_TWO, *left], 2)
+    assert found == plan_resumption([*TWO_BY_TWO], 2) and found.consistent
+
+
+def test_a_replica_whose_index_another_one_has_had_left() -> None:
+    left = [standing(w, 1, r, generation=2, replica=1) for r, w in enumerate(("e4", "f5"))]
+    unproven = [replace(s, proven=False) for s in TWO_BY_TWO if s.formed == 2]
+    found = plan_resumption([*unproven, *left], 2)
+    assert [replica.formed for replica in found.standing] == [2] and not found.consistent
+
+
 def test_a_replica_that_is_gone_altogether_is_missed() -> None:
     found = plan_resumption([s for s in TWO_BY_TWO if s.formed == 1], 2)
     assert not found.consistent
@@ -67,6 +80,13 @@ def test_a_replica_of_which_one_half_trains_and_the_other_waits_does_not_stand()
     assert found.torn == {"c2", "d3"} and not found.consistent and not found.broken
     assert [replica.index for replica in found.standing] == [0]
     assert [replica.index for replica in found.roster.replicas] == [0, 1], "both are called"
+
+
+def test_a_replica_of_an_older_roster_is_no_sure_source() -> None:
+    """It may have left before the last one, or have had no answer in it yet."""
+    late = [replace(s, generation=2) if s.formed == 2 else s for s in TWO_BY_TWO]
+    assert plan_resumption(late, 2).doubtful == {2}
+    assert plan_resumption(TWO_BY_TWO, 2).doubtful == frozenset()
 
 
 def test_groups_that_no_step_has_proven_are_made_again() -> None:
