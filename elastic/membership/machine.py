@@ -337,13 +337,13 @@ class Membership:
             return
         leaving = plan_departures(places, self.heals, self.config.min_replicas)
         doomed = {replica.formed for replica in leaving}
-        here = [*places.standing.values(), *places.ready]
-        self._regroup(here, [r for r in here if r.formed not in doomed], effects)
+        present = [*places.standing.values(), *places.ready]
+        self._regroup(present, [r for r in present if r.formed not in doomed], effects)
 
-    def _regroup(self, here: list[Replica], able: list[Replica], effects: Effects) -> None:
+    def _regroup(self, present: list[Replica], able: list[Replica], effects: Effects) -> None:
         """Of the replicas that are here the `able` ones make the next roster; one that leaves may
         have seen a commit that they have not."""
-        reports = (self.waiting[worker] for replica in here for worker in replica.workers)
+        reports = (self.waiting[worker] for replica in present for worker in replica.workers)
         holders = find_holders(reports, since=self.formations.since)
         if max((report.step or 0 for report in holders), default=0) + 1 < self.recorded:
             holders = []  # of a replica that had left: those that went on without it are lost
