@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from fakes.s3_faults import FaultServer
-from fakes.s3_server import BUCKET, CREDENTIALS, REGION, s3_server
+from fakes.s3_server import BUCKET, CREDENTIALS, REGION, faulty_s3_server
 from gated_run import HALF, STEPS, gated_trainer, saved_weights
 from watching import events_of, steps_of, wait_until
 
@@ -41,7 +41,7 @@ SKEWED = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FaultServer]:
-    with s3_server() as endpoint, FaultServer(endpoint) as faults:
+    with faulty_s3_server() as faults:
         yield faults
 
 

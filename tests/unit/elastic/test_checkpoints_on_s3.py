@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes.s3_faults import FaultServer
-from fakes.s3_server import BUCKET, s3_server
+from fakes.s3_server import BUCKET, faulty_s3_server
 from tiny_checkpoint import KEYS, STEP, Tiny, make_tiny, state_of, training_state, write_state
 
 from checkpointing import Reader, S3Config, Store, list_steps, load_manifest, open_store
@@ -27,7 +26,7 @@ def tiny() -> Tiny:
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server whose buckets no host is named after."""
-    with s3_server() as moto, FaultServer(moto) as server, pytest.MonkeyPatch.context() as patch:
+    with faulty_s3_server() as server, pytest.MonkeyPatch.context() as patch:
         named = server.url.replace("127.0.0.1", "localhost")
         patch.setenv("AWS_ENDPOINT_URL_S3", named)
         patch.setattr(pace, "SHARED", tmp_path_factory.mktemp("pace"))
