@@ -76,7 +76,7 @@ class Standing:
     formed: int = 0
     """Number of the formation that it builds or has built its part of; 0: none."""
     survivor: bool = False
-    """It has none, and may hold the state of a replica that broke."""
+    """It is in none, and may hold the state of a replica that broke."""
     replica: int = 0
     """Index of that replica."""
     rank: int = 0

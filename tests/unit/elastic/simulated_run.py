@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,12 +55,12 @@ class Plan:
 
     @staticmethod
     def draw(seed: int) -> Plan:
-        """The schedule of a seed."""
+        """The schedule of a seed; one in five is harder on the coordinator."""
         rng = random.Random(seed)
         most, each = rng.randint(1, 4), rng.randint(1, 2)
         least = rng.randint(1, most)
         start = rng.randint(least, most) * each + rng.randint(0, 2)
-        return Plan(
+        plan = Plan(
             seed=seed,
             max_replicas=most,
             min_replicas=least,
@@ -78,6 +78,16 @@ class Plan:
             silent=rng.random() < 0.5,
             by_priority=rng.random() < 0.5,
             damages=rng.choice([0, 1, 3]),
+        )
+        if seed % 5:
+            return plan
+        return replace(
+            plan,
+            steps=rng.randint(3, 8),
+            kills=rng.randint(0, 4),
+            drains=rng.randint(1, 4),
+            crashes=rng.randint(1, 4),
+            save_every=rng.choice([None, None, 2, 4]),
         )
 
 
