@@ -308,7 +308,7 @@ class ReplicasCompared(Event):
     step: int
     """Steps done before the comparison."""
     equal: bool
-    """Whether all were bitwise equal."""
+    """Whether those of the first shard and tensor rank were bitwise equal; False: of any rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
