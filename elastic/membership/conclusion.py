@@ -24,9 +24,9 @@ class Resolution:
 
 
 def find_holders(reports: Iterable[Report], *, since: int) -> list[Report]:
-    """Those with the state of the furthest step S: they are at S, or at S - 1 and in that step in
-    the roster that committed it, so that they hold its whole gradient. Any other is of long ago, or
-    of an attempt at the step that was given up.
+    """Those with the state of the furthest step S, as the newest generation that committed S - 1 has
+    made it: they are at S, or at S - 1 and in that step in that generation, so that they hold its
+    whole gradient. Any other is of long ago, or of an attempt that did not count in the end.
 
     Args:
         reports: of the workers that count.
@@ -35,9 +35,20 @@ def find_holders(reports: Iterable[Report], *, since: int) -> list[Report]:
     having = [r for r in reports if r.step is not None and r.generation >= since]
     furthest = max((report.step or 0 for report in having), default=0)
     at = [report for report in having if report.step == furthest]
-    committed = {report.last.generation for report in at if report.last is not None}
-    before = (r for r in having if r.step == furthest - 1 and r.in_step)
-    return [*at, *(report for report in before if report.generation in committed)]
+    committed_in = max(map(_committed_in, at), default=0)
+    return [
+        *(report for report in at if _committed_in(report) == committed_in),
+        *(
+            report
+            for report in having
+            if report.step == furthest - 1 and report.in_step and report.generation == committed_in
+        ),
+    ]
+
+
+def _committed_in(report: Report) -> int:
+    """Generation that committed the last step of a state; 0: it was restored."""
+    return 0 if report.last is None else report.last.generation
 
 
 def split_by_state(

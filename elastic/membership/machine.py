@@ -69,7 +69,7 @@ class Membership:
         self.formations = Formations(config, self._places, self.waiting)
         self._leaving = self._finishing = self._dismissed = False
         self._lost: set[str] = set()
-        self._survivors: frozenset[str] = frozenset()  # see `Resumption`
+        self._survivors: frozenset[str] = frozenset()  # that are in no roster, see `Resumption`
         self._torn: set[str] = set()  # see `Resumption`; those of them that have not joined since
         self._away: dict[str, Stop | Leave] = {}  # wait, and are to be sent away
 
@@ -285,7 +285,9 @@ class Membership:
             return True
         survivors = {*self.roster.workers, *self._survivors} & self.members.keys()
         replicas = self.formations.from_survivors(survivors)
-        self._build(replicas or (), effects, keep=True)
+        for replica in replicas or ():
+            self._build([replica], effects, keep=True)
+            self._survivors |= set(replica.workers)
         return replicas is not None
 
     @property

@@ -126,6 +126,8 @@ class World:
         self.damages = plan.damages
         self.receipts: dict[tuple[int, int], dict[int, Applied]] = {}
         self.log: list[int] = []
+        self.recorded = 0
+        """Steps that were in the records before the last decision."""
         self.joins: dict[str, tuple[Report, list[tuple[int, int]]]] = {}
         """Calls to join on their way."""
         self.unnoticed: list[str] = []
@@ -491,7 +493,7 @@ class World:
             self._set_snapshot(None)
 
     def _advance(self) -> None:
-        before = self.membership.generation
+        before, self.recorded = self.membership.generation, self.membership.recorded
         reports = dict(self.membership.waiting)
         effects = self.membership.advance()
         checks.check_effects(self, effects, reports, before)

@@ -61,6 +61,8 @@ def check_roster(
     steps = {w: reports[w].step if w in holders else None for w in roster.workers}
     copies = [r for r in roster.replicas if all(steps[w] is not None for w in r.workers)]
     known = [step for step in steps.values() if step is not None and copies]
+    if max(known, default=0) + 1 < world.recorded:  # of those who left, and all others are lost
+        known = []
     snapshot = 0 if world.snapshot is None else world.snapshot[0]
     newest = max(snapshot, *world.saved)
     witnesses = [r for r in reports.values() if r.step == step and r.last and r.generation >= since]

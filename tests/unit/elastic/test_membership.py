@@ -628,6 +628,21 @@ def test_what_was_void_is_void_for_a_coordinator_started_anew() -> None:
     assert kept(group.lose("c2")) == {"a0": False, "b1": False}
 
 
+def test_parts_of_two_attempts_at_a_step_are_no_copy() -> None:
+    """a0 alone saw step 6 committed in generation 1; the others did it once more in generation 2.
+    Without `reduction="exact"` their bits may differ."""
+    group = Group(replicas=2, each=2, restore_step=4)
+    group.start("a0", "b1", "c2", "d3")
+    group.lose("b1")
+    for worker in ("c2", "d3"):
+        group.join(worker, step=6, in_step=True, last=commit(5))
+    group.lose("c2")
+    group.join("a0", step=7, last=commit(6), built=0, rank=0)
+    last = commit(6, generation=2)
+    effects = group.join("d3", step=7, in_step=True, last=last, built=0, rank=1)
+    assert kept(effects) == {"a0": False, "d3": False}
+
+
 def test_survivors_that_lack_a_shard_go_back_to_the_checkpoint() -> None:
     group = Group(replicas=2, each=2, restore_step=4)
     group.start("a0", "b1", "c2", "d3")
