@@ -24,9 +24,9 @@ class Resolution:
 
 
 def find_holders(reports: Iterable[Report], *, since: int) -> list[Report]:
-    """Those with the state of the furthest step S, as the newest generation that committed S - 1 has
-    made it: they are at S, or at S - 1 and in that step in that generation, so that they hold its
-    whole gradient. Any other is of long ago, or of an attempt that did not count in the end.
+    """Those with the state of the furthest step S, as the newest generation that committed S - 1
+    has made it: they are at S, or at S - 1 and in that step in that generation, so that they hold
+    its whole gradient. Any other is of long ago, or of an attempt that did not count in the end.
 
     Args:
         reports: of the workers that count.
