@@ -70,7 +70,8 @@ class CoordinatorLink:
         if not report.built:
             self._standing = Standing(identity=self._identity, survivor=report.step is not None)
         recent = self.outbox.recent()
-        if self._run is not None and self._run.rank == 0:  # one worker of a replica does it for all
+        # One worker of a whole replica does it for all.
+        if self._run is not None and (self._run.rank == 0 or not report.built):
             report = replace(report, recent=recent)
         answer: Answer = ask(self._coordinator.join, report)
         self.outbox.settle(answer)

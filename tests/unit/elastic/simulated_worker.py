@@ -373,8 +373,9 @@ class SimWorker:
             self.records = []
 
     def recent(self) -> list[tuple[int, int]]:
-        """The steps that it shows when it joins; one worker of a replica does it for all."""
-        return self.records if self.run is not None and self.run.rank == 0 else []
+        """The steps that it shows when it joins; one worker of a whole replica does it for all."""
+        shows = self.run is not None and (self.run.rank == 0 or not self.built)
+        return self.records if shows else []
 
     def _writer_idle(self) -> Wait:
         return Wait("writer", lambda: self.writing is None)
