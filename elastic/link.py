@@ -74,11 +74,13 @@ class CoordinatorLink:
         if self._run is not None and (self._run.rank == 0 or not report.built):
             report = replace(report, recent=recent)
         answer: Answer = ask(self._coordinator.join, report)
+        self._take_on(
+            answer
+        )  # at once: the next coordinator may be asking where this worker stands
+        self._settled = getattr(answer, "serial", self._settled)
         self.outbox.settle(answer)
-        self._take_on(answer)
         kinds = {Build: "build", Run: "regroup", Leave: "regroup"}
         self._mark(step, kinds.get(type(answer), "shutdown"))
-        self._settled = getattr(answer, "serial", self._settled)
         return answer
 
     def _take_on(self, answer: Answer) -> None:

@@ -216,11 +216,11 @@ class Worker:
         assert self.engine is not None
         self.generation = run.generation
         self.link.at_step(run.step, "regroup")
+        if run.restore or run.position in dict(run.heals):
+            self.progress = None  # a peer lacks its state, so the whole replica takes it anew
         cross = self.make_cross_group(run, self.engine)
         heal: Source | Newcomer | None = None
         loop: TrainLoop | None = None
-        if run.restore or run.position in dict(run.heals):
-            self.progress = None  # a peer lacks its state, so the whole replica takes it anew
         try:
             self.catch_up(run, cross)
             if run.restore:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from elastic.membership.conclusion import find_holders
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.places import Places
-from elastic.membership.salvage import plan_salvage
+from elastic.membership.salvage import find_copy, plan_salvage
 from elastic.messages import Report
 from elastic.roster import Replica, plan_formations
 
@@ -137,7 +136,8 @@ class Formations:
 
     def _state_stands(self) -> bool:
         """Whether a replica stands all of whose workers have the state, as they say."""
-        holders = find_holders(self._waiting.values(), since=self.since)
+        workers = self._config.workers_per_replica
+        holders = find_copy(self._waiting.values(), workers, since=self.since)
         names = {report.identity.worker for report in holders}
         return any(names.issuperset(r.workers) for r in self._places.standing.values())
 

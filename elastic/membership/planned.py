@@ -13,15 +13,14 @@ def plan_departures(places: Places, heals: Heals, min_replicas: int) -> list[Rep
     if not places.retired:
         return []
     doomed = [r for r in places.standing.values() if not places.retired.isdisjoint(r.workers)]
-    gone = {replica.formed for replica in doomed} | set(heals.behind.values())
+    gone = {replica.formed for replica in doomed} | heals.newcomers
     remaining = sum(formed not in gone for formed in places.standing)
     return doomed if remaining >= max(1, min_replicas) else []
 
 
 def all_copies_go(places: Places, heals: Heals) -> bool:
     """Whether there is state, and no replica has it that stays."""
-    behind = set(heals.behind.values())
-    having = [r for r in places.standing.values() if r.formed not in behind]
+    having = [r for r in places.standing.values() if r.formed not in heals.newcomers]
     return bool(having) and not any(places.retired.isdisjoint(r.workers) for r in having)
 
 

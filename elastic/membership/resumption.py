@@ -20,7 +20,8 @@ class Resumption:
     """A run as its workers know it."""
 
     roster: Roster
-    """The newest roster that one of them is in; nobody has the names of those who are gone."""
+    """The newest roster that one of them is in, and where that is not whole, replicas of older ones;
+    nobody has the names of those who are gone."""
     standing: tuple[Replica, ...]
     """Replicas of it that are whole."""
     forming: tuple[Replica, ...]
@@ -32,7 +33,7 @@ class Resumption:
     doubtful: frozenset[int]
     """Those of `standing` that were in an older roster last: they may have left before it ended."""
     survivors: frozenset[str]
-    """Workers in no roster that may hold the state of a replica."""
+    """Workers not in `roster` that may hold the state of a replica."""
     torn: frozenset[str]
     """Workers of formations of which only some got the last roster: these train, and wait for the
     others, who wait for an answer."""
@@ -74,6 +75,7 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
         lanes={f.replica.index: f.first.lanes for f in placed} if consistent else {},
     )
     new = [f for f in newest if f.first.source is not None]
+    numbers = {f.first.formed for f in placed}
     forming = [f for f in formations if f.whole and not f.generation]
     standing = [f for f in placed if f.whole]
     return Resumption(
@@ -83,7 +85,11 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
         broken=tuple(f.replica for f in formations if not f.whole and not f.generation),
         kept=max((f.first.formed for f in forming if f.first.kept), default=0),
         doubtful=frozenset(f.first.formed for f in standing if f.generation < generation),
-        survivors=frozenset(s.identity.worker for s in standings if s.survivor or s.kept),
+        survivors=frozenset(
+            s.identity.worker
+            for s in standings
+            if s.survivor or s.kept or (s.generation and s.formed not in numbers)
+        ),
         torn=frozenset(s.identity.worker for f in formations if f.torn for s in f.members),
         behind={s.identity.worker: s.formed for f in new for s in f.members if s.behind},
         heals=tuple((f.first.position, f.first.source or 0) for f in new),

@@ -6,25 +6,43 @@ shard between them, at the step in progress: nothing has to be loaded, and nothi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from elastic.membership.conclusion import find_holders
 from elastic.messages import Report
 
 
-def plan_salvage(reports: Sequence[Report], workers_per_replica: int, *, since: int) -> list[str]:
-    """The workers to put together, by rank; none where they do not hold a whole copy. They go on as
-    `find_holders` says.
+def find_copy(reports: Iterable[Report], workers_per_replica: int, *, since: int) -> list[Report]:
+    """Those who hold the newest state of which they have a whole copy between them; none where they
+    have none.
+
+    One may be ahead of all others: it saw a commit, and left before anybody else heard of it. The
+    others repeated the step, and what they hold is as good.
 
     Args:
-        reports: of workers without a slot, with the state that each holds, if any.
+        reports: of workers with the state that each holds, if any.
+        workers_per_replica: ranks in a whole copy.
+        since: see `find_holders`.
+    """
+    having = [r for r in reports if r.step is not None and r.generation >= since]
+    furthest = max((report.step or 0 for report in having), default=0)
+    for step in (furthest, furthest - 1):
+        holders = find_holders((r for r in having if (r.step or 0) <= step), since=since)
+        if len({report.rank for report in holders}) == workers_per_replica:
+            return holders
+    return []
+
+
+def plan_salvage(reports: Sequence[Report], workers_per_replica: int, *, since: int) -> list[str]:
+    """The workers to put together, by rank; none where they do not hold a whole copy.
+
+    Args:
+        reports: of workers that are free to be put together.
         workers_per_replica: ranks to fill.
         since: see `find_holders`.
     """
+    holders = find_copy(reports, workers_per_replica, since=since)
     found: dict[int, str] = {}
-    holders = find_holders(reports, since=since)
     for report in sorted(holders, key=lambda r: (-r.generation, -(r.step or 0))):
         found.setdefault(report.rank, report.identity.worker)
-    if len(found) < workers_per_replica:
-        return []
-    return [found[rank] for rank in range(workers_per_replica)]
+    return [found[rank] for rank in sorted(found)]

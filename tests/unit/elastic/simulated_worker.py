@@ -187,9 +187,9 @@ class SimWorker:
         self.generation = run.generation
         cross, progress = Cross(self, run), None
         try:
-            yield from cross.join()
             if run.restore or run.position in dict(run.heals):
                 self.progress = None
+            yield from cross.join()
             self._catch_up(run)
             if run.restore and not (yield from self._restore(run, cross)):
                 return

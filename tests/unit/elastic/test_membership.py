@@ -619,6 +619,34 @@ def test_survivors_in_no_formation_are_waited_for_by_a_coordinator_started_anew(
     assert kept(effects) == {"a0": True, "b1": True}
 
 
+def test_nobody_leaves_while_it_is_not_sure_that_others_have_the_state() -> None:
+    """b1, which was healing, had no answer in the last roster."""
+    group = Group(replicas=2)
+    late = standing("b1", 2, generation=2, replica=1, source=0, behind=True)
+    group.resume(standing("a0", 1), late, recorded=6)
+    group.membership.drain("a0")
+    group.join("b1", None, built=2, generation=2)
+    last = commit(5, generation=2)
+    effects = group.join("a0", step=6, last=last, built=1, generation=3)
+    assert layout(effects).keys() == {0, 1} and not run_of(effects, "b1").restore
+
+
+def test_a_worker_of_a_replica_that_was_taken_apart_is_waited_for() -> None:
+    """b1 and c2 were to be put together; only d3 got its answer, to build in b1's place."""
+    group = Group(replicas=2, each=2)
+    group.resume(
+        standing("a0", 0, generation=0, survivor=True),
+        standing("b1", 2, replica=1, rank=0, source=0, behind=True),
+        standing("c2", 2, replica=1, rank=1, source=0, behind=True),
+        standing("d3", 4, generation=0, replica=1, rank=1),
+        recorded=6,
+    )
+    group.join("a0", step=6, in_step=True, last=commit(5), rank=1, generation=3)
+    group.join("b1", step=6, in_step=True, last=commit(5), built=2, rank=0, generation=3)
+    effects = group.join("c2", None, built=2, rank=1, generation=3)
+    assert kept(effects) == {"b1": True, "a0": True}
+
+
 def test_what_was_void_is_void_for_a_coordinator_started_anew() -> None:
     """Survivors of before the run went back to a checkpoint."""
     group = Group(replicas=1, each=2, restore_step=4)
@@ -641,6 +669,22 @@ def test_parts_of_two_attempts_at_a_step_are_no_copy() -> None:
     last = commit(6, generation=2)
     effects = group.join("d3", step=7, in_step=True, last=last, built=0, rank=1)
     assert kept(effects) == {"a0": False, "d3": False}
+
+
+def test_one_that_is_ahead_of_all_others_hides_no_copy() -> None:
+    """a0 saw step 6 committed and left; the others did it once more, and hold a copy before it."""
+    group = Group(replicas=3, each=2, restore_step=4)
+    group.start("a0", "b1", "c2", "d3", "e4", "f5")
+    group.lose("b1")
+    group.join("a0", step=7, last=commit(6), built=0, rank=0)
+    for rank, worker in enumerate(("c2", "d3", "e4", "f5")):
+        effects = group.join(worker, step=6, in_step=True, last=commit(5), rank=rank % 2)
+    assert effects.regrouped is not None and effects.regrouped.step == 6
+    group.lose("d3")
+    group.lose("e4")
+    group.join("c2", step=6, in_step=True, last=commit(5), built=0, rank=0)
+    effects = group.join("f5", step=6, in_step=True, last=commit(5), built=0, rank=1)
+    assert kept(effects) == {"c2": True, "f5": True}
 
 
 def test_survivors_that_lack_a_shard_go_back_to_the_checkpoint() -> None:
