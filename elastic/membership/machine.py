@@ -70,7 +70,7 @@ class Membership:
         self._leaving = self._finishing = self._dismissed = False
         self._lost: set[str] = set()
         self._survivors: frozenset[str] = frozenset()  # that are in no roster, see `Resumption`
-        self._torn: set[str] = set()  # see `Resumption`; those who have not let go since
+        self._torn: set[str] = set()  # see `Resumption`
         self._away: dict[str, Stop | Leave] = {}  # wait, and are to be sent away
 
     # -- facts -------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ class Resumption:
     """A run as its workers know it."""
 
     roster: Roster
-    """The newest roster that one of them is in, and where that is not whole, replicas of older ones;
-    nobody has the names of those who are gone."""
+    """The newest roster that one of them is in, with replicas of older ones where that is not
+    whole; nobody has the names of those who are gone."""
     standing: tuple[Replica, ...]
     """Replicas of it that are whole."""
     forming: tuple[Replica, ...]
