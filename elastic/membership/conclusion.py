@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from elastic.membership.decisions import Outcome
@@ -23,27 +23,32 @@ class Resolution:
     """In a word."""
 
 
-def find_holders(reports: Iterable[Report], *, since: int) -> list[Report]:
-    """Those with the state of the furthest step S, as the newest generation that committed S - 1
-    has made it: they are at S, or at S - 1 and in that step in that generation, so that they hold
-    its whole gradient. Any other is of long ago, or of an attempt that did not count in the end.
+def find_states(reports: Iterable[Report], *, since: int) -> Iterator[list[Report]]:
+    """The states that somebody is at, the furthest first: each as those who hold it.
+
+    A state is a step S and the generation that committed S - 1: another attempt at a step may have
+    other bits. Who is at S - 1, and in that step in that generation, holds the state as well, for
+    it has the whole gradient.
 
     Args:
         reports: of the workers that count.
         since: generation in which the run went back last; what is older is void.
     """
     having = [r for r in reports if r.step is not None and r.generation >= since]
-    furthest = max((report.step or 0 for report in having), default=0)
-    at = [report for report in having if report.step == furthest]
-    committed_in = max(map(_committed_in, at), default=0)
-    return [
-        *(report for report in at if _committed_in(report) == committed_in),
-        *(
+    states = {(report.step or 0, _committed_in(report)) for report in having}
+    for step, generation in sorted(states, reverse=True):
+        yield [
             report
             for report in having
-            if report.step == furthest - 1 and report.in_step and report.generation == committed_in
-        ),
-    ]
+            if (report.step == step and _committed_in(report) == generation)
+            or (report.step == step - 1 and report.in_step and report.generation == generation)
+        ]
+
+
+def find_holders(reports: Iterable[Report], *, since: int) -> list[Report]:
+    """Those with the furthest state, see `find_states`. Any other is of long ago, or of an attempt
+    that did not count in the end."""
+    return next(find_states(reports, since=since), [])
 
 
 def _committed_in(report: Report) -> int:

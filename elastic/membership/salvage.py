@@ -8,26 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from elastic.membership.conclusion import find_holders
+from elastic.membership.conclusion import find_states
 from elastic.messages import Report
 
 
 def find_copy(reports: Iterable[Report], workers_per_replica: int, *, since: int) -> list[Report]:
-    """Those who hold the newest state of which they have a whole copy between them; none where they
-    have none.
+    """Those who hold the newest state of which there is a whole copy; none where there is none.
 
-    One may be ahead of all others: it saw a commit, and left before anybody else heard of it. The
-    others repeated the step, and what they hold is as good.
+    It need not be the furthest: one may have seen a commit, and have left before anybody else heard
+    of it. The others repeated the step, and what they hold is as good. Nothing older than that is.
 
     Args:
         reports: of workers with the state that each holds, if any.
         workers_per_replica: ranks in a whole copy.
-        since: see `find_holders`.
+        since: see `find_states`.
     """
-    having = [r for r in reports if r.step is not None and r.generation >= since]
-    furthest = max((report.step or 0 for report in having), default=0)
-    for step in (furthest, furthest - 1):
-        holders = find_holders((r for r in having if (r.step or 0) <= step), since=since)
+    furthest = 0
+    for holders in find_states(reports, since=since):
+        step = max(report.step or 0 for report in holders)
+        furthest = max(furthest, step)
+        if step < furthest - 1:
+            break
         if len({report.rank for report in holders}) == workers_per_replica:
             return holders
     return []
@@ -39,7 +40,7 @@ def plan_salvage(reports: Sequence[Report], workers_per_replica: int, *, since: 
     Args:
         reports: of workers that are free to be put together.
         workers_per_replica: ranks to fill.
-        since: see `find_holders`.
+        since: see `find_states`.
     """
     holders = find_copy(reports, workers_per_replica, since=since)
     found: dict[int, str] = {}

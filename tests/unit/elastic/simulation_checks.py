@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from elastic.membership.conclusion import find_holders
 from elastic.membership.decisions import Effects, Regrouped
-from elastic.membership.salvage import plan_salvage
 from elastic.messages import Build, Report, Run, Stop
 
 if TYPE_CHECKING:
     from simulated_run import World
-    from simulated_worker import SimWorker
+    from simulated_worker import Applied, SimWorker
 
 
 def check_effects(
@@ -37,6 +37,7 @@ def check_effects(
         check_roster(world, effects.regrouped, runs, reports)
     assert len(placed) == len(set(placed)), "a worker in two replicas"
     assert set(placed) <= membership.members.keys(), "a slot without a live worker"
+    check_nothing_dropped(world, effects, reports)
 
 
 def check_roster(
@@ -89,10 +90,40 @@ def check_roster(
 def check_restore(world: World, reports: Mapping[str, Report]) -> None:
     """Nobody goes back to a saved state while those who wait, and may stay, hold a whole copy
     (I6)."""
-    gone, since = world.lost | world.drained, world.went_back_in
-    held = [report for name, report in reports.items() if name not in gone]
-    found = plan_salvage(held, world.plan.workers_per_replica, since=since)
-    assert found == [], "a needless restore"
+    assert not hold_a_copy(world, reports), "a needless restore"
+
+
+def check_nothing_dropped(world: World, effects: Effects, reports: Mapping[str, Report]) -> None:
+    """Nobody has to drop its part of the last whole copy for a place in a new replica (I6)."""
+    membership = world.membership
+    sure = {replica.formed for replica in membership.standing} - membership.heals.newcomers
+    if membership.call != "fault" or sure or membership.formations.keeping:
+        return
+    drop = {n for n, a in effects.answers.items() if isinstance(a, Build) and not a.keep}
+    if drop and hold_a_copy(world, reports):
+        kept = {name: report for name, report in reports.items() if name not in drop}
+        assert hold_a_copy(world, kept), "the last copy is dropped"
+
+
+def hold_a_copy(world: World, reports: Mapping[str, Report]) -> bool:
+    """Whether those who wait hold a whole copy between them, by what they have really applied and
+    by the gradient that each holds."""
+    ranks: dict[Applied, set[int]] = defaultdict(set)
+    committed: set[Applied] = set()
+    for name in reports.keys() - world.lost - world.drained:
+        worker = world.workers[name]
+        if worker.progress is None or reports[name].generation < world.went_back_in:
+            continue
+        applied, gradient = worker.progress.applied, worker.gradient
+        committed.add(applied)
+        ranks[applied].add(worker.place)
+        if worker.progress.in_step and gradient is not None and gradient[0] == len(applied):
+            ranks[*applied, gradient].add(worker.place)
+    return any(
+        len(ranks[applied]) == world.plan.workers_per_replica
+        for applied in committed
+        if len(applied) + 1 >= world.recorded
+    )
 
 
 def check_build(world: World, worker: SimWorker, answer: Build) -> None:
