@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from elastic.membership.decisions import Outcome
@@ -45,27 +45,32 @@ def find_states(reports: Iterable[Report], *, since: int) -> Iterator[list[Repor
         ]
 
 
-def find_holders(reports: Iterable[Report], *, since: int) -> list[Report]:
-    """Those with the furthest state, see `find_states`. Any other is of long ago, or of an attempt
-    that did not count in the end."""
-    return next(find_states(reports, since=since), [])
+def find_staying(
+    reports: Iterable[Report], able: Sequence[Replica], *, since: int, recorded: int
+) -> tuple[list[Replica], list[Report]]:
+    """Which replicas go on with what they hold: those who wholly hold the furthest state that one
+    of them does, and all who hold it.
+
+    Args:
+        reports: of all workers that are here.
+        able: replicas that may go on.
+        since: see `find_states`.
+        recorded: steps that are in the records, at most one more than the living have done. A state
+            further back is of a replica that had left, and those who went on are lost.
+    """
+    for holders in find_states(reports, since=since):
+        if max(report.step or 0 for report in holders) + 1 < recorded:
+            break
+        names = {report.identity.worker for report in holders}
+        staying = [replica for replica in able if names.issuperset(replica.workers)]
+        if staying:
+            return staying, holders
+    return [], []
 
 
 def _committed_in(report: Report) -> int:
     """Generation that committed the last step of a state; 0: it was restored."""
     return 0 if report.last is None else report.last.generation
-
-
-def split_by_state(
-    replicas: Sequence[Replica], holders: Container[str]
-) -> tuple[list[Replica], list[Replica]]:
-    """Those all of whose workers hold the state, and the others."""
-    have: list[Replica] = []
-    lack: list[Replica] = []
-    for replica in replicas:
-        whole = all(worker in holders for worker in replica.workers)
-        (have if whole else lack).append(replica)
-    return have, lack
 
 
 def decide_step(reports: Sequence[Report], *, stored: int, first: bool) -> Resolution:

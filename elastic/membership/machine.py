@@ -23,9 +23,8 @@ from elastic.membership.calls import Calls
 from elastic.membership.conclusion import (
     Resolution,
     decide_step,
-    find_holders,
+    find_staying,
     plan_parts,
-    split_by_state,
 )
 from elastic.membership.decisions import Effects, GroupConfig, Regrouped
 from elastic.membership.formations import Formations
@@ -346,12 +345,13 @@ class Membership:
         """Of the replicas that are here the `able` ones make the next roster; one that leaves may
         have seen a commit that they have not."""
         reports = (self.waiting[worker] for replica in present for worker in replica.workers)
-        holders = find_holders(reports, since=self.formations.since)
-        if max((report.step or 0 for report in holders), default=0) + 1 < self.recorded:
-            holders = []  # of a replica that had left: those that went on without it are lost
-        staying, joining = split_by_state(able, {r.identity.worker for r in holders})
+        staying, holders = find_staying(
+            reports, able, since=self.formations.since, recorded=self.recorded
+        )
+        stays = {replica.formed for replica in staying}
+        joining = [replica for replica in able if replica.formed not in stays]
         resolution = decide_step(
-            holders if staying else [],
+            holders,
             stored=max(self.restore_step, self.snapshot_step),
             first=self.call == "start",
         )

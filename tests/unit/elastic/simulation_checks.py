@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from elastic.membership.conclusion import find_holders
+from elastic.membership.conclusion import find_states
 from elastic.membership.decisions import Effects, Regrouped
 from elastic.messages import Build, Report, Run, Stop
 
@@ -58,7 +58,7 @@ def check_roster(
     assert sorted(dealt) == list(range(world.plan.lanes))
     assert sum(run.lead for run in runs.values()) == 1
     at_work, since = [reports[worker] for worker in roster.workers], world.went_back_in
-    holders = {r.identity.worker for r in find_holders(at_work, since=since)}
+    holders = {r.identity.worker for r in next(find_states(at_work, since=since), [])}
     steps = {w: reports[w].step if w in holders else None for w in roster.workers}
     copies = [r for r in roster.replicas if all(steps[w] is not None for w in r.workers)]
     known = [step for step in steps.values() if step is not None and copies]
@@ -118,7 +118,7 @@ def hold_a_copy(world: World, reports: Mapping[str, Report]) -> bool:
         committed.add(applied)
         ranks[applied].add(worker.place)
         if worker.progress.in_step and gradient is not None and gradient[0] == len(applied):
-            ranks[*applied, gradient].add(worker.place)
+            ranks[(*applied, gradient)].add(worker.place)
     return any(
         len(ranks[applied]) == world.plan.workers_per_replica
         for applied in committed
