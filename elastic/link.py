@@ -68,7 +68,7 @@ class CoordinatorLink:
         step = NO_STEP if report.step is None else report.step
         self._mark(step, "wait")
         if not report.built:
-            self._standing = Standing(identity=self._identity, survivor=report.step is not None)
+            self._standing = Standing(identity=self._identity)
         recent = self.outbox.recent()
         # One worker of a whole replica does it for all.
         if self._run is not None and (self._run.rank == 0 or not report.built):

@@ -75,8 +75,6 @@ class Standing:
     """Who it is."""
     formed: int = 0
     """Number of the formation that it builds or has built its part of; 0: none."""
-    survivor: bool = False
-    """It is in none, and may hold the state of a replica that broke."""
     replica: int = 0
     """Index of that replica."""
     rank: int = 0
@@ -124,7 +122,7 @@ class Standing:
                 behind=source is not None,
             )
         if isinstance(answer, Leave):
-            return Standing(identity=self.identity, survivor=True)
+            return Standing(identity=self.identity)
         return self
 
 

@@ -103,20 +103,21 @@ class Formations:
         ranks = {worker: self._waiting[worker].identity.rank for worker in places.idle}
         return self._form(sorted(places.idle, key=lambda worker: (ranks[worker], worker)))
 
-    def from_survivors(self, survivors: Iterable[str]) -> tuple[Replica, ...] | None:
+    def from_survivors(self, members: Iterable[str]) -> tuple[Replica, ...] | None:
         """One replica that goes on with what its workers hold, where none that stands has state.
         Replicas that stand may have been getting theirs, and some of their workers have it.
 
         Args:
-            survivors: the living of the last roster, and others that may hold its state.
+            members: all living workers.
 
         Returns:
-            It, if there is one; None while that is not decided, for it waits for all survivors.
+            It, if there is one; None while that is not decided, for it waits for all who are on
+            their way here from a replica that is no more.
         """
         places = self._places
         if self._salvaged or self._kept in places.forming:
             return ()
-        if places.absent or any(worker not in self._waiting for worker in survivors):
+        if places.absent or any(w not in self._waiting and not places.of(w) for w in members):
             return None
         self._salvaged = True
         if self._state_stands():

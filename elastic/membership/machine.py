@@ -68,7 +68,6 @@ class Membership:
         self.formations = Formations(config, self._places, self.waiting)
         self._leaving = self._finishing = self._dismissed = False
         self._lost: set[str] = set()
-        self._survivors: frozenset[str] = frozenset()  # that are in no roster, see `Resumption`
         self._torn: set[str] = set()  # see `Resumption`
         self._away: dict[str, Stop | Leave] = {}  # wait, and are to be sent away
 
@@ -162,7 +161,7 @@ class Membership:
         self._places.seat(found.standing)
         self.formations.resume(formations, found.broken, kept=found.kept, since=restored)
         self.heals.resume(found.heals, found.behind, found.doubtful)
-        self._survivors, self._torn = found.survivors, set(found.torn)
+        self._torn = set(found.torn)
         self.call = None if started else "start"
         self._leaving = started and not found.consistent
 
@@ -282,11 +281,8 @@ class Membership:
         is decided."""
         if self.call != "fault" or self._has_source:
             return True
-        survivors = {*self.roster.workers, *self._survivors} & self.members.keys()
-        replicas = self.formations.from_survivors(survivors)
-        for replica in replicas or ():
-            self._build([replica], effects, keep=True)
-            self._survivors |= set(replica.workers)
+        replicas = self.formations.from_survivors(self.members)
+        self._build(replicas or (), effects, keep=True)
         return replicas is not None
 
     @property
@@ -400,7 +396,6 @@ class Membership:
             del self.waiting[worker]
         self._places.seat(self.roster.replicas)
         self.call, self._leaving, self._finishing = None, False, False
-        self._survivors = frozenset()
 
     def _signal(self, workers: Iterable[str], kind: SignalKind, effects: Effects) -> None:
         """Calls those of `workers` that are at work."""

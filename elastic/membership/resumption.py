@@ -27,13 +27,11 @@ class Resumption:
     forming: tuple[Replica, ...]
     """Whole formations that were in no roster yet."""
     broken: tuple[Replica, ...]
-    """What is left of others."""
+    """What is left of others, which nobody waits for."""
     kept: int
     """The one of `forming` that goes on with what its workers hold; 0: none."""
     doubtful: frozenset[int]
     """Those of `standing` that were in an older roster last: they may have left before it ended."""
-    survivors: frozenset[str]
-    """Workers not in `roster` that may hold the state of a replica."""
     torn: frozenset[str]
     """Workers of formations of which only some got the last roster: these train, and wait for the
     others, who wait for an answer."""
@@ -75,21 +73,16 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
         lanes={f.replica.index: f.first.lanes for f in placed} if consistent else {},
     )
     new = [f for f in newest if f.first.source is not None]
-    numbers = {f.first.formed for f in placed}
     forming = [f for f in formations if f.whole and not f.generation]
+    numbers = {f.first.formed for f in (*placed, *forming)}
     standing = [f for f in placed if f.whole]
     return Resumption(
         roster=roster,
         standing=tuple(f.replica for f in standing),
         forming=tuple(f.replica for f in forming),
-        broken=tuple(f.replica for f in formations if not f.whole and not f.generation),
+        broken=tuple(f.replica for f in formations if f.first.formed not in numbers),
         kept=max((f.first.formed for f in forming if f.first.kept), default=0),
         doubtful=frozenset(f.first.formed for f in standing if f.generation < generation),
-        survivors=frozenset(
-            s.identity.worker
-            for s in standings
-            if s.survivor or s.kept or (s.generation and s.formed not in numbers)
-        ),
         torn=frozenset(s.identity.worker for f in formations if f.torn for s in f.members),
         behind={s.identity.worker: s.formed for f in new for s in f.members if s.behind},
         heals=tuple((f.first.position, f.first.source or 0) for f in new),

@@ -149,8 +149,7 @@ class SimWorker:
     def _join(self) -> Life:
         self.answer, self.waits_for_answer = None, True
         if self.built == 0:
-            survivor = self.progress is not None
-            self.place_in_run = Standing(identity=self.identity, survivor=survivor)
+            self.place_in_run = Standing(identity=self.identity)
         self.world.send_join(self)
         answer: Answer = yield Wait("answer", lambda: self.answer is not None, lambda: self.answer)
         self.waits_for_answer = False

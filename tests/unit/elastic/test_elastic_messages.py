@@ -93,4 +93,4 @@ def test_where_a_worker_stands_follows_from_the_answers_to_it() -> None:
     assert (seated.formed, seated.generation, seated.replicas, seated.kept) == (3, 2, 3, False)
     assert (seated.source, seated.behind, seated.proven) == (0, True, False)
     assert seated.after(Stop(error=None)) == seated
-    assert seated.after(Leave()) == Standing(identity=IDENTITY, survivor=True)
+    assert seated.after(Leave()) == Standing(identity=IDENTITY)

@@ -609,8 +609,8 @@ def test_survivors_in_no_formation_are_waited_for_by_a_coordinator_started_anew(
     """The answer that was to put them together was lost with the last one."""
     group = Group(replicas=1, each=2)
     group.resume(
-        standing("a0", 0, generation=0, survivor=True),
-        standing("b1", 0, generation=0, survivor=True),
+        standing("a0", 0, generation=0),
+        standing("b1", 0, generation=0),
     )
     group.join("c2")
     assert group.join("d3").formed == []
@@ -635,7 +635,7 @@ def test_a_worker_of_a_replica_that_was_taken_apart_is_waited_for() -> None:
     """b1 and c2 were to be put together; only d3 got its answer, to build in b1's place."""
     group = Group(replicas=2, each=2)
     group.resume(
-        standing("a0", 0, generation=0, survivor=True),
+        standing("a0", 0, generation=0),
         standing("b1", 2, replica=1, rank=0, source=0, behind=True),
         standing("c2", 2, replica=1, rank=1, source=0, behind=True),
         standing("d3", 4, generation=0, replica=1, rank=1),
@@ -643,8 +643,8 @@ def test_a_worker_of_a_replica_that_was_taken_apart_is_waited_for() -> None:
     )
     group.join("a0", step=6, in_step=True, last=commit(5), rank=1, generation=3)
     group.join("b1", step=6, in_step=True, last=commit(5), built=2, rank=0, generation=3)
-    effects = group.join("c2", None, built=2, rank=1, generation=3)
-    assert kept(effects) == {"b1": True, "a0": True}
+    assert group.join("c2", None, built=2, rank=1, generation=3).formed == []
+    assert kept(group.join("d3")) == {"b1": True, "a0": True}
 
 
 def test_what_was_void_is_void_for_a_coordinator_started_anew() -> None:

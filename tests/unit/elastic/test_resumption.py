@@ -54,7 +54,7 @@ def test_a_replica_that_had_left_is_not_missed() -> None:
     found = plan_resumption([*TWO_BY_TWO, *left], 2)
     without = plan_resumption(TWO_BY_TWO, 2)
     assert (found.roster, found.standing) == (without.roster, without.standing)
-    assert found.consistent and found.survivors == {"e4", "f5"}, "spares that hold an old state"
+    assert found.consistent and [replica.formed for replica in found.broken] == [3]
 
 
 def test_a_replica_whose_index_another_one_has_had_left() -> None:
