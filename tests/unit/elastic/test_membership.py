@@ -644,7 +644,8 @@ def test_a_worker_of_a_replica_that_was_taken_apart_is_waited_for() -> None:
     group.join("a0", step=6, in_step=True, last=commit(5), rank=1, generation=3)
     group.join("b1", step=6, in_step=True, last=commit(5), built=2, rank=0, generation=3)
     assert group.join("c2", None, built=2, rank=1, generation=3).formed == []
-    assert kept(group.join("d3")) == {"b1": True, "a0": True}
+    answers = kept(group.join("d3"))
+    assert answers == {"b1": True, "a0": True, "c2": False, "d3": False}
 
 
 def test_what_was_void_is_void_for_a_coordinator_started_anew() -> None:
