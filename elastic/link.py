@@ -74,9 +74,8 @@ class CoordinatorLink:
         if self._run is not None and (self._run.rank == 0 or not report.built):
             report = replace(report, recent=recent)
         answer: Answer = ask(self._coordinator.join, report)
-        self._take_on(
-            answer
-        )  # at once: the next coordinator may be asking where this worker stands
+        # First of all: the next coordinator may be asking where this worker stands.
+        self._take_on(answer)
         self._settled = getattr(answer, "serial", self._settled)
         self.outbox.settle(answer)
         kinds = {Build: "build", Run: "regroup", Leave: "regroup"}

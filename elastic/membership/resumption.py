@@ -57,9 +57,9 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
     formations = [_Formation(group, workers_per_replica) for group in groups.values()]
     generation = max((f.generation for f in formations), default=0)
     last = {f.first.replica: f for f in sorted(formations, key=lambda f: f.first.formed)}
-    placed = [
-        f for f in formations if f.generation and (not f.whole or last[f.first.replica] is f)
-    ]  # one that is whole, and whose index another one has, had left
+    # One that is whole, and whose index another one has, had left.
+    left = [f for f in formations if f.whole and last[f.first.replica] is not f]
+    placed = [f for f in formations if f.generation and f not in left]
     placed.sort(key=lambda f: f.first.position)
     newest = [f for f in placed if f.generation == generation]
     consistent = bool(newest) and all(
