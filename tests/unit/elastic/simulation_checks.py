@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING
 
 from elastic.membership.conclusion import find_states
@@ -58,10 +58,14 @@ def check_roster(
     assert sorted(dealt) == list(range(world.plan.lanes))
     assert sum(run.lead for run in runs.values()) == 1
     at_work, since = [reports[worker] for worker in roster.workers], world.went_back_in
-    holders = {r.identity.worker for r in next(find_states(at_work, since=since), [])}
-    steps = {w: reports[w].step if w in holders else None for w in roster.workers}
-    copies = [r for r in roster.replicas if all(steps[w] is not None for w in r.workers)]
-    known = [step for step in steps.values() if step is not None and copies]
+    steps: dict[str, int | None] = dict.fromkeys(roster.workers)
+    known: list[int] = []
+    for found in find_states(at_work, since=since):
+        holders = {report.identity.worker: report.step or 0 for report in found}
+        if any(holders.keys() >= set(replica.workers) for replica in roster.replicas):
+            steps.update(holders)
+            known = list(holders.values())
+            break
     if max(known, default=0) + 1 < world.recorded:  # of those who left, and all others are lost
         known = []
     snapshot = 0 if world.snapshot is None else world.snapshot[0]
@@ -90,7 +94,7 @@ def check_roster(
 def check_restore(world: World, reports: Mapping[str, Report]) -> None:
     """Nobody goes back to a saved state while those who wait, and may stay, hold a whole copy
     (I6)."""
-    assert not hold_a_copy(world, reports), "a needless restore"
+    assert not hold_a_copy(world, reports.keys() - world.drained, reports), "a needless restore"
 
 
 def check_nothing_dropped(world: World, effects: Effects, reports: Mapping[str, Report]) -> None:
@@ -100,24 +104,23 @@ def check_nothing_dropped(world: World, effects: Effects, reports: Mapping[str, 
     if membership.call != "fault" or sure or membership.formations.keeping:
         return
     drop = {n for n, a in effects.answers.items() if isinstance(a, Build) and not a.keep}
-    if drop and hold_a_copy(world, reports):
-        kept = {name: report for name, report in reports.items() if name not in drop}
-        assert hold_a_copy(world, kept), "the last copy is dropped"
+    if drop and hold_a_copy(world, reports.keys() - world.drained, reports):
+        assert hold_a_copy(world, reports.keys() - drop, reports), "the last copy is dropped"
 
 
-def hold_a_copy(world: World, reports: Mapping[str, Report]) -> bool:
-    """Whether those who wait hold a whole copy between them, by what they have really applied and
-    by the gradient that each holds."""
+def hold_a_copy(world: World, names: Set[str], reports: Mapping[str, Report]) -> bool:
+    """Whether the living of `names`, who wait, hold a whole copy between them, by what they have
+    really applied and by the gradient that each holds."""
     ranks: dict[Applied, set[int]] = defaultdict(set)
     committed: set[Applied] = set()
-    for name in reports.keys() - world.lost - world.drained:
+    for name in names - world.lost:
         worker = world.workers[name]
         if worker.progress is None or reports[name].generation < world.went_back_in:
             continue
         applied, gradient = worker.progress.applied, worker.gradient
         committed.add(applied)
         ranks[applied].add(worker.place)
-        if worker.progress.in_step and gradient is not None and gradient[0] == len(applied):
+        if gradient == (len(applied), reports[name].generation):
             ranks[(*applied, gradient)].add(worker.place)
     return any(
         len(ranks[applied]) == world.plan.workers_per_replica
