@@ -20,9 +20,11 @@ def steps_of(root: Path) -> int:
     return len(read_steps(root / "steps.jsonl"))
 
 
-def wait_until(what: Callable[[], object], deadline_s: float = 120.0) -> None:
-    """Waits for `what` to become true."""
+def wait_until(
+    what: Callable[[], object], deadline_s: float = 120.0, *, pause_s: float = 0.01
+) -> None:
+    """Waits for `what` to become true; looks every `pause_s`."""
     deadline = time.monotonic() + deadline_s
     while not what():
         assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.01)
+        time.sleep(pause_s)

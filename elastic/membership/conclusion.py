@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,23 +27,23 @@ class Resolution:
 def find_states(reports: Iterable[Report], *, since: int) -> Iterator[list[Report]]:
     """The states that somebody is at, the furthest first: each as those who hold it.
 
-    A state is a step S and the generation that committed S - 1: another attempt at a step may have
-    other bits. Who is at S - 1, and in that step in that generation, holds the state as well, for
-    it has the whole gradient.
+    A state is a step S and the generation that committed S - 1, 0 where it was restored: another
+    attempt at a step may have other bits. Who is at S - 1, and in that step in that generation,
+    holds the state as well, for it has the whole gradient.
 
     Args:
         reports: of the workers that count.
         since: generation in which the run went back last; what is older is void.
     """
-    having = [r for r in reports if r.step is not None and r.generation >= since]
-    states = {(report.step or 0, _committed_in(report)) for report in having}
-    for step, generation in sorted(states, reverse=True):
-        yield [
-            report
-            for report in having
-            if (report.step == step and _committed_in(report) == generation)
-            or (report.step == step - 1 and report.in_step and report.generation == generation)
-        ]
+    at: dict[tuple[int, int], list[Report]] = defaultdict(list)
+    in_step: dict[tuple[int, int], list[Report]] = defaultdict(list)
+    for report in reports:
+        if report.step is not None and report.generation >= since:
+            at[report.step, 0 if report.last is None else report.last.generation].append(report)
+            if report.in_step:
+                in_step[report.step + 1, report.generation].append(report)
+    for state in sorted(at, reverse=True):
+        yield [*at[state], *in_step[state]]
 
 
 def find_staying(
@@ -66,11 +67,6 @@ def find_staying(
         if staying:
             return staying, holders
     return [], []
-
-
-def _committed_in(report: Report) -> int:
-    """Generation that committed the last step of a state; 0: it was restored."""
-    return 0 if report.last is None else report.last.generation
 
 
 def decide_step(reports: Sequence[Report], *, stored: int, first: bool) -> Resolution:

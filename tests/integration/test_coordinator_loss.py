@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,14 @@ STEPS, KILL_AFTER = 90, 5
 
 
 class CoordinatorKiller(threading.Thread):
-    """Kills the run's coordinator once `after` steps are recorded."""
+    """Kills the run's coordinator once `due`."""
 
-    def __init__(self, root: Path, after: int) -> None:
+    def __init__(self, root: Path, due: Callable[[], bool]) -> None:
         super().__init__(daemon=True)
-        self.root, self.after, self.time = root, after, 0.0
+        self.root, self.due, self.time = root, due, 0.0
 
     def run(self) -> None:
-        wait_until(lambda: steps_of(self.root) >= self.after)
+        wait_until(self.due, pause_s=0.0002)
         started = [e for e in events_of(self.root) if "anew" in e]
         self.time = time.time()
         os.kill(started[-1]["pid"], signal.SIGKILL)
@@ -43,7 +44,8 @@ def undisturbed(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFact
 def test_the_coordinator_is_killed(
     undisturbed: Outcome, text: Path, tmp_path: Path, faults: str
 ) -> None:
-    killer = CoordinatorKiller(tmp_path / "run", KILL_AFTER)
+    root = tmp_path / "run"
+    killer = CoordinatorKiller(root, lambda: steps_of(root) >= KILL_AFTER)
     killer.start()
     broken = fit(tiny_trainer(text, tmp_path, steps=STEPS, spares=1, faults=faults))
     assert (broken.params, broken.samples) == (undisturbed.params, undisturbed.samples)
@@ -57,3 +59,36 @@ def test_the_coordinator_is_killed(
     )
     lost = [e for e in happened if e["kind"] == "worker_lost"]
     assert len(lost) == (faults != "none")
+
+
+@pytest.fixture(scope="module")
+def sharded(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    storage = tmp_path_factory.mktemp("sharded")
+    return fit(tiny_trainer(text, storage, steps=STEPS, replicas=2, shard=2))
+
+
+@pytest.mark.parametrize(
+    "attempt", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 12))]
+)
+def test_the_coordinator_is_killed_while_it_hands_out_a_roster(
+    sharded: Outcome, text: Path, tmp_path: Path, attempt: int
+) -> None:
+    """As soon as the roster is in the records, which is just before the answers leave: some of them
+    are lost with it, each time others."""
+    events = tmp_path / "run" / "events.jsonl"
+    killer = CoordinatorKiller(
+        tmp_path / "run",
+        lambda: events.exists() and events.read_bytes().count(b'"regroup_done"') == 2,
+    )
+    killer.start()
+    broken = fit(
+        tiny_trainer(text, tmp_path, steps=STEPS, replicas=2, shard=2, spares=2, faults="kill@9:1")
+    )
+    assert (broken.params, broken.samples) == (sharded.params, sharded.samples)
+    assert broken.losses == sharded.losses
+    happened = events_of(tmp_path / "run")
+    assert (
+        killer.time > 0 and [e for e in happened if e["kind"] == "coordinator_started"][1]["anew"]
+    )
+    assert [e["cause"] for e in happened if e["kind"] == "worker_lost"] == ["crash"]
+    assert "restore" not in [e["outcome"] for e in happened if e["kind"] == "regroup_done"]
