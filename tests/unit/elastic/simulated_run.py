@@ -273,6 +273,7 @@ class World:
         self._set_snapshot(self.snapshot)
         self.posted.clear()
         self._lose_answers()
+        self.joins.clear()
         self.membership.resume(
             [worker.standing() for worker in alive if worker.name not in self.lost],
             generation=before.generation,
