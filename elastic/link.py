@@ -174,8 +174,9 @@ class CoordinatorLink:
         found, worker = compare_checksums(checksums), self._identity.worker
         shown = ", ".join("-" if c is None else f"{c & _MASK:016x}" for c in checksums)
         # A difference is told by one whom nobody calls away meanwhile.
-        first = min(found.outliers, default=0)
-        if self._run.lead if found.equal else self._run.position == first:
+        differs = self._run.position == min(found.outliers, default=0)
+        tells = self._run.lead if found.equal else differs
+        if tells:
             self.outbox.event(
                 events.ReplicasCompared(time=time.time(), step=step, equal=found.equal)
             )

@@ -217,7 +217,7 @@ class Worker:
         self.generation = run.generation
         self.link.at_step(run.step, "regroup")
         if run.restore or run.position in dict(run.heals):
-            self.progress = None  # a peer lacks its state, so the whole replica takes it anew
+            self.progress = None  # void, or a peer lacks its part: the whole replica takes it anew
         cross = self.make_cross_group(run, self.engine)
         heal: Source | Newcomer | None = None
         loop: TrainLoop | None = None

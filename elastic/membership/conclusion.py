@@ -24,8 +24,8 @@ class Resolution:
     """In a word."""
 
 
-def find_states(reports: Iterable[Report], *, since: int) -> Iterator[list[Report]]:
-    """The states that somebody is at, the furthest first: each as those who hold it.
+def find_states(reports: Iterable[Report], *, since: int) -> Iterator[tuple[int, list[Report]]]:
+    """The states that somebody is at, the furthest first: each as its step and those who hold it.
 
     A state is a step S and the generation that committed S - 1, 0 where it was restored: another
     attempt at a step may have other bits. Who is at S - 1, and in that step in that generation,
@@ -43,7 +43,7 @@ def find_states(reports: Iterable[Report], *, since: int) -> Iterator[list[Repor
             if report.in_step:
                 in_step[report.step + 1, report.generation].append(report)
     for state in sorted(at, reverse=True):
-        yield [*at[state], *in_step[state]]
+        yield state[0], [*at[state], *in_step[state]]
 
 
 def find_staying(
@@ -59,8 +59,8 @@ def find_staying(
         recorded: steps that are in the records, at most one more than the living have done. A state
             further back is of a replica that had left, and those who went on are lost.
     """
-    for holders in find_states(reports, since=since):
-        if max(report.step or 0 for report in holders) + 1 < recorded:
+    for step, holders in find_states(reports, since=since):
+        if step + 1 < recorded:
             break
         names = {report.identity.worker for report in holders}
         staying = [replica for replica in able if names.issuperset(replica.workers)]

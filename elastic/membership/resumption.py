@@ -63,7 +63,7 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
     placed.sort(key=lambda f: f.first.position)
     newest = [f for f in placed if f.generation == generation]
     consistent = bool(newest) and all(
-        f.whole and f.at_work and f.first.replicas == len(newest) for f in newest
+        f.whole and f.proven and f.first.replicas == len(newest) for f in newest
     )
     if consistent:
         placed = newest  # the others had left before
@@ -97,7 +97,7 @@ class _Formation:
         self.members = members
         self.first = max(members, key=lambda standing: standing.generation)
         self.generation = self.first.generation
-        self.at_work = all(s.generation == self.generation and s.proven for s in members)
+        self.proven = all(standing.proven for standing in members)
         self.torn = any(s.generation != self.generation for s in members)
         self.whole = len(members) == size and not self.torn
         names = {standing.rank: standing.identity.worker for standing in members}

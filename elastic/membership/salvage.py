@@ -24,8 +24,7 @@ def find_copy(reports: Iterable[Report], workers_per_replica: int, *, since: int
         since: see `find_states`.
     """
     furthest = 0
-    for holders in find_states(reports, since=since):
-        step = max(report.step or 0 for report in holders)
+    for step, holders in find_states(reports, since=since):
         furthest = max(furthest, step)
         if step < furthest - 1:
             break

@@ -18,14 +18,14 @@ STEPS, KILL_AFTER = 90, 5
 
 
 class CoordinatorKiller(threading.Thread):
-    """Kills the run's coordinator once `due`."""
+    """Kills the run's coordinator once `due`; looks every `pause_s`."""
 
-    def __init__(self, root: Path, due: Callable[[], bool]) -> None:
+    def __init__(self, root: Path, due: Callable[[], bool], *, pause_s: float = 0.01) -> None:
         super().__init__(daemon=True)
-        self.root, self.due, self.time = root, due, 0.0
+        self.root, self.due, self.pause_s, self.time = root, due, pause_s, 0.0
 
     def run(self) -> None:
-        wait_until(self.due, pause_s=0.0002)
+        wait_until(self.due, pause_s=self.pause_s)
         started = [e for e in events_of(self.root) if "anew" in e]
         self.time = time.time()
         os.kill(started[-1]["pid"], signal.SIGKILL)
@@ -74,10 +74,12 @@ def test_the_coordinator_is_killed_while_it_hands_out_a_roster(
 ) -> None:
     """As soon as the roster is in the records, which is just before the answers leave: some of them
     are lost with it, each time others."""
-    events = tmp_path / "run" / "events.jsonl"
+    root = tmp_path / "run"
+    events = root / "events.jsonl"
     killer = CoordinatorKiller(
-        tmp_path / "run",
+        root,
         lambda: events.exists() and events.read_bytes().count(b'"regroup_done"') == 2,
+        pause_s=0.0002,
     )
     killer.start()
     broken = fit(
@@ -85,9 +87,8 @@ def test_the_coordinator_is_killed_while_it_hands_out_a_roster(
     )
     assert (broken.params, broken.samples) == (sharded.params, sharded.samples)
     assert broken.losses == sharded.losses
-    happened = events_of(tmp_path / "run")
-    assert (
-        killer.time > 0 and [e for e in happened if e["kind"] == "coordinator_started"][1]["anew"]
-    )
+    happened = events_of(root)
+    (anew,) = [e for e in happened if e["kind"] == "coordinator_started" and e["anew"]]
+    assert anew["time"] > killer.time > 0
     assert [e["cause"] for e in happened if e["kind"] == "worker_lost"] == ["crash"]
     assert "restore" not in [e["outcome"] for e in happened if e["kind"] == "regroup_done"]

@@ -30,6 +30,19 @@ class Lost(Exception):
     """A collective failed or was left."""
 
 
+def make_commit(step: int, boundary: bool = False, generation: int = 1) -> Commit:
+    """The commit of a step of which nothing else matters."""
+    return Commit(
+        step=step,
+        loss=2.0,
+        grad_norm=1.0,
+        tokens=10,
+        digests=(),
+        boundary=boundary,
+        generation=generation,
+    )
+
+
 @dataclass
 class Channel:
     """A process group."""
@@ -313,15 +326,7 @@ class SimWorker:
         lost, boundary = handed[leader]
         if lost:
             return None
-        return Commit(
-            step=step,
-            loss=0.0,
-            grad_norm=0.0,
-            tokens=0,
-            digests=(),
-            boundary=boundary,
-            generation=run.generation,
-        )
+        return make_commit(step, boundary, run.generation)
 
     def _sum_over_replicas(self, cross: Cross, step: int, mine: tuple[bool, ...]) -> Life:
         try:

@@ -60,7 +60,7 @@ def check_roster(
     at_work, since = [reports[worker] for worker in roster.workers], world.went_back_in
     steps: dict[str, int | None] = dict.fromkeys(roster.workers)
     known: list[int] = []
-    for found in find_states(at_work, since=since):
+    for _, found in find_states(at_work, since=since):
         holders = {report.identity.worker: report.step or 0 for report in found}
         if any(holders.keys() >= set(replica.workers) for replica in roster.replicas):
             steps.update(holders)

@@ -5,26 +5,14 @@ from typing import Any
 
 import pytest
 from simulated_run import World, play
+from simulated_worker import make_commit as commit
 
 from elastic.membership.decisions import Effects, GroupConfig
 from elastic.membership.machine import Membership
 from elastic.messages import Build, Identity, Leave, Report, Run, Signal, Standing, Stop
 from elastic.roster import Replica
-from trainer.commit import Commit
 
 STEPS = 100
-
-
-def commit(step: int, boundary: bool = False, generation: int = 1) -> Commit:
-    return Commit(
-        step=step,
-        loss=2.0,
-        grad_norm=1.0,
-        tokens=10,
-        digests=(),
-        boundary=boundary,
-        generation=generation,
-    )
 
 
 def standing(worker: str, formed: int, *, generation: int = 3, **more: Any) -> Standing:
@@ -532,6 +520,16 @@ def test_answers_of_a_regroup_that_not_all_have_heard_cost_nothing() -> None:
     effects = group.join("b1", step=6, in_step=True, last=commit(5), rank=1, generation=1)
     assert effects.regrouped is not None
     assert (effects.regrouped.outcome, effects.regrouped.step) == ("finish_step", 7)
+
+
+def test_one_that_alone_heard_of_a_regroup_and_caught_up_is_level_with_the_others() -> None:
+    group = Group(replicas=1, each=2)
+    group.start("a0", "b1")
+    group.membership.call = "fault"
+    group.join("a0", step=7, last=commit(6), rank=0, generation=1)
+    effects = group.join("b1", step=7, last=commit(6), rank=1, generation=2)
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.step) == ("boundary", 7)
 
 
 def test_a_worker_whose_peer_alone_got_the_answer_lets_go_of_their_replica() -> None:
