@@ -120,12 +120,12 @@ def _process(
     rendezvous = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
     for formation, order in enumerate(orders):
         place = order[number]
-        result = _train(place, formation, rendezvous, device, *arguments)
+        result = train_at(place, formation, rendezvous, device, *arguments)
         results[formation, place] = result
         leave_replica_group()
 
 
-def _train(
+def train_at(
     index: int,
     formation: int,
     rendezvous: Rendezvous,
@@ -137,6 +137,7 @@ def _train(
     bucket_bytes: tuple[int, int],
     saves: bool,
 ) -> WorkerResult | Exception:
+    """Trains at place `index`, in this process. What it returns keeps nothing of the replica."""
     replica, rank = divmod(index, train.parallel.workers)
     slot = slot_of(replica, rank, train.parallel.tensor)
     mesh = make_replica_group(

@@ -43,6 +43,9 @@ _abandoned: list[tuple[Any, list[Any]]] = []
 """Groups and works left mid-collective: dropping the last reference can block until their
 timeout."""
 
+_meshes: list[DeviceMesh] = []
+"""Of the replica's group; DTensor's caches keep them, and they the group."""
+
 _ending = threading.Lock()
 """Both who leaves the replica's group and who is told that it broke end it, on threads of their
 own."""
@@ -96,7 +99,9 @@ def make_replica_group(
             timeout=rendezvous.timeout,
             **options,
         )
-        return init_device_mesh(device, (shard, tensor), mesh_dim_names=names)
+        mesh = init_device_mesh(device, (shard, tensor), mesh_dim_names=names)
+    _meshes.append(mesh)
+    return mesh
 
 
 def gather(rendezvous: Rendezvous, prefix: str, size: int, leave_now: Callable[[], bool]) -> None:
@@ -118,8 +123,12 @@ def is_of_a_group(error: Exception) -> bool:
 
 
 def leave_replica_group() -> None:
-    """Closes the default group, if there is one, so that peers still waiting in it wake up."""
+    """Closes the default group, if there is one, so that peers still waiting in it wake up: Gloo
+    closes its connections when nothing refers to the group any more."""
     with _ending:
+        while _meshes:
+            # Only torch.compile reads it; not every release has it.
+            getattr(_meshes.pop(), "_pg_registry", {}).clear()
         if not dist.is_initialized():
             return
         if dist.get_backend() == "nccl":

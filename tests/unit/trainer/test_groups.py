@@ -1,0 +1,54 @@
+"""Who leaves its replica lets go of the group: a peer that waits there wakes up."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from data_plane import train_at
+from torch import nn
+
+from trainer.backend.groups import leave_replica_group
+from trainer.backend.rendezvous import Rendezvous
+from trainer.buckets import BUCKET_BYTES
+from trainer.config import ParallelConfig, TrainConfig
+from trainer.task import CustomTask
+
+PATIENCE = timedelta(seconds=20)
+"""Far less than the group's own timeout."""
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model(batch).sum(), len(batch)
+
+
+def leave_or_wait(rank: int, port: int) -> None:
+    """Both ranks train; then one leaves and stays alive until the other, who waits for it in a
+    collective, has woken."""
+    torch.set_num_threads(1)
+    task = CustomTask(build_model=build_model, loss_function=loss_of, dataset=torch.ones(8, 6))
+    train = TrainConfig(task=task, steps=2, global_batch=2, parallel=ParallelConfig(shard=2))
+    meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=300)
+    result = train_at(rank, 0, meet, "cpu", task, train, 1, 1, BUCKET_BYTES, False)
+    assert not isinstance(result, Exception), result
+    store = dist.TCPStore("127.0.0.1", port)
+    if rank == 1:
+        leave_replica_group()
+        store.wait(["woken"], PATIENCE)
+        return
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(1))
+    store.set("woken", "")
+    leave_replica_group()
+
+
+def test_a_peer_of_one_that_leaves_wakes_up() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.start_processes(leave_or_wait, args=(store.port,), nprocs=2, start_method="forkserver")
