@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tiny import Outcome, fit, tiny_trainer
+from watching import events_of
 
 STEPS = 80
 EARLY, MIDDLE, LAST = 1, 30, STEPS - 1
@@ -91,3 +92,18 @@ def test_goes_on_with_one_replica_and_grows_back(
     )
     check_equal(broken, undisturbed(shard, tensor), faults=1)
     assert broken.report["repeated_steps"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [f"kill@{MIDDLE}:1+6", f"kill@{MIDDLE}.forward:0+7"])
+def test_both_replicas_of_four_lose_a_worker(
+    undisturbed: Undisturbed, text: Path, tmp_path: Path, kill: str
+) -> None:
+    """What is left makes one replica of the two. In both, survivors wait for survivors: each must
+    let go of its process group for the others to hear of it."""
+    broken = fit(tiny_trainer(text, tmp_path, shard=4, faults=kill, steps=STEPS))
+    check_equal(broken, undisturbed(4, 1), faults=2)
+    lost = [
+        event["cause"] for event in events_of(tmp_path / "run") if event["kind"] == "worker_lost"
+    ]
+    assert lost == ["crash", "crash"]
