@@ -68,7 +68,9 @@ def sharded(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFactory)
     return fit(tiny_trainer(text, storage, steps=STEPS, replicas=2, shard=2))
 
 
-@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=SOAK) for n in range(1, 12))])
+@pytest.mark.parametrize(
+    "attempt", [pytest.param(n, marks=SOAK if n else pytest.mark.slow) for n in range(12)]
+)
 def test_the_coordinator_is_killed_while_it_hands_out_a_roster(
     sharded: Outcome, text: Path, tmp_path: Path, attempt: int
 ) -> None:
