@@ -24,6 +24,7 @@ from benchmarks._chaos import (
     LANES,
     STEPS,
     Action,
+    Layout,
     Schedule,
     find_needless_restores,
 )
@@ -200,6 +201,7 @@ def run_undisturbed(schedule: Schedule, text: Path, storage: Path, machines: Mac
             shard=layout.shard,
             tensor=layout.tensor,
             lanes=LANES,
+            global_batch=_global_batch(layout),
             steps=STEPS,
         )
     )
@@ -244,6 +246,11 @@ def run_schedule(
     )
 
 
+def _global_batch(layout: Layout) -> int:
+    """A lane has a sample for each shard rank, and two at least."""
+    return LANES * max(2, layout.shard)
+
+
 def _trainer(schedule: Schedule, text: Path, storage: Path, name: str) -> Any:
     layout = schedule.layout
     return tiny_trainer(
@@ -256,6 +263,7 @@ def _trainer(schedule: Schedule, text: Path, storage: Path, name: str) -> Any:
             shard=layout.shard,
             tensor=layout.tensor,
             lanes=LANES,
+            global_batch=_global_batch(layout),
             steps=STEPS,
             eval_every=10,
         ),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks._chaos_run import Machines, Verdict, run_schedule, run_undisturbed
 
     layouts = [parse_layout(text) for text in options.layouts.split(",")]
+    if options.keep is not None:
+        Path(options.keep).mkdir(parents=True, exist_ok=True)
     verdicts: dict[int, Verdict] = {}
     whole: dict[tuple[int, int], Any] = {}
     with scratch("chaos") as directory:
@@ -49,8 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 verdict = run_schedule(schedule, text, directory, machines, whole[degrees])
                 verdicts[seed] = verdict
                 say(_line(seed, verdict))
-                if not verdict.good and options.keep is not None:
-                    (directory / f"seed-{seed}").rename(Path(options.keep) / f"seed-{seed}")
+                records = directory / f"seed-{seed}"
+                if options.keep is not None and records.exists():  # not where it did not start
+                    shutil.move(records, options.keep)
         finally:
             machines.close()
     runs = list(verdicts.values())
@@ -83,7 +87,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="replicas x shard x tensor, with commas (default %(default)s)",
     )
     parser.add_argument("--no-resize", action="store_true", help="machines neither come nor go")
-    parser.add_argument("--keep", help="existing directory for the records of runs that went wrong")
+    parser.add_argument("--keep", help="directory for the runs' records and checkpoints")
     return parser.parse_args(arguments)
 
 
