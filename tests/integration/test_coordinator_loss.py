@@ -15,7 +15,6 @@ from tiny import Outcome, fit, tiny_trainer
 from watching import events_of, steps_of, wait_until
 
 STEPS, KILL_AFTER = 90, 5
-SOAK = pytest.mark.soak
 
 
 class CoordinatorKiller(threading.Thread):
@@ -39,7 +38,7 @@ def undisturbed(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize(
     "faults",
-    ["none", pytest.param(f"kill@{STEPS - 5}:1", marks=SOAK)],
+    ["none", pytest.param(f"kill@{STEPS - 5}:1", marks=pytest.mark.soak)],
     ids=["quiet", "and_a_worker_later"],
 )
 def test_the_coordinator_is_killed(
@@ -68,9 +67,8 @@ def sharded(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFactory)
     return fit(tiny_trainer(text, storage, steps=STEPS, replicas=2, shard=2))
 
 
-@pytest.mark.parametrize(
-    "attempt", [pytest.param(n, marks=SOAK if n else pytest.mark.slow) for n in range(12)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("attempt", range(12))
 def test_the_coordinator_is_killed_while_it_hands_out_a_roster(
     sharded: Outcome, text: Path, tmp_path: Path, attempt: int
 ) -> None:
