@@ -198,11 +198,7 @@ def run_undisturbed(schedule: Schedule, text: Path, storage: Path, machines: Mac
             storage,
             name=f"undisturbed-{layout.shard}x{layout.tensor}",
             replicas=1,
-            shard=layout.shard,
-            tensor=layout.tensor,
-            lanes=LANES,
-            global_batch=_global_batch(layout),
-            steps=STEPS,
+            **_settings(layout),
         )
     )
 
@@ -246,9 +242,16 @@ def run_schedule(
     )
 
 
-def _global_batch(layout: Layout) -> int:
-    """A lane has a sample for each shard rank, and two at least."""
-    return LANES * max(2, layout.shard)
+def _settings(layout: Layout) -> dict[str, Any]:
+    """What a run has in common with the undisturbed one. A lane has a sample for each shard rank,
+    and two at least."""
+    return {
+        "shard": layout.shard,
+        "tensor": layout.tensor,
+        "lanes": LANES,
+        "global_batch": LANES * max(2, layout.shard),
+        "steps": STEPS,
+    }
 
 
 def _trainer(schedule: Schedule, text: Path, storage: Path, name: str) -> Any:
@@ -260,12 +263,8 @@ def _trainer(schedule: Schedule, text: Path, storage: Path, name: str) -> Any:
         train=tiny_train(
             text,
             task=paced_task(text, storage, name, layout.replicas, schedule.patience_s),
-            shard=layout.shard,
-            tensor=layout.tensor,
-            lanes=LANES,
-            global_batch=_global_batch(layout),
-            steps=STEPS,
             eval_every=10,
+            **_settings(layout),
         ),
         replicas=layout.replicas,
         min_replicas=schedule.min_replicas,

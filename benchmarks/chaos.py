@@ -36,14 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks._chaos_run import Machines, Verdict, run_schedule, run_undisturbed
 
     layouts = [parse_layout(text) for text in options.layouts.split(",")]
+    seeds = range(options.seed, options.seed + options.runs)
     if options.keep is not None:
         Path(options.keep).mkdir(parents=True, exist_ok=True)
+        taken = [seed for seed in seeds if (Path(options.keep) / f"seed-{seed}").exists()]
+        if taken:
+            raise SystemExit(f"--keep {options.keep} has runs of seeds {taken} already")
     verdicts: dict[int, Verdict] = {}
     whole: dict[tuple[int, int], Any] = {}
     with scratch("chaos") as directory:
         text, machines = write_text(directory / "text"), Machines()
         try:
-            for seed in range(options.seed, options.seed + options.runs):
+            for seed in seeds:
                 schedule = draw_schedule(seed, layouts, resize=not options.no_resize)
                 say(str(schedule))
                 degrees = schedule.layout.shard, schedule.layout.tensor

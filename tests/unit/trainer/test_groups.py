@@ -36,7 +36,18 @@ def leave_or_wait(rank: int, port: int) -> None:
     task = CustomTask(build_model=build_model, loss_function=loss_of, dataset=torch.ones(8, 6))
     train = TrainConfig(task=task, steps=2, global_batch=2, parallel=ParallelConfig(shard=2))
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=300)
-    result = train_at(rank, 0, meet, "cpu", task, train, 1, 1, BUCKET_BYTES, False)
+    result = train_at(
+        rank,
+        0,
+        meet,
+        "cpu",
+        task,
+        train,
+        replicas=1,
+        lanes=1,
+        bucket_bytes=BUCKET_BYTES,
+        saves=False,
+    )
     assert not isinstance(result, Exception), result
     store = dist.TCPStore("127.0.0.1", port)
     if rank == 1:
