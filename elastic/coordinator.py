@@ -214,9 +214,6 @@ class Coordinator:
         """
         await self._gate()
         membership = self._membership
-        if membership.formations.give_up_resumed(worker):
-            await self._board.advance()
-            return "peer"
         node_s = self.config.health.node_timeout_s + _PEER_LOSS_PATIENCE_S
         patience_s = node_s if of_a_group else _PEER_LOSS_PATIENCE_S
         formation = membership.formation_of(worker)

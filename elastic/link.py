@@ -67,8 +67,7 @@ class CoordinatorLink:
         """Waits in the coordinator for what to do next."""
         step = NO_STEP if report.step is None else report.step
         self._mark(step, "wait")
-        if not report.built:
-            self._standing = Standing(identity=self._identity)
+        self._standing = self._standing.joining(report)
         recent = self.outbox.recent()
         # One worker of a whole replica does it for all.
         if self._run is not None and (self._run.rank == 0 or not report.built):

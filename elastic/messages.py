@@ -75,6 +75,8 @@ class Standing:
     """Who it is."""
     formed: int = 0
     """Number of the formation that it builds or has built its part of; 0: none."""
+    built: bool = False
+    """It has built it."""
     replica: int = 0
     """Index of that replica."""
     rank: int = 0
@@ -97,6 +99,10 @@ class Standing:
     """It is a newcomer and has not caught up."""
     serial: int = 0
     """The latest signal that it has heard, or that was settled before it could."""
+
+    def joining(self, report: Report) -> Standing:
+        """Where the worker stands while it joins."""
+        return replace(self, built=True) if report.built else Standing(identity=self.identity)
 
     def after(self, answer: Answer) -> Standing:
         """Where the worker stands once it has this answer."""

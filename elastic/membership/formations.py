@@ -31,7 +31,6 @@ class Formations:
         """Replicas that ever began to form."""
         self.since = 0
         """Generation in which the run went back last: what is held of older ones is void."""
-        self._resumed = 0
         self._start_workers = config.start_workers
         self._broken: list[Replica] = []
         self._salvaged = False
@@ -40,7 +39,7 @@ class Formations:
     def resume(self, begun: int, broken: Sequence[Replica], *, kept: int, since: int) -> None:
         """Goes on after those that had `begun` before the coordinator was lost, of which some were
         `broken` then, and `kept` goes on with what its workers hold."""
-        self.begun = self._resumed = begun
+        self.begun = begun
         self._broken.extend(broken)
         self._kept, self.since = kept, since
 
@@ -57,19 +56,10 @@ class Formations:
         """A worker is to get no place any more."""
         self._give_up(self._places.retire(worker))
 
-    def give_up_resumed(self, worker: str) -> bool:
-        """A worker failed to build a replica whose process group was to meet at the coordinator
-        that was lost: its workers are free again. Returns whether it is such a one."""
-        replica = self._places.of(worker)
-        if replica is None or replica.formed > self._resumed:
-            return False
-        return self._give_up(self._places.give_up(worker))
-
-    def _give_up(self, formation: Replica | None) -> bool:
+    def _give_up(self, formation: Replica | None) -> None:
         if formation is not None:
             self._broken.append(formation)
             self._salvaged = False
-        return formation is not None
 
     @property
     def oldest(self) -> int:

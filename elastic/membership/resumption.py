@@ -25,9 +25,11 @@ class Resumption:
     standing: tuple[Replica, ...]
     """Replicas of it that are whole."""
     forming: tuple[Replica, ...]
-    """Whole formations that were in no roster yet."""
+    """Whole formations that were in no roster yet, all of whose workers have built their part."""
     broken: tuple[Replica, ...]
-    """What is left of others, which nobody waits for."""
+    """What is left of others, which nobody waits for. Of those that were being built the process
+    group was to meet at the store that is lost: one that has no connection to it yet goes on trying
+    until it is called."""
     kept: int
     """The one of `forming` that goes on with what its workers hold; 0: none."""
     doubtful: frozenset[int]
@@ -57,7 +59,7 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
     formations = [_Formation(group, workers_per_replica) for group in groups.values()]
     generation = max((f.generation for f in formations), default=0)
     last = {f.first.replica: f for f in sorted(formations, key=lambda f: f.first.formed)}
-    # One that is whole, and whose index another one has, had left.
+    # One that is whole, and whose index another one has, had left, or was given up.
     left = [f for f in formations if f.whole and last[f.first.replica] is not f]
     placed = [f for f in formations if f.generation and f not in left]
     placed.sort(key=lambda f: f.first.position)
@@ -73,7 +75,7 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
         lanes={f.replica.index: f.first.lanes for f in placed} if consistent else {},
     )
     new = [f for f in newest if f.first.source is not None]
-    forming = [f for f in formations if f.whole and not f.generation]
+    forming = [f for f in formations if f.whole and f.built and not f.generation and f not in left]
     numbers = {f.first.formed for f in (*placed, *forming)}
     standing = [f for f in placed if f.whole]
     return Resumption(
@@ -98,6 +100,7 @@ class _Formation:
         self.first = max(members, key=lambda standing: standing.generation)
         self.generation = self.first.generation
         self.proven = all(standing.proven for standing in members)
+        self.built = all(standing.built for standing in members)
         self.torn = any(s.generation != self.generation for s in members)
         self.whole = len(members) == size and not self.torn
         names = {standing.rank: standing.identity.worker for standing in members}

@@ -116,7 +116,8 @@ class World:
         self.broken: set[int] = set()
         """Formations that have lost a member."""
         self.taken_apart: set[str] = set()
-        """Workers of replicas that somebody with a part of the last copy was taken out of."""
+        """Workers of replicas that somebody with a part of the last copy was taken out of, or that
+        were being built when the coordinator was lost."""
         self.saved: dict[int, Applied] = {0: ()}
         self.snapshot: tuple[int, Applied] | None = None
         """The newest complete snapshot, which some node of those that hold it has."""
@@ -274,8 +275,11 @@ class World:
         self.posted.clear()
         self._lose_answers()
         self.joins.clear()
+        standings = [worker.standing() for worker in alive if worker.name not in self.lost]
+        building = {s.formed for s in standings if not s.built}
+        self.taken_apart.update(s.identity.worker for s in standings if s.formed in building)
         self.membership.resume(
-            [worker.standing() for worker in alive if worker.name not in self.lost],
+            standings,
             generation=before.generation,
             restored=self.went_back_in,
             formations=before.formations.begun,
@@ -347,8 +351,6 @@ class World:
 
     def peer_lost(self, worker: SimWorker) -> bool:
         """As the coordinator's `trouble`."""
-        if self.membership.formations.give_up_resumed(worker.name):
-            self._advance()
         return self.membership.replica_broken(worker.name)
 
     def caught_up(self, worker: SimWorker) -> None:

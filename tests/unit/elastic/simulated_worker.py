@@ -161,8 +161,7 @@ class SimWorker:
 
     def _join(self) -> Life:
         self.answer, self.waits_for_answer = None, True
-        if self.built == 0:
-            self.place_in_run = Standing(identity=self.identity)
+        self.place_in_run = self.place_in_run.joining(self.report())
         self.world.send_join(self)
         answer: Answer = yield Wait("answer", lambda: self.answer is not None, lambda: self.answer)
         self.waits_for_answer = False
@@ -388,10 +387,12 @@ class SimWorker:
         here = channel.entered.setdefault("here", {})
         here[self.name] = True
         world, incarnation = self.world, self.meet
+        # One that has no connection yet to a store that is lost goes on trying.
+        notices = world.rng.random() < 0.5
         yield Wait(
             "gather",
             lambda: len(here) == len(channel.members) and world.incarnation == incarnation,
-            fails=lambda: self.leave_now() or world.incarnation != incarnation,
+            fails=lambda: self.leave_now() or (notices and world.incarnation != incarnation),
         )
 
     def _inside(self, key: Any, value: Any = None, needs: tuple[str, ...] | None = None) -> Life:

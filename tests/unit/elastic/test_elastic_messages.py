@@ -86,11 +86,15 @@ def test_a_worker_that_has_nothing_says_so() -> None:
 
 def test_where_a_worker_stands_follows_from_the_answers_to_it() -> None:
     build = Build(formed=3, replica=1, rank=2, step=5, keep=True, meet=("h", 1), serial=4)
-    built = Standing(identity=IDENTITY).after(build)
-    assert (built.formed, built.rank, built.generation, built.kept) == (3, 2, 0, True)
+    building = Standing(identity=IDENTITY).after(build)
+    assert (building.formed, building.rank, building.generation, building.kept) == (3, 2, 0, True)
+    assert not building.built
+    built = building.joining(Report(identity=IDENTITY, built=3))
+    assert built.built and built.joining(Report(identity=IDENTITY)) == Standing(identity=IDENTITY)
     run = ORDER.part(replica=1, rank=2, position=2, serial=5)
     seated = replace(built, serial=4).after(run)
     assert (seated.formed, seated.generation, seated.replicas, seated.kept) == (3, 2, 3, False)
+    assert seated.built
     assert (seated.source, seated.behind, seated.proven) == (0, True, False)
     assert seated.after(Stop(error=None)) == seated
     assert seated.after(Leave()) == Standing(identity=IDENTITY)

@@ -590,8 +590,8 @@ def test_what_survivors_put_together_is_waited_for_by_a_coordinator_started_anew
     group.resume(
         standing("a0", 1),
         standing("b1", 1, rank=1),
-        standing("c2", 4, generation=0, kept=True, replica=1),
-        standing("d3", 4, generation=0, kept=True, replica=1, rank=1),
+        standing("c2", 4, generation=0, built=True, kept=True, replica=1),
+        standing("d3", 4, generation=0, built=True, kept=True, replica=1, rank=1),
         recorded=6,
     )
     for rank, worker in enumerate(("a0", "b1")):  # newcomers when the others broke
@@ -601,6 +601,28 @@ def test_what_survivors_put_together_is_waited_for_by_a_coordinator_started_anew
     effects = group.join("d3", step=6, last=commit(5), built=4, rank=1, generation=2)
     assert effects.regrouped is not None
     assert (effects.regrouped.outcome, effects.regrouped.step) == ("boundary", 6)
+
+
+def test_survivors_who_build_are_put_together_again_by_a_coordinator_started_anew() -> None:
+    """Their process group was to meet at the store that is lost: one that has no connection to it
+    yet goes on trying until it is called."""
+    group = Group(replicas=2, each=2, restore_step=4)
+    group.resume(
+        standing("a0", 1, source=1, behind=True),
+        standing("b1", 1, rank=1, source=1, behind=True),
+        standing("c2", 4, generation=0, built=True, kept=True, replica=1),
+        standing("d3", 4, generation=0, kept=True, replica=1, rank=1),
+        recorded=6,
+    )
+    effects = group.advance()
+    assert {worker for worker, signal in effects.signals.items() if signal.broken} == {"c2", "d3"}
+    assert group.membership.replica_broken("d3"), "its error is not its own fault"
+    for rank, worker in enumerate(("a0", "b1")):
+        effects = group.join(worker, built=1, rank=rank, generation=3)
+    assert effects.regrouped is None, "the checkpoint is older than what c2 and d3 hold"
+    group.join("c2", step=6, last=commit(5), built=4, generation=2)
+    effects = group.join("d3", step=6, last=commit(5), rank=1, generation=2)
+    assert kept(effects) == {"c2": True, "d3": True}
 
 
 def test_survivors_in_no_formation_are_waited_for_by_a_coordinator_started_anew() -> None:

@@ -16,6 +16,7 @@ def standing(worker: str, formed: int, rank: int, **more: object) -> Standing:
         "replicas": 2,
         "lanes": (formed - 1,),
         "proven": True,
+        "built": True,
     }
     return Standing(identity=identity, formed=formed, rank=rank, **{**known, **more})
 
@@ -105,6 +106,25 @@ def test_formations_and_newcomers_are_known_again() -> None:
     assert [replica.formed for replica in found.broken] == [3]
     assert found.behind == {"d3": 2}
     assert found.heals == ((1, 0),)
+
+
+def test_a_formation_that_one_of_its_workers_still_builds_is_broken() -> None:
+    """Its process group was to meet at the store that is lost."""
+    forming = [standing(w, 3, r, generation=0) for r, w in enumerate(("e4", "f5"))]
+    assert [r.formed for r in plan_resumption([*TWO_BY_TWO, *forming], 2).forming] == [3]
+    forming[1] = replace(forming[1], built=False)
+    found = plan_resumption([*TWO_BY_TWO, *forming], 2)
+    assert found.consistent and not found.forming
+    assert [replica.workers for replica in found.broken] == [("e4", "f5")]
+
+
+def test_a_formation_whose_index_another_one_has_was_given_up() -> None:
+    """Its workers had built it by the time they were called."""
+    given_up = [standing(w, 1, r, generation=0) for r, w in enumerate(("e4", "f5"))]
+    later = [replace(s, formed=3, replica=0) if s.formed == 1 else s for s in TWO_BY_TWO]
+    found = plan_resumption([*later, *given_up], 2)
+    assert not found.forming and [replica.formed for replica in found.broken] == [1]
+    assert [replica.formed for replica in found.standing] == [3, 2]
 
 
 def test_nobody_is_nothing() -> None:
