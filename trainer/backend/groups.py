@@ -93,7 +93,7 @@ def make_replica_group(
     with limit_silence(rendezvous.silent_s):
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
-            store=rendezvous.store(prefix),
+            store=rendezvous.store(prefix, leave_now),
             rank=rank,
             world_size=shard * tensor,
             timeout=rendezvous.timeout,
