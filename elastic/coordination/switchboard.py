@@ -42,6 +42,8 @@ class Switchboard:
         self._bells: dict[str, asyncio.Future[None]] = {}
         """Worker -> what wakes its call of `watch`; each its own, for there are thousands."""
         self._collecting: asyncio.TimerHandle | None = None
+        self._deciding = False
+        """Somebody has joined, and it is about to be decided what follows."""
         self._news = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self.ready = asyncio.Event()
@@ -54,8 +56,16 @@ class Switchboard:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[report.identity.worker] = answer
         self._membership.join(report)
-        await self.advance()
+        if not self._deciding:
+            self._deciding = True
+            self.spawn(self._decide_for_all())
         return await answer
+
+    async def _decide_for_all(self) -> None:
+        """One decision serves all who arrive in the same turn of the event loop: thousands, in a
+        regroup."""
+        self._deciding = False
+        await self.advance()
 
     async def watch(self, worker: str, seen: int) -> Signal | None:
         """Waits for a call to `worker` later than signal `seen`; None when the run is over."""
