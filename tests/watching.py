@@ -10,9 +10,10 @@ from typing import Any
 from elastic.event_log import read_events, read_steps
 
 
-def events_of(root: Path) -> list[dict[str, Any]]:
-    """The events so far of the run in `root`, as they stand in its file."""
-    return [event.to_json() for event in read_events(root / "events.jsonl")]
+def events_of(root: Path, *kinds: str) -> list[dict[str, Any]]:
+    """The events so far of the run in `root`, as they stand in its file: of `kinds`, or all."""
+    happened = (event.to_json() for event in read_events(root / "events.jsonl"))
+    return [event for event in happened if not kinds or event["kind"] in kinds]
 
 
 def steps_of(root: Path) -> int:

@@ -155,18 +155,14 @@ class Filler(threading.Thread):
         super().__init__()
         self.run_, self.gate, self.over = run, gate, threading.Event()
 
-    def happened(self, *kinds: str) -> list[dict[str, Any]]:
-        """Events of the run."""
-        return [e for e in events_of(self.run_) if e["kind"] in kinds]
-
     def failed(self) -> list[str]:
         """Why saves of the second half failed, and were not just passed over."""
-        skipped = [e for e in self.happened("checkpoint_skipped") if e["step"] > HALF]
+        skipped = [e for e in events_of(self.run_, "checkpoint_skipped") if e["step"] > HALF]
         return [e["reason"] for e in skipped if "still being written" not in e["reason"]]
 
     def settled(self) -> bool:
         """Whether the saves of the first half are over: that of HALF waits for none before it."""
-        saves = self.happened("checkpoint_committed", "checkpoint_skipped")
+        saves = events_of(self.run_, "checkpoint_committed", "checkpoint_skipped")
         steps = [e["step"] for e in saves if e["kind"] == "checkpoint_committed"]
         return bool(steps) and HALF in [e["step"] for e in saves]
 
@@ -195,7 +191,7 @@ def test_a_disk_that_fills(cluster: None, run: Path, tmp_path: Path) -> None:
         filler.over.set()
         filler.join()
     assert steps_of(run) == STEPS, "the training went on"
-    assert not filler.happened("worker_lost")
+    assert not events_of(filler.run_, "worker_lost")
     reason = filler.failed()[0]
     assert f"{run}/checkpoints/" in reason and "No space left on device; free space" in reason
     assert f"(errno {errno.ENOSPC})" in reason

@@ -75,7 +75,7 @@ def test_a_frozen_worker(
             checkpoint=CheckpointConfig(every_steps=30),
         )
     )
-    lost = [e for e in events_of(tmp_path / "run") if e["kind"] == "worker_lost"]
+    lost = events_of(tmp_path / "run", "worker_lost")
     assert [(e["worker"], e["cause"]) for e in lost] == [(freezer.worker, "hang")]
     assert "stopped by a signal" in lost[0]["detail"]
     assert 0 < lost[0]["time"] - freezer.time < DETECTION_S

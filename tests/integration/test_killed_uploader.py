@@ -32,7 +32,7 @@ def weights_of(root: Path, step: int = STEPS) -> str:
 
 
 def committed(root: Path) -> list[int]:
-    return [e["step"] for e in events_of(root) if e["kind"] == "checkpoint_committed"]
+    return [e["step"] for e in events_of(root, "checkpoint_committed")]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def killed(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_uploader_is_killed(killed: Path) -> None:
     assert committed(killed) == [HALF, STEPS]
-    assert not [e for e in events_of(killed) if e["kind"] == "worker_lost"]
+    assert not events_of(killed, "worker_lost")
     assert weights_of(killed, HALF) != weights_of(killed)
     assert find_left_behind(killed) == []
 

@@ -59,7 +59,7 @@ class Stopper(threading.Thread):
         self.time = self.seconds = 0.0
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in events_of(self.root) if event["kind"] == kind]
+        return events_of(self.root, kind)
 
     def run(self) -> None:
         wait_until(lambda: steps_of(self.root) > STOP_AFTER)

@@ -21,7 +21,7 @@ def test_the_only_worker_is_told_to_go(cluster: None, text: Path, tmp_path: Path
 
     def tell() -> None:
         wait_until(lambda: steps_of(root) >= NOTICE_AFTER)
-        (pid,) = [e["pid"] for e in events_of(root) if e["kind"] == "worker_joined"]
+        (pid,) = [e["pid"] for e in events_of(root, "worker_joined")]
         os.kill(pid, signal.SIGTERM)
         told.append(pid)
 
@@ -29,9 +29,8 @@ def test_the_only_worker_is_told_to_go(cluster: None, text: Path, tmp_path: Path
     teller.start()
     outcome = fit(tiny_trainer(text, tmp_path, steps=STEPS, replicas=1))
     teller.join()
-    happened = events_of(root)
     assert outcome.report["outcome"] == "finished" and told
-    (notice,) = [e for e in happened if e["kind"] == "draining"]
-    first, last = [e for e in happened if e["kind"] == "checkpoint_committed"]
+    (notice,) = events_of(root, "draining")
+    first, last = events_of(root, "checkpoint_committed")
     assert NOTICE_AFTER < first["step"] < last["step"] == STEPS
     assert first["time"] > notice["time"]

@@ -103,7 +103,5 @@ def test_both_replicas_of_four_lose_a_worker(
     let go of its process group for the others to hear of it."""
     broken = fit(tiny_trainer(text, tmp_path, shard=4, faults=kill, steps=STEPS))
     check_equal(broken, undisturbed(4, 1), faults=2)
-    lost = [
-        event["cause"] for event in events_of(tmp_path / "run") if event["kind"] == "worker_lost"
-    ]
-    assert lost == ["crash", "crash"]
+    lost = events_of(tmp_path / "run", "worker_lost")
+    assert [event["cause"] for event in lost] == ["crash", "crash"]

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fakes.s3_faults import FaultServer, Rule
@@ -83,13 +82,9 @@ def finish(run: subprocess.Popen[bytes], storage: Path) -> None:
     assert run.wait(DEADLINE_S) == 0
 
 
-def happened(storage: Path, *kinds: str) -> list[dict[str, Any]]:
-    return [e for e in events_of(storage / "gated") if e["kind"] in kinds]
-
-
 def saves(storage: Path) -> list[tuple[str, int]]:
-    kinds = "checkpoint_committed", "checkpoint_skipped"
-    return [(e["kind"], e["step"]) for e in happened(storage, *kinds)]
+    ended = events_of(storage / "gated", "checkpoint_committed", "checkpoint_skipped")
+    return [(e["kind"], e["step"]) for e in ended]
 
 
 def test_a_worker_is_killed_while_its_part_is_on_its_way(
@@ -103,9 +98,9 @@ def test_a_worker_is_killed_while_its_part_is_on_its_way(
     await_request(rule, run, times=2)  # a part of each replica
     store = open_store(config.below("gated"))
     check_all(store, [])
-    joined = happened(tmp_path, "worker_joined")
+    joined = events_of(tmp_path / "gated", "worker_joined")
     os.kill(joined[0]["pid"], signal.SIGKILL)
-    wait_until(lambda: happened(tmp_path, "worker_lost"), DEADLINE_S)
+    wait_until(lambda: events_of(tmp_path / "gated", "worker_lost"), DEADLINE_S)
     check_all(store, [])
     rule.gate.set()
     wait_until(lambda: saves(tmp_path), DEADLINE_S)
@@ -113,7 +108,7 @@ def test_a_worker_is_killed_while_its_part_is_on_its_way(
     check_all(store, [HALF])
     finish(run, tmp_path)
     assert saves(tmp_path)[-1] == ("checkpoint_committed", STEPS)
-    assert len(happened(tmp_path, "worker_lost")) == 1
+    assert len(events_of(tmp_path / "gated", "worker_lost")) == 1
     check_all(store, [HALF, STEPS])
     assert saved_weights(config.below("gated")) == undisturbed
 
@@ -133,16 +128,16 @@ def test_the_coordinator_is_killed_as_it_commits(
     await_request(rule, run)
     store = open_store(config.below("gated"))
     check_all(store, [])
-    (first,) = happened(tmp_path, "coordinator_started")
+    (first,) = events_of(tmp_path / "gated", "coordinator_started")
     os.kill(first["pid"], signal.SIGKILL)
     rule.over = fate == "lost"
     rule.gate.set()
     assert rule.left.wait(60)
-    wait_until(lambda: len(happened(tmp_path, "coordinator_started")) == 2, DEADLINE_S)
+    wait_until(lambda: len(events_of(tmp_path / "gated", "coordinator_started")) == 2, DEADLINE_S)
     wait_until(lambda: saves(tmp_path), DEADLINE_S)
     assert saves(tmp_path) == [("checkpoint_committed", HALF)]
     check_all(store, [HALF])
     finish(run, tmp_path)
-    assert not happened(tmp_path, "worker_lost")
+    assert not events_of(tmp_path / "gated", "worker_lost")
     check_all(store, [HALF, STEPS])
     assert saved_weights(config.below("gated")) == undisturbed

@@ -16,11 +16,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gated_run import HALF, gated_trainer, in_memory, saved_weights
-from watching import wait_until
+from watching import events_of, wait_until
 
 from checkpointing import Keys, open_memory
 from elastic.nodes.snapshot_survey import find_snapshot
@@ -33,14 +32,9 @@ KILL = f"kill@{HALF + 1}:0"
 Undisturbed = Callable[[int], str]
 
 
-def events_of(storage: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (storage / "gated" / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["kind"] == kind]
-
-
 def restored(storage: Path) -> list[int]:
     """Steps at which the run went on after it had lost its state."""
-    done = events_of(storage, "regroup_done")
+    done = events_of(storage / "gated", "regroup_done")
     return [event["step"] for event in done if event["outcome"] == "restore"]
 
 
@@ -106,7 +100,7 @@ def test_the_only_replica_is_killed(
     assert (report["outcome"], report["faults_fired"]) == ("finished", 1)
     assert restored(tmp_path) == [HALF]
     assert report["lost_steps"] <= 1
-    (taken,) = events_of(tmp_path, "snapshot_taken")
+    (taken,) = events_of(tmp_path / "gated", "snapshot_taken")
     assert (taken["step"], taken["copies"]) == (HALF, 1), "there is one node"
     assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed(shard)
 
@@ -127,7 +121,7 @@ def test_a_damaged_snapshot_is_not_trusted(
     with gate_after_snapshot(gate, memory, damage):
         report = trainer.fit().metrics
     assert (report["outcome"], report["faults_fired"]) == ("finished", 1)
-    (failed,) = events_of(tmp_path, "snapshot_failed")
+    (failed,) = events_of(tmp_path / "gated", "snapshot_failed")
     assert failed["step"] == HALF and "CRC32" in failed["reason"]
     assert restored(tmp_path) == [HALF, 0], "it was tried, and did not count"
     assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed(1)
@@ -155,13 +149,14 @@ def test_the_driver_and_the_whole_cluster_are_killed(
     finally:
         process.send_signal(signal.SIGKILL)
     assert process.wait(DEADLINE_S) == -signal.SIGKILL
-    workers = [event["pid"] for event in events_of(tmp_path, "worker_joined")]
+    workers = [event["pid"] for event in events_of(tmp_path / "gated", "worker_joined")]
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     assert list(memory.iterdir()), "it outlives every process"
     gate.touch()
     report = gated_trainer(str(tmp_path), str(gate), 1, checkpoint=in_memory(HALF)).fit().metrics
     assert report["outcome"] == "finished"
-    assert [event["start_step"] for event in events_of(tmp_path, "run_started")] == [0, HALF]
+    started = events_of(tmp_path / "gated", "run_started")
+    assert [event["start_step"] for event in started] == [0, HALF]
     assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed(1)
 
 
@@ -191,7 +186,7 @@ def test_a_node_is_lost_with_its_memory(
     ).stdout
     report = json.loads(output.splitlines()[-1])
     assert report["outcome"] == "finished" and report["lost_steps"] <= 1
-    (taken,) = events_of(tmp_path, "snapshot_taken")
+    (taken,) = events_of(tmp_path / "gated", "snapshot_taken")
     assert (taken["step"], taken["copies"]) == (HALF, 2)
     assert restored(tmp_path) == [HALF]
     assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed(2)
