@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import os
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainer.backend.aside import GLOO, heard_while_connecting, make_aside
 from trainer.backend.interface import listen_towards
 from trainer.backend.polling import LEFT, poll_until
 from trainer.backend.rendezvous import Rendezvous
@@ -90,9 +90,9 @@ def make_replica_group(
     # DTensor's caches take meshes of the same shape and names for the same mesh, and would apply
     # this process's old place in its old replica (docs/decisions/007).
     names = (f"shard {prefix}", f"tensor {prefix}")
-    with limit_silence(rendezvous.silent_s):
+    with limit_silence(rendezvous.silent_s), heard_while_connecting(leave_now):
         dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
+            "nccl" if device == "cuda" else GLOO,
             store=rendezvous.store(prefix, leave_now),
             rank=rank,
             world_size=shard * tensor,
@@ -149,31 +149,19 @@ def make_raw_groups(
 ) -> list[Any]:
     """Process groups that c10d's registry does not know, over the same ranks. All of them call it.
 
-    They are made on a thread of their own, which is left to itself where `leave_now` becomes true:
-    a peer that dies while the others connect would hold them up until the timeout.
-
     Raises:
         RuntimeError: a peer is gone, or `leave_now` became true.
     """
-    made: queue.SimpleQueue[Any] = queue.SimpleQueue()
     gather(rendezvous, prefixes[0], size, leave_now)
     listen_towards(rendezvous.host, rendezvous.port)
     store = rendezvous.store("", leave_now)
 
-    def make() -> None:
-        try:
-            with limit_silence(rendezvous.silent_s):
-                stores = [PrefixStore(prefix, store) for prefix in prefixes]
-                made.put([_raw_group(s, rendezvous.timeout, rank, size, device) for s in stores])
-        except Exception as error:
-            made.put(RuntimeError(str(error)))
+    def make() -> list[Any]:
+        with limit_silence(rendezvous.silent_s):
+            stores = [PrefixStore(prefix, store) for prefix in prefixes]
+            return [_raw_group(s, rendezvous.timeout, rank, size, device) for s in stores]
 
-    threading.Thread(target=make, name="make-groups", daemon=True).start()
-    poll_until(lambda: not made.empty(), leave_now, rendezvous.timeout_s)
-    groups = made.get()
-    if isinstance(groups, RuntimeError):
-        raise groups
-    return groups
+    return make_aside(make, leave_now, rendezvous.timeout_s)
 
 
 def make_cross_groups(

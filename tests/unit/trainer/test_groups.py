@@ -1,8 +1,10 @@
-"""Who leaves its replica lets go of the group: a peer that waits there wakes up."""
+"""A replica's group can be left while it is made; and so that a peer that waits in it wakes up."""
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ import torch.multiprocessing as mp
 from data_plane import train_at
 from torch import nn
 
-from trainer.backend.groups import leave_replica_group
+from trainer.backend import groups
+from trainer.backend.groups import leave_replica_group, make_replica_group
+from trainer.backend.polling import LEFT
 from trainer.backend.rendezvous import Rendezvous
 from trainer.buckets import BUCKET_BYTES
 from trainer.config import ParallelConfig, TrainConfig
@@ -63,3 +67,39 @@ def leave_or_wait(rank: int, port: int) -> None:
 def test_a_peer_of_one_that_leaves_wakes_up() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.start_processes(leave_or_wait, args=(store.port,), nprocs=2, start_method="forkserver")
+
+
+def die_or_leave(rank: int, port: int, moment: str) -> None:
+    """Rank 1 of 2 x 2 ends in the middle of what all make, when the others are in it as well; they
+    hear nothing but the call of the coordinator."""
+    store = dist.TCPStore("127.0.0.1", port)
+    owner = groups if hasattr(groups, moment) else dist
+    make = getattr(owner, moment)
+
+    def begin(*args: Any, **options: Any) -> Any:
+        store.set(f"rank {rank} begins", "")
+        if rank == 1:
+            store.wait([f"rank {other} begins" for other in (0, 2, 3)], PATIENCE)
+            store.set("rank 1 is gone", "")
+            os._exit(0)
+        return make(*args, **options)
+
+    setattr(owner, moment, begin)
+    with pytest.raises(RuntimeError, match=LEFT):
+        make_replica_group(
+            Rendezvous(host="127.0.0.1", port=port, timeout_s=PATIENCE.total_seconds()),
+            "replica",
+            rank=rank,
+            shard=2,
+            tensor=2,
+            device="cpu",
+            leave_now=lambda: store.check(["rank 1 is gone"]),
+        )
+    leave_replica_group()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("moment", ["init_process_group", "init_device_mesh"])
+def test_a_peer_that_dies_while_the_group_is_made_holds_nobody_up(moment: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.start_processes(die_or_leave, args=(store.port, moment), nprocs=4, start_method="forkserver")
