@@ -86,11 +86,6 @@ class Places:
         Returns the formation that is given up for it."""
         self.retired.add(worker)
         self.idle.discard(worker)
-        return self.give_up(worker)
-
-    def give_up(self, worker: str) -> Replica | None:
-        """The formation that a worker has a place in will not come about. Returns it, None where it
-        is none."""
         replica = self._of.get(worker)
         if replica is None or replica.formed in self.standing:
             return None

@@ -26,7 +26,7 @@ class CoordinatorKiller(threading.Thread):
 
     def run(self) -> None:
         wait_until(self.due, pause_s=self.pause_s)
-        started = [e for e in events_of(self.root) if "anew" in e]
+        started = events_of(self.root, "coordinator_started")
         self.time = time.time()
         os.kill(started[-1]["pid"], signal.SIGKILL)
 
