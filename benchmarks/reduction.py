@@ -143,7 +143,8 @@ def steps(cross: CrossGroup, rendezvous: Rendezvous, options: argparse.Namespace
     def step(after: bool, overlapping: bool) -> None:
         reduction = Reduction(cross, mine, engine.gradient, engine.layout.buckets, exact=True)
         loss, _ = engine.task.loss(engine.model, batch)
-        engine.backward_into(block, loss, reduction.start if overlapping else lambda stop: None)
+        engine.collect_in(block)
+        engine.backward_at_last(loss, reduction.start if overlapping else lambda stop: None)
         if after or overlapping:
             reduction.finish()
 

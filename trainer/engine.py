@@ -7,7 +7,9 @@ torch's own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -84,12 +86,25 @@ class Engine:
             for name, param in self.model.named_parameters()
             if slot.tensor > 0 and tensor_dim(param) is None
         }
-        self.layout = FlatLayout(self.model, counted_elsewhere=elsewhere, bucket_bytes=bucket_bytes)
+        self.layout = FlatLayout(
+            self.model,
+            room=self._room(),
+            counted_elsewhere=elsewhere,
+            bucket_bytes=bucket_bytes,
+        )
         self._watch = BackwardWatch(self.model)
         self._leaves = [nn.Parameter(local) for local in self.layout.locals]
         self.replace_gradient()
         self.optimizer = self._make_optimizer()
         self.state = self._make_state(elsewhere)
+
+    def _room(self) -> dict[str, int]:
+        """Numbers in the longest slice of each parameter over the shard ranks."""
+        degrees = self.train_config.parallel
+        longest = local_slices(
+            self.model, replace(self.slot, shard=0), shard=degrees.shard, tensor=degrees.tensor
+        )
+        return {name: math.prod(box.sizes) for name, box in longest.items()}
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         settings = self.train_config.optimizer
@@ -179,43 +194,50 @@ class Engine:
 
     # -- the step ---------------------------------------------------------------------------------
 
+    def collect_in(self, flat: torch.Tensor) -> None:
+        """Says where the gradients of the coming lane go; the model has none yet.
+
+        Args:
+            flat: float32, `layout.count` numbers or more.
+        """
+        self._lane = self.layout.views(flat)
+        self._watch.offer(self.layout.group_memories(flat))
+
     def backward(self, loss: torch.Tensor) -> None:
-        """Adds the gradients of a micro-batch to the local ones."""
+        """Backward of a micro-batch that is not the lane's last."""
         with self._watch.backward():
             loss.backward()
 
-    def backward_into(
-        self, flat: torch.Tensor, loss: torch.Tensor, taken: Callable[[int], None]
-    ) -> None:
-        """Backward of a lane's last micro-batch: moves the lane's gradients into a flat buffer, and
-        leaves the model without any.
+    def backward_at_last(self, loss: torch.Tensor, taken: Callable[[int], None]) -> None:
+        """Backward of a lane's last micro-batch. Leaves the lane's gradients where `collect_in`
+        said, and the model without any.
 
         Args:
-            flat: the buffer, of `layout.count` numbers or more.
             loss: of the micro-batch.
             taken: called with n whenever the first n numbers are there: during backward, with the
                 end of each parameter group, and with all of them at last.
         """
-        layout, views, first = self.layout, self.layout.views(flat), 0
+        layout, first = self.layout, 0
 
         def take(groups: int) -> None:
             nonlocal first
-            last = layout.group_params[groups - 1]
-            _copy_gradients(layout.params[first:last], views[first:last])
+            last = layout.group_params[groups]
+            _take_gradients(layout.params[first:last], self._lane[first:last])
             first = last
-            taken(layout.group_ends[groups - 1])
+            taken(layout.group_ends[groups])
 
         with self._watch.backward(take):
             loss.backward()
-        take(len(layout.group_ends))
+        take(len(layout.group_ends) - 1)
+        self._watch.withdraw()
         # Not before: until backward ends, FSDP may reuse the memory of a gradient that is let go.
         self.model.zero_grad(set_to_none=True)
 
     def norm_squared(self, gradient: torch.Tensor) -> float:
         """This worker's part of the squared norm of the reduced flat gradient."""
-        own = self.layout.own
-        chunks = gradient[:own].split(_NORM_CHUNK[self.device.type])
-        norms = torch.stack(torch._foreach_norm(chunks)) if own else gradient.new_zeros(1)
+        size = _NORM_CHUNK[self.device.type]
+        chunks = [c for start, end in self.layout.own for c in gradient[start:end].split(size)]
+        norms = torch.stack(torch._foreach_norm(chunks)) if chunks else gradient.new_zeros(1)
         return float(norms.double().square().sum())
 
     def sum_at_first(self, vector: list[float]) -> list[float]:
@@ -258,14 +280,29 @@ def _numbers_of(tensor: torch.Tensor) -> list[float]:
     return numbers
 
 
-def _copy_gradients(params: list[nn.Parameter], into: list[torch.Tensor]) -> None:
-    """Copies local gradients; a parameter without one has had no part in the loss."""
+def _take_gradients(params: list[nn.Parameter], into: list[torch.Tensor]) -> None:
+    """Copies the local gradients that are not there already. A parameter without one has had no
+    part in the loss.
+
+    Raises:
+        AssertionError: they are there in another order, which a copy within one memory would spoil.
+    """
     views, grads = [], []
     for view, param in zip(into, params, strict=True):
         if param.grad is None:
             view.zero_()
-        else:
+            continue
+        grad = local_tensor(param.grad)
+        if grad.data_ptr() != view.data_ptr():
             views.append(view)
-            grads.append(local_tensor(param.grad))
-    if grads:
-        torch._foreach_copy_(views, grads)
+            grads.append(grad)
+    if not grads:
+        return
+    whole = [view for view in into if view.numel()]  # others have no address
+    start, end = whole[0].data_ptr(), whole[-1].data_ptr() + whole[-1].nbytes
+    if any(start <= grad.data_ptr() < end for grad in grads):
+        raise AssertionError(
+            f"FSDP2 of torch {torch.__version__} lays out a group's gradients in another order "
+            "than trainer/parallel/backward.py"
+        )
+    torch._foreach_copy_(views, grads)

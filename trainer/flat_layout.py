@@ -1,18 +1,19 @@
 """Where each trainable local slice lies in one flat buffer: the gradients of a lane, and their sum.
 
 The slices lie in the order in which backward finishes them, so that what is finished is always a
-prefix. Those that another worker of the replica counts come last, so that the norm is over a prefix
-too.
+prefix, and within a parameter group as FSDP2 lays out its gradients, so that its reduce-scatter can
+write them there: each slice has the room of the group's longest, rank 0's. What is left of it stays
+zero.
 """
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Set
-from itertools import accumulate
+from collections.abc import Mapping, Set
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack
 
 from trainer.buckets import plan_buckets
 from trainer.parallel.apply import local_tensor
@@ -24,41 +25,66 @@ class FlatLayout:
 
     Args:
         model: this worker's part, materialized.
+        room: numbers to keep for the local slice of each parameter, by name: those of shard rank 0.
         counted_elsewhere: names of the parameters that a worker before this one counts.
         bucket_bytes: the least and the most that are reduced at once.
     """
 
     def __init__(
-        self, model: nn.Module, *, counted_elsewhere: Set[str], bucket_bytes: tuple[int, int]
+        self,
+        model: nn.Module,
+        *,
+        room: Mapping[str, int],
+        counted_elsewhere: Set[str],
+        bucket_bytes: tuple[int, int],
     ) -> None:
+        names = {id(param): name for name, param in model.named_parameters()}
         groups = groups_in_backward_order(model)
-        order = {id(param): index for index, group in enumerate(groups) for param in group}
-        placed = [
-            (len(groups) if name in counted_elsewhere else order[id(param)], name, param)
-            for name, param in model.named_parameters()
-            if param.requires_grad
-        ]
-        placed.sort(key=lambda entry: entry[0])
-        self.names = [name for _, name, _ in placed]
-        """Of the parameters, in their order."""
-        self.params = [param for _, _, param in placed]
-        """The model's."""
+        self.params = [param for group in groups for param in group]
+        """The model's, in their order here."""
+        self.names = [names[id(param)] for param in self.params]
+        """Theirs."""
         self.locals = [local_tensor(param) for param in self.params]
         """Their local slices. In the middle of a step FSDP2 shows whole parameters in the model's
         place of them."""
-        self._counts = [local.numel() for local in self.locals]
-        places, ends = [place for place, _, _ in placed], [0, *accumulate(self._counts)]
-        self.group_params = [bisect(places, group) for group in range(len(groups) + 1)]
-        """How many parameters there are up to the end of each group of backward; at last, all."""
+        self._room = [room[name] for name in self.names]
+        ends = [0, *accumulate(self._room)]
+        self.count = ends[-1]
+        """How many numbers there are."""
+        self.group_params = [0, *accumulate(map(len, groups))]
+        """Where the parameters of each group of backward end, 0 first."""
         self.group_ends = [ends[params] for params in self.group_params]
-        """How many numbers there are up to there."""
-        self.own, self.count = self.group_ends[-2:]
-        """How many numbers this worker counts; how many there are."""
+        """Where their numbers end, 0 first."""
+        own = [
+            (start, end)
+            for name, (start, end) in zip(self.names, pairwise(ends), strict=True)
+            if name not in counted_elsewhere
+        ]
+        self.own = _joined(own)
+        """The ranges that this worker counts."""
         least, most = (size // torch.float32.itemsize for size in bucket_bytes)
         self.buckets = plan_buckets(self.group_ends, least=least, most=most)
         """Where each bucket ends."""
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of a flat buffer of `count` numbers (or more), shaped like the local slices."""
-        parts = flat[: self.count].split(self._counts)
-        return [part.view(local.shape) for part, local in zip(parts, self.locals, strict=True)]
+        parts = flat[: self.count].split(self._room)
+        return [
+            part[: local.numel()].view(local.shape)
+            for part, local in zip(parts, self.locals, strict=True)
+        ]
+
+    def group_memories(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each group's part of a flat buffer, as a tensor at the start of a storage of its own:
+        FSDP2 takes offsets from there."""
+        return [from_dlpack(flat[start:end]) for start, end in pairwise(self.group_ends)]
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Rising ranges, those that touch as one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, end))
+    return joined

@@ -136,7 +136,7 @@ class TrainLoop:
         )
         micro = self.train.micro_samples(self.config.lanes)
         loss_sum, tokens = 0.0, 0
-        gradient = self.sums.open(lane)
+        self.engine.collect_in(self.sums.open(lane))
 
         def take(stop: int) -> None:
             self.sums.settle(stop)
@@ -155,7 +155,7 @@ class TrainLoop:
             if start + micro < len(ids):
                 self.engine.backward(loss)
             else:
-                self.engine.backward_into(gradient, loss, take)
+                self.engine.backward_at_last(loss, take)
             loss_sum, tokens = loss_sum + float(loss.detach()), tokens + count
         counts = self.engine.slot.tensor == 0
         first = lane_start(self.train, self.config.lanes, lane, self.engine.slot.shard)

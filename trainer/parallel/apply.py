@@ -45,7 +45,8 @@ def parallelize(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+            if shard_mesh.size() > 1:  # else the factor is 1, and setting it costs a copy
+                module.set_gradient_divide_factor(1.0)
     return model
 
 

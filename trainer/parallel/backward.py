@@ -1,19 +1,22 @@
-"""Tells, while a backward runs, which FSDP2 parameter groups have their final gradient."""
+"""Tells, while a backward runs, which FSDP2 parameter groups have their final gradient, and has
+them put where they are wanted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 
 def groups_in_backward_order(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The trainable parameters of each FSDP module, the last layer first and the root last."""
+    """The trainable parameters of each FSDP module, the last layer first and the root last. Within
+    a group they come in the order in which FSDP2 lays out their gradients."""
     return [[p for p in _own_parameters(m) if p.requires_grad] for m in _watched(model)]
 
 
@@ -24,14 +27,56 @@ def _watched(model: nn.Module) -> list[nn.Module]:
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters of `module` but not of an FSDP module inside it."""
+    """Parameters of `module` but not of an FSDP module inside it: a module's own after those of its
+    children, as in FSDP2."""
     inner = {
         id(param)
         for child in module.modules()
         if child is not module and isinstance(child, FSDPModule)
         for param in child.parameters()
     }
-    return [param for param in module.parameters() if id(param) not in inner]
+    found: dict[int, nn.Parameter] = {}
+
+    def visit(inside: nn.Module) -> None:
+        for child in inside.children():
+            if not isinstance(child, FSDPModule):
+                visit(child)
+        found.update((id(p), p) for p in inside.parameters(recurse=False) if id(p) not in inner)
+
+    visit(module)
+    return [*found.values()]
+
+
+class _GroupMemory:
+    """The reduce-scatter of one group (torch's `ReduceScatter` interface), with memory of ours for
+    its result.
+
+    FSDP2 asks for the input and the output alike; only what has just the group's size gets ours.
+    Over one rank that is both, and as they are the same tensor then, FSDP2's copy from one to the
+    other does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.offered: torch.Tensor | None = None
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for a flat buffer."""
+        ours = self.offered
+        if ours is not None and ours.shape == torch.Size(size) and ours.dtype == dtype:
+            return ours
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
+    ) -> dist.Work | None:
+        """The collective; `options` are its group, its operation, and whether to wait."""
+        return _reduce_scatter(output_tensor, input_tensor, **options)
+
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Under its name since torch 2.13, or the one before."""
 
 
 class BackwardWatch:
@@ -49,6 +94,7 @@ class BackwardWatch:
 
     def __init__(self, model: nn.Module) -> None:
         modules = _watched(model)
+        self._memories = [_GroupMemory() for _ in modules]
         self._due = [0] * len(modules)
         self._done = [False] * len(modules)
         self._finished = 0
@@ -56,7 +102,25 @@ class BackwardWatch:
         self._running = False
         for index, module in enumerate(modules):
             module.register_forward_hook(partial(self._forward, index))
-            cast(FSDPModule, module).set_all_reduce_hook(partial(self._reduced, index))
+            fsdp = cast(FSDPModule, module)
+            fsdp.set_all_reduce_hook(partial(self._reduced, index))
+            fsdp.set_custom_reduce_scatter(cast(Any, self._memories[index]))
+
+    def offer(self, parts: Sequence[torch.Tensor]) -> None:
+        """Gives memory for each group's gradients, which are None. FSDP2's next reduce-scatter of
+        the group puts them there, if all its parameters have one, and adds later ones to them.
+
+        Args:
+            parts: flat, each at the start of its storage, with as many float32 numbers as the
+                group's padded slices have.
+        """
+        for memory, part in zip(self._memories, parts, strict=True):
+            memory.offered = part
+
+    def withdraw(self) -> None:
+        """Takes back what was not used."""
+        for memory in self._memories:
+            memory.offered = None
 
     @contextmanager
     def backward(self, finish: Callable[[int], None] | None = None) -> Iterator[None]:
@@ -82,6 +146,7 @@ class BackwardWatch:
             # FSDP2 adds it to the gradient on this stream after the hook, and lets go of it, but
             # took its memory on another one.
             reduced.record_stream(torch.cuda.current_stream())
+        self._memories[index].offered = None
         before = self._finished
         while self._finished < len(self._done) and self._done[self._finished]:
             self._finished += 1
