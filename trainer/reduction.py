@@ -28,7 +28,7 @@ import torch
 from trainer.buckets import plan_bounds
 from trainer.errors import CrossGroupLost
 from trainer.lanes import Node, split, sum_tree
-from trainer.replicas import EXCHANGE, GATHER, CrossGroup, Flight
+from trainer.replicas import CrossGroup, Flight
 
 
 class Reduction:
@@ -133,7 +133,6 @@ class Reduction:
             lambda group: group.alltoall_base(incoming, outgoing, receives, sends),
             incoming,
             outgoing,
-            channel=EXCHANGE,
         )
         self._arriving.append((flight, bucket, incoming))
 
@@ -150,9 +149,7 @@ class Reduction:
         nodes = [node for blocks in cross.blocks for node in blocks]
         own = whole[cross.rank * piece :][:piece]
         sum_into(own, dict(zip(nodes, incoming.split(piece), strict=True)), cross.total_lanes)
-        self._last.append(
-            cross.start(lambda group: group._allgather_base(whole, own), whole, own, channel=GATHER)
-        )
+        self._last += cross.start_gathering(whole)
 
 
 def sum_into(own: torch.Tensor, parts: Mapping[Node, torch.Tensor], lanes: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -125,6 +126,23 @@ class CrossGroup:
             raise self._lose(error) from error
         self._in_flight[id(flight.work)] = flight
         return flight
+
+    def start_gathering(self, whole: torch.Tensor) -> list[Flight]:
+        """Starts to gather the equal pieces of `whole`, of which each replica has its own, on the
+        channel GATHER.
+
+        Gloo's all-gather takes fresh memory for all of `whole` and copies it from there; its
+        broadcasts, one from each replica, move as many bytes and copy nothing.
+        """
+        pieces = whole.split(whole.numel() // self.size)
+        if whole.is_cuda:
+            own = pieces[self.rank]
+            gather = methodcaller("_allgather_base", whole, own)
+            return [self.start(gather, whole, channel=GATHER)]
+        return [
+            self.start(methodcaller("broadcast", piece, root), piece, channel=GATHER)
+            for root, piece in enumerate(pieces)
+        ]
 
     def check(self) -> None:
         """Raises CrossGroupLost where a collective has failed already."""
