@@ -39,6 +39,7 @@ from trainer.heal import Newcomer, Source
 from trainer.lane_sums import LaneSums
 from trainer.link import LoopConfig, Progress
 from trainer.loop import TrainLoop
+from trainer.parallel.apply import warm_up
 from trainer.parallel.layout import slot_of
 from trainer.replicas import CrossGroup
 from trainer.state import HeldState
@@ -83,6 +84,10 @@ class Worker:
         self.built = self.generation = 0
         self.finished = self.salvaged = False
         job.task.warm_up()
+        warm_up()
+        # What is there now stays: the collections of `leave_replica` need not look through it.
+        gc.collect()
+        gc.freeze()
 
     def run(self) -> None:
         """Works until the run is over.

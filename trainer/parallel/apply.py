@@ -19,6 +19,11 @@ from trainer.parallel.layout import Slot, local_box
 from trainer.parallel.tensor import apply_tensor_parallel, decoder_layers
 
 
+def warm_up() -> None:
+    """Imports what the first `parallelize` of a process would import, for a third of a second."""
+    import torch._dynamo  # noqa: F401 (for DTensor)
+
+
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, *, plan: dict[str, str], compute_dtype: torch.dtype
 ) -> nn.Module:

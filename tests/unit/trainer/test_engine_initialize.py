@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -60,3 +62,38 @@ def test_half_a_heal_leaves_no_trace(engine: Engine, arrived: bool) -> None:
     assert torch.equal(state["param/bias"], fresh.bias.detach())
     assert not any(t.any() for name, t in state.items() if name.startswith("exp_avg"))
     assert engine.state.optimizer_steps == 0
+
+
+FIRST = """
+import sys
+import torch.distributed as dist
+from torch import nn
+from elastic import worker
+from trainer.backend.groups import make_replica_group
+from trainer.backend.rendezvous import Rendezvous
+from trainer.config import TrainConfig
+from trainer.engine import Engine
+from trainer.parallel.apply import warm_up
+from trainer.parallel.layout import slot_of
+from trainer.task import CustomTask
+
+task = CustomTask(
+    build_model=lambda: nn.Linear(3, 2), loss_function=lambda m, b: (m(b).sum(), 1), dataset=[0]
+)
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
+warm_up()
+before = set(sys.modules)
+mesh = make_replica_group(meet, "replica", rank=0, shard=1, tensor=1, device="cpu")
+train = TrainConfig(task=task, steps=1, global_batch=1)
+Engine(task, train, slot=slot_of(0, 0, 1), mesh=mesh, device="cpu", max_replicas=1)
+print(*sorted(name for name in set(sys.modules) - before if name.startswith("torch")))
+"""
+
+
+def test_a_warm_spare_has_nothing_to_import() -> None:
+    """On two busy cores these imports took half of its way into a replica."""
+    first = subprocess.run(
+        [sys.executable, "-c", FIRST], capture_output=True, text=True, check=True
+    )
+    assert first.stdout.split() == []
