@@ -200,7 +200,7 @@ class Engine:
         Args:
             flat: float32, `layout.count` numbers or more.
         """
-        self._lane = self.layout.views(flat)
+        self._lane, self._lane_views = flat, self.layout.views(flat)
         self._watch.offer(self.layout.group_memories(flat))
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -217,21 +217,49 @@ class Engine:
             taken: called with n whenever the first n numbers are there: during backward, with the
                 end of each parameter group, and with all of them at last.
         """
-        layout, first = self.layout, 0
+        there = 0
 
         def take(groups: int) -> None:
-            nonlocal first
-            last = layout.group_params[groups]
-            _take_gradients(layout.params[first:last], self._lane[first:last])
-            first = last
-            taken(layout.group_ends[groups])
+            nonlocal there
+            for group in range(there, groups):
+                self._take_group(group)
+            there = groups
+            taken(self.layout.group_ends[groups])
 
         with self._watch.backward(take):
             loss.backward()
-        take(len(layout.group_ends) - 1)
+        take(len(self.layout.group_ends) - 1)
         self._watch.withdraw()
         # Not before: until backward ends, FSDP may reuse the memory of a gradient that is let go.
         self.model.zero_grad(set_to_none=True)
+
+    def _take_group(self, group: int) -> None:
+        """Copies a group's gradients, unless they are in their places already. A parameter without
+        one has had no part in the loss.
+
+        Raises:
+            AssertionError: they are there in another order, which a copy within one memory would
+                spoil.
+        """
+        layout, params = self.layout, slice(*self.layout.group_params[group : group + 2])
+        views = self._lane_views[params]
+        grads = [
+            None if param.grad is None else local_tensor(param.grad)
+            for param in layout.params[params]
+        ]
+        pairs = [(v, g) for v, g in zip(views, grads, strict=True) if g is not None]
+        if len(pairs) == len(views) and all(v.data_ptr() == g.data_ptr() for v, g in pairs):
+            return
+        part = self._lane[slice(*layout.group_ends[group : group + 2])]
+        start, end = part.data_ptr(), part.data_ptr() + part.nbytes
+        if any(start <= grad.data_ptr() < end for _, grad in pairs):
+            raise AssertionError(
+                f"FSDP2 of torch {torch.__version__} lays out a group's gradients in another order "
+                "than trainer/parallel/backward.py"
+            )
+        part.zero_()
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
 
     def norm_squared(self, gradient: torch.Tensor) -> float:
         """This worker's part of the squared norm of the reduced flat gradient."""
@@ -278,31 +306,3 @@ def _numbers_of(tensor: torch.Tensor) -> list[float]:
     numbers: list[float] = tensor.tolist()
     check_replica_group()
     return numbers
-
-
-def _take_gradients(params: list[nn.Parameter], into: list[torch.Tensor]) -> None:
-    """Copies the local gradients that are not there already. A parameter without one has had no
-    part in the loss.
-
-    Raises:
-        AssertionError: they are there in another order, which a copy within one memory would spoil.
-    """
-    views, grads = [], []
-    for view, param in zip(into, params, strict=True):
-        if param.grad is None:
-            view.zero_()
-            continue
-        grad = local_tensor(param.grad)
-        if grad.data_ptr() != view.data_ptr():
-            views.append(view)
-            grads.append(grad)
-    if not grads:
-        return
-    whole = [view for view in into if view.numel()]  # others have no address
-    start, end = whole[0].data_ptr(), whole[-1].data_ptr() + whole[-1].nbytes
-    if any(start <= grad.data_ptr() < end for grad in grads):
-        raise AssertionError(
-            f"FSDP2 of torch {torch.__version__} lays out a group's gradients in another order "
-            "than trainer/parallel/backward.py"
-        )
-    torch._foreach_copy_(views, grads)

@@ -18,7 +18,7 @@ from torch import nn
 from trainer import flat_layout
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
-from trainer.config import TrainConfig
+from trainer.config import ParallelConfig, TrainConfig
 from trainer.engine import Engine
 from trainer.parallel import backward
 from trainer.parallel.apply import local_tensor
@@ -161,6 +161,8 @@ def put_in_place(rank: int, port: int, directory: Path) -> None:
     for rubbish in (9.0, 8.0):
         flat = torch.full((engine.layout.count,), rubbish)
         assert all(lane(engine, flat, [batch, batch]))
+        room = sum(view.numel() for view in engine.layout.views(flat))
+        assert flat.count_nonzero() <= room <= engine.layout.count
     counts = torch.zeros(6, dtype=torch.int64)
     counts[rank] = engine.layout.count
     dist.all_reduce(counts)
@@ -172,6 +174,39 @@ def test_sharded_gradients_are_in_place_on_every_rank(tmp_path: Path, port: int)
     train = tiny_train(write_text(tmp_path / "text"), shard=3, tensor=2, global_batch=6)
     train.task.prepare(train, str(tmp_path / "cache"))
     mp.start_processes(put_in_place, args=(port, tmp_path), nprocs=6, start_method="forkserver")
+
+
+class Halves(nn.Module):
+    """Twice the same, of which one is used: over two ranks FSDP2's input has the size of the whole
+    group's output. Three rows are two and one, with room for two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(5, 3, bias=False), nn.Linear(5, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def use_a_half(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    task = CustomTask(build_model=Halves, loss_function=loss_of, dataset=[0])
+    train = TrainConfig(
+        task=task, steps=1, global_batch=2, seed=0, parallel=ParallelConfig(shard=2)
+    )
+    engine = make_engine(task, train, port, rank, 2, 1)
+    flat, batch = torch.full((engine.layout.count,), 9.0), torch.ones(4, 5)
+    assert not any(lane(engine, flat, [batch]))
+    whole = expected(Halves, [batch])["used.weight"] * 2  # both ranks have the same batch
+    views = dict(zip(engine.layout.names, engine.layout.views(flat), strict=True))
+    used, unused = views["used.weight"], views["unused.weight"]
+    torch.testing.assert_close(used, whole[:2] if rank == 0 else whole[2:])
+    assert not unused.any() and flat.count_nonzero() == used.numel()
+    leave_replica_group()
+
+
+def test_what_is_not_in_place_leaves_no_rubbish(port: int) -> None:
+    mp.start_processes(use_a_half, args=(port,), nprocs=2, start_method="forkserver")
 
 
 def test_gradients_in_another_order_are_not_taken(port: int, monkeypatch: Any) -> None:
