@@ -92,7 +92,7 @@ class Engine:
             counted_elsewhere=elsewhere,
             bucket_bytes=bucket_bytes,
         )
-        self._watch = BackwardWatch(self.model)
+        self._watch = BackwardWatch(self.model, train.parallel.shard)
         self._leaves = [nn.Parameter(local) for local in self.layout.locals]
         self.replace_gradient()
         self.optimizer = self._make_optimizer()

@@ -2,8 +2,8 @@
 
 The slices lie in the order in which backward finishes them, so that what is finished is always a
 prefix, and within a parameter group as FSDP2 lays out its gradients, so that its reduce-scatter can
-write them there: each slice has the room of the group's longest, rank 0's. What is left of it stays
-zero.
+write them there: each parameter has the room of its longest slice over the shard ranks, that of
+rank 0. What a shorter slice leaves of it is zero.
 """
 
 from __future__ import annotations

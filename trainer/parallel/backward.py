@@ -41,7 +41,9 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
         for child in inside.children():
             if not isinstance(child, FSDPModule):
                 visit(child)
-        found.update((id(p), p) for p in inside.parameters(recurse=False) if id(p) not in inner)
+        for param in inside.parameters(recurse=False):
+            if id(param) not in inner:
+                found.setdefault(id(param), param)
 
     visit(module)
     return [*found.values()]
@@ -51,22 +53,33 @@ class _GroupMemory:
     """The reduce-scatter of one group (torch's `ReduceScatter` interface), with memory of ours for
     its result.
 
-    FSDP2 asks for the input and the output alike; only what has just the group's size gets ours.
-    Over one rank that is both, and as they are the same tensor then, FSDP2's copy from one to the
-    other does nothing.
+    FSDP2 asks for the input and then for the output. The output gets ours, where the input is that
+    of the whole group: there may be parameters without a gradient. Over one rank the input does,
+    too, and as they are the same tensor then, FSDP2's copy from one to the other does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._of_whole_group = False
         self.offered: torch.Tensor | None = None
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Memory for a flat buffer."""
-        ours = self.offered
-        if ours is not None and ours.shape == torch.Size(size) and ours.dtype == dtype:
-            return ours
+        ours, (count,) = self.offered, size
+        if ours is not None and ours.dtype == dtype:
+            if count == self._ranks * ours.numel():
+                self._of_whole_group = True
+                if self._ranks == 1:
+                    return ours
+            elif self._of_whole_group and count == ours.numel():
+                return ours
         return torch.empty(size, dtype=dtype, device=device)
+
+    def offer(self, part: torch.Tensor | None) -> None:
+        """Gives memory for the next reduce-scatter, or takes it back."""
+        self.offered, self._of_whole_group = part, False
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
@@ -89,12 +102,13 @@ class BackwardWatch:
     the backward, at the latest.
 
     Args:
-        model: the whole model; its modules' all-reduce hooks are taken.
+        model: the whole model; its modules' all-reduce hooks and reduce-scatters are taken.
+        ranks: that it is sharded over.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ranks: int) -> None:
         modules = _watched(model)
-        self._memories = [_GroupMemory() for _ in modules]
+        self._memories = [_GroupMemory(ranks) for _ in modules]
         self._due = [0] * len(modules)
         self._done = [False] * len(modules)
         self._finished = 0
@@ -115,12 +129,12 @@ class BackwardWatch:
                 group's padded slices have.
         """
         for memory, part in zip(self._memories, parts, strict=True):
-            memory.offered = part
+            memory.offer(part)
 
     def withdraw(self) -> None:
         """Takes back what was not used."""
         for memory in self._memories:
-            memory.offered = None
+            memory.offer(None)
 
     @contextmanager
     def backward(self, finish: Callable[[int], None] | None = None) -> Iterator[None]:
@@ -142,11 +156,12 @@ class BackwardWatch:
             self._due[index] += 1
 
     def _reduced(self, index: int, reduced: torch.Tensor) -> None:
-        if reduced.is_cuda:
+        memory = self._memories[index]
+        if reduced.is_cuda and reduced is not memory.offered:
             # FSDP2 adds it to the gradient on this stream after the hook, and lets go of it, but
             # took its memory on another one.
             reduced.record_stream(torch.cuda.current_stream())
-        self._memories[index].offered = None
+        memory.offer(None)
         before = self._finished
         while self._finished < len(self._done) and self._done[self._finished]:
             self._finished += 1

@@ -76,7 +76,7 @@ def gradients(model: nn.Module) -> list[list[torch.Tensor | None]]:
 
 def watched(model: Stack, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> list[int]:
     """What the watch says in a second step; checks that it was true when it said so."""
-    watch = BackwardWatch(model)
+    watch = BackwardWatch(model, 1)
     for step in range(2):
         said: list[tuple[int, list[list[torch.Tensor | None]]]] = []
         value = loss(model, torch.randn(5, 4, generator=torch.Generator().manual_seed(step)))

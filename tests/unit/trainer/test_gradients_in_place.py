@@ -3,6 +3,7 @@ they are what autograd gives."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -177,36 +178,44 @@ def test_sharded_gradients_are_in_place_on_every_rank(tmp_path: Path, port: int)
 
 
 class Halves(nn.Module):
-    """Twice the same, of which one is used: over two ranks FSDP2's input has the size of the whole
-    group's output. Three rows are two and one, with room for two."""
+    """Twice the same, of which a batch of one row uses one: over two ranks FSDP2's input has the
+    size of the whole group's output then."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.used, self.unused = nn.Linear(5, 3, bias=False), nn.Linear(5, 3, bias=False)
+        self.first, self.second = nn.Linear(5, rows, bias=False), nn.Linear(5, rows, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
+        return self.first(x) if len(x) == 1 else self.first(x) + self.second(x)
 
 
-def use_a_half(rank: int, port: int) -> None:
+def use_a_half(rank: int, port: int, rows: int, batches: list[torch.Tensor]) -> None:
+    """Either of two ranks, which have the same batches."""
     torch.set_num_threads(1)
-    task = CustomTask(build_model=Halves, loss_function=loss_of, dataset=[0])
+    make = functools.partial(Halves, rows)
+    task = CustomTask(build_model=make, loss_function=loss_of, dataset=[0])
     train = TrainConfig(
         task=task, steps=1, global_batch=2, seed=0, parallel=ParallelConfig(shard=2)
     )
     engine = make_engine(task, train, port, rank, 2, 1)
-    flat, batch = torch.full((engine.layout.count,), 9.0), torch.ones(4, 5)
-    assert not any(lane(engine, flat, [batch]))
-    whole = expected(Halves, [batch])["used.weight"] * 2  # both ranks have the same batch
+    flat = torch.zeros(engine.layout.count)
+    assert not any(lane(engine, flat, batches))
     views = dict(zip(engine.layout.names, engine.layout.views(flat), strict=True))
-    used, unused = views["used.weight"], views["unused.weight"]
-    torch.testing.assert_close(used, whole[:2] if rank == 0 else whole[2:])
-    assert not unused.any() and flat.count_nonzero() == used.numel()
+    for name, value in expected(make, batches).items():
+        part = torch.chunk(2 * value, 2)[rank] if rank == 0 or rows > 1 else value[:0]
+        torch.testing.assert_close(views[name], part)
+    assert flat.count_nonzero() == sum(int(view.count_nonzero()) for view in views.values())
     leave_replica_group()
 
 
-def test_what_is_not_in_place_leaves_no_rubbish(port: int) -> None:
-    mp.start_processes(use_a_half, args=(port,), nprocs=2, start_method="forkserver")
+@pytest.mark.parametrize("rows", [3, 1])
+@pytest.mark.parametrize("sizes", [(1,), (1, 2)])
+def test_no_rubbish_beside_slices_that_are_not_in_place(
+    port: int, rows: int, sizes: tuple[int, ...]
+) -> None:
+    """Three rows are two and one, with room for two; of one row rank 1 has only the room."""
+    batches = [torch.ones(size, 5) for size in sizes]
+    mp.start_processes(use_a_half, args=(port, rows, batches), nprocs=2, start_method="forkserver")
 
 
 def test_gradients_in_another_order_are_not_taken(port: int, monkeypatch: Any) -> None:
