@@ -229,7 +229,6 @@ class Engine:
         with self._watch.backward(take):
             loss.backward()
         take(len(self.layout.group_ends) - 1)
-        self._watch.withdraw()
         # Not before: until backward ends, FSDP may reuse the memory of a gradient that is let go.
         self.model.zero_grad(set_to_none=True)
 

@@ -121,8 +121,9 @@ class BackwardWatch:
             fsdp.set_custom_reduce_scatter(cast(Any, self._memories[index]))
 
     def offer(self, parts: Sequence[torch.Tensor]) -> None:
-        """Gives memory for each group's gradients, which are None. FSDP2's next reduce-scatter of
-        the group puts them there, if all its parameters have one, and adds later ones to them.
+        """Gives memory for each group's gradients, which are None, until the next call. FSDP2's
+        next reduce-scatter of the group puts them there, if all its parameters have one, and adds
+        later ones to them.
 
         Args:
             parts: flat, each at the start of its storage, with as many float32 numbers as the
@@ -130,11 +131,6 @@ class BackwardWatch:
         """
         for memory, part in zip(self._memories, parts, strict=True):
             memory.offer(part)
-
-    def withdraw(self) -> None:
-        """Takes back what was not used."""
-        for memory in self._memories:
-            memory.offer(None)
 
     @contextmanager
     def backward(self, finish: Callable[[int], None] | None = None) -> Iterator[None]:
