@@ -125,6 +125,40 @@ def _process(
         leave_replica_group()
 
 
+def make_engine(
+    index: int,
+    rendezvous: Rendezvous,
+    task: PreparedTask,
+    train: TrainConfig,
+    *,
+    formation: int = 0,
+    device: Device = "cpu",
+    replicas: int = 1,
+    bucket_bytes: tuple[int, int] = BUCKET_BYTES,
+) -> Engine:
+    """The engine at place `index`, filled from the seed. All workers of its replica call it."""
+    replica, rank = divmod(index, train.parallel.workers)
+    mesh = make_replica_group(
+        rendezvous,
+        f"{formation}/replica/{replica}",
+        rank=rank,
+        shard=train.parallel.shard,
+        tensor=train.parallel.tensor,
+        device=device,
+    )
+    engine = Engine(
+        task,
+        train,
+        slot=slot_of(replica, rank, train.parallel.tensor),
+        mesh=mesh,
+        device=device,
+        max_replicas=replicas,
+        bucket_bytes=bucket_bytes,
+    )
+    engine.initialize()
+    return engine
+
+
 def train_at(
     index: int,
     formation: int,
@@ -139,25 +173,16 @@ def train_at(
 ) -> WorkerResult | Exception:
     """Trains at place `index`, in this process. What it returns keeps nothing of the replica."""
     replica, rank = divmod(index, train.parallel.workers)
-    slot = slot_of(replica, rank, train.parallel.tensor)
-    mesh = make_replica_group(
+    engine = make_engine(
+        index,
         rendezvous,
-        f"{formation}/replica/{replica}",
-        rank=rank,
-        shard=train.parallel.shard,
-        tensor=train.parallel.tensor,
-        device=device,
-    )
-    engine = Engine(
         task,
         train,
-        slot=slot,
-        mesh=mesh,
+        formation=formation,
         device=device,
-        max_replicas=replicas,
+        replicas=replicas,
         bucket_bytes=bucket_bytes,
     )
-    engine.initialize()
     dealt = deal_lanes(lanes, tuple(range(replicas)))
     cross = CrossGroup(
         rendezvous,

@@ -13,18 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from data_plane import make_engine
 from tiny import tiny_train, write_text
 from torch import nn
 
 from trainer import flat_layout
-from trainer.backend.groups import leave_replica_group, make_replica_group
+from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import ParallelConfig, TrainConfig
 from trainer.engine import Engine
 from trainer.parallel import backward
 from trainer.parallel.apply import local_tensor
-from trainer.parallel.layout import slot_of
-from trainer.task import CustomTask, PreparedTask
+from trainer.task import CustomTask
 
 
 class Block(nn.Module):
@@ -75,21 +75,8 @@ def task_of(kind: str) -> tuple[CustomTask, TrainConfig]:
     return task, TrainConfig(task=task, steps=1, global_batch=1, seed=0)
 
 
-def make_engine(
-    task: PreparedTask, train: TrainConfig, port: int, rank: int, shard: int, tensor: int
-) -> Engine:
-    mesh = make_replica_group(
-        Rendezvous(host="127.0.0.1", port=port, timeout_s=60),
-        "replica",
-        rank=rank,
-        shard=shard,
-        tensor=tensor,
-        device="cpu",
-    )
-    slot = slot_of(0, rank, tensor)
-    engine = Engine(task, train, slot=slot, mesh=mesh, device="cpu", max_replicas=1)
-    engine.initialize()
-    return engine
+def meet(port: int) -> Rendezvous:
+    return Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
 
 
 @pytest.fixture
@@ -137,7 +124,7 @@ def expected(make: Callable[[], Model], batches: list[torch.Tensor]) -> dict[str
 def test_a_lane_holds_what_autograd_gives(kind: str, port: int) -> None:
     """Two lanes of three micro-batches, in buffers with rubbish in them; the second lane leaves the
     first one's alone."""
-    engine = make_engine(*task_of(kind), port, 0, 1, 1)
+    engine = make_engine(0, meet(port), *task_of(kind))
     draw = torch.Generator().manual_seed(1)
     lanes = [[torch.randn(4, 5, generator=draw) for _ in range(3)] for _ in range(2)]
     flats = [torch.full((engine.layout.count + 7,), 9.0) for _ in lanes]
@@ -157,7 +144,7 @@ def put_in_place(rank: int, port: int, directory: Path) -> None:
     torch.set_num_threads(1)
     train = tiny_train(directory / "text", shard=3, tensor=2, global_batch=6)
     task = train.task.prepare(train, str(directory / "cache"))
-    engine = make_engine(task, train, port, rank, 3, 2)
+    engine = make_engine(rank, meet(port), task, train)
     batch = task.train_data().batch(np.arange(2))
     for rubbish in (9.0, 8.0):
         flat = torch.full((engine.layout.count,), rubbish)
@@ -197,7 +184,7 @@ def use_a_half(rank: int, port: int, rows: int, batches: list[torch.Tensor]) -> 
     train = TrainConfig(
         task=task, steps=1, global_batch=2, seed=0, parallel=ParallelConfig(shard=2)
     )
-    engine = make_engine(task, train, port, rank, 2, 1)
+    engine = make_engine(rank, meet(port), task, train)
     flat = torch.zeros(engine.layout.count)
     assert not any(lane(engine, flat, batches))
     views = dict(zip(engine.layout.names, engine.layout.views(flat), strict=True))
@@ -224,6 +211,6 @@ def test_gradients_in_another_order_are_not_taken(port: int, monkeypatch: Any) -
     monkeypatch.setattr(
         flat_layout, "groups_in_backward_order", lambda model: [g[::-1] for g in groups(model)]
     )
-    engine = make_engine(*task_of("all"), port, 0, 1, 1)
+    engine = make_engine(0, meet(port), *task_of("all"))
     with pytest.raises(AssertionError, match="another order"):
         lane(engine, torch.zeros(engine.layout.count), [torch.ones(4, 5)])
