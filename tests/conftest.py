@@ -1,9 +1,12 @@
-"""What every test needs: the same random numbers each time, and no GPU tests without a GPU."""
+"""What the tests share: the same random numbers each time, one Ray cluster, the text that runs
+learn; and no GPU tests without a GPU."""
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -21,6 +24,22 @@ def _same_random_numbers() -> None:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """One real Ray cluster for all runs; tests without a run do not wait for Ray's import."""
+    from local_cluster import local_cluster
+
+    with local_cluster():
+        yield
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import write_text
+
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
