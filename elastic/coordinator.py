@@ -322,18 +322,22 @@ class Coordinator:
         writers: int,
     ) -> None:
         """One of `writers` parts of a snapshot is written to the memory of `node`."""
+        await self._gate()
         await self._snapshots.take(receipt, training_state, node, started, writers)
 
     async def snapshot_skipped(self, step: int, reason: str) -> None:
         """A part of a snapshot could not be written; the run goes on."""
+        await self._gate()
         await self._snapshots.skipped(step, reason)
 
     async def snapshot(self, step: int) -> HeldSnapshot | None:
         """Where the snapshot of `step` lies; None where it is not to be had any more."""
+        await self._gate()
         return self._snapshots.find(step)
 
     async def snapshot_failed(self, step: int, reason: str) -> None:
         """A worker could not read the snapshot of `step`."""
+        await self._gate()
         await self._snapshots.failed(step, reason)
 
     # -- machines ----------------------------------------------------------------------------------

@@ -59,9 +59,15 @@ class Snapshots:
         self._copying: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._begin(found)
 
-    async def look_again(self) -> None:
-        """The coordinator was started anew: goes on from what the nodes' memory holds."""
-        self._begin(await asyncio.to_thread(find_snapshot, self._paths))
+    async def look_again(self, timeout_s: float) -> None:
+        """The coordinator was started anew: goes on from what the nodes say, within `timeout_s`,
+        that their memory holds."""
+        try:
+            found = await asyncio.to_thread(find_snapshot, self._paths, timeout_s=timeout_s)
+        except ray.exceptions.RayError as error:
+            log.warning("what the nodes' memory holds is not known: %s", error)
+            return
+        self._begin(found)
 
     def _begin(self, found: Snapshot | None) -> None:
         self._index = SnapshotIndex(versions=self._versions, found=found)

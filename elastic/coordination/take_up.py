@@ -1,11 +1,14 @@
 """A coordinator that was started anew takes up the run: it asks the workers where they stand.
 
 a call comes, or a worker says where it stands ──► those that the records name are watched
-     ──► all have spoken, or died, or _TAKE_UP_S are over ──► membership goes on
+     ──► all have spoken, or died, or _TAKE_UP_S are over; so with the nodes, asked which snapshots
+         their memory holds ──► membership goes on
      ──► `ready`: calls that waited go on, the silent are written off
 """
 
 from __future__ import annotations
+
+import asyncio
 
 from elastic.coordination.crew import Crew
 from elastic.coordination.recall import Recall
@@ -15,7 +18,8 @@ from elastic.membership.machine import Membership
 from elastic.messages import Death, Identity, Standing
 
 _TAKE_UP_S = 10.0
-"""How long a coordinator that was started anew waits for the workers to say where they stand."""
+"""How long a coordinator that was started anew waits for the workers to say where they stand, and
+for the nodes to say what they hold."""
 _SILENT = f"said nothing for {_TAKE_UP_S:g} s after the coordinator was started anew"
 
 
@@ -64,13 +68,17 @@ class TakeUp:
 
     async def _take_up(self) -> None:
         """Waits for the workers that lived when the last coordinator was lost; writes off those
-        that have died, or do not speak up."""
+        that have died, or do not speak up. Nothing is decided before the nodes have said what they
+        hold: the run might go back further than it must."""
         expected = self._recalled.workers
         for worker, joined in expected.items():
             if worker not in self._standings:
                 self._crew.watch(Identity(worker=worker, rank=0, node=joined.node, pid=joined.pid))
-        await self._board.until(
-            lambda: expected.keys() <= self._standings.keys() | self._dead, _TAKE_UP_S
+        await asyncio.gather(
+            self._board.until(
+                lambda: expected.keys() <= self._standings.keys() | self._dead, _TAKE_UP_S
+            ),
+            self._look_for_snapshots(),
         )
         living = expected.keys() & self._standings.keys()
         self._go_on(living)
@@ -78,8 +86,10 @@ class TakeUp:
         for worker in expected.keys() - living - self._dead:
             await self._crew.lose(worker, "crash", _SILENT)
         await self._board.advance()
+
+    async def _look_for_snapshots(self) -> None:
         if self._snapshots is not None:
-            await self._snapshots.look_again()
+            await self._snapshots.look_again(_TAKE_UP_S)
 
     def _go_on(self, living: set[str]) -> None:
         recalled = self._recalled

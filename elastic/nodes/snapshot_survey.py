@@ -1,4 +1,5 @@
-"""What an earlier start of a run has left in the memory of the nodes. The driver's part."""
+"""What a run has in the memory of the nodes: for the driver, what an earlier start has left; for a
+coordinator that was started anew, what it must know."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ SURVEY_TIMEOUT_S = 60.0
 """Bound on the answers of the nodes; those that do not answer hold nothing."""
 
 
-def find_snapshot(paths: RunPaths) -> Snapshot | None:
-    """The newest complete snapshot of the run that the live nodes hold between them.
+def find_snapshot(paths: RunPaths, *, timeout_s: float = SURVEY_TIMEOUT_S) -> Snapshot | None:
+    """The newest complete snapshot of the run that the live nodes hold between them, as they say
+    within `timeout_s`.
 
     A run without records is a new one: what lies under its name is deleted. Needs a Ray cluster.
     """
@@ -23,7 +25,7 @@ def find_snapshot(paths: RunPaths) -> Snapshot | None:
         clear_snapshots(paths)
         return None
     stocks = on_every_node(
-        _take_stock, str(paths.memory), frozenset(live_nodes()), timeout_s=SURVEY_TIMEOUT_S
+        _take_stock, str(paths.memory), frozenset(live_nodes()), timeout_s=timeout_s
     )
     went_back = [
         (event.generation, event.step)

@@ -105,6 +105,29 @@ def test_the_only_replica_is_killed(
     assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed(shard)
 
 
+def test_the_coordinator_dies_with_the_only_worker(
+    undisturbed: Undisturbed, tmp_path: Path, memory: Path
+) -> None:
+    """A spare is there at once; it must not begin anew before the snapshot is found."""
+    gate, root = tmp_path / "gate", tmp_path / "gated"
+
+    def kill_both() -> None:
+        pids = {e["worker"]: e["pid"] for e in events_of(root, "worker_joined")}
+        (replica,) = events_of(root, "replica_forming")
+        (started,) = events_of(root, "coordinator_started")
+        for pid in (started["pid"], *(pids[worker] for worker in replica["workers"])):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: restored(tmp_path))
+
+    trainer = gated_trainer(str(tmp_path), str(gate), 1, checkpoint=in_memory(HALF), spares=1)
+    with gate_after_snapshot(gate, memory, kill_both):
+        report = trainer.fit().metrics
+    assert report["outcome"] == "finished"
+    assert [e["anew"] for e in events_of(root, "coordinator_started")] == [False, True]
+    assert restored(tmp_path) == [HALF]
+    assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed(1)
+
+
 @pytest.mark.soak
 def test_a_damaged_snapshot_is_not_trusted(
     undisturbed: Undisturbed, tmp_path: Path, memory: Path

@@ -1,0 +1,127 @@
+"""A coordinator started anew decides nothing before it knows what the nodes' memory holds."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from checkpointing import CheckpointConfig
+from elastic import events
+from elastic.config import HealthConfig
+from elastic.coordination.config import CoordinatorConfig
+from elastic.coordination.recall import Recall
+from elastic.coordination.run_log import RunLog
+from elastic.coordination.switchboard import Switchboard
+from elastic.coordination.take_up import TakeUp
+from elastic.membership.decisions import GroupConfig
+from elastic.membership.machine import Membership
+from elastic.messages import Build, Identity, Report, Run, Standing
+from elastic.records import RunPaths
+from trainer.config import TrainConfig
+from trainer.samples import Ledger
+
+SNAPSHOT, RECORDED, STEPS = 6, 8, 30
+GROUPS = GroupConfig(
+    max_replicas=1,
+    min_replicas=1,
+    workers_per_replica=1,
+    tensor=1,
+    lanes=1,
+    steps=STEPS,
+    start_workers=1,
+)
+SPARE = Identity(worker="spare", rank=1, node="n", pid=2)
+
+
+class Crew:
+    """Nobody is watched; who is lost is lost at once."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
+
+    def watch(self, identity: Identity) -> None: ...
+
+    def retire(self, workers: Any) -> None: ...
+
+    async def lose(self, worker: str, *_: Any) -> None:
+        self.membership.lose(worker)
+
+
+class SlowSnapshots:
+    """The nodes answer when they are told to, and hold a snapshot."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership, self.asked, self.answer = membership, asyncio.Event(), asyncio.Event()
+
+    async def look_again(self, timeout_s: float) -> None:
+        self.asked.set()
+        await asyncio.wait_for(self.answer.wait(), timeout_s)
+        self.membership.snapshotted(SNAPSHOT)
+
+
+def make_records(root: Path, membership: Membership) -> RunLog:
+    started = events.RunStarted(
+        time=0.0, name="r", layout={}, steps=STEPS, start_step=0, versions={}
+    )
+    config = CoordinatorConfig(
+        groups=GROUPS,
+        paths=RunPaths(root=root),
+        health=HealthConfig(),
+        checkpoint=CheckpointConfig(memory_every=1),
+        generation=0,
+        restore_step=0,
+        snapshot=None,
+        started=started,
+        faults=(),
+        ledger=Ledger(
+            train=TrainConfig(task=None, steps=STEPS, global_batch=1), lanes=1, samples=1
+        ),
+    )
+    return RunLog(config, membership)
+
+
+def recalled() -> Recall:
+    """The only replica's worker is lost, a spare lives; nothing was saved to the store."""
+    joined = events.WorkerJoined(time=0.0, worker="spare", node="n", pid=2)
+    return Recall(
+        workers={"spare": joined},
+        draining=frozenset(),
+        draining_nodes=frozenset(),
+        generation=1,
+        restored=1,
+        formations=1,
+        recorded=RECORDED,
+        committed=frozenset(),
+        fired=(),
+    )
+
+
+def report(built: int) -> Report:
+    return Report(identity=SPARE, built=built)
+
+
+async def take_up(root: Path) -> None:
+    membership = Membership(GROUPS, generation=0, restore_step=0)
+    records = make_records(root, membership)
+    board = Switchboard(membership, records, lambda effects: None)
+    snapshots = SlowSnapshots(membership)
+    crew: Any = Crew(membership)
+    looking: Any = snapshots
+    work = TakeUp(recalled(), membership, board, crew, looking)
+    await work.hear(Standing(identity=SPARE))
+    await snapshots.asked.wait()
+    await board.tell()
+    assert not board.ready.is_set(), "all workers have spoken, the nodes have not"
+    snapshots.answer.set()
+    await board.ready.wait()
+    build = await board.join(report(built=0))
+    assert isinstance(build, Build)
+    run = await board.join(report(built=build.formed))
+    assert isinstance(run, Run)
+    assert (run.restore, run.step, run.source) == (True, SNAPSHOT, "memory")
+    records.end("interrupted", None)
+
+
+def test_the_run_goes_back_to_the_snapshot_and_not_to_its_seed(tmp_path: Path) -> None:
+    asyncio.run(take_up(tmp_path))
