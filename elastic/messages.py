@@ -118,6 +118,7 @@ class Standing:
             source = dict(answer.heals).get(answer.position)
             return replace(
                 self,
+                replica=answer.replica,
                 generation=answer.generation,
                 position=answer.position,
                 lanes=answer.lanes[answer.position],

@@ -8,7 +8,7 @@ ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.lanes import deal_lanes
 
@@ -18,7 +18,8 @@ class Replica:
     """Workers that together hold one whole copy of the model."""
 
     index: int
-    """Its number in the layout, 0 to max_replicas - 1."""
+    """Its number in the layout, 0 to max_replicas - 1; above that, while the one that it is to
+    succeed is still there."""
     formed: int
     """Number of its formation; unique in the run."""
     workers: tuple[str, ...]
@@ -46,10 +47,16 @@ class Roster:
         return next((r for r in self.replicas if worker in r.workers), None)
 
 
+def most_replicas(max_replicas: int) -> int:
+    """Most replicas in a roster: each may have its successor beside it before it leaves."""
+    return 2 * max_replicas
+
+
 def plan_formations(
     *,
     pool: Sequence[str],
     taken: Set[int],
+    doomed: int,
     max_replicas: int,
     workers_per_replica: int,
     next_number: int,
@@ -59,12 +66,14 @@ def plan_formations(
     Args:
         pool: workers without a slot, neighbours on the network next to each other.
         taken: indices of the replicas that exist or are forming.
+        doomed: how many of them will leave: their successors form beside them.
         max_replicas: most replicas of the run.
         workers_per_replica: workers in one.
         next_number: number of the first new formation.
     """
-    free = [index for index in range(max_replicas) if index not in taken]
-    count = min(len(free), len(pool) // workers_per_replica)
+    free = [index for index in range(most_replicas(max_replicas)) if index not in taken]
+    room = min(len(free), max_replicas + doomed - len(taken))
+    count = max(0, min(room, len(pool) // workers_per_replica))
     return tuple(
         Replica(
             index=free[i],
@@ -81,7 +90,7 @@ def next_roster(
     staying: Sequence[Replica],
     joining: Sequence[Replica],
     total_lanes: int,
-    lanes_before: Mapping[int, tuple[int, ...]] | None,
+    before: Roster | None,
 ) -> Roster:
     """The roster of `generation`: staying replicas, then joining ones, each in order of index.
 
@@ -92,17 +101,36 @@ def next_roster(
         staying: replicas that have state.
         joining: formed replicas without state that enter.
         total_lanes: lanes of the run.
-        lanes_before: given where a step was interrupted: replicas keep the lanes they have
-            computed.
+        before: the roster whose step was interrupted, if one was: replicas keep the lanes that they
+            have computed.
     """
     replicas = (*_by_index(staying), *_by_index(joining))
     at_work = tuple(replica.index for replica in _by_index(staying or joining))
     kept = None
-    if lanes_before is not None:
-        kept = {replica.index: lanes_before.get(replica.index, ()) for replica in staying}
+    if before is not None:
+        held = {r.formed: before.lanes.get(r.index, ()) for r in before.replicas}
+        kept = {replica.index: held.get(replica.formed, ()) for replica in staying}
     lanes = deal_lanes(total_lanes, at_work, kept)
     lanes.update({replica.index: () for replica in joining if staying})
     return Roster(generation=generation, replicas=replicas, lanes=lanes)
+
+
+def number_anew(replicas: Sequence[Replica], others: Set[int], max_replicas: int) -> list[Replica]:
+    """The replicas of the next roster, of which successors have the numbers of those that left.
+
+    Args:
+        replicas: as they are numbered so far.
+        others: indices of replicas that form and are not among them.
+        max_replicas: most replicas of the run.
+    """
+    taken = {replica.index for replica in replicas} | others
+    free = iter([index for index in range(max_replicas) if index not in taken])
+    return [
+        replica
+        if replica.index < max_replicas
+        else replace(replica, index=next(free, replica.index))
+        for replica in replicas
+    ]
 
 
 def _by_index(replicas: Sequence[Replica]) -> list[Replica]:

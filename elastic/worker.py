@@ -30,6 +30,7 @@ from elastic.link import CoordinatorLink
 from elastic.messages import Build, Identity, Leave, Report, Run, Stop
 from elastic.nodes.drain import on_sigterm
 from elastic.restoring import restore
+from elastic.roster import most_replicas
 from health.heartbeat import Heartbeat
 from trainer.backend.groups import is_of_a_group, leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
@@ -206,7 +207,7 @@ class Worker:
             slot=slot_of(answer.replica, answer.rank, train.parallel.tensor),
             mesh=mesh,
             device=self.job.scaling.device,
-            max_replicas=self.job.scaling.max_replicas,
+            max_replicas=most_replicas(self.job.scaling.max_replicas),
         )
         self.salvaged = self.held is not None
         if self.held is not None:

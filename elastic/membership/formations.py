@@ -1,8 +1,9 @@
 """Puts workers without a place together into replicas. Pure.
 
 Spares, survivors of broken replicas and replacements wait in the pool. Whenever it holds enough for
-a missing replica, one is formed while the others train. Where no replica is left whole, the
-survivors may still hold a whole copy between them: then they become one (`salvage.py`).
+a missing replica, or for the successor of one that will leave, one is formed while the others
+train. Where no replica is left whole, the survivors may still hold a whole copy between them: then
+they become one (`salvage.py`).
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Formations:
         least = self._start_workers if self.begun == 0 else 1
         if len(places.idle) < max(least, config.workers_per_replica):
             return ()
-        if places.whole >= config.max_replicas:
+        if places.whole - len(places.doomed) >= config.max_replicas:
             return ()
         ranks = {worker: self._waiting[worker].identity.rank for worker in places.idle}
         return self._form(sorted(places.idle, key=lambda worker: (ranks[worker], worker)))
@@ -137,6 +138,7 @@ class Formations:
         replicas = plan_formations(
             pool=pool,
             taken={r.index for r in (*places.standing.values(), *places.forming.values())},
+            doomed=len(places.doomed),
             max_replicas=self._config.max_replicas,
             workers_per_replica=self._config.workers_per_replica,
             next_number=self.begun + 1,

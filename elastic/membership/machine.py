@@ -33,7 +33,7 @@ from elastic.membership.places import Places
 from elastic.membership.planned import all_copies_go, decide_planned, plan_departures
 from elastic.membership.resumption import plan_resumption
 from elastic.messages import Build, Identity, Leave, Order, Report, SignalKind, Standing, Stop
-from elastic.roster import Replica, Roster, next_roster
+from elastic.roster import Replica, Roster, next_roster, number_anew
 from trainer.parallel.layout import slot_of
 
 Call = Literal["start", "fault", "boundary"]
@@ -335,7 +335,9 @@ class Membership:
         leaving = plan_departures(places, self.heals, self.config.min_replicas)
         doomed = {replica.formed for replica in leaving}
         present = [*places.standing.values(), *places.ready]
-        self._regroup(present, [r for r in present if r.formed not in doomed], effects)
+        able = [replica for replica in present if replica.formed not in doomed]
+        others = {r.index for r in places.forming.values()} - {r.index for r in able}
+        self._regroup(present, number_anew(able, others, self.config.max_replicas), effects)
 
     def _regroup(self, present: list[Replica], able: list[Replica], effects: Effects) -> None:
         """Of the replicas that are here the `able` ones make the next roster; one that leaves may
@@ -365,7 +367,7 @@ class Membership:
             staying=staying,
             joining=joining,
             total_lanes=self.config.lanes,
-            lanes_before=self.roster.lanes if self.call == "fault" and staying else None,
+            before=self.roster if self.call == "fault" and staying else None,
         )
         self.heals.begin(self.roster, joining if staying else [])
         order = self._order(resolution, restore=not staying)

@@ -49,6 +49,15 @@ class Places:
         return len(self.standing) + len(self.forming)
 
     @property
+    def doomed(self) -> list[Replica]:
+        """Standing replicas with a worker that gets no place any more."""
+        if not self.retired:
+            return []
+        replicas = (self._of.get(worker) for worker in self.retired)
+        formed = {replica.formed for replica in replicas if replica is not None}
+        return [replica for number, replica in self.standing.items() if number in formed]
+
+    @property
     def unready(self) -> int:
         """Replicas that form and have not all built their part."""
         return len(self._unbuilt)
@@ -120,11 +129,13 @@ class Places:
 
     def seat(self, replicas: Sequence[Replica]) -> None:
         """A roster of `replicas` stands, and its workers leave to train. Replicas of the one before
-        that are not in it are given up."""
+        that are not in it are given up, and some of those that are may have new numbers."""
         formed = {replica.formed for replica in replicas}
         for replica in [r for r in self.standing.values() if r.formed not in formed]:
             self._dissolve(replica)
         self.standing = {replica.formed: replica for replica in replicas}
+        for replica in replicas:
+            self._of.update(dict.fromkeys(replica.workers, replica))
         for number in self.standing:
             self.forming.pop(number, None)
             self._unbuilt.pop(number, None)

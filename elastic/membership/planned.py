@@ -10,9 +10,7 @@ from elastic.roster import Replica
 
 def plan_departures(places: Places, heals: Heals, min_replicas: int) -> list[Replica]:
     """Replicas on machines that will go and that the others can do without."""
-    if not places.retired:
-        return []
-    doomed = [r for r in places.standing.values() if not places.retired.isdisjoint(r.workers)]
+    doomed = places.doomed
     gone = {replica.formed for replica in doomed} | heals.newcomers
     remaining = sum(formed not in gone for formed in places.standing)
     return doomed if remaining >= max(1, min_replicas) else []

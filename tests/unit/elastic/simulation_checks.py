@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from elastic.membership.conclusion import find_states
 from elastic.membership.decisions import Effects, Regrouped
 from elastic.messages import Build, Report, Run, Stop
+from elastic.roster import Roster, most_replicas
 
 if TYPE_CHECKING:
     from simulated_run import World
@@ -47,7 +48,7 @@ def check_roster(
     roster, step = regrouped.roster, regrouped.step
     indices = [replica.index for replica in roster.replicas]
     assert len(indices) == len(set(indices)) >= world.plan.min_replicas
-    assert set(indices) <= set(range(world.plan.max_replicas))
+    check_numbers(world, roster)
     assert not world.broken & {replica.formed for replica in roster.replicas}
     assert set(runs) == set(roster.workers)
     for position, replica in enumerate(roster.replicas):
@@ -89,6 +90,17 @@ def check_roster(
         assert needs_state == (source is not None)
         assert source is None or sources[source] is None, "a source without state"
         assert source is None or not run.lanes[run.position], "lanes without state"
+
+
+def check_numbers(world: World, roster: Roster) -> None:
+    """No more replicas than `max_replicas` but for those that will leave, whose successors have
+    numbers beyond."""
+    most = world.plan.max_replicas
+    indices = {replica.index for replica in roster.replicas}
+    doomed = [r for r in roster.replicas if not world.drained.isdisjoint(r.workers)]
+    assert len(indices) <= most + len(doomed) and max(indices) < most_replicas(most)
+    forming = {replica.index for replica in world.membership.forming}
+    assert max(indices) < most or set(range(most)) <= indices | forming, "a number is free"
 
 
 def check_restore(world: World, reports: Mapping[str, Report]) -> None:

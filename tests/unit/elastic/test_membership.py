@@ -729,13 +729,16 @@ def test_a_machine_that_will_go_is_left_after_a_step_with_nothing_repeated() -> 
     effects = group.advance()
     assert effects.called == "drain"
     assert signals(effects) == {"a0": "boundary", "b1": "boundary"}
+    assert [replica.workers for replica in effects.formed] == [("c2",)], "its successor"
     group.join("b1", step=5, last=commit(4, boundary=True))
     effects = group.join("a0", step=5, last=commit(4, boundary=True))
     assert layout(effects) == {0: ("a0",)} and "b1" not in effects.answers
     assert effects.regrouped is not None and effects.regrouped.outcome == "boundary"
-    assert [replica.workers for replica in effects.formed] == [("c2",)]
     effects = group.lose("b1")
     assert effects.called is None
+    assert signals(group.build("c2")) == {"a0": "boundary"}
+    effects = group.join("a0", step=6, last=commit(5, boundary=True))
+    assert layout(effects) == {0: ("a0",), 1: ("c2",)}
 
 
 def test_one_that_leaves_hands_on_the_commit_that_it_alone_has_seen() -> None:
@@ -755,6 +758,47 @@ def test_a_machine_that_cannot_be_done_without_is_used_until_it_goes() -> None:
     group.start("a0", "b1")
     group.membership.drain("b1")
     assert group.advance().called is None
+
+
+def test_the_only_replica_is_replaced_before_its_machine_goes() -> None:
+    """The successor forms beside it, heals from it while it trains, and takes over after a step."""
+    group = Group(replicas=1, start=2)
+    group.start("a0", "b1")
+    group.membership.drain("a0")
+    effects = group.advance()
+    assert [(r.index, r.workers) for r in effects.formed] == [(1, ("b1",))]
+    assert effects.called is None, "it trains on"
+    assert signals(group.build("b1")) == {"a0": "boundary"}
+    effects = group.join("a0", step=5, last=commit(4, boundary=True))
+    assert layout(effects) == {0: ("a0",), 1: ("b1",)}
+    assert run_of(effects, "b1").heals == ((1, 0),)
+    assert effects.formed == [] and group.advance().called is None
+    assert group.membership.caught_up("b1") is not None
+    effects = group.advance()
+    assert effects.called == "drain"
+    group.join("b1", step=8, last=commit(7, boundary=True))
+    effects = group.join("a0", step=8, last=commit(7, boundary=True))
+    assert layout(effects) == {0: ("b1",)}, "with the number of the one that left"
+    assert effects.regrouped is not None and effects.regrouped.outcome == "boundary"
+    assert run_of(effects, "b1").replica == 0 and "a0" not in effects.answers
+    assert group.lose("a0").called is None
+    assert group.join("c2").formed == [], "there is room for one"
+
+
+def test_no_fewer_than_the_least_train_while_one_is_replaced() -> None:
+    group = Group(replicas=2, least=2, start=3)
+    group.start("a0", "b1", "c2")
+    group.membership.drain("a0")
+    assert [replica.index for replica in group.advance().formed] == [2]
+    assert signals(group.build("c2")) == {"a0": "boundary", "b1": "boundary"}
+    group.join("a0", step=5, last=commit(4, boundary=True))
+    group.join("b1", step=5, last=commit(4, boundary=True))
+    # The machine goes before the successor has caught up: as in any loss, a step is repeated.
+    assert group.lose("a0").called == "fault"
+    group.join("c2", step=None)
+    effects = group.join("b1", step=6, in_step=True, last=commit(5))
+    assert layout(effects) == {1: ("b1",), 0: ("c2",)}
+    assert run_of(effects, "c2").heals == ((1, 0),)
 
 
 def test_a_worker_on_a_machine_that_will_go_gets_no_slot() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.roster import Replica, Roster, next_roster, plan_formations, plan_heals
+from elastic.roster import Replica, Roster, next_roster, number_anew, plan_formations, plan_heals
 
 
 def replica(index: int, *workers: str, formed: int = 1) -> Replica:
@@ -27,6 +27,7 @@ def test_neighbours_in_the_pool_form_the_free_replicas() -> None:
     formed = plan_formations(
         pool=["a", "b", "c", "d", "e"],
         taken={1},
+        doomed=0,
         max_replicas=4,
         workers_per_replica=2,
         next_number=7,
@@ -39,8 +40,46 @@ def test_neighbours_in_the_pool_form_the_free_replicas() -> None:
 )
 def test_nothing_forms_without_workers_or_room(pool: list[str], taken: set[int]) -> None:
     assert not plan_formations(
-        pool=pool, taken=taken, max_replicas=2, workers_per_replica=2, next_number=1
+        pool=pool, taken=taken, doomed=0, max_replicas=2, workers_per_replica=2, next_number=1
     )
+
+
+@pytest.mark.parametrize(
+    ("taken", "doomed", "numbers"),
+    [
+        ({0, 1}, 1, [2]),
+        ({0, 1}, 2, [2, 3]),
+        ({0, 1, 2}, 1, []),
+        ({0, 2}, 1, [1]),  # 2 is a successor already
+        ({0, 1, 2, 3}, 3, []),  # of which two are successors that will leave, too
+    ],
+)
+def test_successors_form_beside_those_that_will_leave(
+    taken: set[int], doomed: int, numbers: list[int]
+) -> None:
+    formed = plan_formations(
+        pool=["a", "b", "c"],
+        taken=taken,
+        doomed=doomed,
+        max_replicas=2,
+        workers_per_replica=1,
+        next_number=1,
+    )
+    assert [replica.index for replica in formed] == numbers
+
+
+def test_a_successor_gets_the_number_of_the_one_that_left() -> None:
+    stays, successor = replica(1, "b"), replica(3, "x", formed=9)
+    left = number_anew([stays, successor], set(), max_replicas=3)
+    assert left == [stays, replica(0, "x", formed=9)]
+    assert number_anew([stays, successor], {0}, max_replicas=3)[1].index == 2, "0 forms"
+    assert number_anew([stays, successor], {0}, max_replicas=2) == [stays, successor], "no room yet"
+
+
+def held(lanes: dict[int, tuple[int, ...]]) -> Roster:
+    """A roster in which the formations have the numbers of the replicas, and these lanes."""
+    replicas = tuple(replica(index, f"r{index}", formed=index) for index in lanes)
+    return Roster(generation=1, replicas=replicas, lanes=lanes)
 
 
 def test_without_an_interrupted_step_lanes_are_dealt_anew() -> None:
@@ -49,7 +88,7 @@ def test_without_an_interrupted_step_lanes_are_dealt_anew() -> None:
         staying=[replica(0, "a"), replica(2, "c")],
         joining=[replica(1, "b", formed=4)],
         total_lanes=6,
-        lanes_before=None,
+        before=None,
     )
     assert after.generation == 5
     assert [(r.index, r.workers) for r in after.replicas] == [(0, ("a",)), (2, ("c",)), (1, ("b",))]
@@ -64,7 +103,7 @@ def test_where_nobody_has_state_all_compute() -> None:
         staying=[],
         joining=[replica(1, "b"), replica(0, "a")],
         total_lanes=4,
-        lanes_before=None,
+        before=None,
     )
     assert [r.index for r in after.replicas] == [0, 1]
     assert after.lanes == {0: (0, 1), 1: (2, 3)}
@@ -73,10 +112,10 @@ def test_where_nobody_has_state_all_compute() -> None:
 def test_after_a_fault_only_the_lost_lanes_move() -> None:
     after = next_roster(
         generation=2,
-        staying=[replica(1, "b"), replica(2, "c")],
+        staying=[replica(1, "b", formed=1), replica(2, "c", formed=2)],
         joining=[],
         total_lanes=4,
-        lanes_before={0: (0,), 1: (1, 3), 2: (2,)},
+        before=held({0: (0,), 1: (1, 3), 2: (2,)}),
     )
     assert after.lanes == {1: (1, 3), 2: (0, 2)}
 
@@ -84,12 +123,27 @@ def test_after_a_fault_only_the_lost_lanes_move() -> None:
 def test_a_new_replica_inherits_no_lanes_of_its_index() -> None:
     after = next_roster(
         generation=2,
-        staying=[replica(1, "b")],
+        staying=[replica(1, "b", formed=1)],
         joining=[replica(0, "x", formed=3)],
         total_lanes=2,
-        lanes_before={0: (0,), 1: (1,)},
+        before=held({0: (0,), 1: (1,)}),
     )
     assert after.lanes == {0: (), 1: (0, 1)}
+
+
+def test_a_replica_with_a_new_number_keeps_its_lanes() -> None:
+    after = next_roster(
+        generation=2,
+        staying=[replica(0, "c", formed=2)],
+        joining=[],
+        total_lanes=3,
+        before=held({0: (0,), 1: (1,), 2: (2,)}),
+    )
+    assert after.lanes == {0: (0, 1, 2)}
+    before = held({0: (0, 2), 2: (1,), 1: (3,)})
+    staying = [replica(0, "c", formed=2), replica(1, "b", formed=1)]
+    after = next_roster(generation=2, staying=staying, joining=[], total_lanes=4, before=before)
+    assert after.lanes == {0: (0, 1), 1: (2, 3)}
 
 
 @settings(derandomize=True, deadline=None)
@@ -98,15 +152,15 @@ def test_every_lane_is_dealt_once(data: st.DataObject) -> None:
     total = data.draw(st.integers(1, 9))
     before = data.draw(st.integers(1, 5))
     dealt = data.draw(st.permutations(range(total)))
-    held = {index: tuple(sorted(dealt[index::before])) for index in range(before)}
+    lanes = {index: tuple(sorted(dealt[index::before])) for index in range(before)}
     kept = data.draw(st.sets(st.integers(0, before - 1), min_size=1))
     new = data.draw(st.sets(st.integers(0, 7))) - kept
     after = next_roster(
         generation=2,
-        staying=[replica(i, f"s{i}") for i in sorted(kept)],
-        joining=[replica(i, f"j{i}") for i in sorted(new)],
+        staying=[replica(i, f"s{i}", formed=i) for i in sorted(kept)],
+        joining=[replica(i, f"j{i}", formed=10 + i) for i in sorted(new)],
         total_lanes=total,
-        lanes_before=held if data.draw(st.booleans()) else None,
+        before=held(lanes) if data.draw(st.booleans()) else None,
     )
     assert after.lanes.keys() == kept | new == {r.index for r in after.replicas}
     assert sorted(lane for lanes in after.lanes.values() for lane in lanes) == list(range(total))
