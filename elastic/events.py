@@ -106,6 +106,15 @@ class RegroupCalled(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RegroupGathered(Event):
+    """Those who were called have let go of their step and wait for the new roster. `time` is when
+    the last of them came, not when it was written down."""
+
+    generation: int
+    """Generation of the roster to come."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RegroupDone(Event):
     """The new roster stands and training goes on."""
 

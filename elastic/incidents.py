@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
@@ -23,6 +23,7 @@ from elastic.events import (
     FaultFired,
     RegroupCalled,
     RegroupDone,
+    RegroupGathered,
     ReplicaHealed,
     RunEnded,
     RunStarted,
@@ -78,11 +79,16 @@ class Incident:
     outcome: str
     """Outcome of the regroup; "no_regroup" for spares, "unrecovered" when none came."""
     detect_s: float | None
-    """From the injected fault to the loss of the worker it hit; None for faults of nature."""
+    """From the injected fault to the loss of the worker it hit; None for faults of nature, of which
+    nobody knows when they began."""
     decide_s: float | None
-    """From the loss to the call for a regroup."""
-    regroup_s: float | None
-    """From the call to the new roster."""
+    """From the loss to the call for a regroup; 0 where survivors had noticed it before."""
+    abort_s: float | None
+    """From then until the last of the called had let go of its step, 0 where it had before; None in
+    records of versions that did not note it."""
+    roster_s: float | None
+    """From then, or else from the call, to the new roster: the decision, and where it takes that,
+    the wait for workers and the making of replicas."""
     first_step_s: float | None
     """From the new roster to the next committed step."""
     stall_s: float | None
@@ -91,6 +97,11 @@ class Incident:
     rejoin_s: float | None
     """From the loss until the lost replicas had healed, or, where nothing healed, until as many
     replicas as before were alive."""
+    heal_s: float | None
+    """Part of it: from the lost replica's place in the roster until it had the state and had caught
+    up; of several the longest."""
+    catch_up_steps: int | None
+    """The most steps that it had to make up for."""
     lost_steps: int
     """Committed steps that had to be done again."""
     repeated_steps: int
@@ -104,7 +115,8 @@ class Incident:
     @property
     def span(self) -> tuple[float, float]:
         """From the fault, or else the loss, to the new roster, in seconds since the epoch."""
-        end = self.time + (self.decide_s or 0.0) + (self.regroup_s or 0.0)
+        stages = self.decide_s, self.abort_s, self.roster_s
+        end = self.time + sum(s for s in stages if s is not None)
         return self.time - (self.detect_s or 0.0), end
 
 
@@ -114,6 +126,7 @@ class _Loss:
 
     lost: tuple[WorkerLost, ...]
     called: RegroupCalled | None = None
+    gathered: RegroupGathered | None = None
     done: RegroupDone | None = None
 
     @property
@@ -194,24 +207,25 @@ def _losses(events: Sequence[Event]) -> list[_Loss]:
             if pending and not _belongs(event, pending):
                 found.append(pending)
                 pending = None
-            pending = _Loss(
-                lost=(*(pending.lost if pending else ()), event),
-                called=pending.called if pending else under_way,
-            )
+            known = pending or _Loss(lost=(), called=under_way)
+            pending = replace(known, lost=(*known.lost, event))
         elif isinstance(event, RegroupCalled):
             under_way = event if event.reason == "fault" else None
             if pending and pending.slotted:
-                pending = _Loss(lost=pending.lost, called=pending.called or event)
+                pending = replace(pending, called=pending.called or event)
+        elif isinstance(event, RegroupGathered):
+            if pending and _concerns(event, pending):
+                pending = replace(pending, gathered=event)
         elif isinstance(event, RegroupDone):
             under_way = None
-            if pending and _ends(event, pending):
-                found.append(_Loss(lost=pending.lost, called=pending.called, done=event))
+            if pending and _concerns(event, pending):
+                found.append(replace(pending, done=event))
                 pending = None
     return [*found, pending] if pending else found
 
 
-def _ends(event: RegroupDone, pending: _Loss) -> bool:
-    """Whether a regroup ends the incident; an older one, overtaken by the loss, does not."""
+def _concerns(event: RegroupGathered | RegroupDone, pending: _Loss) -> bool:
+    """Whether a regroup is that of the incident; an older one, overtaken by the loss, is not."""
     called = pending.called
     return pending.slotted and (called is None or event.generation >= called.generation)
 
@@ -227,11 +241,13 @@ def _incident(
     pace: _Pace,
     used: set[FaultFired],
 ) -> Incident:
-    first, called, done = loss.lost[0], loss.called, loss.done
+    first, done = loss.lost[0], loss.done
     fault, detect_s = _detection(loss.lost, session, used)
     begin = min(first.time, fault.time) if fault else first.time
     end = done.time if done else loss.lost[-1].time
     after = _first_step_after(done.time, pace.steps) if done else None
+    decide_s, abort_s, roster_s = _stages(loss)
+    heals = _heals(loss, session)
     return Incident(
         time=first.time,
         cause=", ".join(dict.fromkeys(e.cause for e in loss.lost)),
@@ -240,13 +256,31 @@ def _incident(
         step=done.step if done else _step_in_progress(first.time, pace.steps),
         outcome=done.outcome if done else "unrecovered" if loss.slotted else "no_regroup",
         detect_s=detect_s,
-        decide_s=max(0.0, called.time - first.time) if called else None,
-        regroup_s=done.time - called.time if called and done else None,
+        decide_s=decide_s,
+        abort_s=abort_s,
+        roster_s=roster_s,
         first_step_s=after.time - done.time if after and done else None,
         stall_s=_stall_s(pace, begin, end),
-        rejoin_s=_rejoin_s(loss, session),
+        rejoin_s=_rejoin_s(loss, heals, session),
+        heal_s=max((heal.seconds for heal in heals if heal), default=None),
+        catch_up_steps=max((heal.catch_up_steps for heal in heals if heal), default=None),
         lost_steps=done.lost_steps if done else 0,
         repeated_steps=done.repeated_steps if done else 0,
+    )
+
+
+def _stages(loss: _Loss) -> tuple[float | None, float | None, float | None]:
+    """The seconds of `Incident.decide_s`, `abort_s` and `roster_s`: each begins where the one
+    before it ends."""
+    if loss.called is None:
+        return None, None, None
+    lost = loss.lost[0].time
+    called = max(lost, loss.called.time)
+    gathered = max(called, loss.gathered.time) if loss.gathered else called
+    return (
+        called - lost,
+        gathered - called if loss.gathered else None,
+        loss.done.time - gathered if loss.done else None,
     )
 
 
@@ -291,18 +325,31 @@ def _stall_s(pace: _Pace, begin: float, end: float) -> float | None:
     return max(stalls, default=None)
 
 
-def _rejoin_s(loss: _Loss, session: Sequence[Event]) -> float | None:
+def _rejoin_s(
+    loss: _Loss, heals: Sequence[ReplicaHealed | None], session: Sequence[Event]
+) -> float | None:
     """Seconds from the first loss until the lost replicas are back, see `Incident.rejoin_s`."""
     if not loss.slotted or loss.done is None:
         return None
     since = loss.lost[0].time
-    later = session[session.index(loss.lost[0]) :]
-    healed = [_healed_at(r, later, loss.done) for r in sorted(_replicas(loss.lost))]
-    if healed and all(t is not None for t in healed):
-        return max(t for t in healed if t is not None) - since
+    if heals and all(heals):
+        return max(heal.time for heal in heals if heal) - since
     full = _alive_before(loss.lost[0], session)
-    rosters = [e for e in later if isinstance(e, RegroupDone)]
+    rosters = [e for e in _from_loss(loss, session) if isinstance(e, RegroupDone)]
     return next((e.time - since for e in rosters if full and e.replicas >= full), None)
+
+
+def _heals(loss: _Loss, session: Sequence[Event]) -> list[ReplicaHealed | None]:
+    """How each of the lost replicas healed; None for one that did not."""
+    done = loss.done
+    if done is None:
+        return []
+    later = _from_loss(loss, session)
+    return [_heal_of(replica, later, done) for replica in sorted(_replicas(loss.lost))]
+
+
+def _from_loss(loss: _Loss, session: Sequence[Event]) -> Sequence[Event]:
+    return session[session.index(loss.lost[0]) :]
 
 
 def _replicas(events: Sequence[Event]) -> set[int]:
@@ -312,11 +359,11 @@ def _replicas(events: Sequence[Event]) -> set[int]:
     return {int(m[1]) for m in found if m}
 
 
-def _healed_at(replica: int, later: Sequence[Event], done: RegroupDone) -> float | None:
-    """When a replica healed, unless it was lost again before that."""
+def _heal_of(replica: int, later: Sequence[Event], done: RegroupDone) -> ReplicaHealed | None:
+    """How a replica healed, unless it was lost again before that."""
     for event in later:
         if isinstance(event, ReplicaHealed) and event.replica == replica:
-            return event.time
+            return event
         lost_again = isinstance(event, WorkerLost) and event.time > done.time
         if lost_again and replica in _replicas([event]):
             return None

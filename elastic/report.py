@@ -222,15 +222,15 @@ def _regroup_spans(events: Sequence[Event]) -> list[tuple[float, float]]:
 
 
 _INCIDENT_COLUMNS = (
-    "step", "cause", "lost", "outcome", "detect", "decide", "regroup", "1st step", "stall",
-    "rejoin", "redone",
+    "step", "cause", "lost", "outcome", "detect", "decide", "abort", "roster", "1st step", "stall",
+    "rejoin", "heal", "made up", "redone",
 )  # fmt: skip
 
 
 def _incident_row(incident: Incident) -> tuple[str, ...]:
     times = (
-        incident.detect_s, incident.decide_s, incident.regroup_s, incident.first_step_s,
-        incident.stall_s, incident.rejoin_s,
+        incident.detect_s, incident.decide_s, incident.abort_s, incident.roster_s,
+        incident.first_step_s, incident.stall_s, incident.rejoin_s, incident.heal_s,
     )  # fmt: skip
     return (
         str(incident.step),
@@ -238,6 +238,7 @@ def _incident_row(incident: Incident) -> tuple[str, ...]:
         _some(incident.slots) or "spare " + _some(incident.workers),
         incident.outcome,
         *(_seconds(t) for t in times),
+        _whole(incident.catch_up_steps),
         str(incident.lost_steps + incident.repeated_steps),
     )
 

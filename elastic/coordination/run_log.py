@@ -32,6 +32,10 @@ class RunLog:
         self._digests: dict[str, str] = {}
         self._short_of = 0
         self._began = config.started.start_step
+        self._gathering = 0
+        """Generation of the roster that workers are called for, until they have come."""
+        self._came = 0.0
+        """When the last of them came, in seconds since the epoch."""
         config.paths.root.mkdir(parents=True, exist_ok=True)
         self._event_log = EventLog(config.paths.events)
         self._step_log = EventLog(config.paths.steps)
@@ -75,12 +79,19 @@ class RunLog:
     def _stop(self, error: str) -> None:
         self._membership.stopped = self._membership.stopped or Stop(error=error)
 
+    def arrives(self, worker: str) -> None:
+        """A worker joins; told before membership is. One that was called has let go of its step."""
+        if worker in self._membership.calls.unfollowed:
+            self._came = time.time()
+
     def write_down(self, effects: Effects) -> None:
         """Notes what membership has decided."""
         now, membership = time.time(), self._membership
         if effects.called is not None:
             generation = membership.generation + (effects.regrouped is None)
             self.note(events.RegroupCalled(time=now, generation=generation, reason=effects.called))
+            self._gathering, self._came = generation, now
+        self._note_gathered(effects)
         for replica in effects.formed:
             self.note(
                 events.ReplicaForming(
@@ -98,6 +109,14 @@ class RunLog:
         if effects.short_of and effects.short_of != self._short_of:
             self.note(_below_minimum(now, membership, effects.short_of))
         self._short_of = effects.short_of
+
+    def _note_gathered(self, effects: Effects) -> None:
+        """Once for a call. Not all of a broken replica need to have come: no roster waits for
+        them."""
+        gathered = effects.regrouped is not None or not self._membership.calls.unfollowed
+        if self._gathering and gathered and self._membership.stopped is None:
+            self.note(events.RegroupGathered(time=self._came, generation=self._gathering))
+            self._gathering = 0
 
     def observe(self) -> tuple[list[events.StepRecord], list[events.Event]]:
         """Step records and events since the last call; the files keep them all."""

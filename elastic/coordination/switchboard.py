@@ -55,6 +55,7 @@ class Switchboard:
         """Takes a worker's report, and waits for the answer to it."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[report.identity.worker] = answer
+        self._records.arrives(report.identity.worker)
         self._membership.join(report)
         if not self._deciding:
             self._deciding = True

@@ -16,6 +16,7 @@ from elastic.event_log import EventLog, RecordError, read_events, read_steps
 from elastic.events import (
     Event,
     RegroupDone,
+    RegroupGathered,
     RunEnded,
     RunStarted,
     StepRecord,
@@ -33,6 +34,7 @@ DONE = RegroupDone(
     time=5.5, generation=2, step=7, replicas=1, lanes={"0": [0, 1]}, outcome="repeat",
     lost_steps=0, repeated_steps=1,
 )  # fmt: skip
+GATHERED = RegroupGathered(time=5.25, generation=2)
 ENDED = RunEnded(time=9.0, step=10, outcome="finished", error=None)
 
 
@@ -55,7 +57,7 @@ def test_an_event_is_a_flat_json_object_with_its_kind() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("event", [LOST, DONE, ENDED], ids=lambda e: e.kind)
+@pytest.mark.parametrize("event", [LOST, GATHERED, DONE, ENDED], ids=lambda e: e.kind)
 def test_events_survive_json(event: Event) -> None:
     assert event_from_json(json.loads(json.dumps(event.to_json()))) == event
 

@@ -10,6 +10,7 @@ from elastic.events import (
     FaultFired,
     RegroupCalled,
     RegroupDone,
+    RegroupGathered,
     RegroupOutcome,
     RegroupReason,
     ReplicaHealed,
@@ -58,6 +59,10 @@ def called(time: float, generation: int, reason: RegroupReason = "fault") -> Reg
     return RegroupCalled(time=time, generation=generation, reason=reason)
 
 
+def gathered(time: float, generation: int) -> RegroupGathered:
+    return RegroupGathered(time=time, generation=generation)
+
+
 def done(
     time: float, generation: int, step: int, replicas: int, outcome: RegroupOutcome = "repeat",
     lost_steps: int = 0, repeated_steps: int = 0,
@@ -68,15 +73,17 @@ def done(
     )  # fmt: skip
 
 
-def healed(time: float, replica: int = 1) -> ReplicaHealed:
+def healed(
+    time: float, replica: int = 1, seconds: float = 0.5, catch_up_steps: int = 2
+) -> ReplicaHealed:
     return ReplicaHealed(
         time=time,
         generation=3,
         replica=replica,
         source=0,
         bytes=1000,
-        seconds=0.5,
-        catch_up_steps=2,
+        seconds=seconds,
+        catch_up_steps=catch_up_steps,
     )
 
 
@@ -87,8 +94,10 @@ def test_a_crash_is_timed_from_fault_to_rejoin() -> None:
         FaultFired(time=103.5, fault="kill@3", step=3, worker="w1"),
         lost(104.0),
         called(104.25, 2),
+        gathered(105.0, 2),
         done(105.25, 2, step=3, replicas=1, repeated_steps=1),
         called(107.75, 3, reason="grow"),
+        gathered(107.875, 3),
         done(108.0, 3, step=5, replicas=2, outcome="boundary"),
         healed(108.25),
     ]
@@ -99,10 +108,12 @@ def test_a_crash_is_timed_from_fault_to_rejoin() -> None:
     assert (incident.outcome, incident.regrouped) == ("repeat", True)
     assert incident.detect_s == 0.5
     assert incident.decide_s == 0.25
-    assert incident.regroup_s == 1.0
+    assert incident.abort_s == 0.75
+    assert incident.roster_s == 0.25
     assert incident.first_step_s == 1.25
     assert incident.stall_s == 2.5  # a gap of 3.5 s, where the median step takes 1 s
     assert incident.rejoin_s == 4.25
+    assert (incident.heal_s, incident.catch_up_steps) == (0.5, 2)
     assert (incident.lost_steps, incident.repeated_steps) == (0, 1)
     assert incident.span == (103.5, 105.25)
 
@@ -120,7 +131,65 @@ def test_losses_before_one_regroup_are_one_incident() -> None:
     assert incident.workers == ("w1", "w2")
     assert incident.cause == "crash, hang"
     assert incident.decide_s == pytest.approx(0.1)
-    assert incident.regroup_s == pytest.approx(0.9)
+    assert (incident.abort_s, incident.roster_s) == (None, pytest.approx(0.9))
+
+
+def test_stages_follow_each_other_where_survivors_notice_a_loss_before_it_is_known() -> None:
+    events = [
+        *started(),
+        FaultFired(time=103.25, fault="freeze@3", step=3, worker="w1"),
+        called(103.5, 2),
+        lost(104.0, cause="hang"),
+        gathered(103.75, 2),  # written down late: it was the lost one that was still waited for
+        done(104.25, 2, step=3, replicas=2, repeated_steps=1),
+    ]
+    (incident,) = find_incidents(events, steps_at(101, 102, 103, 105))
+    assert incident.detect_s == 0.75
+    assert (incident.decide_s, incident.abort_s, incident.roster_s) == (0.0, 0.0, 0.25)
+    assert incident.first_step_s == 0.75
+    assert incident.span == (103.25, 104.25)
+
+
+def test_the_last_to_come_counts_and_so_does_the_wait_for_machines_after_it() -> None:
+    events = [
+        *started(),
+        lost(103.0, "w1"),
+        called(103.25, 2),
+        lost(103.5, "w2", replica=0, node="n2"),
+        gathered(103.75, 2),
+        done(113.75, 2, step=3, replicas=1),
+    ]
+    (incident,) = find_incidents(events, steps_at(101, 102, 103, 114))
+    assert (incident.decide_s, incident.abort_s, incident.roster_s) == (0.25, 0.5, 10.0)
+
+
+def test_records_of_versions_that_did_not_note_who_had_gathered() -> None:
+    events = [
+        *started(),
+        lost(103.0),
+        called(103.25, 2),
+        done(104.25, 2, step=3, replicas=1),
+    ]
+    (incident,) = find_incidents(events, steps_at(101, 102, 103, 105))
+    assert (incident.decide_s, incident.abort_s, incident.roster_s) == (0.25, None, 1.0)
+    assert incident.span == (103.0, 104.25)
+    assert (incident.heal_s, incident.catch_up_steps) == (None, None)
+
+
+def test_of_several_lost_replicas_the_longest_heal_counts() -> None:
+    events = [
+        *started(),
+        lost(103.0, "w1", replica=1),
+        lost(103.0, "w2", replica=2),
+        called(103.0, 2),
+        gathered(103.25, 2),
+        done(103.25, 2, step=3, replicas=1),
+        healed(105.0, replica=1, seconds=1.5, catch_up_steps=3),
+        healed(104.5, replica=2, seconds=1.0, catch_up_steps=4),
+    ]
+    (incident,) = find_incidents(events, steps_at(101, 102, 103, 104, 105))
+    assert (incident.heal_s, incident.catch_up_steps) == (1.5, 4)
+    assert incident.rejoin_s == 2.0
 
 
 def test_the_end_of_an_overtaken_regroup_does_not_end_the_incident() -> None:
@@ -129,11 +198,14 @@ def test_the_end_of_an_overtaken_regroup_does_not_end_the_incident() -> None:
         called(103.0, 2, reason="grow"),
         lost(103.1),
         called(103.2, 3),
+        gathered(103.3, 2),
         done(103.3, 2, step=3, replicas=3),
+        gathered(103.8, 3),
         done(103.9, 3, step=3, replicas=1),
     ]
     (incident,) = find_incidents(events, steps_at(101, 102, 103, 105))
-    assert incident.regroup_s == pytest.approx(0.7)
+    assert incident.abort_s == pytest.approx(0.6)
+    assert incident.roster_s == pytest.approx(0.1)
 
 
 def test_a_lost_spare_is_an_incident_without_a_regroup() -> None:
@@ -146,7 +218,8 @@ def test_a_lost_spare_is_an_incident_without_a_regroup() -> None:
     ]
     spare, crash = find_incidents(events, steps_at(101, 102, 103, 104, 106))
     assert (spare.outcome, spare.regrouped, spare.slots) == ("no_regroup", False, ())
-    assert (spare.decide_s, spare.regroup_s, spare.rejoin_s) == (None, None, None)
+    assert (spare.decide_s, spare.abort_s, spare.roster_s) == (None, None, None)
+    assert (spare.rejoin_s, spare.heal_s) == (None, None)
     assert spare.stall_s == 0.0
     assert spare.step == 2  # steps 0 and 1 were committed at 101 and 102
     assert (crash.workers, crash.stall_s) == (("w1",), 1.0)
@@ -166,11 +239,11 @@ def test_a_node_takes_its_spare_and_its_slot_in_one_incident() -> None:
 
 
 def test_without_a_regroup_the_incident_stays_unrecovered() -> None:
-    events = [*started(), lost(102.5), called(102.6, 2)]
+    events = [*started(), lost(102.5), called(102.75, 2), gathered(103.0, 2)]
     (incident,) = find_incidents(events, steps_at(101, 102))
     assert incident.outcome == "unrecovered"
-    assert incident.decide_s == pytest.approx(0.1)
-    assert (incident.regroup_s, incident.first_step_s, incident.rejoin_s) == (None, None, None)
+    assert (incident.decide_s, incident.abort_s) == (0.25, 0.25)
+    assert (incident.roster_s, incident.first_step_s, incident.rejoin_s) == (None, None, None)
 
 
 def test_workers_that_leave_after_the_end_are_no_incident() -> None:
@@ -210,8 +283,8 @@ def test_a_replica_lost_again_did_not_rejoin_by_its_later_heal() -> None:
         healed(109.5),
     ]
     first, second = find_incidents(events, steps_at(101, 102, 104, 106))
-    assert first.rejoin_s is None
-    assert second.rejoin_s == 5.0
+    assert (first.rejoin_s, first.heal_s) == (None, None)
+    assert (second.rejoin_s, second.heal_s) == (5.0, 0.5)
 
 
 def test_lost_steps_are_not_part_of_the_stall() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from elastic.events import (
     FaultFired,
     RegroupCalled,
     RegroupDone,
+    RegroupGathered,
+    ReplicaHealed,
     ReplicasCompared,
     RunEnded,
     RunOutcome,
@@ -53,12 +56,14 @@ def start(time: float, start_step: int = 0) -> list[Event]:
 
 
 def crash(time: float, generation: int, step: int, lost_steps: int = 0) -> list[Event]:
-    """Lost at `time`, called 0.25 s later, regrouped 0.5 s after that."""
+    """Lost at `time`, called 0.25 s later, gathered 0.375 s after that, and regrouped 0.125 s after
+    that."""
     return [
         FaultFired(time=time - 0.25, fault=f"kill@{step}", step=step, worker="w1"),
         WorkerLost(time=time, worker="w1", node="n", pid=1, slot="replica 1 shard 0 tensor 0",
                    cause="crash", detail="gone"),
         RegroupCalled(time=time + 0.25, generation=generation, reason="fault"),
+        RegroupGathered(time=time + 0.625, generation=generation),
         RegroupDone(time=time + 0.75, generation=generation, step=step, replicas=1, lanes={},
                     outcome="restore" if lost_steps else "repeat", lost_steps=lost_steps,
                     repeated_steps=0 if lost_steps else 1),
@@ -75,13 +80,15 @@ EVENTS: list[Event] = [
     *start(100.0),
     StepSkipped(time=104.5, step=2, loss=math.nan, grad_norm=1.0),
     *crash(108.0, generation=2, step=5),
+    ReplicaHealed(time=111.5, generation=3, replica=1, source=0, bytes=10, seconds=0.6,
+                  catch_up_steps=4),
     CheckpointCommitted(time=112.5, step=7, generation=2, bytes=10, seconds=0.1),
     ended(113.0, step=7, outcome="interrupted"),
     *start(500.0, start_step=7),
     Evaluated(time=505.0, step=9, val_loss=2.25, tokens=50),
     ReplicasCompared(time=505.0, step=9, equal=True),
     ended(510.0),
-]
+]  # fmt: skip
 STEPS = steps_at(103, 104, 105, 106, 107, 111, 112, 503, 504.5, 505.5, 506.5)
 
 
@@ -166,10 +173,37 @@ def test_the_text_names_the_facts_and_every_incident() -> None:
     assert lines[0] == "run: finished, 11 of 11 steps in 23.0 s"
     assert "4.0000 → 1.5000, validation 2.2500" in text
     assert "76.00 % of the time, longest stall 3.000 s" in text
-    row = lines[-1].split()
-    assert row[:2] == ["5", "crash"]
-    assert row[-1] == "1"
-    assert "0.250 s" in lines[-1] and "3.000 s" in lines[-1]
+    header, _, row = lines[-3:]
+    assert dict(zip(cells(header), cells(row), strict=True)) == {
+        "step": "5",
+        "cause": "crash",
+        "lost": "replica 1 shard 0 tensor 0",
+        "outcome": "repeat",
+        "detect": "0.250 s",
+        "decide": "0.250 s",
+        "abort": "0.375 s",
+        "roster": "0.125 s",
+        "1st step": "2.250 s",  # from 108.75 to 111; the five are the 3.25 s from the fault on
+        "stall": "3.000 s",
+        "rejoin": "3.500 s",
+        "heal": "0.600 s",
+        "made up": "4",
+        "redone": "1",
+    }
+
+
+def test_the_report_of_an_older_version_leaves_out_what_it_did_not_note() -> None:
+    older = [e for e in EVENTS if not isinstance(e, RegroupGathered)]
+    report = build_report(older, STEPS)
+    header, _, row = report_text(report).splitlines()[-3:]
+    cell = dict(zip(cells(header), cells(row), strict=True))
+    assert (cell["abort"], cell["roster"]) == ("-", "0.500 s")
+    assert report.effective_time == build_report(EVENTS, STEPS).effective_time
+
+
+def cells(line: str) -> list[str]:
+    """The columns of a table's line, which stand at least two blanks apart."""
+    return re.split(r" {2,}", line)
 
 
 def test_the_report_is_written_as_standard_json_and_text(tmp_path: Path) -> None:
@@ -183,7 +217,10 @@ def test_the_report_is_written_as_standard_json_and_text(tmp_path: Path) -> None
 
     data = json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)
     assert data["final_loss"] == "nan"
-    assert data["incidents"][0]["slots"] == ["replica 1 shard 0 tensor 0"]
+    (incident,) = data["incidents"]
+    assert incident["slots"] == ["replica 1 shard 0 tensor 0"]
+    assert (incident["abort_s"], incident["roster_s"]) == (0.375, 0.125)
+    assert (incident["heal_s"], incident["catch_up_steps"]) == (0.6, 4)
     assert list(data)[:3] == ["name", "outcome", "steps"]
     assert (tmp_path / "report.txt").read_text() == report_text(report)
 

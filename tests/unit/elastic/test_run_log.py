@@ -1,0 +1,233 @@
+"""When those who were called are noted as gathered: small runs, played by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from checkpointing.config import CheckpointConfig
+from elastic import events
+from elastic.config import HealthConfig
+from elastic.coordination import run_log, switchboard
+from elastic.coordination.config import CoordinatorConfig
+from elastic.coordination.run_log import RunLog
+from elastic.coordination.switchboard import Switchboard
+from elastic.event_log import read_events
+from elastic.membership.decisions import GroupConfig
+from elastic.membership.machine import Membership
+from elastic.messages import Answer, Build, Identity, Report, Run
+from elastic.records import RunPaths
+from trainer.config import TrainConfig
+from trainer.samples import Ledger
+
+STEPS = 30
+
+
+class Desk:
+    """The coordinator's parts that take part in a regroup, on a clock that stands still.
+
+    Args:
+        directory: of the records.
+        replicas: of the run; it goes on with one.
+        each: workers of a replica.
+    """
+
+    def __init__(self, directory: Path, *, replicas: int, each: int = 1) -> None:
+        groups = GroupConfig(
+            max_replicas=replicas,
+            min_replicas=1,
+            workers_per_replica=each,
+            tensor=1,
+            lanes=replicas,
+            steps=STEPS,
+            start_workers=replicas * each,
+        )
+        train = TrainConfig(task=None, steps=STEPS, global_batch=replicas)
+        config = CoordinatorConfig(
+            groups=groups,
+            paths=RunPaths(root=directory),
+            health=HealthConfig(),
+            checkpoint=CheckpointConfig(),
+            generation=0,
+            restore_step=0,
+            snapshot=None,
+            started=events.RunStarted(
+                time=0.0, name="r", layout={}, steps=STEPS, start_step=0, versions={}
+            ),
+            faults=(),
+            ledger=Ledger(train=train, lanes=replicas, samples=STEPS * replicas),
+        )
+        self.paths = config.paths
+        self.membership = Membership(groups, generation=0, restore_step=0)
+        self.records = RunLog(config, self.membership)
+        self.board = Switchboard(self.membership, self.records, lambda effects: None)
+        self.workers = [f"w{rank}" for rank in range(replicas * each)]
+        self.built: dict[str, int] = {}
+        self.answers: dict[str, asyncio.Task[Answer]] = {}
+        self.now = 100.0
+
+    async def start(self) -> None:
+        """All build, and train in generation 1."""
+        for worker in self.workers:
+            await self.join(worker)
+        for worker in self.workers:
+            answer = await self.answers[worker]
+            assert isinstance(answer, Build)
+            self.built[worker] = answer.formed
+        for worker in self.workers:
+            await self.join(worker)
+        for worker in self.workers:
+            assert isinstance(await self.answers[worker], Run)
+
+    async def join(self, worker: str, at: float = 100.0, *, step: int | None = None) -> None:
+        """A worker joins at a time; with `step`, out of the middle of it."""
+        self.now = at
+        report = Report(
+            identity=Identity(worker=worker, rank=int(worker[1:]), node="n", pid=1),
+            built=self.built.get(worker, 0),
+            generation=self.membership.generation,
+            step=step,
+            in_step=step is not None,
+        )
+        self.answers[worker] = asyncio.create_task(self.board.join(report))
+        for _ in range(3):  # the join, and the decision that serves all who came with it
+            await asyncio.sleep(0)
+
+    async def lose(self, worker: str, at: float) -> None:
+        """A worker is gone."""
+        self.now = at
+        self.membership.lose(worker)
+        await self.board.advance()
+
+    def regroups(self) -> list[tuple[str, float, int]]:
+        """(kind, time, generation) of the events, without the start's."""
+        kinds = events.RegroupCalled | events.RegroupGathered | events.RegroupDone
+        found = [e for e in read_events(self.paths.events) if isinstance(e, kinds)]
+        return [(e.kind, e.time, e.generation) for e in found if e.generation > 1]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Desk]]:
+    """The clock is that of the desk in this list."""
+    desks: list[Desk] = []
+    now = SimpleNamespace(time=lambda: desks[0].now)
+    monkeypatch.setattr(run_log, "time", now)
+    monkeypatch.setattr(switchboard, "gc", SimpleNamespace(disable=lambda: None, enable=None))
+    yield desks
+    desks[0].records.end("interrupted", None)
+
+
+def desk_of(clock: list[Desk], directory: Path, *, replicas: int, each: int = 1) -> Desk:
+    clock.append(Desk(directory, replicas=replicas, each=each))
+    return clock[0]
+
+
+def test_the_last_survivor_that_lets_go_of_its_step_is_stamped(
+    tmp_path: Path, clock: list[Desk]
+) -> None:
+    desk = desk_of(clock, tmp_path, replicas=3)
+
+    async def play() -> None:
+        await desk.start()
+        await desk.lose("w2", at=101.0)
+        await desk.join("w1", at=101.25, step=5)
+        await desk.join("w3", at=101.5)  # a spare, which nobody had called
+        await desk.join("w0", at=101.75, step=5)
+
+    asyncio.run(play())
+    assert desk.regroups() == [
+        ("regroup_called", 101.0, 2),
+        ("regroup_gathered", 101.75, 2),
+        ("regroup_done", 101.75, 2),
+    ]
+
+
+def test_who_comes_while_the_lost_one_is_waited_for_is_stamped_with_his_own_time(
+    tmp_path: Path, clock: list[Desk]
+) -> None:
+    desk = desk_of(clock, tmp_path, replicas=3)
+
+    async def play() -> None:
+        await desk.start()
+        await desk.join("w0", at=101.0, step=5)  # it notices before anybody knows of a loss
+        await desk.join("w1", at=101.25, step=5)
+        await desk.join("w3", at=101.5)
+        assert [kind for kind, *_ in desk.regroups()] == ["regroup_called"]
+        await desk.lose("w2", at=102.0)
+
+    asyncio.run(play())
+    assert desk.regroups() == [
+        ("regroup_called", 101.0, 2),
+        ("regroup_gathered", 101.25, 2),
+        ("regroup_done", 102.0, 2),
+    ]
+
+
+def test_nobody_is_left_to_come_where_the_last_survivor_made_the_coordinator_call(
+    tmp_path: Path, clock: list[Desk]
+) -> None:
+    desk = desk_of(clock, tmp_path, replicas=2)
+
+    async def play() -> None:
+        await desk.start()
+        await desk.join("w0", at=101.0, step=5)
+        await desk.lose("w1", at=102.0)
+
+    asyncio.run(play())
+    assert desk.regroups() == [
+        ("regroup_called", 101.0, 2),
+        ("regroup_gathered", 101.0, 2),
+        ("regroup_done", 102.0, 2),
+    ]
+
+
+def test_no_roster_waits_for_the_survivors_of_a_broken_replica(
+    tmp_path: Path, clock: list[Desk]
+) -> None:
+    desk = desk_of(clock, tmp_path, replicas=2, each=2)
+
+    async def play() -> None:
+        await desk.start()
+        await desk.lose("w3", at=101.0)
+        await desk.join("w0", at=101.25, step=5)
+        await desk.join("w1", at=101.5, step=5)
+        await desk.join("w2", at=109.0, step=5)  # called too, but out of the roster
+
+    asyncio.run(play())
+    assert desk.regroups() == [
+        ("regroup_called", 101.0, 2),
+        ("regroup_gathered", 101.5, 2),
+        ("regroup_done", 101.5, 2),
+    ]
+
+
+def test_the_wait_for_workers_comes_after_the_last_has_let_go(
+    tmp_path: Path, clock: list[Desk]
+) -> None:
+    desk = desk_of(clock, tmp_path, replicas=1, each=2)
+
+    async def play() -> None:
+        await desk.start()
+        await desk.lose("w1", at=101.0)
+        await desk.join("w0", at=101.25, step=5)
+        await desk.join("w2", at=160.0)  # machines have come: a replica is made
+
+    asyncio.run(play())
+    assert desk.regroups() == [("regroup_called", 101.0, 2), ("regroup_gathered", 101.25, 2)]
+
+
+def test_a_run_that_ends_gathers_nobody(tmp_path: Path, clock: list[Desk]) -> None:
+    desk = desk_of(clock, tmp_path, replicas=2)
+
+    async def play() -> None:
+        await desk.start()
+        await desk.lose("w1", at=101.0)
+        await desk.board.stop("enough")
+        await desk.join("w0", at=102.0, step=5)
+
+    asyncio.run(play())
+    assert desk.regroups() == [("regroup_called", 101.0, 2)]
