@@ -188,7 +188,7 @@ class Coordinator:
         self._put_off_start()
         self._crew.watch(identity)
         if identity.node in self._crew.draining_nodes:
-            await self._crew.drain([identity.worker], "its node is draining", None)
+            await self._crew.drain([identity.worker], "its node is draining", None, identity.node)
 
     async def join(self, report: Report) -> Answer:
         """A worker reports what it has and waits for what to do. No worker joins unwatched."""
@@ -350,9 +350,9 @@ class Coordinator:
         await self._crew.drain_node(node, left_s, reason)
 
     async def drain_worker(self, worker: str, reason: str) -> None:
-        """As `drain`, for a single worker."""
+        """A worker was told to end: it leaves training after a step, and then ends."""
         await self._gate()
-        await self._crew.drain([worker], reason, None)
+        await self._crew.drain([worker], reason, None, None)
 
     async def beat(self, node: str, token: str, deaths: list[Death]) -> bool:
         """A node's agent says that the node is there, and which workers died since its last word.

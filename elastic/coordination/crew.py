@@ -77,9 +77,10 @@ class Crew:
     # -- machines that go --------------------------------------------------------------------------
 
     async def drain(
-        self, workers: Iterable[str], reason: str, left_s: float | None, node: str | None = None
+        self, workers: Iterable[str], reason: str, left_s: float | None, node: str | None
     ) -> None:
-        """The machine of `workers` will go, in `left_s` if that is known."""
+        """`workers` will go with their machine, `node`, in `left_s` if that is known; or, where no
+        `node` is named, by themselves."""
         known = [w for w in workers if w in self.started and w not in self._draining]
         if not known:
             return
@@ -88,7 +89,7 @@ class Crew:
                 time=time.time(), workers=known, node=node, reason=reason, deadline_s=left_s
             )
         )
-        self.retire(known)
+        self.retire(known, dismiss=node is None)
         self._save_wanted |= self._membership.last_copies_go
         await self._board.advance()
 
@@ -98,11 +99,11 @@ class Crew:
         wanted, self._save_wanted = self._save_wanted, False
         return wanted
 
-    def retire(self, workers: Iterable[str]) -> None:
-        """`workers` get no slot any more, as their machines will go."""
+    def retire(self, workers: Iterable[str], *, dismiss: bool) -> None:
+        """`workers` get no slot any more. See `Membership.drain`."""
         for worker in workers:
             self._draining.add(worker)
-            self._membership.drain(worker)
+            self._membership.drain(worker, dismiss=dismiss)
 
     async def drain_node(self, node: str, left_s: float | None, reason: str) -> None:
         """A machine will go: those that work on it leave, those that start on it get no slot."""

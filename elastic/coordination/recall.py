@@ -18,6 +18,8 @@ class Recall:
     """Workers that started and were not lost."""
     draining: frozenset[str]
     """Those whose machines will go."""
+    leaving: frozenset[str]
+    """Those that were told to end."""
     draining_nodes: frozenset[str]
     """Machines that will go."""
     generation: int
@@ -43,6 +45,7 @@ def recall(paths: RunPaths, start_step: int) -> Recall:
     """
     happened = _this_start(read_events(paths.events))
     lost = {e.worker for e in happened if isinstance(e, events.WorkerLost)}
+    drained = [e for e in happened if isinstance(e, events.Draining)]
     rosters = [e for e in happened if isinstance(e, events.RegroupDone)]
     return Recall(
         workers={
@@ -50,11 +53,9 @@ def recall(paths: RunPaths, start_step: int) -> Recall:
             for e in happened
             if isinstance(e, events.WorkerJoined) and e.worker not in lost
         },
-        draining=frozenset(w for e in happened if isinstance(e, events.Draining) for w in e.workers)
-        - lost,
-        draining_nodes=frozenset(
-            e.node for e in happened if isinstance(e, events.Draining) and e.node is not None
-        ),
+        draining=frozenset(w for e in drained if e.node is not None for w in e.workers) - lost,
+        leaving=frozenset(w for e in drained if e.node is None for w in e.workers) - lost,
+        draining_nodes=frozenset(e.node for e in drained if e.node is not None),
         generation=rosters[-1].generation if rosters else 0,
         restored=max(
             (e.generation for e in rosters if e.outcome in ("start", "restore")), default=0

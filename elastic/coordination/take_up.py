@@ -102,4 +102,5 @@ class TakeUp:
         )
         for worker in self._standings.keys() - living:
             self._membership.lose(worker)  # it was written off before
-        self._crew.retire(recalled.draining & living)
+        self._crew.retire(recalled.draining & living, dismiss=False)
+        self._crew.retire(recalled.leaving & living, dismiss=True)

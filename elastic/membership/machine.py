@@ -70,6 +70,7 @@ class Membership:
         self._lost: set[str] = set()
         self._torn: set[str] = set()  # see `Resumption`
         self._away: dict[str, Stop | Leave] = {}  # wait, and are to be sent away
+        self._going: set[str] = set()  # are to be sent away once they have no slot
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -98,15 +99,23 @@ class Membership:
         self.calls.followed(worker)
         self.waiting.pop(worker, None)
         self._away.pop(worker, None)
+        self._going.discard(worker)
         if worker not in self._lost:
             self._lost.add(worker)
             self.formations.lose(worker)
         return self.members.pop(worker, None)
 
-    def drain(self, worker: str) -> None:
-        """The machine of a worker will go: it gets no slot any more, and leaves the one it has at a
-        step boundary, as soon as enough other replicas are whole."""
+    def drain(self, worker: str, *, dismiss: bool = False) -> None:
+        """A worker will go, or its machine: it gets no slot any more, and leaves the one it has at
+        a step boundary, as soon as enough other replicas are whole and have state.
+
+        Args:
+            worker: it.
+            dismiss: once it has no slot its process ends; else that waits for what may come.
+        """
         self.formations.retire(worker)
+        if dismiss:
+            self._going.add(worker)
 
     def caught_up(self, worker: str) -> Replica | None:
         """A newcomer's worker has the state. Returns its replica where it was the last of it."""
@@ -153,7 +162,11 @@ class Membership:
         self.members = {s.identity.worker: s.identity for s in standings}
         self.calls.resume(standings)
         self.recorded, self.reached = recorded, max(recorded, self.reached)
-        found = plan_resumption(standings, self.config.workers_per_replica)
+        found = plan_resumption(
+            standings,
+            workers_per_replica=self.config.workers_per_replica,
+            max_replicas=self.config.max_replicas,
+        )
         started = generation > 0 or found.roster.generation > 0
         self.generation = max(self.generation, generation, found.roster.generation)
         self.roster = found.roster
@@ -246,6 +259,7 @@ class Membership:
             self._conclude(effects)
             if effects.regrouped is not None:  # one that has left made room
                 self._build(self.formations.from_pool(), effects)
+        self._release(effects)
 
     def _all_finished(self) -> bool:
         """Everybody with a slot is done, and the last state is in a committed checkpoint."""
@@ -270,6 +284,13 @@ class Membership:
         for worker in self._away:
             del self.waiting[worker]
         self._away.clear()
+
+    def _release(self, effects: Effects) -> None:
+        """Those that were told to go and have no slot (any more) end."""
+        for worker in [w for w in self._going if w in self.waiting and not self._places.of(w)]:
+            effects.answers[worker] = Stop(error=None)
+            del self.waiting[worker], self.members[worker]
+            self._going.discard(worker)
 
     def _free_survivors(self, effects: Effects) -> None:
         """Calls those who build for a replica that will not come about."""

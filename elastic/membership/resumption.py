@@ -25,7 +25,8 @@ class Resumption:
     standing: tuple[Replica, ...]
     """Replicas of it that are whole."""
     forming: tuple[Replica, ...]
-    """Whole formations that were in no roster yet, all of whose workers have built their part."""
+    """Whole formations that were in no roster yet, all of whose workers have built their part.
+    Successors of replicas that will leave are none of them: they may have been given up since."""
     broken: tuple[Replica, ...]
     """What is left of others, which nobody waits for. Of those that were being built the process
     group was to meet at the store that is lost: one that has no connection to it yet goes on trying
@@ -45,12 +46,15 @@ class Resumption:
     """All of the roster is there and at work: no regroup was under way."""
 
 
-def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> Resumption:
+def plan_resumption(
+    standings: Sequence[Standing], *, workers_per_replica: int, max_replicas: int
+) -> Resumption:
     """Puts together what the living workers know.
 
     Args:
         standings: one of each.
         workers_per_replica: workers in a whole replica.
+        max_replicas: most replicas of the run.
     """
     groups: dict[int, list[Standing]] = defaultdict(list)
     for each in standings:
@@ -75,7 +79,12 @@ def plan_resumption(standings: Sequence[Standing], workers_per_replica: int) -> 
         lanes={f.replica.index: f.first.lanes for f in placed} if consistent else {},
     )
     new = [f for f in newest if f.first.source is not None]
-    forming = [f for f in formations if f.whole and f.built and not f.generation and f not in left]
+    forming = [
+        f
+        for f in formations
+        if f.whole and f.built and not f.generation and f not in left
+        if f.first.replica < max_replicas
+    ]
     numbers = {f.first.formed for f in (*placed, *forming)}
     standing = [f for f in placed if f.whole]
     return Resumption(

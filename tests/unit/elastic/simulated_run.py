@@ -144,6 +144,9 @@ class World:
         self.incarnation = 0
         """Coordinators that were lost so far."""
         self.drained: set[str] = set()
+        self.going: set[str] = set()
+        """Of these, who is to end by itself."""
+        self.dismissed = 0
         self.copies: dict[tuple[int, str], Applied] = {}
         """(generation, worker) -> the state that it sends to newcomers."""
         self.trace: list[str] = []
@@ -276,8 +279,12 @@ class World:
         self._lose_answers()
         self.joins.clear()
         standings = [worker.standing() for worker in alive if worker.name not in self.lost]
-        building = {s.formed for s in standings if not s.built}
-        self.taken_apart.update(s.identity.worker for s in standings if s.formed in building)
+        given_up = {
+            s.formed
+            for s in standings
+            if not s.built or (s.replica >= self.plan.max_replicas and not s.generation)
+        }
+        self.taken_apart.update(s.identity.worker for s in standings if s.formed in given_up)
         self.membership.resume(
             standings,
             generation=before.generation,
@@ -288,7 +295,7 @@ class World:
         for name in self.lost:
             self.membership.lose(name)
         for name in self.drained - self.lost:
-            self.membership.drain(name)
+            self.membership.drain(name, dismiss=name in self.going)
         for worker in alive:  # calls that were lost with it are made again
             if worker.waits_for_answer and worker.answer is None:
                 self.send_join(worker)
@@ -308,8 +315,11 @@ class World:
             name = self.rng.choice(sorted(alive))
             self.trace.append(f"DRAIN {name}")
             self.drained.add(name)
-            self.membership.drain(name)
-            self.condemned.append(name)
+            if self.rng.random() < 0.3:
+                self.going.add(name)
+            else:
+                self.condemned.append(name)
+            self.membership.drain(name, dismiss=name in self.going)
             self._advance()
 
     def _victims(self) -> list[str]:
@@ -388,10 +398,16 @@ class World:
                 self.log.append(step)
 
     def left(self, worker: SimWorker, stop: Stop) -> None:
-        """A worker returns from its train function; where it fails, Ray starts another one."""
-        if self.membership.stopped is None:
-            assert stop.error is not None and worker.name in self.lost
-            self.vacant.append(worker.rank)
+        """A worker returns from its train function; while the run goes on, Ray starts another."""
+        if self.membership.stopped is not None:
+            return
+        self.vacant.append(worker.rank)
+        if stop.error is None:
+            assert worker.name in self.going and worker.name not in self.lost
+            self.dismissed += 1
+            self.unnoticed.append(worker.name)
+        else:
+            assert worker.name in self.lost
 
     def _arrive(self, rank: int) -> bool:
         self.vacant.remove(rank)

@@ -801,6 +801,22 @@ def test_no_fewer_than_the_least_train_while_one_is_replaced() -> None:
     assert run_of(effects, "c2").heals == ((1, 0),)
 
 
+def test_a_worker_that_is_told_to_end_does_so_once_it_has_no_slot() -> None:
+    group = Group(replicas=2, start=2)
+    group.start("a0", "b1")
+    group.membership.drain("b1", dismiss=True)
+    assert group.advance().called == "drain"
+    group.join("b1", step=5, last=commit(4, boundary=True))
+    effects = group.join("a0", step=5, last=commit(4, boundary=True))
+    assert layout(effects) == {0: ("a0",)}
+    assert effects.answers["b1"] == Stop(error=None)
+    assert group.lose("b1").called is None
+    group.join("c1")
+    group.membership.drain("c1", dismiss=True)
+    assert group.advance().answers == {}, "it builds"
+    assert group.join("c1").answers == {"c1": Stop(error=None)}
+
+
 def test_a_worker_on_a_machine_that_will_go_gets_no_slot() -> None:
     group = Group(replicas=2, start=1)
     group.start("a0")
@@ -982,6 +998,7 @@ def test_any_order_of_events_ends_well(batch: int) -> None:
     assert set(outcomes) == {"start", "repeat", "finish_step", "boundary", "restore"}
     for harm in ("kills", "write_offs", "flakes"):
         assert any(getattr(w, harm) < getattr(w.plan, harm) for w in worlds), f"no {harm}"
+    assert any(w.dismissed for w in worlds)
 
 
 def test_these_schedules_read_saved_states_and_fail_to() -> None:

@@ -53,14 +53,17 @@ def write(root: Path, happened: list[events.Event], steps: list[events.StepRecor
 def test_the_present_start_counts(tmp_path: Path) -> None:
     before = [started(0.0), joined("old"), regrouped(1.0, 1, 0, "start")]
     drain = events.Draining(time=3.0, workers=["b", "c"], node="n-b", reason="", deadline_s=None)
+    leave = events.Draining(time=3.0, workers=["a"], node=None, reason="", deadline_s=None)
     forming = events.ReplicaForming(time=3.0, formed=4, replica=0, workers=["a"])
     fault = events.FaultFired(time=3.0, fault="kill@3:1", step=3, worker="c")
-    now = [started(2.0, 2), joined("a"), joined("b"), joined("c"), forming, drain, fault, lost("c")]
+    now = [started(2.0, 2), joined("a"), joined("b"), joined("c")]
+    now += [forming, drain, leave, fault, lost("c")]
     rosters = [regrouped(4.0, 2, 2, "restore"), regrouped(5.0, 3, 4, "repeat")]
     steps = [step(0, 1, 1.1), step(1, 1, 1.2), step(2, 2, 4.1), step(3, 2, 4.2), step(4, 3, 5.1)]
     known = recall(write(tmp_path, [*before, *now, *rosters], steps), 2)
     assert known.workers.keys() == {"a", "b"} and known.workers["a"].node == "n-a"
     assert known.draining == {"b"} and known.draining_nodes == {"n-b"}
+    assert known.leaving == {"a"}
     assert (known.generation, known.restored, known.formations) == (3, 2, 4)
     assert known.recorded == 5 and known.fired == ("kill@3:1",)
 

@@ -42,7 +42,7 @@ class Crew:
 
     def watch(self, identity: Identity) -> None: ...
 
-    def retire(self, workers: Any) -> None: ...
+    def retire(self, workers: Any, *, dismiss: bool) -> None: ...
 
     async def lose(self, worker: str, *_: Any) -> None:
         self.membership.lose(worker)
@@ -87,6 +87,7 @@ def recalled() -> Recall:
     return Recall(
         workers={"spare": joined},
         draining=frozenset(),
+        leaving=frozenset(),
         draining_nodes=frozenset(),
         generation=1,
         restored=1,
