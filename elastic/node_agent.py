@@ -31,6 +31,7 @@ from elastic.messages import Death, Identity
 from elastic.nodes.beats import BeatSender
 from elastic.nodes.drain import SpotWatch, on_ec2, tell_coordinator
 from elastic.nodes.process_watch import ProcessWatch
+from elastic.ray_compat.cluster import drain_node
 from health.lease import AwakeClock
 
 _SAMPLE_INTERVAL_S = 0.2
@@ -77,8 +78,13 @@ class NodeAgent:
         """Awake time up to which the coordinator is known to have been in reach."""
         self._run_over = False
         if on_ec2():
-            self._spot = SpotWatch(node, tell_coordinator(coordinator))
+            self._spot = SpotWatch(node, self._announce)
         threading.Thread(target=self._run, name="node-agent", daemon=True).start()
+
+    def _announce(self, node: str, deadline_s: float | None, reason: str) -> None:
+        """This machine will be taken away: the run leaves it, and Ray looks for another one."""
+        tell_coordinator(self._coordinator)(node, deadline_s, reason)
+        drain_node(node, deadline_s, reason)
 
     def watch(self, identity: Identity) -> None:
         """Watches a worker of this node from now on; reports it at once where it has ended."""

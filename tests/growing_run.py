@@ -3,7 +3,7 @@ cluster meanwhile.
 
     python tests/growing_run.py ADDRESS STORAGE GATE REPLICAS MIN_REPLICAS SHARD
 
-Its last line of output is the JSON list of placement groups that it left behind.
+When it ends, STORAGE/left.json lists the placement groups that it left behind.
 """
 
 from __future__ import annotations
@@ -93,4 +93,4 @@ if __name__ == "__main__":
     ray.init(address=address, log_to_driver=False)
     sizes = ScalingConfig(max_replicas=replicas, min_replicas=min_replicas)
     growing_trainer(storage, gate, sizes, shard).fit()
-    print(json.dumps(groups_left()))
+    (Path(storage) / "left.json").write_text(json.dumps(groups_left()), encoding="utf-8")

@@ -64,7 +64,8 @@ class Receipts:
         After a restore the records lack the steps that were lost. A late checkpoint of those steps,
         by a worker that was cut off or slow, must not become one to restore from.
         """
-        if receipt.generation < self._records.restored:
+        ahead = self._membership.ahead(receipt.step, receipt.generation)
+        if ahead or receipt.generation < self._records.restored:
             return
         try:
             size = await self._publisher.take(receipt, training_state, writers)

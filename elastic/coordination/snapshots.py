@@ -99,6 +99,8 @@ class Snapshots:
     ) -> None:
         """One of `writers` parts is written to the memory of `node`; returns when the part has its
         copy and, if it was the last one, the snapshot counts."""
+        if self._membership.ahead(receipt.step, receipt.generation):
+            return
         other = plan_other_node(node, self._nodes)
         nodes = {node}
         if other is not None and await self._copy(node, other, receipt):

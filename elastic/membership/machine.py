@@ -196,6 +196,11 @@ class Membership:
         replica = self._places.of(worker)
         return None if replica is None else replica.formed
 
+    def ahead(self, step: int, generation: int) -> bool:
+        """Whether a save of `step`, by workers of `generation`, holds steps that are in no record
+        and never will be: they were lost before they told of them, and the run went on without."""
+        return generation < self.generation and step > self.recorded
+
     @property
     def spares(self) -> list[str]:
         """Workers that wait without a slot."""

@@ -85,6 +85,25 @@ def draining_nodes() -> dict[str, int]:
     return dict(state.get_draining_nodes())
 
 
+def drain_node(node: str, deadline_s: float | None, reason: str) -> None:
+    """Has Ray drain `node`: nothing is placed there any more, and what works there counts as going,
+    so that successors are asked for.
+
+    Args:
+        node: Ray's id.
+        deadline_s: when it will be gone, in seconds since the epoch; None: unknown.
+        reason: in words.
+    """
+    from ray._raylet import GcsClient
+    from ray.core.generated import autoscaler_pb2
+
+    gcs: Any = GcsClient(address=ray.get_runtime_context().gcs_address)
+    kind = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, why_not = gcs.drain_node(node, kind, reason, int(1000 * (deadline_s or 0)))
+    if not accepted:
+        log.warning("Ray does not drain node %s: %s", node, why_not)
+
+
 def host_store() -> tuple[str, int, Any]:
     """Hosts a TCPStore here. Returns the address, the port, and what keeps it alive."""
     from torch._C._distributed_c10d import TCPStore

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
+from fakes.metadata import serve_metadata
 from growing_run import STEPS
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
@@ -20,6 +22,7 @@ from ray.core.generated import autoscaler_pb2
 from checkpointing import Keys, Reader, newest, open_store, params_sha256
 from elastic import events
 from elastic.event_log import read_events, read_steps
+from elastic.nodes.drain import METADATA_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "growing_run.py"
@@ -48,9 +51,8 @@ class GrowingRun:
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(PROGRAM), *map(str, arguments)],
-                stdout=subprocess.PIPE,
+                stdout=log,
                 stderr=log,
-                text=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
             )
 
@@ -78,9 +80,9 @@ class GrowingRun:
     def finish(self) -> str:
         """Opens the gate and waits for the end. Returns the hash of the weights."""
         self.gate.touch()
-        out, _ = self.process.communicate(timeout=PATIENCE_S)
+        self.process.wait(PATIENCE_S)
         assert self.process.returncode == 0, self._log.read_text()[-4000:]
-        assert json.loads(out.splitlines()[-1]) == []  # placement groups left behind
+        assert json.loads((self.root.parent / "left.json").read_text()) == []
         assert [step.step for step in read_steps(self.root / "steps.jsonl")] == list(range(STEPS))
         store = open_store(self.root / "checkpoints")
         manifest = newest(store, Keys())
@@ -210,17 +212,51 @@ def drain(cluster: Cluster, node_id: str) -> None:
     assert accepted, why_not
 
 
+def spot_notice() -> bytes:
+    """That a machine will be taken away in two minutes, as EC2 says it."""
+    at = datetime.fromtimestamp(time.time() + 120, timezone.utc)
+    return json.dumps({"action": "terminate", "time": f"{at:%Y-%m-%dT%H:%M:%SZ}"}).encode()
+
+
+def trains_whole(event: events.Event) -> bool:
+    """Whether a roster stands in which two replicas train."""
+    return isinstance(event, events.RegroupDone) and len(event.lanes) == 2 == sum(
+        bool(lanes) for lanes in event.lanes.values()
+    )
+
+
+def successor_has_taken_over(all_: list[events.Event]) -> bool:
+    """Whether two replicas train after the others have left the machine."""
+    called = (i for i, e in enumerate(all_) if getattr(e, "reason", None) == "drain")
+    left = next(called, len(all_))
+    return any(map(trains_whole, all_[left:]))
+
+
 @SOAK
-def test_the_successor_of_a_draining_machine_is_there_before_it_goes(
-    machines: Cluster, start_run: StartRun
+@pytest.mark.parametrize(("notice", "minimum"), [("ray", 1), ("ray", 2), ("spot", 2)])
+def test_a_machine_that_will_go_is_left_with_nothing_repeated(
+    machines: Cluster, start_run: StartRun, notice: str, minimum: int
 ) -> None:
+    """Its successor is there before it goes. With `minimum` 2 it stays until that has caught up."""
     machines.add_node(num_cpus=1)
-    second = machines.add_node(num_cpus=2)  # its free CPU must not be used
-    run = start_run()
-    run.wait_for_replicas(2)
-    drain(machines, second.node_id)
-    third = machines.add_node(num_cpus=1)
-    happened = run.wait_for(lambda all_: len(joined(all_)) == 3)
-    assert joined(happened)[2].node == third.node_id
+    with serve_metadata() as (url, metadata):
+        # Its free CPU must not be used.
+        second = machines.add_node(num_cpus=2, env_vars={METADATA_VARIABLE: url})
+        run = start_run(minimum=minimum)
+        before = len(run.wait_for(lambda all_: any(map(trains_whole, all_))))
+        if notice == "ray":
+            drain(machines, second.node_id)
+        else:
+            metadata.notice = spot_notice()
+        third = machines.add_node(num_cpus=1)
+        happened = run.wait_for(successor_has_taken_over)
+    assert [worker.node for worker in joined(happened)][2:] == [third.node_id], happened
+    machines.remove_node(second, allow_graceful=False)
+    happened = run.wait_for(lambda all_: bool(lost(all_)))
+    assert [(e.node, e.cause) for e in lost(happened)] == [(second.node_id, "preemption")]
     weights = run.finish()
+    rosters = [e for e in run.events()[before:] if isinstance(e, events.RegroupDone)]
+    assert {(e.outcome, e.repeated_steps, e.lost_steps) for e in rosters} == {("boundary", 0, 0)}
+    assert min(len(e.lanes) for e in rosters) >= minimum
+    assert rosters[-1].lanes.keys() == {"0", "1"}
     assert weights == undisturbed(start_run)

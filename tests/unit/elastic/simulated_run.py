@@ -441,7 +441,7 @@ class World:
         step, generation, rank, applied = worker.writing
         worker.writing = None
         worker.flush()
-        if generation >= self.went_back_in:
+        if generation >= self.went_back_in and not self.membership.ahead(step, generation):
             self.receipts.setdefault((step, generation), {})[rank] = applied
         return True
 
@@ -461,7 +461,7 @@ class World:
         step, generation, rank, applied = worker.remembering
         worker.remembering = None
         worker.flush()
-        if generation >= self.went_back_in:
+        if generation >= self.went_back_in and not self.membership.ahead(step, generation):
             self.parts.setdefault((step, generation), {})[rank] = applied
         return True
 

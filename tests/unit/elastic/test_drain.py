@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import http.server
 import os
 import queue
 import signal
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.metadata import Metadata, serve_metadata
 
 from elastic.nodes.drain import METADATA_VARIABLE, DrainWatch, SpotWatch, on_ec2
 
@@ -76,48 +76,11 @@ def test_sigterm_calls_back_and_the_process_goes_on(when: str) -> None:
     process.stdout.close()
 
 
-class Metadata(http.server.BaseHTTPRequestHandler):
-    """As IMDSv2 answers: no token, no answer; tokens expire; 404 until there is a notice."""
-
-    notice: bytes | None = None
-    looks_before_notice = 0
-    tokens = 0
-
-    def do_PUT(self) -> None:
-        assert self.headers["X-aws-ec2-metadata-token-ttl-seconds"]
-        type(self).tokens += 1
-        self._answer(200, f"token-{self.tokens}".encode())
-
-    def do_GET(self) -> None:
-        cls = type(self)
-        assert self.path == "/latest/meta-data/spot/instance-action"
-        if self.headers["X-aws-ec2-metadata-token"] != "token-2":  # the first one has expired
-            return self._answer(401, b"")
-        cls.looks_before_notice -= 1
-        if cls.looks_before_notice >= 0 or cls.notice is None:
-            return self._answer(404, b"")
-        return self._answer(200, cls.notice)
-
-    def _answer(self, code: int, body: bytes) -> None:
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Metadata]]:
-    handler = type("OneMetadata", (Metadata,), {})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        monkeypatch.setenv(METADATA_VARIABLE, f"http://127.0.0.1:{server.server_port}/")
+    with serve_metadata() as (url, handler):
+        monkeypatch.setenv(METADATA_VARIABLE, url)
         yield handler
-        server.shutdown()
-        thread.join()
 
 
 def test_a_spot_notice_is_told_of_once(metadata: type[Metadata]) -> None:
