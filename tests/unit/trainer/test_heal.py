@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer import heal
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.host_memory import HostMemory
 from trainer.backend.rendezvous import Rendezvous
@@ -146,5 +147,56 @@ def test_a_full_backlog_is_worked_off_once_the_state_is_there(
     assert newcomer.take_failure() is None
     assert newcomer.steps_behind == 2 and taker.state.optimizer_steps == 3
     assert newcomer.finish() and taker.state.digest() == giver.state.digest()
+    source.close()
+    newcomer.close()
+
+
+class BadWire(Wire):
+    """The first chunks arrive whole; what becomes of the next one is the test's affair."""
+
+    def __init__(self, meet: Rendezvous, rank: int, spoil: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(meet, "bad", rank=rank, size=2, device="cpu")
+        self._spoil, self._whole = spoil, 2
+
+    def send(self, tensor: torch.Tensor) -> None:
+        if self._whole == 0:
+            self._spoil(tensor)
+        super().send(tensor)
+        self._whole -= 1
+
+
+def end(_: torch.Tensor) -> None:
+    raise RuntimeError("this source is no more")
+
+
+def flip(chunk: torch.Tensor) -> None:
+    chunk[0] ^= 1
+
+
+@pytest.mark.parametrize("spoil", [end, flip], ids=["the_source_ends", "a_bit_flips"])
+def test_half_a_state_does_not_count(
+    pair: tuple[Rendezvous, Engine, Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[torch.Tensor], None],
+) -> None:
+    monkeypatch.setattr(heal, "CHUNK_BYTES", 16)
+    meet, giver, taker = pair
+    # What the source sends is a copy of its own: it counts the checksum before it is spoilt.
+    source = Source(giver, 0, BadWire(meet, 0, spoil))
+    newcomer = Newcomer(taker, Wire(meet, "bad", rank=1, size=2, device="cpu"), clip_norm=0.5)
+    step_both(giver, newcomer, taker, 0)
+    reasons: list[str] = []
+    wait_until(lambda: bool(reasons) or reasons.extend(filter(None, [newcomer.take_failure()])))
+    assert ("CRC-32" in reasons[0]) == (spoil is flip)
+    assert not newcomer.finish() and not newcomer.caught_up
+    source.close()
+    newcomer.close()
+
+    wires = [Wire(meet, "good", rank=rank, size=2, device="cpu") for rank in range(2)]
+    source, newcomer = Source(giver, 0, wires[0]), Newcomer(taker, wires[1], clip_norm=0.5)
+    source.await_copy()
+    step_both(giver, newcomer, taker, 1)
+    wait_until(newcomer.finish)
+    assert taker.state.digest() == giver.state.digest()
     source.close()
     newcomer.close()
