@@ -279,7 +279,9 @@ class ElasticTrainer:
             except ray.exceptions.RayError as gone:
                 return f"the coordinator died ({gone}); run the same name again to continue"
             # A worker lost just before the end is not replaced any more: that is no failure.
-            return f"Ray Train gave up: {failure}" if verdict is None else verdict.error
+            if verdict is not None:
+                return verdict.error
+            return f"Ray Train gave up; run the same name again to continue. It said: {failure}"
         return None
 
 
