@@ -94,11 +94,13 @@ def drain_node(node: str, deadline_s: float | None, reason: str) -> None:
         deadline_s: when it will be gone, in seconds since the epoch; None: unknown.
         reason: in words.
     """
-    from ray._raylet import GcsClient
+    from ray import _raylet
     from ray.core.generated import autoscaler_pb2
 
-    gcs: Any = GcsClient(address=ray.get_runtime_context().gcs_address)
-    kind = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    raylet: Any = _raylet
+    messages: Any = autoscaler_pb2
+    gcs = raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+    kind = messages.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     accepted, why_not = gcs.drain_node(node, kind, reason, int(1000 * (deadline_s or 0)))
     if not accepted:
         log.warning("Ray does not drain node %s: %s", node, why_not)

@@ -169,9 +169,9 @@ def test_the_controller_is_killed(undisturbed: Undisturbed, tmp_path: Path, memo
         ]
         os.kill(pid, signal.SIGKILL)
 
-    with gate_after_snapshot(gate, memory, kill_controller):
-        with pytest.raises(RunFailedError, match="run the same name again to continue"):
-            start().fit()
+    failed = pytest.raises(RunFailedError, match="run the same name again to continue")
+    with gate_after_snapshot(gate, memory, kill_controller), failed:
+        start().fit()
     assert start().fit().metrics["outcome"] == "finished"
     started = events_of(tmp_path / "gated", "run_started")
     assert [event["start_step"] for event in started] == [0, HALF]
