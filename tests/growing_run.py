@@ -3,7 +3,8 @@ cluster meanwhile.
 
     python tests/growing_run.py ADDRESS STORAGE GATE REPLICAS MIN_REPLICAS SHARD
 
-When it ends, STORAGE/left.json lists the placement groups that it left behind.
+When it ends, STORAGE/left.json lists the processes, actors, placement groups and shared memory that
+it left behind.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import ray
 import torch
 from gated_run import BATCH, LANES, SAMPLES, build_model, loss
 from ray.train import RunConfig
-from ray.util.placement_group import placement_group_table
 
+from benchmarks._chaos_run import find_left_behind
 from checkpointing import CheckpointConfig
 from elastic import (
     CustomTask,
@@ -76,15 +77,10 @@ def growing_trainer(
     )
 
 
-def groups_left() -> list[str]:
-    """States of the groups that are still there a while after the run."""
-    for _ in range(100):
-        states = [row["state"] for row in placement_group_table().values()]
-        left = [state for state in states if state != "REMOVED"]
-        if states and not left:
-            break
-        time.sleep(0.05)
-    return left
+def write_left_behind(storage: str, name: str = "run") -> None:
+    """Writes down what the run that is over has left behind."""
+    left = find_left_behind(Path(storage) / name)
+    (Path(storage) / "left.json").write_text(json.dumps(left), encoding="utf-8")
 
 
 if __name__ == "__main__":
@@ -93,4 +89,4 @@ if __name__ == "__main__":
     ray.init(address=address, log_to_driver=False)
     sizes = ScalingConfig(max_replicas=replicas, min_replicas=min_replicas)
     growing_trainer(storage, gate, sizes, shard).fit()
-    (Path(storage) / "left.json").write_text(json.dumps(groups_left()), encoding="utf-8")
+    write_left_behind(storage)

@@ -1,5 +1,6 @@
 """A run on several hosts, slow until a file appears, and then the same one undisturbed, as a
-program of its own: a test cuts the hosts' links meanwhile.
+program of its own: a test cuts the hosts' links meanwhile. STORAGE/left.json lists what the first
+one left behind.
 
     python tests/partition_run.py ADDRESS STORAGE GATE REPLICAS SHARD
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys
 
 import ray
-from growing_run import growing_trainer
+from growing_run import growing_trainer, write_left_behind
 
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig, ScalingConfig
@@ -28,4 +29,5 @@ if __name__ == "__main__":
         checkpoint=CheckpointConfig(every_steps=10, keep_every=10),
         health=HealthConfig(node_timeout_s=NODE_TIMEOUT_S),
     ).fit()
+    write_left_behind(storage)
     growing_trainer(storage, gate, ScalingConfig(max_replicas=1), shard, name="whole").fit()

@@ -4,6 +4,7 @@ it, what is cut off trains and publishes nothing, and the weights are the undist
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -83,6 +84,7 @@ class PartitionRun:
         assert self.process.wait(PATIENCE_S) == 0, self._log.read_text()[-4000:]
         assert [step.step for step in self.steps()] == list(range(STEPS))
         assert params_of(self.root) == params_of(self.storage / "whole")
+        assert json.loads((self.storage / "left.json").read_text()) == []
 
     def close(self) -> None:
         if self.process.poll() is None:
