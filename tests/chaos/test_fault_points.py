@@ -21,14 +21,15 @@ from paced import paced_task
 from tiny import Outcome, fit, tiny_train, tiny_trainer
 
 from benchmarks._chaos import (
+    HEALTH,
     LANES,
     LAYOUTS,
     Layout,
     find_needless_restores,
-    find_wrong_causes,
     parse_layout,
 )
-from benchmarks._chaos_run import HEALTH, find_left_behind, read_all_steps
+from benchmarks._chaos_losses import find_wrong_causes
+from benchmarks._chaos_run import find_left_behind, read_all_steps
 from checkpointing import CheckpointConfig
 from elastic.event_log import read_events
 from elastic.events import FaultFired, RegroupDone
