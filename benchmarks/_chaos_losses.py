@@ -180,12 +180,12 @@ def find_missed_faults(
         before = [f for f in faults[: faults.index(fault)] if f.step == fault.step]
         if slot is None or any(f in waiting for f in before) or _counts(fault, happened):
             continue
+        ready = max((e.time for f in before for e in _firings(f, happened)), default=0.0)
         if fault.phase in STEP_PHASES:
-            ready = max((e.time for f in before for e in _firings(f, happened)), default=0.0)
             free = _free_steps(str(slot // layout.workers), happened, steps, faults)
             chance = any(s.step >= fault.step and begun >= ready for begun, s in free)
         else:
-            chance = fault.phase in _AT_END and _taken_at_end(slot, happened, layout)
+            chance = fault.phase in _AT_END and _taken_at_end(slot, ready, happened, layout)
         if chance:
             missed.append(f"{fault} did not hit slot {slot}")
     return missed
@@ -241,13 +241,17 @@ def _free_steps(
                 yield before.time, step
 
 
-def _taken_at_end(slot: int, happened: Sequence[Event], layout: Layout) -> bool:
-    """Whether a worker that was not lost had the slot, with lanes, in the last roster."""
+def _taken_at_end(slot: int, ready: float, happened: Sequence[Event], layout: Layout) -> bool:
+    """Whether a worker that was not lost had the slot, with lanes, in the last roster, which is no
+    older than `ready`."""
     roster = _of(RegroupDone, happened)[-1]
     replica, rank = divmod(slot, layout.workers)
-    formed = [e for e in _of(ReplicaForming, happened) if e.replica == replica]
+    formed = [
+        e for e in _of(ReplicaForming, happened) if e.replica == replica and e.time <= roster.time
+    ]
     lost = {e.worker for e in _of(WorkerLost, happened)}
-    return bool(roster.lanes.get(str(replica))) and formed[-1].workers[rank] not in lost
+    taken = bool(roster.lanes.get(str(replica))) and formed[-1].workers[rank] not in lost
+    return taken and roster.time >= ready
 
 
 def _of(kind: type[_E], happened: Sequence[Event]) -> list[_E]:

@@ -22,7 +22,7 @@ from benchmarks._chaos_losses import (
     find_unfired,
     find_wrong_causes,
 )
-from elastic.events import Event, StepRecord
+from elastic.events import Event
 from elastic.faults import parse_faults
 
 BEGIN = [
@@ -74,6 +74,9 @@ def test_wrong_causes() -> None:
         ("raise@2:0", [lost(5.5, "b", "user_error")], [], False),
         ("raise@2:0", [lost(5.5, "c", "crash")], [], False),
         ("kill@2:0", [lost(5.5, "b", "crash")], [], False),
+        # The replica was given up, as the machine of one of its workers was to go.
+        ("raise@2:0", [draining(4, "b")], [], True),
+        ("raise@2:0", [draining(4, "c")], [], False),
         # The run ended without a worker that it did not need; or one that it needed.
         ("freeze@2:spare", [ended(6)], [], True),
         ("freeze@2:spare", [ended(60)], [], False),
@@ -124,10 +127,11 @@ def test_losses_without_a_reason(happened: list[Event], deeds: list[Deed]) -> No
 
 
 def test_unfired() -> None:
-    faults = parse_faults("kill@2:0+3,freeze@4:spare,raise@5:1,kill@6:spare")
+    faults = parse_faults("kill@2:0+3,raise@4.build:1,freeze@4:spare,raise@5:1,kill@6:spare")
     happened = [
         *BEGIN,
         fired(5, "kill@2:0+3", "d"),
+        fired(5.5, "raise@4.build:1", "b"),
         forming(6, 1, "b", "e"),
         fired(7, "raise@5:1", "b"),  # it is in slot 2 by now
         fired(8, "freeze@4:spare", "f"),
@@ -168,6 +172,7 @@ LONE = {"0": [0, 1], "1": []}
         ("kill@3.checkpoint:0", [], ["kill@3.checkpoint:0 did not hit slot 0"]),
         ("freeze@5.shutdown:3", [], ["freeze@5.shutdown:3 did not hit slot 3"]),
         ("freeze@5.shutdown:3", [lost(8.5, "d")], []),
+        ("kill@3:spare,kill@3.checkpoint:0", [fired(8.5, "kill@3:spare", "s")], []),
         ("kill@3.evaluation:3", [roster(8.5, 2, "boundary", LONE)], []),
         ("kill@3.evaluation:0", [roster(8.5, 2, "boundary", LONE)], 1),
         # Whether there was a recovery to hit does not show.
@@ -183,8 +188,16 @@ def test_missed_faults(faults: str, happened: list[Event], missed: list[str] | i
     assert (len(found) if isinstance(missed, int) else found) == missed
 
 
-def test_a_roster_with_a_newcomer_is_not_hit() -> None:
-    healing = [forming(1, 0, "a"), forming(2, 1, "b"), roster(3, 1, "start", LONE)]
-    steps: list[StepRecord] = STEPS
-    faults, layout = parse_faults("kill@3:0"), parse_layout("2x1x1")
-    assert find_missed_faults(healing, steps, faults, layout) == []
+@pytest.mark.parametrize(
+    ("lanes", "missed"),
+    [
+        ({"0": [0], "1": [1]}, ["kill@3:1 did not hit slot 1"]),
+        ({"0": [0, 1]}, []),  # there is no such replica
+        ({"0": [0], "1": [1], "2": []}, []),  # while a replica heals nobody is hit
+    ],
+)
+def test_who_can_be_hit(lanes: dict[str, list[int]], missed: list[str]) -> None:
+    formed = [forming(1, i, worker) for i, worker in enumerate("abc")]
+    happened = [*formed, roster(3, 1, "start", lanes)]
+    faults, layout = parse_faults("kill@3:1"), parse_layout("3x1x1")
+    assert find_missed_faults(happened, STEPS, faults, layout) == missed
