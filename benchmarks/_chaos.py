@@ -1,5 +1,6 @@
-"""What the soak decides and judges, without a cluster: schedules drawn from seeds, and what the
-records of a run must not show."""
+"""What the soak decides and judges, without a cluster: schedules drawn from seeds, and restores
+that were not needed. Who was lost, and how long a run stood still, is judged in `_chaos_losses.py`
+and `_chaos_stalls.py`."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
+from elastic import HealthConfig
 from elastic.events import (
     Event,
-    FaultFired,
     RegroupDone,
     ReplicaForming,
     ReplicaHealed,
@@ -21,11 +22,14 @@ from elastic.faults import Fault, Kind, draw_faults
 from trainer.phases import Phase
 
 STEPS, LANES = 40, 4
+HEALTH = HealthConfig(
+    max_crashes=200, max_hangs=200, max_same_step_errors=50, regroup_timeout_s=60.0
+)
+"""Many faults in one place end no run here."""
 
 ActionKind = Literal["add", "remove", "drain", "coordinator"]
 KINDS: tuple[Kind, ...] = ("kill", "freeze", "raise")
 EDGES: tuple[Phase, ...] = ("checkpoint", "evaluation", "shutdown")
-CAUSES = {"kill": "crash", "freeze": "hang", "raise": "user_error"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,20 @@ class Action:
     coordinator's process is killed."""
     paused: bool
     """Whether the run stands still until the cluster has taken notice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deed:
+    """An action as it was carried out. Times are in seconds since the epoch."""
+
+    action: Action
+    """What was to be done."""
+    began: float
+    """When it was begun."""
+    ended: float
+    """When it was done, and the run, if it was paused, let go on."""
+    node: str | None = None
+    """The machine that came, went or will go."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,20 +205,6 @@ def _middle(rng: random.Random) -> int:
 
 
 # -- judging ---------------------------------------------------------------------------------------
-
-
-def find_wrong_causes(happened: Sequence[Event], faults: Sequence[Fault]) -> list[str]:
-    """Injected faults whose worker was not lost, or for another cause than it should. At shutdown
-    nobody counts any more."""
-    kinds = {str(fault): fault.kind for fault in faults if fault.phase != "shutdown"}
-    causes = {e.worker: e.cause for e in happened if isinstance(e, WorkerLost)}
-    return [
-        f"{e.fault} on {e.worker}: {causes.get(e.worker, 'not lost')}"
-        for e in happened
-        if isinstance(e, FaultFired)
-        and e.fault in kinds
-        and causes.get(e.worker) != CAUSES[kinds[e.fault]]
-    ]
 
 
 def find_needless_restores(

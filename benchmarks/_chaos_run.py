@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,19 +21,30 @@ from ray.core.generated import autoscaler_pb2
 from tiny import Outcome, fit, tiny_train, tiny_trainer
 
 from benchmarks._chaos import (
+    HEALTH,
     LANES,
     STEPS,
     Action,
+    Deed,
     Layout,
     Schedule,
     find_needless_restores,
 )
+from benchmarks._chaos_losses import (
+    find_missed_faults,
+    find_unexplained_losses,
+    find_unfired,
+    find_wrong_causes,
+)
+from benchmarks._chaos_stalls import find_long_stalls
 from checkpointing import CheckpointConfig
-from elastic import HealthConfig, events
+from elastic import events
 from elastic.event_log import read_events, read_steps
 from elastic.records import RunPaths
 
 _E = TypeVar("_E", bound=events.Event)
+_Done = tuple[str | None, Callable[[], bool]]
+"""The machine that something was done to, and a look whether the cluster has taken notice."""
 
 ROOM_FOR_ALL = 12
 NOTICE_S = 20.0
@@ -41,10 +52,6 @@ NOTICE_S = 20.0
 _LOOK_S = 0.02
 _OF_RAY = ("_AutoscalingCoordinatorActor", "DatasetManager")
 """Ray's own, one of each in a cluster, for as long as the cluster lasts."""
-HEALTH = HealthConfig(
-    max_crashes=200, max_hangs=200, max_same_step_errors=50, regroup_timeout_s=60.0
-)
-"""Many faults in one place end no run here."""
 
 
 class Machines:
@@ -105,8 +112,8 @@ class Hand:
     ) -> None:
         self._schedule, self._machines, self._pause = schedule, machines, pause
         self._paths, self._run = RunPaths(root=root), run
-        self.done = 0
-        """Things done; less than all where the run was over before."""
+        self.deeds: list[Deed] = []
+        """What was done; less than all where the run was over before."""
         self._left = -1
 
     def work(self) -> None:
@@ -116,8 +123,7 @@ class Hand:
                 self._run.join(_LOOK_S)
                 if not self._run.is_alive():
                     return
-            self._do(action)
-            self.done += 1
+            self.deeds.append(self._do(action))
 
     def _due(self, action: Action) -> bool:
         steps = self._paths.steps
@@ -126,35 +132,37 @@ class Hand:
         stuck = bool(happened) and isinstance(happened[-1], events.BelowMinimum)
         return recorded >= action.step or (stuck and action.kind == "add")
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: Action) -> Deed:
+        began = time.time()
         if action.paused:
             self._pause.touch()
         try:
-            noticed = getattr(self, f"_{action.kind}")()
+            node, noticed = getattr(self, f"_{action.kind}")()
             until = time.monotonic() + NOTICE_S
             while action.paused and not noticed() and time.monotonic() < until:
                 self._run.join(_LOOK_S)
         finally:
             self._pause.unlink(missing_ok=True)
+        return Deed(action=action, began=began, ended=time.time(), node=node)
 
-    def _add(self) -> Callable[[], bool]:
+    def _add(self) -> _Done:
         node = self._machines.add(self._schedule.layout.workers)
-        return lambda: any(e.node == node for e in self._events(events.WorkerJoined))
+        return node, lambda: any(e.node == node for e in self._events(events.WorkerJoined))
 
-    def _remove(self) -> Callable[[], bool]:
+    def _remove(self) -> _Done:
         node = self._machines.remove(self._left)
-        return lambda: any(e.node == node for e in self._events(events.WorkerLost))
+        return node, lambda: any(e.node == node for e in self._events(events.WorkerLost))
 
-    def _drain(self) -> Callable[[], bool]:
-        self._machines.drain()
+    def _drain(self) -> _Done:
+        node = self._machines.drain()
         self._left = 1  # it stays the second machine, whatever comes
-        return lambda: bool(self._events(events.Draining))
+        return node, lambda: bool(self._events(events.Draining))
 
-    def _coordinator(self) -> Callable[[], bool]:
+    def _coordinator(self) -> _Done:
         started = self._events(events.CoordinatorStarted)
         with contextlib.suppress(ProcessLookupError):
             os.kill(started[-1].pid, signal.SIGKILL)
-        return lambda: len(self._events(events.CoordinatorStarted)) > len(started)
+        return None, lambda: len(self._events(events.CoordinatorStarted)) > len(started)
 
     def _events(self, kind: type[_E]) -> list[_E]:
         return [e for e in read_events(self._paths.events) if isinstance(e, kind)]
@@ -172,6 +180,8 @@ class Verdict:
     """Weights, losses and samples are those of the undisturbed run, and of all replicas."""
     faults_fired: int
     """Injected faults that went off, each worker counted."""
+    faults_unfired: int
+    """Those that were drawn and did not, each slot counted; one that should have is a complaint."""
     actions_done: int
     """Things done to the cluster."""
     complaints: tuple[str, ...]
@@ -228,6 +238,7 @@ def run_schedule(
         thread.join()
     outcome = ends[0] if isinstance(ends[0], Outcome) else None
     error = None if outcome else f"{type(ends[0]).__name__}: {ends[0]}"
+    happened = read_events(RunPaths(root=root).events)
     return Verdict(
         error=error,
         ledger_exact=outcome is not None and outcome.samples == whole.samples,
@@ -235,8 +246,9 @@ def run_schedule(
         and outcome.report["replicas_equal"] is True
         and (outcome.params, outcome.losses) == (whole.params, whole.losses),
         faults_fired=0 if outcome is None else outcome.report["faults_fired"],
-        actions_done=hand.done,
-        complaints=tuple(_complaints(schedule, root)) if error is None else (),
+        faults_unfired=len(find_unfired(happened, schedule.faults, schedule.layout)),
+        actions_done=len(hand.deeds),
+        complaints=tuple(_complaints(schedule, root, hand.deeds)) if error is None else (),
         left_behind=tuple(find_left_behind(root)),
         wall_s=time.monotonic() - began,
     )
@@ -277,12 +289,17 @@ def _trainer(schedule: Schedule, text: Path, storage: Path, name: str) -> Any:
     )
 
 
-def _complaints(schedule: Schedule, root: Path) -> Iterator[str]:
+def _complaints(schedule: Schedule, root: Path, deeds: Sequence[Deed]) -> Iterator[str]:
     """What the records of a finished run must not show."""
-    paths = RunPaths(root=root)
+    paths, faults, layout = RunPaths(root=root), schedule.faults, schedule.layout
     happened = read_events(paths.events)
     every = read_all_steps(paths.steps)
-    for generation in find_needless_restores(happened, every, schedule.layout.workers):
+    yield from find_wrong_causes(happened, faults, deeds)
+    yield from find_unexplained_losses(happened, deeds)
+    yield from find_missed_faults(happened, every, faults, layout)
+    least = schedule.min_replicas * layout.workers
+    yield from find_long_stalls(happened, every, HEALTH, least_workers=least, deeds=deeds)
+    for generation in find_needless_restores(happened, every, layout.workers):
         yield f"generation {generation} went back although a whole copy lived"
     for event in happened:
         if isinstance(event, events.RegroupDone) and event.repeated_steps > 1:

@@ -6,8 +6,9 @@
 Every run has a seed of its own, S, S + 1, ...: layout, spares, faults (kills, freezes, exceptions,
 in any phase, several at once, in recoveries), machines that come, go and are drained, kills of the
 coordinator. A run is good when it finishes with the weights, losses and samples of an undisturbed
-run of one replica, bit for bit, with equal replicas, and leaves nothing behind. Exit status 1 where
-one is not.
+run of one replica, bit for bit, with equal replicas, and leaves nothing behind; when it lost just
+the workers that were hit, each for the right cause; when no fault that had its chance stayed out;
+and when it never stood still for longer than the schedule explains. Exit status 1 where one is not.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "bitwise_equal": sum(run.bitwise_equal for run in runs),
             "ledger_exact": sum(run.ledger_exact for run in runs),
             "faults_fired": sum(run.faults_fired for run in runs),
+            "faults_unfired": sum(run.faults_unfired for run in runs),
             "actions_done": sum(run.actions_done for run in runs),
             "left_behind": sum(len(run.left_behind) for run in runs),
             "complaints": sum(len(run.complaints) for run in runs),

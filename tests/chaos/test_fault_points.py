@@ -4,10 +4,11 @@ A worker takes seconds to start and a step milliseconds, so one run takes many f
 `APART` steps from each other, the samples wait for the run to be whole (tests/paced.py), and
 `min_replicas` is `max_replicas`: so each fault finds its slot taken by a worker with state.
 
-Checked of each run: it ends; every fault fired, and its worker was lost for the right cause; the
-weights, losses and samples are those of one undisturbed replica (I1, I2, I5); the replicas are
-equal (I3); its last checkpoint is whole (I4, it is read); nobody went back to a saved state while
-the living held a copy (I6); nothing is left behind.
+Checked of each run: it ends; every fault fired, and its worker was lost for the right cause, and no
+other; the weights, losses and samples are those of one undisturbed replica (I1, I2, I5); the
+replicas are equal (I3); its last checkpoint is whole (I4, it is read); nobody went back to a saved
+state while the living held a copy, or stood still for longer than it takes to find a fault (I6);
+nothing is left behind.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from paced import paced_task
 from tiny import Outcome, fit, tiny_train, tiny_trainer
 
 from benchmarks._chaos import (
+    HEALTH,
     LANES,
     LAYOUTS,
     Layout,
     find_needless_restores,
-    find_wrong_causes,
     parse_layout,
 )
-from benchmarks._chaos_run import HEALTH, find_left_behind, read_all_steps
+from benchmarks._chaos_losses import find_unexplained_losses, find_wrong_causes
+from benchmarks._chaos_run import find_left_behind, read_all_steps
+from benchmarks._chaos_stalls import find_long_stalls
 from checkpointing import CheckpointConfig
 from elastic.event_log import read_events
-from elastic.events import FaultFired, RegroupDone
+from elastic.events import FaultFired, RegroupDone, SnapshotTaken
 from elastic.faults import parse_faults
 
 APART, FIRST = 6, 8
@@ -70,6 +73,8 @@ class Broken:
         *,
         steps: int,
         spares: int = 2,
+        save_every: int | None = None,
+        memory_every: int | None = None,
     ) -> None:
         self.faults = parse_faults(",".join(faults))
         self.outcome = fit(
@@ -90,7 +95,8 @@ class Broken:
                 spares=spares,
                 faults=",".join(faults),
                 checkpoint=CheckpointConfig(
-                    every_steps=None, memory_every=1 if layout.replicas == 1 else None
+                    every_steps=save_every,
+                    memory_every=1 if layout.replicas == 1 else memory_every,
                 ),
                 health=HEALTH,
             )
@@ -107,6 +113,7 @@ class Broken:
         hits = [str(f) for f in self.faults for _ in f.targets(slots) or (0,)]
         assert fired == sorted(hits)
         assert find_wrong_causes(self.events, self.faults) == []
+        assert find_unexplained_losses(self.events) == []
         assert self.outcome.report["outcome"] == "finished"
         assert self.outcome.report["replicas_equal"] is True
         assert self.outcome.samples == whole.samples
@@ -114,6 +121,7 @@ class Broken:
         assert self.outcome.params == whole.params
         steps = read_all_steps(root / "steps.jsonl")
         assert find_needless_restores(self.events, steps, layout.workers) == []
+        assert find_long_stalls(self.events, steps, HEALTH, least_workers=slots) == []
         assert find_left_behind(root) == []
 
 
@@ -140,6 +148,11 @@ def in_each_recovery(layout: Layout, phases: Sequence[str], kinds: Sequence[str]
         slot = i % layout.workers if phase == "heal_source" else last - i % layout.workers
         faults += [f"kill@{step}:{last}", f"{kind}@{step}.{phase}:{slot}"]
     return faults
+
+
+def all_hit(together: str) -> list[str]:
+    """The same slots are hit at once, by one kind after the other."""
+    return [f"{kind}@{FIRST + i * APART}:{together}" for i, kind in enumerate(KINDS)]
 
 
 def steps_for(points: int) -> int:
@@ -194,30 +207,31 @@ def test_while_a_replica_heals(break_run: Callable[..., Broken], layout: Layout)
 
 
 @pytest.mark.parametrize("layout", ALL)
-def test_between_steps(break_run: Callable[..., Broken], layout: Layout) -> None:
-    """While a checkpoint is taken (by the first replica), in an evaluation, and at the very end."""
-    steps = steps_for(3)
-    faults = [f"{kind}@{FIRST + i * APART}.evaluation:0" for i, kind in enumerate(KINDS)]
-    faults += [f"kill@{steps}.checkpoint:0", f"freeze@{steps}.shutdown:{layout.slots - 1}"]
-    run = break_run(layout, faults, steps=steps)
+@pytest.mark.parametrize(("phase", "end"), [("checkpoint", "kill"), ("evaluation", "freeze")])
+def test_between_steps(
+    break_run: Callable[..., Broken], layout: Layout, phase: str, end: str
+) -> None:
+    """While a checkpoint is taken, in an evaluation, and at the very end."""
+    steps = steps_for(len(KINDS))
+    faults = [*at_each_point(layout, (phase,), KINDS), f"{end}@{steps}.shutdown:{layout.slots - 1}"]
+    run = break_run(layout, faults, steps=steps, save_every=2)
     if layout.replicas > 1:
         assert run.outcome.report["lost_steps"] == 0
+    else:
+        assert min(run.restored) > 0
 
 
-@pytest.mark.parametrize("layout", SEVERAL)
+@pytest.mark.parametrize("layout", ALL)
 def test_spares(break_run: Callable[..., Broken], layout: Layout) -> None:
-    """A spare that is gone when it is needed costs time, and nothing else."""
+    """A spare that is gone when it is needed costs time, and nothing else. At the very end a worker
+    raises."""
+    steps = steps_for(2)
     faults = [f"kill@{FIRST}:spare", f"freeze@{FIRST + 1}:spare", f"kill@{FIRST + APART}:0"]
-    run = break_run(layout, faults, steps=steps_for(2))
-    assert run.outcome.report["lost_steps"] == 0
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", ["kill", "freeze"])
-def test_the_survivors_hold_a_whole_copy(break_run: Callable[..., Broken], kind: str) -> None:
-    """Each replica loses another shard: the two other workers go on together."""
-    run = break_run(parse_layout("2x2x1"), [f"{kind}@{FIRST}:0+3"], steps=steps_for(1))
-    assert run.outcome.report["lost_steps"] == 0 and run.restored == []
+    run = break_run(layout, [*faults, f"raise@{steps}.shutdown:0"], steps=steps)
+    if layout.replicas > 1:
+        assert run.outcome.report["lost_steps"] == 0
+    else:
+        assert len(run.restored) == 1 and run.restored[0] > 0
 
 
 @SOAK
@@ -226,6 +240,7 @@ def test_the_survivors_hold_a_whole_copy(break_run: Callable[..., Broken], kind:
     [
         ("2x2x1", "0+1", False),  # a whole replica
         ("2x2x1", "0+2", True),  # a shard, in both replicas
+        ("2x2x1", "0+3", False),  # another shard in each: the survivors go on together
         ("2x2x1", "0+1+2", True),
         ("2x1x2", "0+3", False),  # another tensor rank in each
         ("2x1x2", "1+3", True),
@@ -235,12 +250,29 @@ def test_the_survivors_hold_a_whole_copy(break_run: Callable[..., Broken], kind:
         ("1x2x1", "0+1", True),
     ],
 )
-@pytest.mark.parametrize("kind", ["kill", "raise"])
-def test_at_once(
-    break_run: Callable[..., Broken], layout: str, together: str, lost: bool, kind: str
+def test_at_once(break_run: Callable[..., Broken], layout: str, together: str, lost: bool) -> None:
+    run = break_run(parse_layout(layout), all_hit(together), steps=steps_for(len(KINDS)))
+    assert len(run.restored) == (len(KINDS) if lost else 0)
+    assert lost or run.outcome.report["lost_steps"] == 0
+
+
+@SOAK
+@pytest.mark.parametrize(
+    ("layout", "together"), [("2x1x1", "0+1"), ("2x2x1", "0+2"), ("2x1x2", "1+3")]
+)
+def test_a_shard_is_lost_and_lies_in_memory(
+    break_run: Callable[..., Broken], layout: str, together: str
 ) -> None:
-    run = break_run(parse_layout(layout), [f"{kind}@{FIRST}:{together}"], steps=steps_for(1))
-    assert bool(run.restored) == lost
+    """The run goes on from the newest snapshot that there was, each time."""
+    sizes, steps = parse_layout(layout), steps_for(len(KINDS))
+    run = break_run(sizes, all_hit(together), steps=steps, memory_every=1)
+    newest = [
+        [s.step for s in run.events if isinstance(s, SnapshotTaken) and s.time <= e.time][-1]
+        for e in run.events
+        if isinstance(e, RegroupDone) and e.outcome == "restore"
+    ]
+    assert run.restored == newest
+    assert len(newest) == len(KINDS) and min(newest) > 0
 
 
 @SOAK

@@ -1,27 +1,12 @@
-"""What the soak draws can happen, and what it finds in records is there."""
+"""What the soak draws can happen, and a restore that it finds needless was."""
 
 from __future__ import annotations
 
 import pytest
+from chaos_events import committed, forming, lost, roster
 
-from benchmarks._chaos import (
-    LAYOUTS,
-    STEPS,
-    draw_schedule,
-    find_needless_restores,
-    find_wrong_causes,
-)
-from elastic.events import (
-    Cause,
-    Event,
-    FaultFired,
-    RegroupDone,
-    RegroupOutcome,
-    ReplicaForming,
-    ReplicaHealed,
-    StepRecord,
-    WorkerLost,
-)
+from benchmarks._chaos import LAYOUTS, STEPS, draw_schedule, find_needless_restores
+from elastic.events import Event, ReplicaHealed
 from elastic.faults import check_faults, parse_faults
 
 SEEDS = range(300)
@@ -55,43 +40,6 @@ def test_the_same_seed_draws_the_same() -> None:
     assert all(
         draw_schedule(s, LAYOUTS, resize=True) == draw_schedule(s, LAYOUTS, resize=True)
         for s in SEEDS
-    )
-
-
-def forming(time: float, replica: int, *workers: str) -> ReplicaForming:
-    return ReplicaForming(time=time, formed=int(time), replica=replica, workers=list(workers))
-
-
-def roster(
-    time: float, generation: int, outcome: RegroupOutcome, lanes: dict[str, list[int]]
-) -> RegroupDone:
-    return RegroupDone(
-        time=time,
-        generation=generation,
-        step=0,
-        replicas=len(lanes),
-        lanes=lanes,
-        outcome=outcome,
-        lost_steps=0,
-        repeated_steps=0,
-    )
-
-
-def lost(time: float, worker: str, cause: Cause = "crash") -> WorkerLost:
-    return WorkerLost(time=time, worker=worker, node="n", pid=1, slot=None, cause=cause, detail="")
-
-
-def committed(time: float, generation: int) -> StepRecord:
-    return StepRecord(
-        step=0,
-        loss=1.0,
-        grad_norm=1.0,
-        lr=1.0,
-        tokens=1,
-        time=time,
-        generation=generation,
-        replicas=1,
-        sample_digests=[],
     )
 
 
@@ -168,19 +116,3 @@ def test_needless_restores(happened: list[Event], found: list[int]) -> None:
 def test_a_roster_without_a_commit_may_have_no_state() -> None:
     happened = [lost(5, "a"), lost(6, "b"), roster(9, 2, "restore", {})]
     assert find_needless_restores([*BEGIN, *happened], [], workers=2) == []
-
-
-def test_wrong_causes() -> None:
-    happened: list[Event] = [
-        FaultFired(time=1, fault="kill@1:0", step=1, worker="a"),
-        FaultFired(time=2, fault="freeze@2:0", step=2, worker="b"),
-        FaultFired(time=3, fault="raise@3:0", step=3, worker="c"),
-        FaultFired(time=4, fault="kill@9.shutdown:0", step=9, worker="d"),
-        lost(4, "a", "crash"),
-        lost(5, "b", "crash"),
-    ]
-    faults = parse_faults("kill@1:0,freeze@2:0,raise@3:0,kill@9.shutdown:0")
-    assert find_wrong_causes(happened, faults) == [
-        "freeze@2:0 on b: crash",
-        "raise@3:0 on c: not lost",
-    ]
