@@ -57,6 +57,22 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
             process.wait()
 
 
+def processes_below(ancestor: int | None) -> list[int]:
+    """Process ids of `ancestor` and all below it."""
+    parents = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            status = (place / "stat").read_text().rpartition(")")[2].split()
+            parents[int(place.name)] = int(status[1])
+    return sorted(pid for pid in parents if _is_below(pid, ancestor, parents))
+
+
+def _is_below(pid: int, ancestor: int | None, parents: dict[int, int]) -> bool:
+    while pid in parents and pid != ancestor:
+        pid = parents[pid]
+    return pid == ancestor
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on now."""
     with socket.socket() as probe:
