@@ -135,7 +135,8 @@ class Places:
             self._dissolve(replica)
         self.standing = {replica.formed: replica for replica in replicas}
         for replica in replicas:
-            self._of.update(dict.fromkeys(replica.workers, replica))
+            if self._of[replica.workers[0]] is not replica:
+                self._of.update(dict.fromkeys(replica.workers, replica))
         for number in self.standing:
             self.forming.pop(number, None)
             self._unbuilt.pop(number, None)
