@@ -115,6 +115,7 @@ class Coordinator:
         """The run as its records have it, to be taken up where its workers stand."""
         recalled = recall(self.config.paths, self.config.started.start_step)
         self._records.restored = recalled.restored
+        self._hellos = recalled.started
         self._crew.draining_nodes.update(recalled.draining_nodes)
         faults.count_as_fired(recalled.fired)
         self._receipts.recall(recalled.committed)
@@ -386,6 +387,11 @@ class Coordinator:
     async def hellos(self) -> int:
         """Workers that have started so far."""
         return self._hellos
+
+    async def ended(self, workers: list[tuple[str, int]]) -> None:
+        """Ray Train's controller has seen the end of these, each given by node and process."""
+        await self._gate()
+        await self._crew.lose_unwatched(workers)
 
     async def end(self, outcome: events.RunOutcome, error: str | None) -> None:
         """Writes the last event and closes the records."""

@@ -52,6 +52,11 @@ def most_replicas(max_replicas: int) -> int:
     return 2 * max_replicas
 
 
+def find_room(*, taken: Set[int], doomed: int, max_replicas: int) -> int:
+    """How many more replicas may form. Arguments: see `plan_formations`."""
+    return min(most_replicas(max_replicas), max_replicas + doomed) - len(taken)
+
+
 def plan_formations(
     *,
     pool: Sequence[str],
@@ -72,7 +77,7 @@ def plan_formations(
         next_number: number of the first new formation.
     """
     free = [index for index in range(most_replicas(max_replicas)) if index not in taken]
-    room = min(len(free), max_replicas + doomed - len(taken))
+    room = find_room(taken=taken, doomed=doomed, max_replicas=max_replicas)
     count = max(0, min(room, len(pool) // workers_per_replica))
     return tuple(
         Replica(

@@ -8,6 +8,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from ray.exceptions import ActorUnschedulableError
+
 from elastic.config import HealthConfig
 from elastic.messages import Identity
 from elastic.node_agent import NodeAgent
@@ -89,9 +91,15 @@ class NodeAgents:
             agent.handle.signal.remote(identity.worker, number)
 
     async def outlive(self, node: str) -> str:
-        """Waits for the end of the node's agent. Returns what became of it."""
+        """Waits for the end of the node's agent. Returns what became of it.
+
+        Raises:
+            ActorUnschedulableError: Ray starts none there.
+        """
         try:
             await self._agents[node].handle.wait.remote()
+        except ActorUnschedulableError:
+            raise
         except Exception as error:
             return type(error).__name__
         return "it returned"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import ray
+from ray.exceptions import ActorUnschedulableError
 
 from elastic import events
 from elastic.coordination.agents import NodeAgents
@@ -19,6 +22,9 @@ from elastic.coordination.switchboard import Switchboard
 from elastic.failure import Loss, decide_failure
 from elastic.membership.machine import Membership
 from elastic.messages import Identity, Signal, Stop
+from elastic.ray_compat.cluster import live_nodes
+
+log = logging.getLogger(__name__)
 
 
 class Crew:
@@ -51,6 +57,7 @@ class Crew:
         """Machines that will go."""
         self._draining: set[str] = set()
         self._watches: dict[str, Any] = {}
+        self._unwatched: set[str] = set()
         self._losses: list[Loss] = []
         self._checking_leases = self._save_wanted = False
 
@@ -70,9 +77,10 @@ class Crew:
         self._watches[identity.worker] = self._agents.watch(identity)
 
     async def until_watched(self, worker: str) -> None:
-        """Waits until the agent of its node watches `worker`."""
+        """Waits until the agent of its node watches `worker`, where it has one."""
         if worker in self._watches:
-            await self._watches.pop(worker)
+            with contextlib.suppress(ActorUnschedulableError):
+                await self._watches.pop(worker)
 
     # -- machines that go --------------------------------------------------------------------------
 
@@ -189,9 +197,28 @@ class Crew:
         for worker in self._on(node):
             await self.lose(worker, "node", detail)
 
+    async def lose_unwatched(self, ended: Collection[tuple[str, int]]) -> None:
+        """Writes off those of the workers that have `ended`, each by node and process, whose nodes
+        have no agent that would know."""
+        for worker, identity in list(self.started.items()):
+            if identity.node in self._unwatched and (identity.node, identity.pid) in ended:
+                await self.lose(worker, "crash", f"process {identity.pid} ended, as Ray saw")
+
     async def _await_agent(self, node: str, token: str) -> None:
-        """Ends when the node's agent does: its workers are lost with it."""
-        end = await self._agents.outlive(node)
+        """Ends when the node's agent does: its workers are lost with it.
+
+        Ray starts nothing on a machine that it drains. A coordinator that is started anew meanwhile
+        gets no agent there. Its workers have until their machine goes, and Ray sees their end.
+        """
+        try:
+            end = await self._agents.outlive(node)
+        except ActorUnschedulableError:
+            end = "Ray starts none there"
+            if node in await asyncio.to_thread(live_nodes):
+                log.warning("the workers on node %s are not watched: Ray drains it", node)
+                self._unwatched.add(node)
+                self._agents.forget(node, token)
+                return
         if self._agents.forget(node, token):
             await self.lose_node(node, f"its node agent is gone: {end}")
 

@@ -14,8 +14,10 @@ from elastic.records import RunPaths
 class Recall:
     """The present start of a run, by its records."""
 
+    started: int
+    """Workers that started."""
     workers: Mapping[str, events.WorkerJoined]
-    """Workers that started and were not lost."""
+    """Those of them that were not lost."""
     draining: frozenset[str]
     """Those whose machines will go."""
     leaving: frozenset[str]
@@ -47,12 +49,10 @@ def recall(paths: RunPaths, start_step: int) -> Recall:
     lost = {e.worker for e in happened if isinstance(e, events.WorkerLost)}
     drained = [e for e in happened if isinstance(e, events.Draining)]
     rosters = [e for e in happened if isinstance(e, events.RegroupDone)]
+    joined = {e.worker: e for e in happened if isinstance(e, events.WorkerJoined)}
     return Recall(
-        workers={
-            e.worker: e
-            for e in happened
-            if isinstance(e, events.WorkerJoined) and e.worker not in lost
-        },
+        started=len(joined),
+        workers={worker: e for worker, e in joined.items() if worker not in lost},
         draining=frozenset(w for e in drained if e.node is not None for w in e.workers) - lost,
         leaving=frozenset(w for e in drained if e.node is None for w in e.workers) - lost,
         draining_nodes=frozenset(e.node for e in drained if e.node is not None),

@@ -14,7 +14,7 @@ from elastic.membership.decisions import GroupConfig
 from elastic.membership.places import Places
 from elastic.membership.salvage import find_copy, plan_salvage
 from elastic.messages import Report
-from elastic.roster import Replica, plan_formations
+from elastic.roster import Replica, find_room, plan_formations
 
 
 class Formations:
@@ -89,7 +89,7 @@ class Formations:
         least = self._start_workers if self.begun == 0 else 1
         if len(places.idle) < max(least, config.workers_per_replica):
             return ()
-        if places.whole - len(places.doomed) >= config.max_replicas:
+        if self._room <= 0:
             return ()
         ranks = {worker: self._waiting[worker].identity.rank for worker in places.idle}
         return self._form(sorted(places.idle, key=lambda worker: (ranks[worker], worker)))
@@ -117,6 +117,8 @@ class Formations:
         reports = [self._waiting[worker] for worker in sorted(candidates)]
         chosen = plan_salvage(reports, self._config.workers_per_replica, since=self.since)
         places.take_apart(chosen)
+        if chosen:
+            self._make_room()
         formed = self._form(chosen)
         self._kept = formed[0].formed if formed else 0
         return formed
@@ -133,11 +135,34 @@ class Formations:
         names = {report.identity.worker for report in holders}
         return any(names.issuperset(r.workers) for r in self._places.standing.values())
 
+    @property
+    def _taken(self) -> set[int]:
+        places = self._places
+        return {r.index for r in (*places.standing.values(), *places.forming.values())}
+
+    @property
+    def _room(self) -> int:
+        """How many more replicas may form."""
+        doomed, most = len(self._places.doomed), self._config.max_replicas
+        return find_room(taken=self._taken, doomed=doomed, max_replicas=most)
+
+    def _make_room(self) -> None:
+        """Successors of replicas that broke may have taken all there is: the youngest goes, as none
+        that is left has state. Its workers are free for another one."""
+        places = self._places
+        while self._room <= 0:
+            doomed = places.doomed
+            others = [*places.standing.values(), *places.forming.values()]
+            youngest = max(others, key=lambda r: (r not in doomed, r.formed))
+            if youngest.formed in places.forming:
+                self._broken.append(youngest)
+            places.take_apart(youngest.workers)
+
     def _form(self, pool: Sequence[str]) -> tuple[Replica, ...]:
         places = self._places
         replicas = plan_formations(
             pool=pool,
-            taken={r.index for r in (*places.standing.values(), *places.forming.values())},
+            taken=self._taken,
             doomed=len(places.doomed),
             max_replicas=self._config.max_replicas,
             workers_per_replica=self._config.workers_per_replica,

@@ -295,7 +295,6 @@ class Membership:
         for worker in [w for w in self._going if w in self.waiting and not self._places.of(w)]:
             effects.answers[worker] = Stop(error=None)
             del self.waiting[worker], self.members[worker]
-            self._going.discard(worker)
 
     def _free_survivors(self, effects: Effects) -> None:
         """Calls those who build for a replica that will not come about."""
@@ -309,6 +308,7 @@ class Membership:
             return True
         replicas = self.formations.from_survivors(self.members)
         self._build(replicas or (), effects, keep=True)
+        self._free_survivors(effects)  # of those that were given up for it
         return replicas is not None
 
     @property

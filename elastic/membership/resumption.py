@@ -62,7 +62,10 @@ def plan_resumption(
             groups[each.formed].append(each)
     formations = [_Formation(group, workers_per_replica) for group in groups.values()]
     generation = max((f.generation for f in formations), default=0)
-    last = {f.first.replica: f for f in sorted(formations, key=lambda f: f.first.formed)}
+    # Replicas of the newest roster keep their index, whoever was formed later: they may have got it
+    # from a younger one that left.
+    formations.sort(key=lambda f: (f.whole and f.generation == generation, f.first.formed))
+    last = {f.first.replica: f for f in formations}
     # One that is whole, and whose index another one has, had left, or was given up.
     left = [f for f in formations if f.whole and last[f.first.replica] is not f]
     placed = [f for f in formations if f.generation and f not in left]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -18,7 +19,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 from elastic.ask import ask, restarting
 from elastic.nodes.drain import catch_sigterm
 from elastic.placement import FutileStarts, Wanted
-from elastic.ray_compat.workers import ElasticWorkerGroup
+from elastic.ray_compat.workers import ElasticWorkerGroup, SeatedWorker
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,12 @@ class CoordinatorDecides(FailurePolicy):
         self._futile.count(hellos=hellos, newest=newest, launches=launches)
         return verdict is not None or self._futile.in_a_row >= MOST_FUTILE_STARTS
 
+    def tell(self, ended: list[SeatedWorker]) -> None:
+        """Tells the coordinator of workers that have ended: not all nodes have an agent."""
+        known = [(worker.metadata.node_id, worker.metadata.pid) for worker in ended]
+        with contextlib.suppress(ray.exceptions.RayError):  # then the run ends
+            ask(self._coordinator.ended, known)
+
     def over(self) -> bool:
         """Whether the coordinator has ended the run, or died. Costs no call."""
         if self._over is None:
@@ -108,6 +115,7 @@ class ElasticController(TrainController):
         if policy.over():
             return self._last_status(status)
         if ended or failures:
+            policy.tell(ended)
             newest = math.inf if failures else max(worker.launch for worker in ended)
             if policy.ends_run(newest=newest, launches=group.launches):
                 return _with_failures(status, failures)

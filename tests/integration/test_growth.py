@@ -45,6 +45,9 @@ def machines() -> Iterator[Cluster]:
 class GrowingRun:
     """A run in a process of its own, and what its records say."""
 
+    doomed: events.WorkerJoined
+    """A worker on a machine that is to go."""
+
     def __init__(self, cluster: Cluster, storage: Path, *, minimum: int, shard: int) -> None:
         self.gate, self.root, self._log = storage / "gate", storage / "run", storage / "log"
         arguments = [cluster.address, storage, self.gate, 2, minimum, shard]
@@ -260,3 +263,55 @@ def test_a_machine_that_will_go_is_left_with_nothing_repeated(
     assert min(len(e.lanes) for e in rosters) >= minimum
     assert rosters[-1].lanes.keys() == {"0", "1"}
     assert weights == undisturbed(start_run)
+
+
+@pytest.fixture
+def doomed_run(machines: Cluster, start_run: StartRun) -> GrowingRun:
+    """A run of two replicas, of which the machine of one, `doomed`, is to go; its coordinator was
+    killed after that, and one that was started anew has taken it up."""
+    machines.add_node(num_cpus=1)
+    second = machines.add_node(num_cpus=1)
+    run = start_run(minimum=2)
+    before = run.wait_for(lambda all_: any(map(trains_whole, all_)))
+    (run.doomed,) = [worker for worker in joined(before) if worker.node == second.node_id]
+    drain(machines, second.node_id)
+    run.wait_for(lambda all_: any(isinstance(e, events.Draining) for e in all_))
+    (first,) = [e for e in before if isinstance(e, events.CoordinatorStarted)]
+    os.kill(first.pid, signal.SIGKILL)
+    happened = run.wait_for(lambda all_: any(getattr(e, "anew", False) for e in all_))
+    anew_s = next(e.time for e in happened if getattr(e, "anew", False))
+    steps = run.root / "steps.jsonl"
+    run.wait_for(lambda _: any(step.time > anew_s for step in read_steps(steps)))
+    return run
+
+
+@SOAK
+def test_the_coordinator_is_lost_while_a_machine_is_to_go(
+    machines: Cluster, start_run: StartRun, doomed_run: GrowingRun
+) -> None:
+    """Ray starts nothing on a machine that it drains, so nobody watches the workers there for the
+    new coordinator. They are not lost for that."""
+    third = machines.add_node(num_cpus=1)
+    happened = doomed_run.wait_for(successor_has_taken_over)
+    assert not lost(happened)
+    assert [worker.node for worker in joined(happened)][2:] == [third.node_id]
+    weights = doomed_run.finish()
+    rosters = [e for e in doomed_run.events() if isinstance(e, events.RegroupDone)]
+    assert not any(e.repeated_steps or e.lost_steps for e in rosters)
+    assert weights == undisturbed(start_run)
+
+
+@SOAK
+def test_a_worker_dies_on_a_machine_to_go_after_the_coordinator(
+    machines: Cluster, start_run: StartRun, doomed_run: GrowingRun
+) -> None:
+    """Ray sees its end."""
+    doomed = doomed_run.doomed
+    os.kill(doomed.pid, signal.SIGKILL)
+    happened = doomed_run.wait_for(lambda all_: bool(lost(all_)))
+    assert [(e.worker, e.cause) for e in lost(happened)] == [(doomed.worker, "preemption")]
+    assert lost(happened)[0].detail == f"process {doomed.pid} ended, as Ray saw"
+    machines.add_node(num_cpus=1)
+    doomed_run.wait_for_replicas(2, after=len(happened))
+    assert doomed_run.finish() == undisturbed(start_run)
+    assert len(lost(doomed_run.events())) == 1

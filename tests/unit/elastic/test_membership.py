@@ -499,6 +499,44 @@ def test_survivors_put_their_copy_together_beside_a_newcomer_without_state() -> 
     assert run_of(effects, "e4").heals == ((1, 0),)
 
 
+@pytest.mark.parametrize("entered", [False, True], ids=["forming", "newcomers"])
+def test_survivors_put_their_copy_together_where_successors_have_all_the_room(
+    entered: bool,
+) -> None:
+    """A machine with a worker of each replica was to go, and goes before their successors have
+    state."""
+    group = Group(replicas=2, each=2, least=1 if entered else 2)
+    group.start("a0", "b1", "c2", "d3")
+    group.membership.drain("b1")
+    group.membership.drain("c2")
+    successors = "e4", "f5", "g6", "h7"
+    for worker in successors:
+        effects = group.join(worker)
+    assert [replica.index for replica in group.membership.forming] == [2, 3]
+    if entered:
+        group.build(*successors)
+        for rank, worker in enumerate(("a0", "b1", "c2", "d3")):
+            effects = group.join(worker, step=6, last=commit(5, boundary=True), rank=rank % 2)
+        assert len(layout(effects)) == 4
+    group.lose("b1")
+    group.lose("c2")
+    if entered:
+        for rank, worker in enumerate(successors):
+            group.join(worker, rank=rank % 2)
+    group.join("a0", step=7, in_step=True, last=commit(6), built=0, rank=0)
+    effects = group.join("d3", step=7, in_step=True, last=commit(6), built=0, rank=1)
+    assert kept(effects) == {"a0": True, "d3": True}
+    youngest = successors[2:]
+    assert set(youngest) <= effects.signals.keys() | set(group.membership.spares)
+    assert all(map(group.membership.replica_broken, youngest))
+    group.build("e4", "f5")
+    group.join("a0", step=7, in_step=True, last=commit(6), rank=0)
+    effects = group.join("d3", step=7, in_step=True, last=commit(6), rank=1)
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.lost_steps) == ("repeat", 0)
+    assert layout(effects) == {0: ("a0", "d3"), 1: ("e4", "f5")}
+
+
 def test_a_newcomer_that_has_its_part_already_is_one_of_them() -> None:
     group = with_a_newcomer()
     group.lose("c2")
@@ -810,6 +848,7 @@ def test_a_worker_that_is_told_to_end_does_so_once_it_has_no_slot() -> None:
     effects = group.join("a0", step=5, last=commit(4, boundary=True))
     assert layout(effects) == {0: ("a0",)}
     assert effects.answers["b1"] == Stop(error=None)
+    assert group.join("b1").answers == {"b1": Stop(error=None)}, "the first answer was lost"
     assert group.lose("b1").called is None
     group.join("c1")
     group.membership.drain("c1", dismiss=True)

@@ -61,6 +61,7 @@ def test_the_present_start_counts(tmp_path: Path) -> None:
     rosters = [regrouped(4.0, 2, 2, "restore"), regrouped(5.0, 3, 4, "repeat")]
     steps = [step(0, 1, 1.1), step(1, 1, 1.2), step(2, 2, 4.1), step(3, 2, 4.2), step(4, 3, 5.1)]
     known = recall(write(tmp_path, [*before, *now, *rosters], steps), 2)
+    assert known.started == 3
     assert known.workers.keys() == {"a", "b"} and known.workers["a"].node == "n-a"
     assert known.draining == {"b"} and known.draining_nodes == {"n-b"}
     assert known.leaving == {"a"}

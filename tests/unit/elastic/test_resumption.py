@@ -142,6 +142,14 @@ def test_a_successor_that_forms_beside_all_others_is_given_up() -> None:
     assert [replica.index for replica in resume(three).standing] == [0, 1, 4], "the roster counts"
 
 
+def test_a_replica_may_have_the_index_of_a_younger_one_that_left() -> None:
+    """It was a successor, and got that index when the younger one left, which is there yet."""
+    left = [standing(w, 3, r, generation=2, replica=0) for r, w in enumerate(("e4", "f5"))]
+    found = resume([*TWO_BY_TWO, *left])
+    assert found.consistent and [replica.formed for replica in found.standing] == [1, 2]
+    assert [replica.formed for replica in found.broken] == [3]
+
+
 def test_nobody_is_nothing() -> None:
     found = resume([SPARE])
     assert found.roster.generation == 0 and not found.consistent and not found.standing
