@@ -85,6 +85,7 @@ def recalled() -> Recall:
     """The only replica's worker is lost, a spare lives; nothing was saved to the store."""
     joined = events.WorkerJoined(time=0.0, worker="spare", node="n", pid=2)
     return Recall(
+        started=2,
         workers={"spare": joined},
         draining=frozenset(),
         leaving=frozenset(),
