@@ -26,6 +26,8 @@ class Recall:
     """Machines that will go."""
     generation: int
     """Generation of the newest roster; 0: none stood yet in this start."""
+    began: int
+    """Step that it began at."""
     restored: int
     """Generation of the newest roster that began from a checkpoint or from the seed."""
     formations: int
@@ -57,6 +59,7 @@ def recall(paths: RunPaths, start_step: int) -> Recall:
         leaving=frozenset(w for e in drained if e.node is None for w in e.workers) - lost,
         draining_nodes=frozenset(e.node for e in drained if e.node is not None),
         generation=rosters[-1].generation if rosters else 0,
+        began=rosters[-1].step if rosters else 0,
         restored=max(
             (e.generation for e in rosters if e.outcome in ("start", "restore")), default=0
         ),

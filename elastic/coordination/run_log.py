@@ -55,9 +55,7 @@ class RunLog:
         """Writes committed steps down; those known already are passed by."""
         membership = self._membership
         for step in steps:
-            # Steps of older generations were shown when their worker joined for this one.
-            current = step.generation == membership.generation
-            if current and step.step >= membership.recorded:
+            if membership.awaits(step.step, step.generation):
                 self._check_ledger(step)
                 self._append(self._step_log, step)
                 self._steps.append(step)

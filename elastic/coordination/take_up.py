@@ -99,6 +99,7 @@ class TakeUp:
             restored=recalled.restored,
             formations=recalled.formations,
             recorded=recalled.recorded,
+            began=recalled.began,
         )
         for worker in self._standings.keys() - living:
             self._membership.lose(worker)  # it was written off before

@@ -55,6 +55,8 @@ class Membership:
         self.config, self.generation = config, generation
         self.restore_step, self.snapshot_step = restore_step, snapshot_step
         self.recorded = self.reached = max(restore_step, snapshot_step)
+        self.began = 0
+        """Step that the newest roster began at."""
         self.members: dict[str, Identity] = {}
         self.waiting: dict[str, Report] = {}
         self.roster = Roster(generation=generation, replicas=(), lanes={})
@@ -146,6 +148,7 @@ class Membership:
         restored: int,
         formations: int,
         recorded: int,
+        began: int,
     ) -> None:
         """Takes up a run whose coordinator was lost, from what its workers know.
 
@@ -158,10 +161,12 @@ class Membership:
             restored: generation of the newest that began from a saved state or from the seed.
             formations: replicas that ever began to form.
             recorded: steps that the run's records hold.
+            began: step that the newest roster in the records began at.
         """
         self.members = {s.identity.worker: s.identity for s in standings}
         self.calls.resume(standings)
         self.recorded, self.reached = recorded, max(recorded, self.reached)
+        self.began = began
         found = plan_resumption(
             standings,
             workers_per_replica=self.config.workers_per_replica,
@@ -195,6 +200,16 @@ class Membership:
         """Number of the replica, standing or forming, that `worker` works in."""
         replica = self._places.of(worker)
         return None if replica is None else replica.formed
+
+    def awaits(self, step: int, generation: int) -> bool:
+        """Whether a record of `step`, done in `generation`, is one that is missing.
+
+        All of an older generation were shown when their workers joined for this one, but for those
+        of workers who were in no roster since, and whose state the others went on with later.
+        """
+        if generation == self.generation:
+            return step >= self.recorded
+        return step == self.recorded < self.began and generation >= self.formations.since
 
     def ahead(self, step: int, generation: int) -> bool:
         """Whether a save of `step`, by workers of `generation`, holds steps that are in no record
@@ -388,6 +403,7 @@ class Membership:
             self.recorded = self.reached = step
             self.formations.since = self.generation + 1
         self.generation += 1
+        self.began = step
         self.roster = next_roster(
             generation=self.generation,
             staying=staying,

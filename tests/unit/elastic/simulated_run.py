@@ -21,6 +21,8 @@ from elastic.membership.machine import Membership
 from elastic.messages import Build, Report, Run, Signal, Stop
 
 MOST_EVENTS = 20_000
+HESITATION = 0.95
+"""How often something else happens before one that is condemned is killed, if anything can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class Plan:
     damages: int
     """Reads of a checkpoint that find it damaged, while there is an earlier one."""
     drains: int
-    """Workers whose machine will go."""
+    """Times that a machine, of one worker or two, will go, or that a worker is to end."""
     crashes: int
     """Times that the coordinator is lost, and started anew."""
     silent: bool
@@ -55,7 +57,8 @@ class Plan:
 
     @staticmethod
     def draw(seed: int) -> Plan:
-        """The schedule of a seed; one in five is harder on the coordinator."""
+        """The schedule of a seed; one in five is harder on the coordinator, and one in five of
+        machines with workers of two replicas, of which there are no more."""
         rng = random.Random(seed)
         most, each = rng.randint(1, 4), rng.randint(1, 2)
         least = rng.randint(1, most)
@@ -79,6 +82,18 @@ class Plan:
             by_priority=rng.random() < 0.5,
             damages=rng.choice([0, 1, 3]),
         )
+        if seed % 5 == 1:
+            return replace(
+                plan,
+                max_replicas=2,
+                min_replicas=rng.randint(1, 2),
+                workers_per_replica=2,
+                start_workers=rng.randint(4, 8),
+                steps=rng.randint(3, 8),
+                kills=rng.randint(0, 1),
+                drains=rng.randint(1, 4),
+                save_every=rng.choice([None, None, 2, 4]),
+            )
         if seed % 5:
             return plan
         return replace(
@@ -116,8 +131,8 @@ class World:
         self.broken: set[int] = set()
         """Formations that have lost a member."""
         self.taken_apart: set[str] = set()
-        """Workers of replicas that somebody with a part of the last copy was taken out of, or that
-        were being built when the coordinator was lost."""
+        """Workers of replicas that somebody with a part of the last copy was taken out of, that
+        made room for what those made, or that were being built when the coordinator was lost."""
         self.saved: dict[int, Applied] = {0: ()}
         self.snapshot: tuple[int, Applied] | None = None
         """The newest complete snapshot, which some node of those that hold it has."""
@@ -146,6 +161,8 @@ class World:
         self.drained: set[str] = set()
         self.going: set[str] = set()
         """Of these, who is to end by itself."""
+        self.succeeded: set[str] = set()
+        """Of these, in whose place another one starts before it is gone."""
         self.dismissed = 0
         self.copies: dict[tuple[int, str], Applied] = {}
         """(generation, worker) -> the state that it sends to newcomers."""
@@ -174,6 +191,8 @@ class World:
             events.sort(key=lambda e: self._priorities.setdefault(e[:2], self.rng.random()))
         else:
             self.rng.shuffle(events)
+        if self.condemned and self.rng.random() < HESITATION:
+            events.sort(key=lambda e: e[0] == "execute")
         return any(event[2]() for event in events)
 
     def _events(self) -> Iterator[tuple[str, Any, Callable[[], bool]]]:
@@ -291,6 +310,7 @@ class World:
             restored=self.went_back_in,
             formations=before.formations.begun,
             recorded=before.recorded,
+            began=before.began,
         )
         for name in self.lost:
             self.membership.lose(name)
@@ -310,17 +330,25 @@ class World:
         self.unsure.clear()
 
     def _drain(self) -> None:
-        alive = [n for n in self.membership.members if n not in self.dead and n not in self.lost]
-        if alive:
-            name = self.rng.choice(sorted(alive))
+        """A worker is to end; or a machine is to go, and another one may be there by then."""
+        members = self.membership.members
+        alive = sorted(n for n in members if n not in self.dead | self.lost | self.drained)
+        if not alive:
+            return
+        ends, succeeded = self.rng.random() < 0.3, self.rng.random() < 0.5
+        count = 1 if ends else self.rng.randint(1, min(2, len(alive)))
+        for name in self.rng.sample(alive, count):
             self.trace.append(f"DRAIN {name}")
             self.drained.add(name)
-            if self.rng.random() < 0.3:
+            if ends:
                 self.going.add(name)
             else:
                 self.condemned.append(name)
-            self.membership.drain(name, dismiss=name in self.going)
-            self._advance()
+            if succeeded and not ends:
+                self.succeeded.add(name)
+                self.vacant.append(self.workers[name].rank)
+            self.membership.drain(name, dismiss=ends)
+        self._advance()
 
     def _victims(self) -> list[str]:
         alive = [n for n, worker in self.workers.items() if n not in self.dead and not worker.done]
@@ -344,7 +372,8 @@ class World:
         self.dead.add(name)
         worker.life.close()
         self.unnoticed.append(name)
-        self.vacant.append(worker.rank)
+        if name not in self.succeeded:
+            self.vacant.append(worker.rank)
 
     def _write_off(self, name: str) -> None:
         """As `Crew.lose_laggards`: lost at once, killed a little later."""
@@ -390,9 +419,9 @@ class World:
         return True
 
     def record(self, steps: list[tuple[int, int]]) -> None:
-        """Steps of an older generation have been shown when their worker joined."""
+        """As `RunLog.take_steps`."""
         for step, generation in steps:
-            if generation == self.membership.generation and step >= self.membership.recorded:
+            if self.membership.awaits(step, generation):
                 self.membership.recorded = step + 1
                 self.membership.reached = max(self.membership.reached, step + 1)
                 self.log.append(step)
@@ -401,9 +430,10 @@ class World:
         """A worker returns from its train function; while the run goes on, Ray starts another."""
         if self.membership.stopped is not None:
             return
-        self.vacant.append(worker.rank)
+        if worker.name not in self.succeeded:
+            self.vacant.append(worker.rank)
         if stop.error is None:
-            assert worker.name in self.going and worker.name not in self.lost
+            assert worker.name in self.going
             self.dismissed += 1
             self.unnoticed.append(worker.name)
         else:
@@ -514,6 +544,7 @@ class World:
     def _advance(self) -> None:
         before, self.recorded = self.membership.generation, self.membership.recorded
         reports = dict(self.membership.waiting)
+        placed = (*self.membership.standing, *self.membership.forming)
         effects = self.membership.advance()
         checks.check_effects(self, effects, reports, before)
         for replica in effects.formed:
@@ -534,6 +565,9 @@ class World:
             self.unsure.append(worker)
             if isinstance(answer, Build) and answer.keep and worker.replica is not None:
                 self.taken_apart.update(worker.replica.members)
+        if any(isinstance(a, Build) and a.keep for a in effects.answers.values()):
+            left = (*self.membership.standing, *self.membership.forming)
+            self.taken_apart.update(w for r in placed if r not in left for w in r.workers)
 
 
 def play(seed: int) -> World:

@@ -66,7 +66,12 @@ class Group:
         """A coordinator started anew takes up what the workers of generation 3 know."""
         formations = max(standing.formed for standing in standings)
         self.membership.resume(
-            standings, generation=3, restored=restored, formations=formations, recorded=recorded
+            standings,
+            generation=3,
+            restored=restored,
+            formations=formations,
+            recorded=recorded,
+            began=recorded,
         )
 
     def lose(self, worker: str) -> Effects:
@@ -870,6 +875,23 @@ def test_a_worker_that_leaves_by_itself_calls_the_others() -> None:
     assert effects.called == "fault" and signals(effects) == {"b1": "fault"}
     effects = group.join("b1", step=3, in_step=True)
     assert effects.regrouped is not None and effects.regrouped.outcome == "repeat"
+
+
+def test_records_of_an_older_roster_are_missed_only_where_the_newest_goes_on_from_them() -> None:
+    """A worker that alone saw a commit may come only when a roster has stood without it."""
+    group = Group(replicas=2)
+    group.start("a0", "b1")
+    group.membership.recorded = 5
+    group.join("a0", step=6, last=commit(5))
+    assert not group.membership.awaits(4, 1) and group.membership.awaits(5, 1)
+    effects = group.join("b1", step=5, in_step=True, last=commit(4))
+    assert effects.regrouped is not None and effects.regrouped.step == 6
+    awaits = group.membership.awaits
+    assert awaits(5, 1) and not awaits(6, 1) and awaits(5, 2) and awaits(6, 2)
+    group.membership.recorded = 4
+    assert not awaits(5, 1), "there is a gap before it"
+    group.membership.formations.since = 2
+    assert not awaits(4, 1), "the run went back after it"
 
 
 def test_a_fault_overrules_a_boundary() -> None:

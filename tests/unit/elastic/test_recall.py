@@ -66,6 +66,7 @@ def test_the_present_start_counts(tmp_path: Path) -> None:
     assert known.draining == {"b"} and known.draining_nodes == {"n-b"}
     assert known.leaving == {"a"}
     assert (known.generation, known.restored, known.formations) == (3, 2, 4)
+    assert known.began == 4
     assert known.recorded == 5 and known.fired == ("kill@3:1",)
 
 

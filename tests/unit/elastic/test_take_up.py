@@ -91,6 +91,7 @@ def recalled() -> Recall:
         leaving=frozenset(),
         draining_nodes=frozenset(),
         generation=1,
+        began=0,
         restored=1,
         formations=1,
         recorded=RECORDED,
