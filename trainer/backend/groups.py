@@ -90,6 +90,9 @@ def make_replica_group(
     # DTensor's caches take meshes of the same shape and names for the same mesh, and would apply
     # this process's old place in its old replica (docs/decisions/007).
     names = (f"shard {prefix}", f"tensor {prefix}")
+    # c10d numbers groups, and the number is part of their keys in the store. One that was left
+    # while it was made has used up the first number here, but not at a peer that is new.
+    dist.distributed_c10d._world.group_count = 0
     with limit_silence(rendezvous.silent_s), heard_while_connecting(leave_now):
         dist.init_process_group(
             "nccl" if device == "cuda" else GLOO,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -69,10 +70,30 @@ def test_a_peer_of_one_that_leaves_wakes_up() -> None:
     mp.start_processes(leave_or_wait, args=(store.port,), nprocs=2, start_method="forkserver")
 
 
+def make_group(port: int, prefix: str, rank: int, leave_now: Callable[[], bool] = bool) -> None:
+    """This worker's part of a replica of 2 x 2."""
+    meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=PATIENCE.total_seconds())
+    make_replica_group(
+        meet, prefix, rank=rank, shard=2, tensor=2, device="cpu", leave_now=leave_now
+    )
+
+
+def meet_again(port: int, rank: int) -> None:
+    """The three that left and one that is new make a replica."""
+    make_group(port, "again", rank)
+    alive = torch.ones(1)
+    dist.all_reduce(alive)
+    assert alive == 4
+    leave_replica_group()
+
+
 def die_or_leave(rank: int, port: int, moment: str) -> None:
     """Rank 1 of 2 x 2 ends in the middle of what all make, when the others are in it as well; they
-    hear nothing but the call of the coordinator."""
+    hear nothing but the call of the coordinator. Process 4 takes its place."""
     store = dist.TCPStore("127.0.0.1", port)
+    if rank == 4:
+        store.wait(["rank 1 is gone"], PATIENCE)
+        return meet_again(port, 1)
     owner = groups if hasattr(groups, moment) else dist
     make = getattr(owner, moment)
 
@@ -86,20 +107,13 @@ def die_or_leave(rank: int, port: int, moment: str) -> None:
 
     setattr(owner, moment, begin)
     with pytest.raises(RuntimeError, match=LEFT):
-        make_replica_group(
-            Rendezvous(host="127.0.0.1", port=port, timeout_s=PATIENCE.total_seconds()),
-            "replica",
-            rank=rank,
-            shard=2,
-            tensor=2,
-            device="cpu",
-            leave_now=lambda: store.check(["rank 1 is gone"]),
-        )
+        make_group(port, "replica", rank, lambda: store.check(["rank 1 is gone"]))
     leave_replica_group()
     assert not dist.is_initialized()
+    meet_again(port, rank)
 
 
 @pytest.mark.parametrize("moment", ["init_process_group", "init_device_mesh"])
 def test_a_peer_that_dies_while_the_group_is_made_holds_nobody_up(moment: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.start_processes(die_or_leave, args=(store.port, moment), nprocs=4, start_method="forkserver")
+    mp.start_processes(die_or_leave, args=(store.port, moment), nprocs=5, start_method="forkserver")
