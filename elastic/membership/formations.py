@@ -114,8 +114,12 @@ class Formations:
         if self._state_stands():
             return ()
         candidates = places.idle.union(*(r.workers for r in places.standing.values()))
-        reports = [self._waiting[worker] for worker in sorted(candidates)]
-        chosen = plan_salvage(reports, self._config.workers_per_replica, since=self.since)
+        leaving = (places.retired & self._waiting.keys()) - candidates
+        for names in (candidates, candidates | leaving):  # those that leave are still there
+            reports = [self._waiting[worker] for worker in sorted(names)]
+            chosen = plan_salvage(reports, self._config.workers_per_replica, since=self.since)
+            if chosen:
+                break
         places.take_apart(chosen)
         if chosen:
             self._make_room()

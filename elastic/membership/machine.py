@@ -377,16 +377,15 @@ class Membership:
         doomed = {replica.formed for replica in leaving}
         present = [*places.standing.values(), *places.ready]
         able = [replica for replica in present if replica.formed not in doomed]
+        if doomed and not self._find_staying(present, able)[0]:
+            able = present  # those that stay have no state after all
         others = {r.index for r in places.forming.values()} - {r.index for r in able}
         self._regroup(present, number_anew(able, others, self.config.max_replicas), effects)
 
     def _regroup(self, present: list[Replica], able: list[Replica], effects: Effects) -> None:
         """Of the replicas that are here the `able` ones make the next roster; one that leaves may
         have seen a commit that they have not."""
-        reports = (self.waiting[worker] for replica in present for worker in replica.workers)
-        staying, holders = find_staying(
-            reports, able, since=self.formations.since, recorded=self.recorded
-        )
+        staying, holders = self._find_staying(present, able)
         stays = {replica.formed for replica in staying}
         joining = [replica for replica in able if replica.formed not in stays]
         resolution = decide_step(
@@ -418,6 +417,12 @@ class Membership:
         effects.regrouped = Regrouped(
             roster=self.roster, step=step, outcome=outcome, lost_steps=lost
         )
+
+    def _find_staying(
+        self, present: Sequence[Replica], able: Sequence[Replica]
+    ) -> tuple[list[Replica], list[Report]]:
+        reports = (self.waiting[worker] for replica in present for worker in replica.workers)
+        return find_staying(reports, able, since=self.formations.since, recorded=self.recorded)
 
     def _order(self, resolution: Resolution, *, restore: bool) -> Order:
         step, roster = resolution.step, self.roster

@@ -844,6 +844,23 @@ def test_no_fewer_than_the_least_train_while_one_is_replaced() -> None:
     assert run_of(effects, "c2").heals == ((1, 0),)
 
 
+def test_one_that_has_left_and_is_still_there_is_gone_back_to_rather_than_a_checkpoint() -> None:
+    group = Group(replicas=2, start=2)
+    group.start("a0", "b1")
+    group.membership.drain("a0")
+    assert group.advance().called == "drain"
+    group.join("a0", step=5, last=commit(4, boundary=True))
+    assert layout(group.join("b1", step=5, last=commit(4, boundary=True))) == {1: ("b1",)}
+    group.join("c2")
+    group.build("c2")
+    assert kept(group.lose("b1")) == {"a0": True}
+    effects = group.join("a0", step=5, last=commit(4, boundary=True))
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.lost_steps) == ("boundary", 0)
+    assert layout(effects) == {0: ("c2",), 1: ("a0",)}
+    assert run_of(effects, "c2").heals == ((1, 0),)
+
+
 def test_a_worker_that_is_told_to_end_does_so_once_it_has_no_slot() -> None:
     group = Group(replicas=2, start=2)
     group.start("a0", "b1")
