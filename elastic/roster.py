@@ -52,9 +52,9 @@ def most_replicas(max_replicas: int) -> int:
     return 2 * max_replicas
 
 
-def find_room(*, taken: Set[int], doomed: int, max_replicas: int) -> int:
-    """How many more replicas may form. Arguments: see `plan_formations`."""
-    return min(most_replicas(max_replicas), max_replicas + doomed) - len(taken)
+def find_room(*, replicas: int, doomed: int, max_replicas: int) -> int:
+    """How many may form beside so many `replicas`. Other arguments: see `plan_formations`."""
+    return min(most_replicas(max_replicas), max_replicas + doomed) - replicas
 
 
 def plan_formations(
@@ -77,7 +77,7 @@ def plan_formations(
         next_number: number of the first new formation.
     """
     free = [index for index in range(most_replicas(max_replicas)) if index not in taken]
-    room = find_room(taken=taken, doomed=doomed, max_replicas=max_replicas)
+    room = find_room(replicas=len(taken), doomed=doomed, max_replicas=max_replicas)
     count = max(0, min(room, len(pool) // workers_per_replica))
     return tuple(
         Replica(

@@ -114,18 +114,18 @@ class Formations:
         if self._state_stands():
             return ()
         candidates = places.idle.union(*(r.workers for r in places.standing.values()))
-        leaving = (places.retired & self._waiting.keys()) - candidates
-        for names in (candidates, candidates | leaving):  # those that leave are still there
-            reports = [self._waiting[worker] for worker in sorted(names)]
-            chosen = plan_salvage(reports, self._config.workers_per_replica, since=self.since)
-            if chosen:
-                break
+        leaving = places.retired & self._waiting.keys()  # they are still there
+        chosen = self._choose(candidates) or self._choose(candidates | leaving)
         places.take_apart(chosen)
         if chosen:
             self._make_room()
         formed = self._form(chosen)
         self._kept = formed[0].formed if formed else 0
         return formed
+
+    def _choose(self, candidates: Iterable[str]) -> list[str]:
+        reports = [self._waiting[worker] for worker in sorted(candidates)]
+        return plan_salvage(reports, self._config.workers_per_replica, since=self.since)
 
     @property
     def keeping(self) -> bool:
@@ -140,15 +140,10 @@ class Formations:
         return any(names.issuperset(r.workers) for r in self._places.standing.values())
 
     @property
-    def _taken(self) -> set[int]:
-        places = self._places
-        return {r.index for r in (*places.standing.values(), *places.forming.values())}
-
-    @property
     def _room(self) -> int:
         """How many more replicas may form."""
-        doomed, most = len(self._places.doomed), self._config.max_replicas
-        return find_room(taken=self._taken, doomed=doomed, max_replicas=most)
+        places, most = self._places, self._config.max_replicas
+        return find_room(replicas=places.whole, doomed=len(places.doomed), max_replicas=most)
 
     def _make_room(self) -> None:
         """Successors of replicas that broke may have taken all there is: the youngest goes, as none
@@ -166,7 +161,7 @@ class Formations:
         places = self._places
         replicas = plan_formations(
             pool=pool,
-            taken=self._taken,
+            taken={r.index for r in (*places.standing.values(), *places.forming.values())},
             doomed=len(places.doomed),
             max_replicas=self._config.max_replicas,
             workers_per_replica=self._config.workers_per_replica,

@@ -372,7 +372,11 @@ class World:
         self.dead.add(name)
         worker.life.close()
         self.unnoticed.append(name)
-        if name not in self.succeeded:
+        self._vacate(worker)
+
+    def _vacate(self, worker: SimWorker) -> None:
+        """Ray starts another one in its place, unless it has done so before."""
+        if worker.name not in self.succeeded:
             self.vacant.append(worker.rank)
 
     def _write_off(self, name: str) -> None:
@@ -430,10 +434,11 @@ class World:
         """A worker returns from its train function; while the run goes on, Ray starts another."""
         if self.membership.stopped is not None:
             return
-        if worker.name not in self.succeeded:
-            self.vacant.append(worker.rank)
+        self._vacate(worker)
         if stop.error is None:
+            # A coordinator started anew does not know of the answer, and may write it off.
             assert worker.name in self.going
+            assert worker.name not in self.lost or self.incarnation
             self.dismissed += 1
             self.unnoticed.append(worker.name)
         else:
