@@ -30,7 +30,7 @@ from benchmarks._checkpoint_state import make_task
 from checkpointing import Attempt, Keys, S3Config, open_store, plan_places, segment, write_shared
 from checkpointing.stores import upload as upload_module
 from elastic import ParallelConfig, TrainConfig
-from elastic.nodes.uploader import MOST_CALLS, Upload, Uploader
+from elastic.nodes.uploader import MOST_CALLS, NICENESS, Upload, write_part
 from elastic.records import RunPaths
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
@@ -347,11 +347,12 @@ class _NoChecksums:
 def run_uploader(config: S3Config, uploads: Any, receipts: Any) -> None:
     """An uploader's process: writes what comes, answers with receipts, ends with None."""
     os.environ.update(CREDENTIALS)
-    uploader = Uploader(None, RunPaths(root=Path("/none"), store=config), "", 512 << 20)
+    os.nice(NICENESS)
+    paths = RunPaths(root=Path("/none"), store=config)
     with ThreadPoolExecutor(MOST_CALLS) as pool:
         while (order := uploads.get()) is not None:
             if isinstance(order, Upload):
-                pool.submit(_write, uploader, order, receipts)
+                pool.submit(_write, paths, order, receipts)
             elif order[0] == "plan":
                 receipts.put(_plan(config, order[1]))
             elif order[0] == "checksums":
@@ -360,9 +361,9 @@ def run_uploader(config: S3Config, uploads: Any, receipts: Any) -> None:
                 receipts.put(_cpu_s())
 
 
-def _write(uploader: Uploader, upload: Upload, receipts: Any) -> None:
+def _write(paths: RunPaths, upload: Upload, receipts: Any) -> None:
     try:
-        receipts.put(uploader.write_part(upload).receipt)
+        receipts.put(write_part(upload, paths, "", 512 << 20).receipt)
     except Exception:
         receipts.put(Broken(traceback.format_exc()))
 

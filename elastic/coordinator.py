@@ -179,6 +179,9 @@ class Coordinator:
 
     async def hello(self, identity: Identity) -> None:
         """A worker has started: its process is watched from now on."""
+        if self._take_up is not None and self._take_up.awaits(identity.worker):
+            await self._take_up.hear(Standing(identity=identity))  # its hello was not answered
+            return
         await self._gate()
         self._hellos += 1
         self._records.note(
@@ -365,10 +368,13 @@ class Coordinator:
             return False
         if deaths and self._take_up is not None and not self._board.ready.is_set():
             await self._take_up.count_dead(deaths)
-            await self._gate()
+        if deaths:
+            self._board.spawn(self._lose(deaths))  # it may wait, and the agent's beats must not
+        return True
+
+    async def _lose(self, deaths: list[Death]) -> None:
         for death in deaths:
             await self._crew.lose(death.worker, death.cause, death.detail)
-        return True
 
     # -- the driver --------------------------------------------------------------------------------
 

@@ -58,11 +58,11 @@ class Observer:
         except ray.exceptions.RayError as error:
             log.warning("the coordinator does not answer: %s", error)
             return False
-        self._printer.update(steps, happened)
-        try:
-            self._board.update(steps, happened)
-        except OSError as error:
-            log.warning("TensorBoard's file lacks some steps: %s", error)
+        for view in (self._printer, self._board):
+            try:
+                view.update(steps, happened)
+            except OSError as error:  # a full disk, or a terminal that is gone: the run goes on
+                log.warning("%s lacks some steps: %s", type(view).__name__, error)
         return True
 
 

@@ -18,6 +18,13 @@ autoscaler starts machines for all of them together."""
 
 GroupState = Literal["pending", "placed", "lost"]
 
+Seat = tuple[str, int]
+"""Group and bundle."""
+
+_EARLY_S = 20.0
+"""A worker that ends before has done next to nothing."""
+_LONGEST_PAUSE_S = 60.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
@@ -62,8 +69,8 @@ class PlacementPlan:
     """Groups to remove."""
     ask: tuple[int, ...]
     """Sizes of the groups to ask for."""
-    fill: tuple[tuple[str, int], ...]
-    """(group, bundle) to start a worker in."""
+    fill: tuple[Seat, ...]
+    """Where to start a worker."""
 
 
 class FutileStarts:
@@ -90,6 +97,25 @@ class FutileStarts:
             self._hellos, self._settled, self.in_a_row = hellos, launches, 0
         elif newest > self._settled:
             self.in_a_row += 1
+
+
+class Pauses:
+    """How long a seat stays empty when its workers end early: not at all after the first, then ever
+    longer. A broken machine is not tried all the time, beside a run that is well."""
+
+    def __init__(self) -> None:
+        self._early: dict[Seat, int] = {}
+        self._until_s: dict[Seat, float] = {}
+
+    def ended(self, seat: Seat, *, lived_s: float, now_s: float) -> None:
+        """The worker in `seat` has ended, `lived_s` after its start was begun."""
+        early = self._early[seat] = self._early.get(seat, 0) + 1 if lived_s < _EARLY_S else 0
+        if early > 1:
+            self._until_s[seat] = now_s + min(2.0 ** (early - 2), _LONGEST_PAUSE_S)
+
+    def over(self, seat: Seat, now_s: float) -> bool:
+        """Whether a worker may be started in `seat`."""
+        return now_s >= self._until_s.get(seat, now_s)
 
 
 def plan_placement(wanted: Wanted, groups: Sequence[GroupView], most_pending: int) -> PlacementPlan:

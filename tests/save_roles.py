@@ -115,7 +115,7 @@ def worker(said: Connection, step: int) -> None:
 
 
 def write(config: S3Config, where: Where, step: int, rank: int = 0) -> Receipt:
-    """What an uploader does with a copy (`Uploader.write_part`)."""
+    """What an uploader does with a copy (`elastic.nodes.uploader.write_part`)."""
     attempt = Attempt(rank=rank, step=step, generation=GENERATION)
     with open_copy(*where) as memory:
         return write_shared(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,3 +30,20 @@ def wait_until(
     while not what():
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(pause_s)
+
+
+def parent_of(pid: int) -> int:
+    """The process that started `pid`."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def actor_beside(worker: int, name: str) -> int:
+    """Process of the actor whose class is `name`: a child of the raylet that the worker belongs
+    to."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError):
+            pid = int(path.parent.name)
+            ours = parent_of(pid) == parent_of(worker)
+            if ours and path.read_bytes().startswith(f"ray::{name}".encode()):
+                return pid
+    raise AssertionError(f"there is no {name}")

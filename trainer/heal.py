@@ -128,7 +128,8 @@ class Newcomer:
         self._failure: str | None = None
         self._failed = False
         self._stream = _beside_the_current(engine.device)
-        threading.Thread(target=self._run, name="heal-target", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="heal-target", daemon=True)
+        self._thread.start()
 
     @property
     def caught_up(self) -> bool:
@@ -192,10 +193,12 @@ class Newcomer:
         self.skipped_in_a_row = 0 if commit.finite else self.skipped_in_a_row + 1
 
     def close(self) -> None:
-        """Ends the receiving: nothing is written to the engine after this."""
+        """Ends the receiving, and waits for it, one chunk at most: the thread keeps the engine
+        alive, and with it the sockets by whose end the peers of its replica notice."""
         with self._placing:
             self._closed = True
         self._wire.stop()
+        self._thread.join()
 
     def _run(self) -> None:
         try:

@@ -58,6 +58,8 @@ class Crew:
         self._draining: set[str] = set()
         self._watches: dict[str, Any] = {}
         self._unwatched: set[str] = set()
+        self._ended: set[tuple[str, int]] = set()
+        """Node and process of workers whose end Ray has seen."""
         self._losses: list[Loss] = []
         self._checking_leases = self._save_wanted = False
 
@@ -178,6 +180,13 @@ class Crew:
         self.signal(worker, signal.SIGKILL)
         await self.lose(worker, cause, detail)
 
+    async def expel(self, worker: str) -> None:
+        """Ends the process of a worker that a coordinator before this one has written off."""
+        identity = self.started.pop(worker)
+        with contextlib.suppress(ray.exceptions.RayError):
+            await self.until_watched(worker)
+        self._agents.signal(identity, signal.SIGKILL)
+
     def signal(self, worker: str, number: int) -> None:
         """Sends a signal to the process of a worker, where it has started."""
         if worker in self.started:
@@ -200,8 +209,9 @@ class Crew:
     async def lose_unwatched(self, ended: Collection[tuple[str, int]]) -> None:
         """Writes off those of the workers that have `ended`, each by node and process, whose nodes
         have no agent that would know."""
+        self._ended.update(ended)
         for worker, identity in list(self.started.items()):
-            if identity.node in self._unwatched and (identity.node, identity.pid) in ended:
+            if identity.node in self._unwatched and (identity.node, identity.pid) in self._ended:
                 await self.lose(worker, "crash", f"process {identity.pid} ended, as Ray saw")
 
     async def _await_agent(self, node: str, token: str) -> None:
@@ -218,6 +228,8 @@ class Crew:
                 log.warning("the workers on node %s are not watched: Ray drains it", node)
                 self._unwatched.add(node)
                 self._agents.forget(node, token)
+                self._snapshots.node_lost(node)  # nor a holder of what lies there
+                await self.lose_unwatched(())
                 return
         if self._agents.forget(node, token):
             await self.lose_node(node, f"its node agent is gone: {end}")

@@ -77,9 +77,10 @@ class Snapshots:
     # -- nodes -------------------------------------------------------------------------------------
 
     def node_joined(self, node: str) -> None:
-        """A worker runs on `node`: it can hold parts."""
+        """A worker runs on `node`: it can hold parts. A node that comes back has what it had."""
         self._nodes.add(node)
         self._holder(node)  # starts while the workers build
+        self._update()
 
     def node_lost(self, node: str) -> None:
         """A node is gone, and what it held."""
@@ -191,5 +192,7 @@ class Snapshots:
             log.warning("%s on the snapshot holder of node %s: %s", method, node, error)
             if isinstance(error, ray.exceptions.RayActorError):
                 self._holders.pop(node, None)  # the next call starts another one
+            elif isinstance(error, ray.exceptions.ActorUnschedulableError):
+                self.node_lost(node)  # it is gone, or Ray drains it
             return False
         return True

@@ -80,8 +80,11 @@ class Switchboard:
             await self._bells.setdefault(worker, bell)
 
     def turn_away(self, worker: str) -> None:
-        """Answers a worker that was written off while it waited."""
+        """A worker was written off. Should it live, it must know: it is answered where it waits,
+        and called where it works, for nothing of its replica may break."""
         self._answer(worker, Stop(error="this worker was written off; it is replaced"))
+        self._signals[worker] = self._membership.calls.sign(worker, "fault", broken=True)
+        self._ring(worker)
 
     def _answer(self, worker: str, answer: Answer) -> None:
         future = self._answers.pop(worker, None)

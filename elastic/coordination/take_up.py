@@ -54,6 +54,10 @@ class TakeUp:
             self._begun = True
             self._board.spawn(self._take_up())
 
+    def awaits(self, worker: str) -> bool:
+        """Whether `worker` is one that lived, and is to say where it stands."""
+        return worker in self._recalled.workers and not self._board.ready.is_set()
+
     async def hear(self, standing: Standing) -> None:
         """A worker says where it stands."""
         self._standings[standing.identity.worker] = standing
@@ -84,7 +88,9 @@ class TakeUp:
         self._go_on(living)
         self._board.ready.set()
         for worker in expected.keys() - living - self._dead:
-            await self._crew.lose(worker, "crash", _SILENT)
+            await self._crew.kill(worker, "crash", _SILENT)
+        for worker in self._standings.keys() - living:
+            self._board.spawn(self._crew.expel(worker))
         await self._board.advance()
 
     async def _look_for_snapshots(self) -> None:

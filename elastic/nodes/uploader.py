@@ -48,7 +48,7 @@ _Part = tuple[Place, int, int, Attempt]
 MOST_CALLS = 64
 """Writes at once: two for each worker of a node, and those of workers that are gone."""
 
-_NICENESS = 10
+NICENESS = 10
 """Where training and uploads want the same core, the training gets it."""
 
 
@@ -94,7 +94,7 @@ class Uploader:
         self._coordinator, self._paths = coordinator, paths
         self._node, self._segment_bytes = node, segment_bytes
         self._lock, self._writing = threading.Lock(), dict[_Part, Future[Written | None]]()
-        os.nice(_NICENESS)
+        os.nice(NICENESS)
 
     def write(self, upload: Upload) -> Written | None:
         """Writes a part and hands in its receipt. Doing it twice does no harm; asked a second time
@@ -123,7 +123,7 @@ class Uploader:
     def _write_and_tell(self, upload: Upload) -> Written | None:
         step = upload.attempt.step
         try:
-            written = self.write_part(upload)
+            written = write_part(upload, self._paths, self._node, self._segment_bytes)
         except CopyGoneError as error:
             log.warning("step %d is not saved: %s", step, error)
             return None  # the worker died, or has given up: nobody waits for this
@@ -135,35 +135,42 @@ class Uploader:
         ask(method, *args)
         return written
 
-    def write_part(self, upload: Upload) -> Written:
-        """Writes a part and tells nobody.
 
-        Raises:
-            CopyGoneError: the copy is gone.
-            CheckpointError: it could not be written.
-        """
-        with open_copy(upload.pid, upload.fd, upload.number) as memory:
-            what = upload.attempt, upload.slices, memory
-            if upload.place == "store":
-                return write_changed(
-                    open_store(self._paths.checkpoints),
-                    Keys(),
-                    *what,
-                    known=upload.known,
-                    still=upload.still,
-                    segment_bytes=self._segment_bytes,
-                )
-            store = open_memory(self._paths.memory, self._node)
-            check_room(store, len(memory))
-            receipt = write_shared(
-                store,
+def write_part(upload: Upload, paths: RunPaths, node: str, segment_bytes: int) -> Written:
+    """Writes a part and tells nobody.
+
+    Args:
+        upload: it.
+        paths: where checkpoints and snapshots go.
+        node: Ray's id of this node.
+        segment_bytes: bound on the tensor bytes in one file.
+
+    Raises:
+        CopyGoneError: the copy is gone.
+        CheckpointError: it could not be written.
+    """
+    with open_copy(upload.pid, upload.fd, upload.number) as memory:
+        what = upload.attempt, upload.slices, memory
+        if upload.place == "store":
+            return write_changed(
+                open_store(paths.checkpoints),
                 Keys(),
                 *what,
-                segment_bytes=self._segment_bytes,
-                # Holders hand whole blocks round: they check them, and pass over bad ones.
-                piece_bytes=None,
+                known=upload.known,
+                still=upload.still,
+                segment_bytes=segment_bytes,
             )
-            return Written(receipt=receipt, parts={})
+        store = open_memory(paths.memory, node)
+        check_room(store, len(memory))
+        receipt = write_shared(
+            store,
+            Keys(),
+            *what,
+            segment_bytes=segment_bytes,
+            # Holders hand whole blocks round: they check them, and pass over bad ones.
+            piece_bytes=None,
+        )
+        return Written(receipt=receipt, parts={})
 
 
 def hand_in(

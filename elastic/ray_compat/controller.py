@@ -24,7 +24,8 @@ from elastic.ray_compat.workers import ElasticWorkerGroup, SeatedWorker
 log = logging.getLogger(__name__)
 
 MOST_FUTILE_STARTS = 5
-"""Times that workers end before any new one has said hello: nothing is going to start."""
+"""Times that workers end before any new one has said hello: where no other is at work, nothing is
+going to start."""
 
 FAREWELL_S = 10.0
 """How long workers may go on when the run is over. All that counts has been written by then."""
@@ -68,17 +69,24 @@ class CoordinatorDecides(FailurePolicy):
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """See FailurePolicy. Asked where the first workers do not start, and at the end."""
-        over = self.ends_run(newest=math.inf, launches=0)
+        over = self.ends_run(newest=math.inf, launches=0, others=False)
         return FailureDecision.RAISE if over else FailureDecision.RETRY
 
-    def ends_run(self, *, newest: float, launches: int) -> bool:
-        """Whether the run ends now that workers have ended. Arguments: see FutileStarts."""
+    def ends_run(self, *, newest: float, launches: int, others: bool) -> bool:
+        """Whether the run ends now that workers have ended.
+
+        Args:
+            newest: see FutileStarts.
+            launches: see there.
+            others: whether others are at work: then a machine where nothing starts does no harm.
+        """
         try:
             verdict, hellos = ask(self._coordinator.verdict), ask(self._coordinator.hellos)
         except ray.exceptions.RayError:
             return True
         self._futile.count(hellos=hellos, newest=newest, launches=launches)
-        return verdict is not None or self._futile.in_a_row >= MOST_FUTILE_STARTS
+        futile = self._futile.in_a_row >= MOST_FUTILE_STARTS and not others
+        return verdict is not None or futile
 
     def tell(self, ended: list[SeatedWorker]) -> None:
         """Tells the coordinator of workers that have ended: not all nodes have an agent."""
@@ -117,7 +125,7 @@ class ElasticController(TrainController):
         if ended or failures:
             policy.tell(ended)
             newest = math.inf if failures else max(worker.launch for worker in ended)
-            if policy.ends_run(newest=newest, launches=group.launches):
+            if policy.ends_run(newest=newest, launches=group.launches, others=bool(at_work)):
                 return _with_failures(status, failures)
             group.dismiss(ended)
         try:

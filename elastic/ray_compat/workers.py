@@ -12,6 +12,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ from elastic.placement import (
     MOST_PENDING_GROUPS,
     GroupState,
     GroupView,
+    Pauses,
+    Seat,
     Wanted,
     plan_group_sizes,
     plan_placement,
@@ -40,9 +43,6 @@ from elastic.ray_compat.cluster import draining_nodes
 from elastic.ray_compat.groups import PlacementGroups
 
 log = logging.getLogger(__name__)
-
-Seat = tuple[str, int]
-"""Group and bundle."""
 
 
 @dataclass(kw_only=True)
@@ -76,6 +76,9 @@ class ElasticWorkerGroup(WorkerGroup):
         self._ranks: dict[Seat, int] = {}
         self._new_ranks = itertools.count(context.num_workers)
         self._starting: set[Seat] = set()
+        self._begun_s: dict[Seat, float] = {}
+        """When the latest start in each was begun."""
+        self._pauses = Pauses()
         self._news: queue.SimpleQueue[tuple[Seat, SeatedWorker | Exception]] = queue.SimpleQueue()
 
     # -- the first workers, all at once ------------------------------------------------------------
@@ -97,6 +100,7 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def _create_workers(self, *_: Any, **__: Any) -> list[Any]:
         seats = [(name, bundle) for name, size in self._groups for bundle in range(size)]
+        self._begun_s = dict.fromkeys(seats, time.monotonic())
         ask(self._coordinator.expect, len(seats))
         workers: list[Any] = WorkerGroup._assign_worker_ranks(
             self._hire(seats, self._launch(len(seats))), replica_group_size=1
@@ -130,6 +134,7 @@ class ElasticWorkerGroup(WorkerGroup):
             if isinstance(outcome, Exception):
                 log.warning("a worker did not start and is tried again: %s", outcome)
                 failures.append(outcome)
+                self._pause(seat)
             else:
                 started.append(outcome)
         if started:
@@ -140,6 +145,7 @@ class ElasticWorkerGroup(WorkerGroup):
         """Forgets workers that have ended; their seats are free."""
         for worker in ended:
             ray.kill(worker.actor)
+            self._pause(worker.seat)
         gone = {worker.launch for worker in ended}
         self._set_workers([w for w in self.get_workers() if w.launch not in gone])
 
@@ -158,8 +164,10 @@ class ElasticWorkerGroup(WorkerGroup):
             self._groups.remove(name)
         for size in plan.ask:
             self._groups.ask(size)
+        now_s = time.monotonic()
         for seat in plan.fill:
-            self._start_in(seat)
+            if self._pauses.over(seat, now_s):
+                self._start_in(seat)
 
     def _view(
         self, name: str, size: int, living: dict[int, str], draining: frozenset[str]
@@ -177,6 +185,11 @@ class ElasticWorkerGroup(WorkerGroup):
             draining=frozenset(bundle for bundle, node in nodes.items() if node in draining),
         )
 
+    def _pause(self, seat: Seat) -> None:
+        now_s = time.monotonic()
+        lived_s = now_s - self._begun_s[seat]
+        self._pauses.ended(seat, lived_s=lived_s, now_s=now_s)
+
     def _set_workers(self, workers: list[SeatedWorker]) -> None:
         """Ray Train keeps pending polls by position in this list."""
         old = self.get_workers()
@@ -192,6 +205,7 @@ class ElasticWorkerGroup(WorkerGroup):
         if seat not in self._ranks:
             self._ranks[seat] = next(self._new_ranks)
         self._starting.add(seat)
+        self._begun_s[seat] = time.monotonic()
         what = (seat, self._launch(1))
         threading.Thread(target=self._start_worker, args=what, daemon=True).start()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from growing_run import STEPS
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
+from watching import actor_beside, wait_until
 
 from checkpointing import Keys, Reader, newest, open_store, params_sha256
 from elastic import events
@@ -215,6 +217,16 @@ def drain(cluster: Cluster, node_id: str) -> None:
     assert accepted, why_not
 
 
+@contextlib.contextmanager
+def taken_cpu(cluster: Cluster, node_id: str) -> Iterator[None]:
+    """Another job has a CPU of the node meanwhile."""
+    program = [sys.executable, str(ROOT / "tests" / "taken_cpu.py"), cluster.address, node_id]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"taken\n"
+        yield
+        other.communicate()
+
+
 def spot_notice() -> bytes:
     """That a machine will be taken away in two minutes, as EC2 says it."""
     at = datetime.fromtimestamp(time.time() + 120, timezone.utc)
@@ -245,8 +257,9 @@ def test_a_machine_that_will_go_is_left_with_nothing_repeated(
     with serve_metadata() as (url, metadata):
         # Its free CPU must not be used.
         second = machines.add_node(num_cpus=2, env_vars={METADATA_VARIABLE: url})
-        run = start_run(minimum=minimum)
-        before = len(run.wait_for(lambda all_: any(map(trains_whole, all_))))
+        with taken_cpu(machines, second.node_id):
+            run = start_run(minimum=minimum)
+            before = len(run.wait_for(lambda all_: any(map(trains_whole, all_))))
         if notice == "ray":
             drain(machines, second.node_id)
         else:
@@ -263,6 +276,24 @@ def test_a_machine_that_will_go_is_left_with_nothing_repeated(
     assert min(len(e.lanes) for e in rosters) >= minimum
     assert rosters[-1].lanes.keys() == {"0", "1"}
     assert weights == undisturbed(start_run)
+
+
+@SOAK
+def test_a_node_agent_dies(machines: Cluster, start_run: StartRun) -> None:
+    """Its workers are written off while they live, and nothing of them breaks: they are told, and
+    end before the run does."""
+    for _ in range(2):
+        machines.add_node(num_cpus=1)
+    run = start_run()
+    first = joined(run.wait_for_replicas(2))[0]
+    os.kill(actor_beside(first.pid, "NodeAgent"), signal.SIGKILL)
+    before = len(run.wait_for(lambda all_: bool(lost(all_))))
+    wait_until(lambda: not Path(f"/proc/{first.pid}").exists(), 20.0)
+    happened = run.wait_for(lambda all_: any(map(trains_whole, all_[before:])))
+    assert [(e.worker, e.cause) for e in lost(happened)] == [(first.worker, "node")]
+    assert "its node agent is gone" in lost(happened)[0].detail
+    assert joined(happened)[2].node == first.node
+    assert run.finish() == undisturbed(start_run)
 
 
 @pytest.fixture
@@ -315,3 +346,14 @@ def test_a_worker_dies_on_a_machine_to_go_after_the_coordinator(
     doomed_run.wait_for_replicas(2, after=len(happened))
     assert doomed_run.finish() == undisturbed(start_run)
     assert len(lost(doomed_run.events())) == 1
+
+
+@SOAK
+def test_a_run_ends_on_a_machine_to_go_after_the_coordinator(
+    start_run: StartRun, doomed_run: GrowingRun
+) -> None:
+    """The uploader there went with the coordinator, and Ray starts no other: the worker writes its
+    part of the last checkpoint itself."""
+    assert doomed_run.finish() == undisturbed(start_run)
+    saved = [e for e in doomed_run.events() if isinstance(e, events.CheckpointCommitted)]
+    assert [e.step for e in saved] == [STEPS] and not lost(doomed_run.events())

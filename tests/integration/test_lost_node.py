@@ -4,7 +4,6 @@ coordinator is neither."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -19,7 +18,7 @@ import pytest
 import ray
 from deaf_coordinator import DeafCoordinator
 from tiny import fit, tiny_trainer
-from watching import events_of, steps_of, wait_until
+from watching import actor_beside, events_of, steps_of, wait_until
 
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig
@@ -32,22 +31,6 @@ STEPS, STOP_AFTER = 400, 5
 NODE_TIMEOUT_S = 1.5
 HEALTH = HealthConfig(node_beat_s=0.2, node_timeout_s=NODE_TIMEOUT_S)
 DEADLINE_S = 120.0
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-
-
-def actor_beside(worker: int, name: str) -> int:
-    """Process of the actor whose class is `name`: a child of the raylet that the worker belongs
-    to."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(FileNotFoundError):
-            pid = int(path.parent.name)
-            ours = parent_of(pid) == parent_of(worker)
-            if ours and path.read_bytes().startswith(f"ray::{name}".encode()):
-                return pid
-    raise AssertionError(f"there is no {name}")
 
 
 class Stopper(threading.Thread):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from elastic.placement import (
     FutileStarts,
     GroupView,
+    Pauses,
     PlacementPlan,
     Wanted,
     plan_group_sizes,
@@ -127,3 +128,17 @@ def test_workers_that_never_get_going_are_counted_and_others_are_not() -> None:
     starts.count(hellos=4, newest=7, launches=8)
     starts.count(hellos=4, newest=8, launches=9)
     assert starts.in_a_row == 2
+
+
+def test_a_seat_whose_workers_end_early_is_tried_ever_more_rarely() -> None:
+    pauses, seat, now_s = Pauses(), ("g", 0), 1000.0
+    waited = []
+    for _ in range(9):
+        pauses.ended(seat, lived_s=3.0, now_s=now_s)
+        ready_s = next(now_s + s for s in range(100) if pauses.over(seat, now_s + s))
+        waited.append(ready_s - now_s)
+        assert pauses.over(("g", 1), now_s)
+        now_s = ready_s + 3.0
+    assert waited == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    pauses.ended(seat, lived_s=3600.0, now_s=now_s)
+    assert pauses.over(seat, now_s)
