@@ -69,8 +69,9 @@ class CoordinatorLink:
         self._mark(step, "wait")
         self._standing = self._standing.joining(report)
         recent = self.outbox.recent()
-        # One worker of a whole replica does it for all.
-        if self._run is not None and (self._run.rank == 0 or not report.built):
+        # One worker of a whole replica does it for all. Had it no time to, and the replica is
+        # replaced by one of its survivors, they do when they have built that.
+        if self._run is None or self._run.rank == 0 or not report.built:
             report = replace(report, recent=recent)
         answer: Answer = ask(self._coordinator.join, report)
         # First of all: the next coordinator may be asking where this worker stands.

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -30,6 +30,49 @@ from torch.distributed.tensor.parallel import (
 SEQUENCE = Shard(1)
 DIVIDING = (ColwiseParallel, RowwiseParallel, SequenceParallel)
 """Styles that take charge of a module's own parameters; the others only move its inputs."""
+
+
+class _Waiting:
+    """Mixed into torch's styles: has them wait for their collectives as soon as these are started.
+
+    Theirs are waited for where the result is used. If an exception comes first, because a peer was
+    lost in another group, c10d keeps the collective for ever and with it the group and its sockets,
+    so that the peers there are not woken. Nothing is gained by waiting later, as the modules use
+    the result at once; on CUDA it is the stream that waits, not the host.
+    """
+
+    @staticmethod
+    def _prepare_input_fn(
+        layouts: tuple[Placement, ...],
+        desired: tuple[Placement, ...],
+        _module: nn.Module,
+        inputs: tuple[torch.Tensor, ...],
+        mesh: DeviceMesh,
+    ) -> torch.Tensor:
+        x = inputs[0]
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, layouts, run_check=False)
+        return x if layouts == desired else x.redistribute(placements=desired)
+
+    @staticmethod
+    def _prepare_output_fn(
+        layouts: tuple[Placement, ...],
+        use_local_output: bool,
+        _module: nn.Module,
+        x: DTensor,
+        _mesh: DeviceMesh,
+    ) -> torch.Tensor:
+        if x.placements != layouts:
+            x = x.redistribute(placements=layouts)
+        return x.to_local() if use_local_output else x
+
+
+class Colwise(_Waiting, ColwiseParallel):
+    """Splits a layer by its outputs."""
+
+
+class Rowwise(_Waiting, RowwiseParallel):
+    """Splits a layer by its inputs."""
 
 
 class GatherSequence(ParallelStyle):
@@ -64,14 +107,14 @@ def tensor_styles(model: nn.Module, plan: dict[str, str]) -> dict[str, ParallelS
     for name, module in model.named_modules():
         style = next((s for pattern, s in plan.items() if fnmatch.fnmatch(name, pattern)), None)
         if style == "colwise":
-            styles[name] = ColwiseParallel()
+            styles[name] = Colwise()
             styles.setdefault(name.rsplit(".", 1)[0], GatherSequence())
         elif style == "rowwise":
-            styles[name] = RowwiseParallel(output_layouts=SEQUENCE)
+            styles[name] = Rowwise(output_layouts=SEQUENCE)
         elif style == "colwise_gather_output":
-            styles[name] = ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Replicate())
+            styles[name] = Colwise(input_layouts=SEQUENCE, output_layouts=Replicate())
         elif style == "embedding_rowwise" or module is embeddings:
-            styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+            styles[name] = Rowwise(input_layouts=Replicate(), output_layouts=Replicate())
         elif name in norms:
             styles[name] = SequenceParallel(use_local_output=True)
     # The first block splits the full embeddings: positions and masks need the full shapes.

@@ -376,8 +376,8 @@ class SimWorker:
             self.records = []
 
     def recent(self) -> list[tuple[int, int]]:
-        """The steps that it shows when it joins; one worker of a whole replica does it for all."""
-        shows = self.run is not None and (self.run.rank == 0 or not self.built)
+        """The steps that it shows when it joins: see `CoordinatorLink.join`."""
+        shows = self.run is None or self.run.rank == 0 or not self.built
         return self.records if shows else []
 
     def _writer_idle(self) -> Wait:

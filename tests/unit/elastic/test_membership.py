@@ -1079,6 +1079,12 @@ def test_any_order_of_events_ends_well(batch: int) -> None:
     assert any(w.dismissed for w in worlds)
 
 
+def test_a_step_that_only_a_silent_worker_knows_is_recorded() -> None:
+    """It joined as one of a whole replica, for which another one was to speak, and that was lost.
+    The only schedule of 80,000 in which it came to that."""
+    assert play(311926).log == list(range(4))
+
+
 def test_these_schedules_read_saved_states_and_fail_to() -> None:
     worlds = [play(seed) for seed in range(BATCH, 2 * BATCH)]
     assert any(w.checkpoints_failed for w in worlds)
