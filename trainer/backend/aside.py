@@ -27,6 +27,9 @@ _T = TypeVar("_T")
 _leave_now: Callable[[], bool] = bool
 """Asked while c10d has a group made."""
 
+_timeout: timedelta | None = None
+"""Of the groups that c10d has made, where it is not c10d's own choice."""
+
 
 def make_aside(make: Callable[[], _T], leave_now: Callable[[], bool], timeout_s: float) -> _T:
     """What `make` returns, which runs on a thread.
@@ -51,22 +54,22 @@ def make_aside(make: Callable[[], _T], leave_now: Callable[[], bool], timeout_s:
 
 
 @contextlib.contextmanager
-def heard_while_connecting(leave_now: Callable[[], bool]) -> Iterator[None]:
+def heard_while_connecting(leave_now: Callable[[], bool], timeout: timedelta) -> Iterator[None]:
     """Groups of the backend `GLOO` that c10d makes in this block are given up once `leave_now` is
-    true."""
-    global _leave_now
-    _leave_now = leave_now
+    true. All have `timeout`: c10d gives that of the default group to no other, and a mesh takes
+    none."""
+    global _leave_now, _timeout
+    _leave_now, _timeout = leave_now, timeout
     try:
         yield
     finally:
-        _leave_now = bool
+        _leave_now, _timeout = bool, None
 
 
 def _make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    bound = _timeout or timeout
     return make_aside(
-        lambda: dist.ProcessGroupGloo(store, rank, size, timeout),
-        _leave_now,
-        timeout.total_seconds(),
+        lambda: dist.ProcessGroupGloo(store, rank, size, bound), _leave_now, bound.total_seconds()
     )
 
 

@@ -17,6 +17,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+
+# FSDP2 imports it, and its functions have the default group of that moment, if there is one, as a
+# default argument: imported later, it would keep a replica's group for ever.
+import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -93,7 +97,8 @@ def make_replica_group(
     # c10d numbers groups, and the number is part of their keys in the store. One that was left
     # while it was made has used up the first number here, but not at a peer that is new.
     dist.distributed_c10d._world.group_count = 0
-    with limit_silence(rendezvous.silent_s), heard_while_connecting(leave_now):
+    heard = heard_while_connecting(leave_now, rendezvous.timeout)
+    with limit_silence(rendezvous.silent_s), heard:
         dist.init_process_group(
             "nccl" if device == "cuda" else GLOO,
             store=rendezvous.store(prefix, leave_now),
@@ -103,6 +108,9 @@ def make_replica_group(
             **options,
         )
         mesh = init_device_mesh(device, (shard, tensor), mesh_dim_names=names)
+    if device == "cuda":  # those on Gloo were made with it
+        for name in names:
+            dist.distributed_c10d._set_pg_timeout(rendezvous.timeout, mesh.get_group(name))
     _meshes.append(mesh)
     return mesh
 

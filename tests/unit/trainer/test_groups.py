@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -24,6 +26,7 @@ from trainer.task import CustomTask
 
 PATIENCE = timedelta(seconds=20)
 """Far less than the group's own timeout."""
+SHORT = timedelta(seconds=4)
 
 
 def build_model() -> nn.Module:
@@ -117,3 +120,45 @@ def die_or_leave(rank: int, port: int, moment: str) -> None:
 def test_a_peer_that_dies_while_the_group_is_made_holds_nobody_up(moment: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.start_processes(die_or_leave, args=(store.port, moment), nprocs=5, start_method="forkserver")
+
+
+def wait_in_vain(rank: int, port: int) -> None:
+    """Rank 0 of 2 x 2 is alone in a collective of each of its groups."""
+    store = dist.TCPStore("127.0.0.1", port)
+    meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=SHORT.total_seconds())
+    mesh = make_replica_group(meet, "replica", rank=rank, shard=2, tensor=2, device="cpu")
+    if rank == 0:
+        waited_in = [*mesh.get_all_groups(), dist.group.WORLD]
+        works = [dist.all_reduce(torch.ones(1), group=g, async_op=True) for g in waited_in]
+        for work in works:
+            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+                work.wait()
+        store.set("over", "")
+    store.wait(["over"], PATIENCE)
+    leave_replica_group()
+
+
+def test_all_groups_of_a_replica_have_the_timeout() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.start_processes(wait_in_vain, args=(store.port,), nprocs=4, start_method="forkserver")
+
+
+KEPT = """
+import torch.distributed as dist
+from trainer.backend import groups
+from trainer.backend.rendezvous import Rendezvous
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=20)
+groups.make_replica_group(meet, "replica", rank=0, shard=1, tensor=1, device="cpu")
+from torch.distributed.fsdp import fully_shard
+import torch.distributed.nn.functional as functional
+
+assert functional.broadcast.__defaults__ == (None,), functional.broadcast.__defaults__
+groups.leave_replica_group()
+"""
+
+
+def test_a_late_import_of_fsdp_does_not_keep_the_group() -> None:
+    """In a process that has imported as little as can be."""
+    subprocess.run([sys.executable, "-c", KEPT], check=True)
