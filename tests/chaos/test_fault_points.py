@@ -75,6 +75,7 @@ class Broken:
         spares: int = 2,
         save_every: int | None = None,
         memory_every: int | None = None,
+        eval_every: int | None = 2,
     ) -> None:
         self.faults = parse_faults(",".join(faults))
         self.outcome = fit(
@@ -88,7 +89,7 @@ class Broken:
                     tensor=layout.tensor,
                     lanes=LANES,
                     steps=steps,
-                    eval_every=2,
+                    eval_every=eval_every,
                 ),
                 replicas=layout.replicas,
                 min_replicas=layout.replicas,
@@ -283,3 +284,15 @@ def test_everybody_at_once_and_no_spare(break_run: Callable[..., Broken], layout
     everybody = "+".join(map(str, range(sizes.slots)))
     run = break_run(sizes, [f"kill@{FIRST}:{everybody}"], steps=steps_for(1), spares=0)
     assert len(run.restored) == 1
+
+
+@SOAK
+def test_sharded_and_tensor_parallel(break_run: Callable[..., Broken]) -> None:
+    """A replica of both has more than one group inside: who waits in one hears of a peer's end in
+    another only from its neighbours, as they leave. Nothing is evaluated, as eight workers on two
+    cores take half a minute for it."""
+    phases = ("forward", "reduce")
+    faults = [f"kill@{FIRST + i * APART}.{phase}:{3 + i}" for i, phase in enumerate(phases)]
+    layout, steps = parse_layout("2x2x2"), steps_for(len(phases))
+    run = break_run(layout, faults, steps=steps, eval_every=None)
+    assert run.outcome.report["lost_steps"] == 0
