@@ -65,6 +65,7 @@ def tiny_train(text: Path, *, shard: int = 1, tensor: int = 1, **changes: Any) -
     settings: dict[str, Any] = {
         "task": tiny_task(text),
         "steps": 12,
+        "eval_samples": 16,
         "global_batch": 8,
         "lanes": 2,
         "parallel": ParallelConfig(shard=shard, tensor=tensor),

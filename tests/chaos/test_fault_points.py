@@ -75,7 +75,6 @@ class Broken:
         spares: int = 2,
         save_every: int | None = None,
         memory_every: int | None = None,
-        eval_every: int | None = 2,
     ) -> None:
         self.faults = parse_faults(",".join(faults))
         self.outcome = fit(
@@ -89,7 +88,7 @@ class Broken:
                     tensor=layout.tensor,
                     lanes=LANES,
                     steps=steps,
-                    eval_every=eval_every,
+                    eval_every=2,
                 ),
                 replicas=layout.replicas,
                 min_replicas=layout.replicas,
@@ -289,10 +288,8 @@ def test_everybody_at_once_and_no_spare(break_run: Callable[..., Broken], layout
 @SOAK
 def test_sharded_and_tensor_parallel(break_run: Callable[..., Broken]) -> None:
     """A replica of both has more than one group inside: who waits in one hears of a peer's end in
-    another only from its neighbours, as they leave. Nothing is evaluated, as eight workers on two
-    cores take half a minute for it."""
+    another only from its neighbours, as they leave."""
     phases = ("forward", "reduce")
     faults = [f"kill@{FIRST + i * APART}.{phase}:{3 + i}" for i, phase in enumerate(phases)]
-    layout, steps = parse_layout("2x2x2"), steps_for(len(phases))
-    run = break_run(layout, faults, steps=steps, eval_every=None)
+    run = break_run(parse_layout("2x2x2"), faults, steps=steps_for(len(phases)))
     assert run.outcome.report["lost_steps"] == 0
