@@ -157,10 +157,15 @@ class Coordinator:
         self._membership.formations.wait_no_longer()
         await self._board.advance()
 
+    @property
+    def _taking_up(self) -> TakeUp | None:
+        """While a coordinator that was started anew does not know the run yet."""
+        return None if self._board.ready.is_set() else self._take_up
+
     async def _gate(self) -> None:
         """Calls that need to know the run wait here until a coordinator started anew knows it."""
-        if self._take_up is not None and not self._board.ready.is_set():
-            self._take_up.begin()
+        if (take_up := self._taking_up) is not None:
+            take_up.begin()
             await self._board.ready.wait()
 
     # -- workers -----------------------------------------------------------------------------------
@@ -174,13 +179,14 @@ class Coordinator:
     async def resume(self, standing: Standing) -> None:
         """A worker that has lost its line to the coordinator says where it stands. One that was
         started anew learns so what it must know, and then goes on as if nothing had happened."""
-        if self._take_up is not None and not self._board.ready.is_set():
-            await self._take_up.hear(standing)
+        if (take_up := self._taking_up) is not None:
+            await take_up.hear(standing)
 
     async def hello(self, identity: Identity) -> None:
         """A worker has started: its process is watched from now on."""
-        if self._take_up is not None and self._take_up.awaits(identity.worker):
-            await self._take_up.hear(Standing(identity=identity))  # its hello was not answered
+        take_up = self._taking_up
+        if take_up is not None and take_up.awaits(identity.worker):
+            await take_up.hear(Standing(identity=identity))  # its hello was not answered
             return
         await self._gate()
         self._hellos += 1
@@ -366,8 +372,8 @@ class Coordinator:
         """
         if not self._agents.renew(node, token):
             return False
-        if deaths and self._take_up is not None and not self._board.ready.is_set():
-            await self._take_up.count_dead(deaths)
+        if deaths and (take_up := self._taking_up) is not None:
+            await take_up.count_dead(deaths)
         if deaths:
             self._board.spawn(self._lose(deaths))  # it may wait, and the agent's beats must not
         return True

@@ -105,11 +105,17 @@ class Pauses:
 
     def __init__(self) -> None:
         self._early: dict[Seat, int] = {}
+        self._begun_s: dict[Seat, float] = {}
         self._until_s: dict[Seat, float] = {}
 
-    def ended(self, seat: Seat, *, lived_s: float, now_s: float) -> None:
-        """The worker in `seat` has ended, `lived_s` after its start was begun."""
-        early = self._early[seat] = self._early.get(seat, 0) + 1 if lived_s < _EARLY_S else 0
+    def begun(self, seat: Seat, now_s: float) -> None:
+        """A worker is started in `seat`."""
+        self._begun_s[seat] = now_s
+
+    def ended(self, seat: Seat, now_s: float) -> None:
+        """The worker in `seat` has ended, or did not start."""
+        is_early = now_s - self._begun_s[seat] < _EARLY_S
+        early = self._early[seat] = self._early.get(seat, 0) + 1 if is_early else 0
         if early > 1:
             self._until_s[seat] = now_s + min(2.0 ** (early - 2), _LONGEST_PAUSE_S)
 

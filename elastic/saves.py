@@ -23,7 +23,7 @@ from checkpointing import Attempt, Written
 from elastic.ask import RETRY_S, Call, ask
 from elastic.job import Job
 from elastic.messages import Identity, Run
-from elastic.nodes.uploader import Upload, hand_in, report_failure, write_part
+from elastic.nodes.uploader import Upload, hand_in, report_failure, write_and_tell
 from elastic.outbox import Outbox
 from elastic.save_clock import SaveClock
 from elastic.saved_parts import SavedParts
@@ -199,22 +199,18 @@ class Saves:
             except ray.exceptions.ActorUnschedulableError:
                 if upload.place == "memory":
                     raise  # nor is there anybody who could hand it out
-                return self._write_here(upload)
+                # Ray starts none on a machine that it drains, where the coordinator was lost,
+                # and with it the one that there was. What lies here may be all there is.
+                segment_bytes = self._job.checkpoint.segment_bytes
+                return write_and_tell(
+                    upload, self._coordinator, self._job.paths, self._identity.node, segment_bytes
+                )
             except ray.exceptions.RayActorError:
                 self._uploader = None
                 until_s = until_s or time.monotonic() + _PATIENCE_S
                 if time.monotonic() > until_s:
                     raise
                 time.sleep(RETRY_S)
-
-    def _write_here(self, upload: Upload) -> Written:
-        """Ray starts no uploader on a machine that it drains, should the coordinator have been lost
-        meanwhile, and with it the one that there was. What lies here may be all there is."""
-        paths, node = self._job.paths, self._identity.node
-        written = write_part(upload, paths, node, self._job.checkpoint.segment_bytes)
-        method, args = hand_in(self._coordinator, upload, written.receipt, node)
-        ask(method, *args)
-        return written
 
 
 def share_of(run: Run, engine: Engine) -> Share:

@@ -159,6 +159,24 @@ def make_engine(
     return engine
 
 
+def train_in_one_replica(
+    rank: int, rendezvous: Rendezvous, task: PreparedTask, train: TrainConfig
+) -> WorkerResult | Exception:
+    """Trains as `rank` of the only replica, of one lane, on the CPU, in this process."""
+    return train_at(
+        rank,
+        0,
+        rendezvous,
+        "cpu",
+        task,
+        train,
+        replicas=1,
+        lanes=1,
+        bucket_bytes=BUCKET_BYTES,
+        saves=False,
+    )
+
+
 def train_at(
     index: int,
     formation: int,

@@ -56,7 +56,7 @@ class TakeUp:
 
     def awaits(self, worker: str) -> bool:
         """Whether `worker` is one that lived, and is to say where it stands."""
-        return worker in self._recalled.workers and not self._board.ready.is_set()
+        return worker in self._recalled.workers
 
     async def hear(self, standing: Standing) -> None:
         """A worker says where it stands."""

@@ -112,7 +112,7 @@ class Uploader:
         if begun is not None:
             return begun.result()
         try:
-            mine.set_result(self._write_and_tell(upload))
+            mine.set_result(self._write(upload))
         except BaseException as error:
             mine.set_exception(error)
         finally:
@@ -120,20 +120,38 @@ class Uploader:
                 del self._writing[part]
         return mine.result()
 
-    def _write_and_tell(self, upload: Upload) -> Written | None:
-        step = upload.attempt.step
-        try:
-            written = write_part(upload, self._paths, self._node, self._segment_bytes)
-        except CopyGoneError as error:
-            log.warning("step %d is not saved: %s", step, error)
-            return None  # the worker died, or has given up: nobody waits for this
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            report_failure(self._coordinator, upload.place, step, reason)
-            return None
-        method, args = hand_in(self._coordinator, upload, written.receipt, self._node)
-        ask(method, *args)
-        return written
+    def _write(self, upload: Upload) -> Written | None:
+        segment_bytes = self._segment_bytes
+        return write_and_tell(upload, self._coordinator, self._paths, self._node, segment_bytes)
+
+
+def write_and_tell(
+    upload: Upload, coordinator: Any, paths: RunPaths, node: str, segment_bytes: int
+) -> Written | None:
+    """Writes a part, and hands in its receipt or says why there is none.
+
+    Args:
+        upload: it.
+        coordinator: is told.
+        paths: see `write_part`, as for the others.
+        node: see there.
+        segment_bytes: see there.
+
+    Returns:
+        See `Uploader.write`.
+    """
+    step = upload.attempt.step
+    try:
+        written = write_part(upload, paths, node, segment_bytes)
+    except CopyGoneError as error:
+        log.warning("step %d is not saved: %s", step, error)
+        return None  # the worker died, or has given up: nobody waits for this
+    except Exception as error:
+        report_failure(coordinator, upload.place, step, f"{type(error).__name__}: {error}")
+        return None
+    method, args = hand_in(coordinator, upload, written.receipt, node)
+    ask(method, *args)
+    return written
 
 
 def write_part(upload: Upload, paths: RunPaths, node: str, segment_bytes: int) -> Written:

@@ -76,8 +76,6 @@ class ElasticWorkerGroup(WorkerGroup):
         self._ranks: dict[Seat, int] = {}
         self._new_ranks = itertools.count(context.num_workers)
         self._starting: set[Seat] = set()
-        self._begun_s: dict[Seat, float] = {}
-        """When the latest start in each was begun."""
         self._pauses = Pauses()
         self._news: queue.SimpleQueue[tuple[Seat, SeatedWorker | Exception]] = queue.SimpleQueue()
 
@@ -100,7 +98,8 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def _create_workers(self, *_: Any, **__: Any) -> list[Any]:
         seats = [(name, bundle) for name, size in self._groups for bundle in range(size)]
-        self._begun_s = dict.fromkeys(seats, time.monotonic())
+        for seat in seats:
+            self._pauses.begun(seat, time.monotonic())
         ask(self._coordinator.expect, len(seats))
         workers: list[Any] = WorkerGroup._assign_worker_ranks(
             self._hire(seats, self._launch(len(seats))), replica_group_size=1
@@ -134,7 +133,7 @@ class ElasticWorkerGroup(WorkerGroup):
             if isinstance(outcome, Exception):
                 log.warning("a worker did not start and is tried again: %s", outcome)
                 failures.append(outcome)
-                self._pause(seat)
+                self._pauses.ended(seat, time.monotonic())
             else:
                 started.append(outcome)
         if started:
@@ -145,7 +144,7 @@ class ElasticWorkerGroup(WorkerGroup):
         """Forgets workers that have ended; their seats are free."""
         for worker in ended:
             ray.kill(worker.actor)
-            self._pause(worker.seat)
+            self._pauses.ended(worker.seat, time.monotonic())
         gone = {worker.launch for worker in ended}
         self._set_workers([w for w in self.get_workers() if w.launch not in gone])
 
@@ -185,11 +184,6 @@ class ElasticWorkerGroup(WorkerGroup):
             draining=frozenset(bundle for bundle, node in nodes.items() if node in draining),
         )
 
-    def _pause(self, seat: Seat) -> None:
-        now_s = time.monotonic()
-        lived_s = now_s - self._begun_s[seat]
-        self._pauses.ended(seat, lived_s=lived_s, now_s=now_s)
-
     def _set_workers(self, workers: list[SeatedWorker]) -> None:
         """Ray Train keeps pending polls by position in this list."""
         old = self.get_workers()
@@ -205,7 +199,7 @@ class ElasticWorkerGroup(WorkerGroup):
         if seat not in self._ranks:
             self._ranks[seat] = next(self._new_ranks)
         self._starting.add(seat)
-        self._begun_s[seat] = time.monotonic()
+        self._pauses.begun(seat, time.monotonic())
         what = (seat, self._launch(1))
         threading.Thread(target=self._start_worker, args=what, daemon=True).start()
 

@@ -134,11 +134,13 @@ def test_a_seat_whose_workers_end_early_is_tried_ever_more_rarely() -> None:
     pauses, seat, now_s = Pauses(), ("g", 0), 1000.0
     waited = []
     for _ in range(9):
-        pauses.ended(seat, lived_s=3.0, now_s=now_s)
+        pauses.begun(seat, now_s - 3.0)
+        pauses.ended(seat, now_s)
         ready_s = next(now_s + s for s in range(100) if pauses.over(seat, now_s + s))
         waited.append(ready_s - now_s)
         assert pauses.over(("g", 1), now_s)
         now_s = ready_s + 3.0
     assert waited == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    pauses.ended(seat, lived_s=3600.0, now_s=now_s)
+    pauses.begun(seat, now_s - 3600.0)
+    pauses.ended(seat, now_s)
     assert pauses.over(seat, now_s)

@@ -50,7 +50,7 @@ class Gated(Uploader):
         self.began = threading.Event()
         self.written: list[int] = []
 
-    def _write_and_tell(self, upload: Upload) -> Written | None:
+    def _write(self, upload: Upload) -> Written | None:
         self.began.set()
         self.written.append(upload.attempt.step)
         if len(self.written) == 1:

@@ -13,14 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from data_plane import train_at
+from data_plane import train_in_one_replica
 from torch import nn
 
 from trainer.backend import groups
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.polling import LEFT
 from trainer.backend.rendezvous import Rendezvous
-from trainer.buckets import BUCKET_BYTES
 from trainer.config import ParallelConfig, TrainConfig
 from trainer.task import CustomTask
 
@@ -44,18 +43,7 @@ def leave_or_wait(rank: int, port: int) -> None:
     task = CustomTask(build_model=build_model, loss_function=loss_of, dataset=torch.ones(8, 6))
     train = TrainConfig(task=task, steps=2, global_batch=2, parallel=ParallelConfig(shard=2))
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=300)
-    result = train_at(
-        rank,
-        0,
-        meet,
-        "cpu",
-        task,
-        train,
-        replicas=1,
-        lanes=1,
-        bucket_bytes=BUCKET_BYTES,
-        saves=False,
-    )
+    result = train_in_one_replica(rank, meet, task, train)
     assert not isinstance(result, Exception), result
     store = dist.TCPStore("127.0.0.1", port)
     if rank == 1:

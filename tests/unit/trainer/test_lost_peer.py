@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from data_plane import train_at
+from data_plane import train_in_one_replica
 from torch import nn
 from torch._C import _distributed_c10d as c10d
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from trainer.backend.groups import is_of_a_group, leave_replica_group
 from trainer.backend.rendezvous import Rendezvous
-from trainer.buckets import BUCKET_BYTES
 from trainer.config import TrainConfig
 from trainer.task import PreparedCausalLM
 
@@ -62,18 +61,7 @@ def train_or_die(
     if rank == LOST:
         die_at(moment, store)
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=TIMEOUT_S)
-    result = train_at(
-        rank,
-        0,
-        meet,
-        "cpu",
-        task,
-        train,
-        replicas=1,
-        lanes=1,
-        bucket_bytes=BUCKET_BYTES,
-        saves=False,
-    )
+    result = train_in_one_replica(rank, meet, task, train)
     assert isinstance(result, Exception) and is_of_a_group(result), result
     noticed_s = time.monotonic() - float(store.get("gone"))
     del result  # its frames hold the replica
