@@ -92,6 +92,7 @@ def ray_cluster(cpus: int) -> Iterator[None]:
     directory = tempfile.mkdtemp(prefix="rb_", dir=os.environ.get("RAY_TMPDIR", "/tmp"))
     try:
         ray.init(
+            "local",
             num_cpus=cpus,
             include_dashboard=False,
             log_to_driver=False,

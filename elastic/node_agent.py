@@ -5,10 +5,12 @@ coordinator of every worker that ended or froze (`process_watch.py`), at once, i
 the lease too; what was not acknowledged is told again. Where datagrams are not answered, be it that
 a firewall drops them, the call is made for the renewal alone.
 
-Where no renewal comes through for the length of a lease, the node is cut off: the coordinator has
-written its workers off, or is about to. So the agent kills them; they neither train on nor publish
-anything. The other way round, an agent that was written off hears so in the answer to its next
-call, ends what is left, and itself.
+Where no renewal comes through for the length of a lease, and the coordinator's machine is silent,
+the node is cut off: the coordinator has written its workers off, or is about to. So the agent kills
+them; they neither train on nor publish anything. A machine that refuses to connect is there and has
+lost the coordinator's process: the one started in its place takes the run up from these very
+workers, and this agent ends with its owner, at once or within seconds. The other way round, an
+agent that was written off hears so in the answer to its next call, ends what is left, and itself.
 
     lease runs out at the coordinator: its workers are lost, it is forgotten ──► False to its beats
     lease runs out here: the workers are killed ──► their deaths wait to be told
@@ -16,7 +18,6 @@ call, ends what is left, and itself.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import threading
@@ -32,7 +33,7 @@ from elastic.nodes.beats import BeatSender
 from elastic.nodes.drain import SpotWatch, on_ec2, tell_coordinator
 from elastic.nodes.process_watch import ProcessWatch
 from elastic.ray_compat.cluster import drain_node
-from health.lease import AwakeClock
+from health.lease import AwakeClock, Reach, decide_cut_off
 
 _SAMPLE_INTERVAL_S = 0.2
 _TELL_INTERVAL_S = 0.02
@@ -132,8 +133,7 @@ class NodeAgent:
             self._call = self._coordinator.beat.remote(self._node, self._token, self._deaths)
         silent_s = now_s - self._heard_s
         if silent_s > self._health.node_timeout_s and not self._run_over:
-            self._fence(silent_s)
-            self._heard_s = now_s
+            self._fence(silent_s, now_s)
 
     def _take_echo(self) -> None:
         heard = self._beats.hear()
@@ -159,15 +159,18 @@ class NodeAgent:
         del self._deaths[: self._told]
         self._heard_s = max(self._heard_s, self._called_s)
 
-    def _fence(self, silent_s: float) -> None:
-        """Kills the workers where this node is cut off; a coordinator that is only slow cuts off
-        nobody."""
-        if not _answers(self._address):
+    def _fence(self, silent_s: float, now_s: float) -> None:
+        """Kills the workers where this node is cut off."""
+        reach, timeout_s = _reach(self._address), self._health.node_timeout_s
+        cut_off = decide_cut_off(reach, silent_s, timeout_s)
+        if cut_off:
             detail = (
                 f"its node could not reach the coordinator for {silent_s:.1f} s "
-                f"(health.node_timeout_s = {self._health.node_timeout_s:g})"
+                f"(health.node_timeout_s = {timeout_s:g})"
             )
             self._deaths += self._processes.kill_all("node", detail)
+        if cut_off or reach == "answers":
+            self._heard_s = now_s
 
     def _leave(self) -> None:
         """The node was written off: ends its workers and this actor."""
@@ -175,9 +178,11 @@ class NodeAgent:
         os._exit(0)
 
 
-def _answers(address: tuple[str, int]) -> bool:
-    """Whether somebody listens at `address`. The kernel answers for a process that is busy."""
-    with contextlib.suppress(OSError):
+def _reach(address: tuple[str, int]) -> Reach:
+    try:
         socket.create_connection(address, timeout=_PROBE_TIMEOUT_S).close()
-        return True
-    return False
+    except ConnectionRefusedError:
+        return "refuses"
+    except OSError:
+        return "silent"
+    return "answers"

@@ -7,6 +7,15 @@ renewal came through, and each on a clock that stands still while it was itself 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
+
+Reach = Literal["answers", "refuses", "silent"]
+"""What becomes of an attempt to connect to the coordinator's process: its kernel accepts, also
+where the process is only slow; it refuses, as the process has ended; nothing comes back."""
+
+_ENDING_S = 30.0
+"""How long an agent may outlive its coordinator's process at the most. Ray ends it at once, or 5 s
+after it has heard of that."""
 
 
 class AwakeClock:
@@ -46,3 +55,21 @@ def decide_lost_nodes(
     """
     ages = {node: awake_s - last_s for node, last_s in renewed_s.items()}
     return {node: age_s for node, age_s in ages.items() if age_s > timeout_s}
+
+
+def decide_cut_off(reach: Reach, silent_s: float, timeout_s: float) -> bool:
+    """Whether a node that heard nothing for `silent_s` is cut off, and has to end its workers.
+
+    A coordinator's process that has ended is started anew, and takes the run up from the workers:
+    to end them then would lose what it is to take up. Another agent watches them by and by; until
+    then this one waits. Should it have to for longer than it can live on, somebody on the way
+    refuses in the coordinator's place.
+
+    Args:
+        reach: what an attempt to connect has shown now.
+        silent_s: time awake since the last renewal.
+        timeout_s: how long a lease lasts.
+    """
+    if reach == "refuses":
+        return silent_s > timeout_s + _ENDING_S
+    return reach == "silent" and silent_s > timeout_s

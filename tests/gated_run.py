@@ -120,7 +120,7 @@ def in_memory(every: int) -> CheckpointConfig:
 if __name__ == "__main__":
     address, storage, gate, replicas, *memory_every = sys.argv[1:]
     if address == "local":
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     else:
         ray.init(address=address, log_to_driver=False)
     checkpoint = in_memory(int(memory_every[0])) if memory_every else None

@@ -18,6 +18,6 @@ def local_cluster() -> Iterator[None]:
     """One machine with room for the largest layout of the tests and its spares."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
-        ray.init(num_cpus=12, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=12, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()

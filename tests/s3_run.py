@@ -15,7 +15,7 @@ from checkpointing import CheckpointConfig, S3Config
 
 if __name__ == "__main__":
     url, endpoint, storage, gate, replicas, *shard = sys.argv[1:]
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     checkpoint = CheckpointConfig(
         every_steps=HALF, store=S3Config(url=url, endpoint_url=endpoint, encryption="AES256")
     )

@@ -1,9 +1,10 @@
-"""A node that is not heard in time is lost, one that is cut off ends its workers; a slow
-coordinator is neither."""
+"""A node that is not heard in time is lost, one that is cut off ends its workers; a coordinator
+that is slow, or has ended, does neither."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import ray
@@ -26,6 +27,7 @@ from elastic.messages import Identity
 from elastic.node_agent import NodeAgent
 from elastic.nodes.beats import BeatListener, key_of
 from elastic.ray_compat.cluster import start_actor
+from health.lease import Reach
 
 STEPS, STOP_AFTER = 400, 5
 NODE_TIMEOUT_S = 1.5
@@ -98,17 +100,34 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-@pytest.mark.parametrize("reachable", [True, False])
-def test_a_node_without_an_answer_ends_its_workers_unless_the_coordinator_is_there(
-    cluster: None, sleeper: subprocess.Popen[bytes], reachable: bool
+@contextlib.contextmanager
+def coordinators_port(reach: Reach) -> Iterator[tuple[str, int]]:
+    """A port where whoever connects finds `reach`."""
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as server,
+        contextlib.ExitStack() as held,
+    ):
+        address = server.getsockname()
+        if reach == "refuses":
+            server.close()
+        if reach == "silent":  # the kernel drops what comes while the queue is full
+            for _ in range(2):
+                waiting = held.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(address)
+        if reach == "answers":
+            server.listen(100)
+        yield address
+
+
+@pytest.mark.parametrize("reach", get_args(Reach))
+def test_a_node_without_an_answer_ends_its_workers_where_the_coordinators_machine_is_silent(
+    cluster: None, sleeper: subprocess.Popen[bytes], reach: Reach
 ) -> None:
     node = ray.get_runtime_context().get_node_id()
     deaf = socket.socket(type=socket.SOCK_DGRAM)
     deaf.bind(("127.0.0.1", 0))
-    with deaf, socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-        if not reachable:
-            server.close()
+    with deaf, coordinators_port(reach) as address:
         coordinator = start_actor(DeafCoordinator, max_concurrency=100)
         agent = start_actor(
             NodeAgent,
@@ -123,7 +142,7 @@ def test_a_node_without_an_answer_ends_its_workers_unless_the_coordinator_is_the
         )
         identity = Identity(worker="w0", rank=0, node=node, pid=sleeper.pid)
         ray.get(agent.watch.remote(identity))
-        if reachable:
+        if reach != "silent":
             with pytest.raises(subprocess.TimeoutExpired):
                 sleeper.wait(3 * NODE_TIMEOUT_S)
             sleeper.kill()
@@ -133,7 +152,7 @@ def test_a_node_without_an_answer_ends_its_workers_unless_the_coordinator_is_the
         (death,) = ray.get(coordinator.all_told.remote())
         ray.kill(agent)
         ray.kill(coordinator)
-    assert (death.worker, death.cause) == ("w0", "crash" if reachable else "node")
+    assert (death.worker, death.cause) == ("w0", "node" if reach == "silent" else "crash")
 
 
 class Through(asyncio.DatagramTransport):

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from health.lease import AwakeClock, decide_lost_nodes
+from health.lease import AwakeClock, decide_cut_off, decide_lost_nodes
 
 
 def test_the_clock_counts_time_between_ticks_on_time() -> None:
@@ -46,3 +46,17 @@ def test_a_watcher_that_slept_loses_nobody() -> None:
     clock = AwakeClock(0.25)
     renewed_s = {"a": clock.tick(0.0)}
     assert decide_lost_nodes(renewed_s, clock.tick(60.0), timeout_s=5.0) == {}
+
+
+def test_a_node_is_cut_off_when_the_coordinators_machine_is_silent_for_a_lease() -> None:
+    assert not decide_cut_off("silent", silent_s=5.0, timeout_s=5.0)
+    assert decide_cut_off("silent", silent_s=5.1, timeout_s=5.0)
+
+
+def test_a_slow_coordinator_cuts_off_nobody() -> None:
+    assert not decide_cut_off("answers", silent_s=1e6, timeout_s=5.0)
+
+
+def test_a_coordinator_that_has_ended_is_waited_for_longer_than_an_agent_outlives_it() -> None:
+    assert not decide_cut_off("refuses", silent_s=30.0, timeout_s=5.0)
+    assert decide_cut_off("refuses", silent_s=60.0, timeout_s=5.0)
