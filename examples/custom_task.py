@@ -123,7 +123,7 @@ def start_ray(options: argparse.Namespace) -> None:
         ray.init()
         return
     workers = options.replicas + options.spares
-    ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=workers, include_dashboard=False, log_to_driver=False)
 
 
 def main(arguments: list[str]) -> int:

@@ -124,7 +124,7 @@ def start_ray(options: argparse.Namespace) -> None:
         return
     workers = options.replicas * options.shard * options.tensor + options.spares
     cpus = None if options.device == "cuda" else max(1, round(workers * options.cpus_per_worker))
-    ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
 
 
 def summarize(trainer: ElasticTrainer, result: Result) -> dict[str, Any]:
