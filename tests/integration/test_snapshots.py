@@ -168,7 +168,10 @@ def test_the_controller_is_killed(undisturbed: Undisturbed, tmp_path: Path, memo
             for actor in ray_state.actors().values()
             if actor["ActorClassName"] == "ElasticController" and actor["State"] == "ALIVE"
         ]
+        (joined,) = events_of(tmp_path / "gated", "worker_joined")
         os.kill(pid, signal.SIGKILL)
+        # Ray ends the controller's workers. Through the gate, one could finish the run before that.
+        wait_until(lambda: not Path(f"/proc/{joined['pid']}").exists())
 
     failed = pytest.raises(RunFailedError, match="run the same name again to continue")
     with gate_after_snapshot(gate, memory, kill_controller), failed:
