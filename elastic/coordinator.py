@@ -378,6 +378,16 @@ class Coordinator:
             self._board.spawn(self._lose(deaths))  # it may wait, and the agent's beats must not
         return True
 
+    async def helper_started(self, node: str, helper: str, pid: int) -> None:
+        """A helper of a node has started, as process `pid`: it is watched from now on."""
+        self._agents.watch_helper(node, helper, pid)
+
+    async def helper_killed(self, node: str, helper: str, detail: str) -> None:
+        """A helper was frozen, and its node's agent has killed it."""
+        self._records.note(
+            events.HelperKilled(time=time.time(), node=node, helper=helper, detail=detail)
+        )
+
     async def _lose(self, deaths: list[Death]) -> None:
         for death in deaths:
             await self._crew.lose(death.worker, death.cause, death.detail)

@@ -287,6 +287,19 @@ class SnapshotFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HelperKilled(Event):
+    """An uploader or a snapshot holder was frozen; its node's agent killed it. What it was doing is
+    asked of the next one."""
+
+    node: str
+    """Ray's id of its node."""
+    helper: str
+    """Which it was."""
+    detail: str
+    """What showed that it was frozen."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepSkipped(Event):
     """A step had a non-finite loss or gradient and did not reach the weights."""
 

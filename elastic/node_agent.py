@@ -3,7 +3,7 @@
 It renews the node's lease with a datagram every `health.node_beat_s` (`beats.py`). It tells the
 coordinator of every worker that ended or froze (`process_watch.py`), at once, in a call that renews
 the lease too; what was not acknowledged is told again. Where datagrams are not answered, be it that
-a firewall drops them, the call is made for the renewal alone.
+a firewall drops them, the call is made for the renewal alone. It kills frozen helpers as well.
 
 Where no renewal comes through for the length of a lease, and the coordinator's machine is silent,
 the node is cut off: the coordinator has written its workers off, or is about to. So the agent kills
@@ -67,6 +67,7 @@ class NodeAgent:
         self._coordinator, self._node, self._token = coordinator, node, token
         self._address, self._health = address, health
         self._processes = ProcessWatch(health.freeze_timeout_s)
+        self._helpers = ProcessWatch(health.freeze_timeout_s)
         self._beats = BeatSender(beats, token)
         self._clock = AwakeClock(_SAMPLE_INTERVAL_S)
         self._deaths: list[Death] = []
@@ -90,6 +91,11 @@ class NodeAgent:
     def watch(self, identity: Identity) -> None:
         """Watches a worker of this node from now on; reports it at once where it has ended."""
         self._processes.watch(identity.worker, identity.pid, identity.heartbeat_fd)
+
+    def watch_helper(self, helper: str, pid: int) -> None:
+        """Watches a helper of this node (`nodes/helpers.py`) from now on. It is killed where it is
+        frozen; where it ends, those who wait for it know."""
+        self._helpers.watch(helper, pid, heartbeat_fd=None)
 
     def signal(self, worker: str, number: int) -> None:
         """Sends a signal to the process of `worker`, if it is one of this node's and still runs."""
@@ -115,9 +121,16 @@ class NodeAgent:
             now_s = self._clock.tick(time.monotonic())
             if now_s - sampled_s >= _SAMPLE_INTERVAL_S:
                 self._deaths += self._processes.frozen(now_s)
+                self._end_frozen_helpers(now_s)
                 sampled_s = now_s
             if not self._run_over:
                 self._renew(now_s)
+
+    def _end_frozen_helpers(self, now_s: float) -> None:
+        self._helpers.ended(timeout_s=0)
+        for death in self._helpers.frozen(now_s):
+            if death.cause == "hang":
+                self._coordinator.helper_killed.remote(self._node, death.worker, death.detail)
 
     def _renew(self, now_s: float) -> None:
         """Takes the answers that have come, and beats or calls where it is time."""

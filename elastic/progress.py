@@ -26,6 +26,7 @@ from elastic.events import (
     Event,
     FaultFired,
     HealFailed,
+    HelperKilled,
     RegroupDone,
     ReplicaHealed,
     ReplicasCompared,
@@ -112,6 +113,8 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             )
         case HealFailed():
             return f"heal of {event.slot} from replica {event.source} failed: {event.reason}"
+        case HelperKilled():
+            return f"killed the {event.helper} of node {event.node}: {event.detail}"
         case Draining():
             left = "" if event.deadline_s is None else f", {event.deadline_s:.0f} s left"
             return f"{', '.join(event.workers)} will go ({event.reason}{left})"

@@ -90,6 +90,12 @@ class NodeAgents:
         if agent is not None:
             agent.handle.signal.remote(identity.worker, number)
 
+    def watch_helper(self, node: str, helper: str, pid: int) -> None:
+        """Has a helper (`nodes/helpers.py`) watched for as long as its node's agent lasts."""
+        agent = self._agents.get(node)
+        if agent is not None:
+            agent.handle.watch_helper.remote(helper, pid)
+
     async def outlive(self, node: str) -> str:
         """Waits for the end of the node's agent. Returns what became of it.
 

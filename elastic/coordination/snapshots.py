@@ -173,9 +173,13 @@ class Snapshots:
 
     def _holder(self, node: str) -> Any:
         if node not in self._holders:
-            folder = self._paths.memory
             self._holders[node] = start_actor(
-                SnapshotHolder, folder, node, node=node, max_concurrency=MOST_CALLS
+                SnapshotHolder,
+                ray.get_runtime_context().current_actor,
+                self._paths.memory,
+                node,
+                node=node,
+                max_concurrency=MOST_CALLS,
             )
         return self._holders[node]
 

@@ -27,6 +27,7 @@ from checkpointing import (
     sweep_snapshots,
 )
 from checkpointing.segment import first_bad_block
+from elastic.nodes.helpers import announce
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +43,14 @@ class SnapshotHolder:
     """Keeps a node's parts of snapshots. The coordinator makes one per node.
 
     Args:
+        coordinator: has it watched.
         folder: the run's `memory_folder`.
         node: Ray's id of this node.
     """
 
-    def __init__(self, folder: Path, node: str) -> None:
+    def __init__(self, coordinator: Any, folder: Path, node: str) -> None:
         self._folder, self._node = folder, node
+        announce(coordinator, node, "snapshot holder")
 
     def copy(self, source: Any, segments: tuple[Segment, ...]) -> None:
         """Takes segments over from `source`, the holder of another node, and checks them.

@@ -36,6 +36,7 @@ from checkpointing import (
     write_shared,
 )
 from elastic.ask import ask
+from elastic.nodes.helpers import announce
 from elastic.records import RunPaths
 from trainer.commit import Place
 from trainer.shared_copy import CopyGoneError, open_copy
@@ -95,6 +96,7 @@ class Uploader:
         self._node, self._segment_bytes = node, segment_bytes
         self._lock, self._writing = threading.Lock(), dict[_Part, Future[Written | None]]()
         os.nice(NICENESS)
+        announce(coordinator, node, "uploader")
 
     def write(self, upload: Upload) -> Written | None:
         """Writes a part and hands in its receipt. Doing it twice does no harm; asked a second time

@@ -1,5 +1,5 @@
-"""The uploader is killed in a run on two replicas, which share the writing: the next save succeeds,
-and nothing is left behind."""
+"""The uploader is killed or frozen in a run on two replicas, which share the writing: the next save
+succeeds, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from checkpointing import CheckpointConfig, Keys, Reader, load_manifest, open_st
 from checkpointing.layout import rank_of
 
 
-def uploaders() -> list[int]:
-    """Processes of the uploaders that live."""
+def alive(actor: str) -> list[int]:
+    """Processes of the actors of that class."""
     rows = ray._private.state.actors().values()
-    return [r["Pid"] for r in rows if r["ActorClassName"] == "Uploader" and r["State"] == "ALIVE"]
+    return [r["Pid"] for r in rows if r["ActorClassName"] == actor and r["State"] == "ALIVE"]
 
 
 def weights_of(root: Path, step: int = STEPS) -> str:
@@ -43,7 +43,7 @@ def killed(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def kill() -> None:
         wait_until((root / "checkpoints" / Keys().commit(HALF)).exists)
-        found.extend(uploaders())
+        found.extend(alive("Uploader"))
         os.kill(found[0], signal.SIGKILL)
         gate.touch()
 
@@ -61,6 +61,31 @@ def test_the_uploader_is_killed(killed: Path) -> None:
     assert not events_of(killed, "worker_lost")
     assert weights_of(killed, HALF) != weights_of(killed)
     assert find_left_behind(killed) == []
+
+
+@pytest.mark.slow
+def test_both_helpers_are_frozen(killed: Path, tmp_path: Path) -> None:
+    """Nothing answers a call to them any more, and nothing fails one. The last save and the last
+    snapshot need them."""
+    root, gate = tmp_path / "gated", tmp_path / "gate"
+
+    def freeze() -> None:
+        wait_until(lambda: committed(root) and events_of(root, "snapshot_taken"))
+        for pid in (*alive("Uploader"), *alive("SnapshotHolder")):
+            os.kill(pid, signal.SIGSTOP)
+        gate.touch()
+
+    freezer = threading.Thread(target=freeze)
+    freezer.start()
+    both = CheckpointConfig(every_steps=HALF, memory_every=HALF)
+    report = gated_trainer(str(tmp_path), str(gate), 2, checkpoint=both).fit().metrics
+    freezer.join()
+    assert report["outcome"] == "finished" and not events_of(root, "worker_lost")
+    assert committed(root) == [HALF, STEPS] and weights_of(root) == weights_of(killed)
+    ended = events_of(root, "helper_killed")
+    assert {e["helper"] for e in ended} == {"uploader", "snapshot holder"}
+    assert all("stopped by a signal" in e["detail"] for e in ended)
+    assert find_left_behind(root) == []
 
 
 @pytest.mark.slow
