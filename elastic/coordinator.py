@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from checkpointing import Receipt
+from checkpointing import Receipt, StoreUnavailableError
 from elastic import events
 from elastic.coordination.agents import NodeAgents
 from elastic.coordination.config import CoordinatorConfig
@@ -51,6 +51,9 @@ log = logging.getLogger(__name__)
 
 MOST_CALLS = 100_000
 """Calls pending in the actor at once: each worker has one in `watch`, and perhaps one in `join`."""
+
+_STORE_RETRY_S = 2.0
+"""Before a store that refuses is asked again; it has retries of its own."""
 
 _PEER_LOSS_PATIENCE_S = 1.0
 """A peer's death is known within milliseconds of the exception that it causes."""
@@ -421,6 +424,15 @@ class Coordinator:
 
 
 def _as_stored(config: CoordinatorConfig) -> CoordinatorConfig:
-    """The run's config for a coordinator that is started anew, in the middle of it."""
-    stored = find_checkpoint(config.paths)
-    return replace(config, restore_step=0 if stored is None else stored.step, snapshot=None)
+    """The run's config for a coordinator that is started anew, in the middle of it.
+
+    No step waits for it, so a store that does not answer is asked until it does.
+    """
+    while True:
+        try:
+            stored = find_checkpoint(config.paths)
+        except StoreUnavailableError as error:
+            log.warning("a coordinator started anew does not know the checkpoints yet: %s", error)
+            time.sleep(_STORE_RETRY_S)
+        else:
+            return replace(config, restore_step=0 if stored is None else stored.step, snapshot=None)

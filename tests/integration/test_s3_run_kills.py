@@ -1,6 +1,6 @@
 """A run with its checkpoints on S3 loses a worker while the part that it has copied is on its way,
 or its coordinator while the commit is: the save is there all the same, and the weights are those of
-an undisturbed run."""
+an undisturbed run. A store that refuses a coordinator that is started anew costs it time alone."""
 
 from __future__ import annotations
 
@@ -140,4 +140,30 @@ def test_the_coordinator_is_killed_as_it_commits(
     finish(run, tmp_path)
     assert not events_of(tmp_path / "gated", "worker_lost")
     check_all(store, [HALF, STEPS])
+    assert saved_weights(config.below("gated")) == undisturbed
+
+
+def test_the_store_refuses_a_coordinator_started_anew(
+    undisturbed: str,
+    config: S3Config,
+    faults: FaultServer,
+    run: subprocess.Popen[bytes],
+    tmp_path: Path,
+) -> None:
+    """As with credentials that have expired, until they are renewed."""
+    wait_until(lambda: saves(tmp_path) or run.poll() is not None, DEADLINE_S)
+    rule = faults.inject("error", kind="list", times=None, status=403, code="ExpiredToken")
+    (first,) = events_of(tmp_path / "gated", "coordinator_started")
+    os.kill(first["pid"], signal.SIGKILL)
+    await_request(rule, run, times=3)
+    (tmp_path / "gate").touch()  # no step waits for it
+    faults.clear()
+    assert run.wait(DEADLINE_S) == 0
+    assert [e["anew"] for e in events_of(tmp_path / "gated", "coordinator_started")] == [
+        False,
+        True,
+    ]
+    assert not events_of(tmp_path / "gated", "worker_lost")
+    assert saves(tmp_path) == [("checkpoint_committed", HALF), ("checkpoint_committed", STEPS)]
+    check_all(open_store(config.below("gated")), [HALF, STEPS])
     assert saved_weights(config.below("gated")) == undisturbed
