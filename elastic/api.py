@@ -19,6 +19,7 @@ from elastic.ask import ask
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordination.config import CoordinatorConfig
 from elastic.coordinator import MOST_CALLS, Coordinator
+from elastic.coordinator_watch import CoordinatorWatch
 from elastic.errors import RunFailedError
 from elastic.faults import Fault, check_faults
 from elastic.identity import RunIdentity, StateTable, identify, record_identity
@@ -126,7 +127,8 @@ class ElasticTrainer:
                 Coordinator, config, max_concurrency=MOST_CALLS, restarts=True
             )
             try:
-                result = self._run(coordinator, paths, identity, task, plan)
+                with CoordinatorWatch(coordinator):
+                    result = self._run(coordinator, paths, identity, task, plan)
             finally:
                 ray.kill(coordinator)
             if self.checkpoint.memory_every is not None:

@@ -36,6 +36,15 @@ def start_actor(
     return ray.remote(**options)(cls).options(scheduling_strategy=place).remote(*args)
 
 
+def process_here(actor: Any) -> int | None:
+    """The process of an actor on this process's own node; None where it is elsewhere, or starts."""
+    row = state.actor_table(actor._actor_id.hex())
+    if row.get("State") != "ALIVE":
+        return None
+    here = row["Address"]["NodeID"] == ray.get_runtime_context().get_node_id()
+    return int(row["Pid"]) if here else None
+
+
 def live_nodes() -> list[str]:
     """Ray's ids of the nodes that it believes alive."""
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]

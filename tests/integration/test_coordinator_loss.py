@@ -1,5 +1,5 @@
-"""The coordinator is killed while the workers train: no step stops, and the one that is started in
-its place goes on with what they know."""
+"""The coordinator is killed or frozen while the workers train: no step stops, and the one that is
+started in its place goes on with what they know."""
 
 from __future__ import annotations
 
@@ -18,17 +18,25 @@ STEPS, KILL_AFTER = 90, 5
 
 
 class CoordinatorKiller(threading.Thread):
-    """Kills the run's coordinator once `due`; looks every `pause_s`."""
+    """Sends the run's coordinator a signal once `due`; looks every `pause_s`."""
 
-    def __init__(self, root: Path, due: Callable[[], bool], *, pause_s: float = 0.01) -> None:
+    def __init__(
+        self,
+        root: Path,
+        due: Callable[[], bool],
+        *,
+        number: int = signal.SIGKILL,
+        pause_s: float = 0.01,
+    ) -> None:
         super().__init__(daemon=True)
-        self.root, self.due, self.pause_s, self.time = root, due, pause_s, 0.0
+        self.root, self.due, self.number = root, due, number
+        self.pause_s, self.time = pause_s, 0.0
 
     def run(self) -> None:
         wait_until(self.due, pause_s=self.pause_s)
         started = events_of(self.root, "coordinator_started")
         self.time = time.time()
-        os.kill(started[-1]["pid"], signal.SIGKILL)
+        os.kill(started[-1]["pid"], self.number)
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +45,19 @@ def undisturbed(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize(
-    "faults",
-    ["none", pytest.param(f"kill@{STEPS - 5}:1", marks=pytest.mark.soak)],
-    ids=["quiet", "and_a_worker_later"],
+    ("number", "faults"),
+    [
+        (signal.SIGKILL, "none"),
+        pytest.param(signal.SIGKILL, f"kill@{STEPS - 5}:1", marks=pytest.mark.soak),
+        pytest.param(signal.SIGSTOP, f"kill@{STEPS - 5}:1", marks=pytest.mark.slow),
+    ],
+    ids=["quiet", "and_a_worker_later", "frozen_and_a_worker_later"],
 )
-def test_the_coordinator_is_killed(
-    undisturbed: Outcome, text: Path, tmp_path: Path, faults: str
+def test_the_coordinator_is_lost(
+    undisturbed: Outcome, text: Path, tmp_path: Path, number: int, faults: str
 ) -> None:
     root = tmp_path / "run"
-    killer = CoordinatorKiller(root, lambda: steps_of(root) >= KILL_AFTER)
+    killer = CoordinatorKiller(root, lambda: steps_of(root) >= KILL_AFTER, number=number)
     killer.start()
     broken = fit(tiny_trainer(text, tmp_path, steps=STEPS, spares=1, faults=faults))
     assert (broken.params, broken.samples) == (undisturbed.params, undisturbed.samples)
