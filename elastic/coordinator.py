@@ -21,6 +21,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from checkpointing import Receipt, StoreUnavailableError
@@ -34,7 +35,7 @@ from elastic.coordination.recall import recall
 from elastic.coordination.receipts import Receipts
 from elastic.coordination.restores import Restores
 from elastic.coordination.run_log import RunLog
-from elastic.coordination.snapshots import Snapshots
+from elastic.coordination.snapshots import Snapshots, start_holder
 from elastic.coordination.store_keys import sweep_store
 from elastic.coordination.switchboard import Switchboard
 from elastic.coordination.take_up import TakeUp
@@ -108,6 +109,7 @@ class Coordinator:
         return Snapshots(
             self.config.paths,
             self._membership,
+            partial(start_holder, self.config.paths.memory),
             self._records.note,
             versions=self.config.started.versions,
             found=self.config.snapshot,

@@ -15,6 +15,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -36,6 +37,7 @@ class Snapshots:
     Args:
         paths: the run directory, after which the folders in memory are named.
         membership: told of the newest snapshot that can be read.
+        start_holder: starts the snapshot holder of a node. Returns its handle.
         note: writes an event down.
         versions: library versions.
         found: what an earlier start has left.
@@ -46,6 +48,7 @@ class Snapshots:
         self,
         paths: RunPaths,
         membership: Membership,
+        start_holder: Callable[[str], Any],
         note: Callable[[events.Event], None],
         *,
         versions: Mapping[str, str],
@@ -53,6 +56,7 @@ class Snapshots:
         timeout_s: float,
     ) -> None:
         self._paths, self._membership, self._note = paths, membership, note
+        self._start_holder = start_holder
         self._versions, self._timeout_s = versions, timeout_s
         self._nodes: set[str] = set()
         self._holders: dict[str, Any] = {}
@@ -173,14 +177,7 @@ class Snapshots:
 
     def _holder(self, node: str) -> Any:
         if node not in self._holders:
-            self._holders[node] = start_actor(
-                SnapshotHolder,
-                ray.get_runtime_context().current_actor,
-                self._paths.memory,
-                node,
-                node=node,
-                max_concurrency=MOST_CALLS,
-            )
+            self._holders[node] = self._start_holder(node)
         return self._holders[node]
 
     async def _on_all(self, nodes: Iterable[str], method: str, *args: Any) -> None:
@@ -200,3 +197,19 @@ class Snapshots:
                 self.node_lost(node)  # it is gone, or Ray drains it
             return False
         return True
+
+
+def start_holder(folder: Path, node: str) -> Any:
+    """Starts the snapshot holder of `node`. Called within the coordinator, which has it watched.
+
+    Args:
+        folder: the run's `memory_folder`.
+        node: Ray's id of the node.
+
+    Returns:
+        The holder's handle.
+    """
+    coordinator = ray.get_runtime_context().current_actor
+    return start_actor(
+        SnapshotHolder, coordinator, folder, node, node=node, max_concurrency=MOST_CALLS
+    )

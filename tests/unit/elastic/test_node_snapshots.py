@@ -6,12 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tiny_checkpoint import KEYS, write_state
 
 from checkpointing import Snapshot, load_manifest, open_store
-from elastic.coordination import snapshots as module
 from elastic.coordination.snapshots import Snapshots
 from elastic.records import RunPaths
 
@@ -27,10 +25,7 @@ class Told:
         self.step = step
 
 
-def test_a_node_that_is_written_off_and_comes_back_has_its_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "start_actor", lambda *args, **options: object())
+def test_a_node_that_is_written_off_and_comes_back_has_its_snapshot(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     write_state(store, {"w": torch.ones(2)}, step=STEP)
     manifest = load_manifest(store, KEYS, STEP)
@@ -39,6 +34,7 @@ def test_a_node_that_is_written_off_and_comes_back_has_its_snapshot(
     known = Snapshots(
         RunPaths(root=tmp_path),
         told,
+        lambda node: object(),
         lambda event: None,
         versions={},
         found=found,
