@@ -277,6 +277,8 @@ class _Copies:
         if event.outcome == "restore":
             self._holders.clear()
         self._dropped, self._due = False, {}
+        for formed_as, now in event.renumbered.items():
+            self._members[now] = self._members.pop(int(formed_as))
         for index, lanes in event.lanes.items():
             for worker in self._members[int(index)]:
                 if worker in self._rank:

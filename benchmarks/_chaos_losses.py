@@ -205,10 +205,24 @@ def _hit(fault: Fault, happened: Sequence[Event], layout: Layout) -> set[int | N
 
 def _slot(worker: str, time: float, happened: Sequence[Event], layout: Layout) -> int | None:
     """The slot of a worker at a time; None where it has had none."""
-    formed = [e for e in _of(ReplicaForming, happened) if e.time <= time and worker in e.workers]
-    if not formed:
-        return None
-    return formed[-1].replica * layout.workers + formed[-1].workers.index(worker)
+    for replica, workers in reversed(_replicas(time, happened)):
+        if worker in workers:
+            return replica * layout.workers + workers.index(worker)
+    return None
+
+
+def _replicas(time: float, happened: Sequence[Event]) -> list[tuple[int, list[str]]]:
+    """The formations until `time`, in their order: number of the replica at `time`, its workers."""
+    formed: list[tuple[int, list[str]]] = []
+    for event in happened:
+        if event.time <= time and isinstance(event, ReplicaForming):
+            formed.append((event.replica, event.workers))
+        elif event.time <= time and isinstance(event, RegroupDone):
+            # Who had the new number before has left.
+            anew = {int(old): new for old, new in event.renumbered.items()}
+            stay = [f for f in formed if f[0] not in anew.values()]
+            formed = [(anew.get(replica, replica), workers) for replica, workers in stay]
+    return formed
 
 
 def _counts(fault: Fault, happened: Sequence[Event]) -> bool:
@@ -246,11 +260,9 @@ def _taken_at_end(slot: int, ready: float, happened: Sequence[Event], layout: La
     older than `ready`."""
     roster = _of(RegroupDone, happened)[-1]
     replica, rank = divmod(slot, layout.workers)
-    formed = [
-        e for e in _of(ReplicaForming, happened) if e.replica == replica and e.time <= roster.time
-    ]
+    formed = [w for number, w in _replicas(roster.time, happened) if number == replica]
     lost = {e.worker for e in _of(WorkerLost, happened)}
-    taken = bool(roster.lanes.get(str(replica))) and formed[-1].workers[rank] not in lost
+    taken = bool(roster.lanes.get(str(replica))) and formed[-1][rank] not in lost
     return taken and roster.time >= ready
 
 

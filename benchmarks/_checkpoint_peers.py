@@ -106,7 +106,7 @@ class Boto:
 def s5cmd_upload(endpoint: str, files: list[Path], prefix: str, *, signed: bool) -> None:
     """Uploads files with s5cmd as it comes. Without signatures it does not hash the bodies, which
     over https it does not do either."""
-    from checkpointing.stores.s5cmd import binary
+    from checkpointing.stores.s3.s5cmd import binary
 
     command = [str(binary()), *([] if signed else ["--no-sign-request"])]
     command += [

@@ -27,8 +27,9 @@ from isal import isal_zlib
 
 from benchmarks._checkpoint_peers import CREDENTIALS, dcp_writer
 from benchmarks._checkpoint_state import make_task
-from checkpointing import Attempt, Keys, S3Config, open_store, plan_places, segment, write_shared
-from checkpointing.stores import upload as upload_module
+from checkpointing import Attempt, Keys, S3Config, open_store, plan_places, write_shared
+from checkpointing.format import segment
+from checkpointing.stores.s3 import upload as upload_module
 from elastic import ParallelConfig, TrainConfig
 from elastic.nodes.uploader import MOST_CALLS, NICENESS, Upload, write_part
 from elastic.records import RunPaths

@@ -73,8 +73,8 @@ from benchmarks._common import (
 )
 from benchmarks._processes import Processes
 from checkpointing import S3Config
-from checkpointing.stores.pace import shared_file
-from checkpointing.stores.s3_config import MIN_PART_BYTES
+from checkpointing.stores.s3.config import MIN_PART_BYTES
+from checkpointing.stores.s3.pace import shared_file
 from trainer.backend.rendezvous import Rendezvous
 
 COPIES = 9

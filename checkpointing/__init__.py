@@ -4,7 +4,7 @@
     commit(store, keys, receipts=..., training_state=..., ...)        on one, once all have returned
     Reader(store, newest(store, keys)).read_many(boxes)               on any rank of any layout
 
-Snapshots (`snapshots.py`, `host_memory.py`) are checkpoints in the same format in a node's memory.
+Snapshots (`snapshots/`) are checkpoints in the same format in a node's memory.
 
 The package is a leaf: it imports no other package of this project, and no Ray. What needs torch is
 imported at first use, so that configurations and manifests can be handled without it.
@@ -15,18 +15,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from checkpointing.boxes import Box, TensorInfo, TensorSlice
-from checkpointing.claims import claim_for_import, pin, pinned_steps, unpin
-from checkpointing.commit import (
-    build_manifest,
-    check_compatible,
-    commit,
-    list_steps,
-    load_manifest,
-    newest,
-    set_aside,
-    set_foreign_aside,
-)
 from checkpointing.config import CheckpointConfig
 from checkpointing.errors import (
     AlreadyCommittedError,
@@ -42,7 +30,32 @@ from checkpointing.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from checkpointing.host_memory import (
+from checkpointing.format.boxes import Box, TensorInfo, TensorSlice
+from checkpointing.format.coverage import check_coverage
+from checkpointing.format.layout import Keys
+from checkpointing.format.manifest import Manifest, Receipt, Segment, is_sound
+from checkpointing.read.assignment import Rows, plan_shares
+from checkpointing.read.catalogue import (
+    check_compatible,
+    list_steps,
+    load_manifest,
+    newest,
+    set_aside,
+    set_foreign_aside,
+)
+from checkpointing.read.verify import Finding, Verification, verify_checkpoint
+from checkpointing.retention.claims import claim_for_import, pin, pinned_steps, unpin
+from checkpointing.retention.retire import (
+    delete_checkpoint,
+    plan_retention,
+    plan_segments,
+    retire,
+    sweep_orphans,
+    sweep_uncommitted,
+)
+from checkpointing.retention.survey import Survey, Surveyor
+from checkpointing.retention.verified_mark import note_verified, verified_at
+from checkpointing.snapshots.host_memory import (
     Stock,
     check_room,
     clear_memory,
@@ -52,40 +65,26 @@ from checkpointing.host_memory import (
     sweep_snapshots,
     take_stock,
 )
-from checkpointing.interval import estimate_mtbf, plan_interval
-from checkpointing.layout import Keys
-from checkpointing.manifest import Manifest, Receipt, Segment, is_sound
-from checkpointing.plan import check_coverage
-from checkpointing.raw_writer import Attempt, write_shared
-from checkpointing.retention import (
-    delete_checkpoint,
-    plan_retention,
-    plan_segments,
-    retire,
-    sweep_orphans,
-    sweep_uncommitted,
-)
-from checkpointing.shares import Rows, plan_shares
-from checkpointing.snapshots import Snapshot, SnapshotIndex, find_newest, plan_other_node
+from checkpointing.snapshots.index import Snapshot, SnapshotIndex, find_newest, plan_other_node
 from checkpointing.stores import RangeSource, Store, open_store
-from checkpointing.stores.s3_config import S3Config
-from checkpointing.survey import Survey, Surveyor
-from checkpointing.unchanged import KnownPart, Written, write_changed
-from checkpointing.verified import note_verified, verified_at
-from checkpointing.verify import Finding, Verification, verify_checkpoint
-from checkpointing.write_plan import plan_places
-from checkpointing.writers import plan_writers
+from checkpointing.stores.s3.config import S3Config
+from checkpointing.write.assignment import plan_writers
+from checkpointing.write.byte_writer import Attempt, write_shared
+from checkpointing.write.incremental import KnownPart, Written, write_changed
+from checkpointing.write.interval import estimate_mtbf, plan_interval
+from checkpointing.write.publish import build_manifest, commit
+from checkpointing.write.segment_plan import plan_places
 
 if TYPE_CHECKING:
-    from checkpointing.digest import params_sha256, tensors_sha256
-    from checkpointing.reader import Reader
-    from checkpointing.writer import write_slices
+    from checkpointing.read.digest import params_sha256, tensors_sha256
+    from checkpointing.read.reader import Reader
+    from checkpointing.write.tensor_writer import write_slices
 
 _NEED_TORCH = {
-    "Reader": "reader",
-    "params_sha256": "digest",
-    "tensors_sha256": "digest",
-    "write_slices": "writer",
+    "Reader": "read.reader",
+    "params_sha256": "read.digest",
+    "tensors_sha256": "read.digest",
+    "write_slices": "write.tensor_writer",
 }
 
 __all__ = [

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from checkpointing.errors import CheckpointConfigError
-from checkpointing.layout import SEGMENT_BYTES
-from checkpointing.stores.s3_config import S3Config
+from checkpointing.format.layout import SEGMENT_BYTES
+from checkpointing.stores.s3.config import S3Config
 
 Resume = Literal["auto", "never", "must"]
 

@@ -126,6 +126,9 @@ class RegroupDone(Event):
     """Replicas alive in this roster."""
     lanes: dict[str, list[int]]
     """Lanes of each replica, by the replica's number as text."""
+    renumbered: dict[str, int]
+    """Number under which a successor formed, as text -> number of the replica that left, which the
+    successor has from this roster on."""
     outcome: RegroupOutcome
     """What became of the interrupted step."""
     lost_steps: int
@@ -141,7 +144,7 @@ class ReplicaForming(Event):
     formed: int
     """Number of the formation; unique in the run."""
     replica: int
-    """Number of the replica."""
+    """Number of the replica, until a roster has it `renumbered`."""
     workers: list[str]
     """Its workers, in the order of its slots."""
 

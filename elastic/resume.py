@@ -34,8 +34,8 @@ from checkpointing import (
     set_foreign_aside,
     sweep_orphans,
 )
-from checkpointing.commit import SET_ASIDE, is_foreign
 from checkpointing.config import Resume
+from checkpointing.read.catalogue import SET_ASIDE, is_foreign
 from checkpointing.stores.keys import PROBE
 from elastic.event_log import read_events
 from elastic.events import CheckpointCommitted, RegroupDone

@@ -7,7 +7,7 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from trainer.lanes import deal_lanes
@@ -136,6 +136,16 @@ def number_anew(replicas: Sequence[Replica], others: Set[int], max_replicas: int
         else replace(replica, index=next(free, replica.index))
         for replica in replicas
     ]
+
+
+def find_renumbered(before: Iterable[Replica], now: Iterable[Replica]) -> dict[int, int]:
+    """Old index -> new index of the replicas of `now` that had another one in `before`."""
+    numbers = {replica.formed: replica.index for replica in before}
+    return {
+        numbers[replica.formed]: replica.index
+        for replica in now
+        if numbers.get(replica.formed, replica.index) != replica.index
+    }
 
 
 def _by_index(replicas: Sequence[Replica]) -> list[Replica]:

@@ -27,7 +27,11 @@ def forming(time: float, replica: int, *workers: str) -> ReplicaForming:
 
 
 def roster(
-    time: float, generation: int, outcome: RegroupOutcome, lanes: dict[str, list[int]]
+    time: float,
+    generation: int,
+    outcome: RegroupOutcome,
+    lanes: dict[str, list[int]],
+    renumbered: dict[str, int] | None = None,
 ) -> RegroupDone:
     return RegroupDone(
         time=time,
@@ -35,6 +39,7 @@ def roster(
         step=0,
         replicas=len(lanes),
         lanes=lanes,
+        renumbered=renumbered or {},
         outcome=outcome,
         lost_steps=0,
         repeated_steps=0,

@@ -2,7 +2,7 @@
 store holds. They run the code of a run, without Ray.
 
     worker      holds the copy                          trainer/host_copy.py
-    uploader    writes segments out of it               checkpointing/raw_writer.py
+    uploader    writes segments out of it               checkpointing/write/byte_writer.py
     committer   publishes the manifest, retires others  elastic/coordination/publisher.py
     driver      begins the next start of the run        elastic/resume.py
     importer    brings a checkpoint from elsewhere      trainer/exchange/intake.py

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from checkpointing import Keys, Manifest, Store, TensorSlice, commit, open_store, write_slices
+from checkpointing import Keys, Manifest, Store, TensorSlice, open_store, write_slices
+from checkpointing.write import publish as commit
 
 KEYS = Keys()
 STEP = 7

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from checkpointing import Box, CheckpointError, Reader, Rows, TensorSlice, plan_places, plan_shares
-from checkpointing.plan import pack
-from checkpointing.shares import LEAST_BYTES
+from checkpointing.format.cutting import pack
+from checkpointing.read.assignment import LEAST_BYTES
 from trainer.engine import Engine
 from trainer.errors import CrossGroupLost
 from trainer.replicas import CrossGroup
@@ -73,7 +73,7 @@ def read_together(
         engine: says what its part is; it is not changed.
         cross: the workers with the same part.
         open_saved: finds the saved state. It and the reader may raise CheckpointError.
-        least_bytes: see `checkpointing.shares`.
+        least_bytes: see `checkpointing.read.assignment`.
 
     Returns:
         None where a peer is gone: a regroup is due.

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from checkpointing.errors import StoreError
 from checkpointing.stores.local import LocalStore
-from checkpointing.stores.s3_config import S3Config
+from checkpointing.stores.s3.config import S3Config
 
 
 class Store(Protocol):
@@ -94,7 +94,9 @@ def open_store(where: str | os.PathLike[str] | S3Config) -> Store:
         CheckpointConfigError: an `s3://` URL without a proper bucket.
     """
     if isinstance(where, S3Config):
-        from checkpointing.stores.s3 import S3Store  # boto3 takes a third of a second to import
+        from checkpointing.stores.s3.store import (
+            S3Store,  # boto3 takes a third of a second to import
+        )
 
         return S3Store(where)
     text = os.fspath(where)

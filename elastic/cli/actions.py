@@ -26,7 +26,7 @@ from checkpointing import (
 )
 from checkpointing import pin as pin_checkpoint
 from checkpointing import unpin as unpin_checkpoint
-from checkpointing.verified import forget_verified
+from checkpointing.retention.verified_mark import forget_verified
 from elastic.cli.runs import find_step, open_run, open_run_to_fill, run_directory_of
 from elastic.cli.show import describe, details, human_bytes, human_time, summary, table
 

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from checkpointing import Keys, Manifest, Segment
-from checkpointing.dtypes import item_bytes
+from checkpointing.format.dtypes import item_bytes
 
 
 def human_bytes(size: float) -> str:

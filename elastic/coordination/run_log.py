@@ -159,6 +159,7 @@ def _regroup_done(now: float, regrouped: Regrouped) -> events.RegroupDone:
         step=regrouped.step,
         replicas=len(roster.replicas),
         lanes={str(index): list(lanes) for index, lanes in roster.lanes.items()},
+        renumbered={str(old): new for old, new in regrouped.renumbered.items()},
         outcome=regrouped.outcome,
         lost_steps=regrouped.lost_steps,
         repeated_steps=int(regrouped.outcome == "repeat"),

@@ -44,6 +44,8 @@ class Regrouped:
     """What became of the interrupted step."""
     lost_steps: int
     """Committed steps that must be done again."""
+    renumbered: dict[int, int]
+    """Number under which a successor formed -> that of the replica that left, which it has now."""
 
 
 @dataclass(kw_only=True)

@@ -33,7 +33,7 @@ from elastic.membership.places import Places
 from elastic.membership.planned import all_copies_go, decide_planned, plan_departures
 from elastic.membership.resumption import plan_resumption
 from elastic.messages import Build, Identity, Leave, Order, Report, SignalKind, Standing, Stop
-from elastic.roster import Replica, Roster, next_roster, number_anew
+from elastic.roster import Replica, Roster, find_renumbered, next_roster, number_anew
 from trainer.parallel.layout import slot_of
 
 Call = Literal["start", "fault", "boundary"]
@@ -415,7 +415,11 @@ class Membership:
         effects.answers.update(plan_parts(order, self.roster, self.calls.settled))
         self._seat()
         effects.regrouped = Regrouped(
-            roster=self.roster, step=step, outcome=outcome, lost_steps=lost
+            roster=self.roster,
+            step=step,
+            outcome=outcome,
+            lost_steps=lost,
+            renumbered=find_renumbered(present, self.roster.replicas),
         )
 
     def _find_staying(

@@ -2,7 +2,7 @@
 
 The actor stands beside the node's agent and not in it: copying gigabytes must not delay the news
 of a death, and the end of this process is not the loss of the node. It holds nothing itself; what
-it keeps lies in tmpfs (`checkpointing/host_memory.py`) and outlives it.
+it keeps lies in tmpfs (`checkpointing/snapshots/host_memory.py`) and outlives it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from checkpointing import (
     settle_snapshot,
     sweep_snapshots,
 )
-from checkpointing.segment import first_bad_block
+from checkpointing.format.segment import first_bad_block
 from elastic.nodes.helpers import announce
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ they take neither the worker's interpreter nor, where the worker dies, the save 
     uploader  opens the memory, writes the segments, hands the receipt to the coordinator
 
 It holds nothing from one call to the next: the worker says what of its part is in the store already
-(`checkpointing/unchanged.py`). Where its process ends, Ray starts another, and the worker asks that
-one the same again. It imports no torch.
+(`checkpointing/write/incremental.py`). Where its process ends, Ray starts another, and the worker
+asks that one the same again. It imports no torch.
 """
 
 from __future__ import annotations

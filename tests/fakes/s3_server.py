@@ -15,7 +15,7 @@ import pytest
 from fakes.s3_faults import FaultServer
 from moto.server import ThreadedMotoServer
 
-from checkpointing.stores.pace import shared_file
+from checkpointing.stores.s3.pace import shared_file
 
 BUCKET = "checkpoints"
 REGION = "us-east-1"

@@ -28,7 +28,7 @@ from checkpointing import (
     open_store,
     verify_checkpoint,
 )
-from checkpointing.stores import pace
+from checkpointing.stores.s3 import pace
 from elastic import ConfigError, RunFailedError
 
 OTHER_REGION = {"status": 301, "code": "PermanentRedirect"}

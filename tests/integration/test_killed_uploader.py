@@ -15,7 +15,7 @@ from watching import events_of, wait_until
 
 from benchmarks._chaos_run import find_left_behind
 from checkpointing import CheckpointConfig, Keys, Reader, load_manifest, open_store, params_sha256
-from checkpointing.layout import rank_of
+from checkpointing.format.layout import rank_of
 
 
 def alive(actor: str) -> list[int]:

@@ -74,6 +74,7 @@ def test_a_spare_takes_over_from_the_only_worker_with_nothing_repeated(
         ("boundary", 0),
     ]
     assert joined["lanes"]["1"] == [] and took_over["lanes"].keys() == {"0"}
+    assert (joined["renumbered"], took_over["renumbered"]) == ({}, {"1": 0})
     (lost,) = events_of(root, "worker_lost")
     assert (lost["worker"], lost["cause"], lost["slot"]) == (told[0], "preemption", None)
     whole = ScalingConfig(max_replicas=1)

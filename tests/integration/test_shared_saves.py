@@ -10,7 +10,8 @@ import torch
 from data_plane import full_parameters, run_layout
 from tiny import tiny_task, tiny_train
 
-from checkpointing import Box, Keys, Reader, commit, open_store
+from checkpointing import Box, Keys, Reader, open_store
+from checkpointing.write import publish as commit
 
 
 @pytest.mark.parametrize(

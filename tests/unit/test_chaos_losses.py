@@ -201,3 +201,20 @@ def test_who_can_be_hit(lanes: dict[str, list[int]], missed: list[str]) -> None:
     happened = [*formed, roster(3, 1, "start", lanes)]
     faults, layout = parse_faults("kill@3:1"), parse_layout("3x1x1")
     assert find_missed_faults(happened, STEPS, faults, layout) == missed
+
+
+def test_a_successor_is_hit_under_its_new_number() -> None:
+    """It forms beside the replica that will leave, and has its number from the next roster on."""
+    happened = [
+        *[forming(1, i, worker) for i, worker in enumerate("ab")],
+        roster(3, 1, "start", {"0": [0], "1": [1]}),
+        forming(3.1, 2, "c"),
+        roster(3.2, 2, "boundary", {"0": [0], "1": [1]}, renumbered={"2": 1}),
+        fired(7.5, "kill@3:1", "c"),
+    ]
+    faults, layout = parse_faults("kill@3:1"), parse_layout("2x1x1")
+    assert find_unfired(happened, faults, layout) == []
+    steps = [committed(4 + i, 2, step=i) for i in range(5)]
+    assert find_missed_faults(happened, steps, faults, layout) == []
+    assert find_unfired(happened[:-1], faults, layout) == [(faults[0], 1)]
+    assert find_missed_faults(happened[:-1], steps, faults, layout) != []

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpointing import Box, Reader
-from checkpointing.dtypes import item_bytes
+from checkpointing.format.dtypes import item_bytes
 from trainer.config import OptimizerConfig
 from trainer.exchange.dcp_metadata import METADATA
 from trainer.exchange.pieces import finished_directory, model_config, parameter_names, pieces_of

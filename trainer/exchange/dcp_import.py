@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from checkpointing import Keys, Manifest, Store, TensorSlice
-from checkpointing.boxes import Index
-from checkpointing.dtypes import DTYPES
+from checkpointing.format.boxes import Index
+from checkpointing.format.dtypes import DTYPES
 from trainer.errors import ExchangeError
 from trainer.exchange.dcp_metadata import DcpMetadata, StoredBytes, StoredTensor, read_metadata
 from trainer.exchange.intake import Incoming, commit_incoming, fresh_moments, stored_dtype

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpointing.boxes import Index
-from checkpointing.dtypes import DTYPES
+from checkpointing.format.boxes import Index
+from checkpointing.format.dtypes import DTYPES
 from trainer.errors import ExchangeError
 
 METADATA = ".metadata"

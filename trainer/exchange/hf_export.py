@@ -22,10 +22,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from checkpointing import Reader, TensorSlice
-from checkpointing.dtypes import item_bytes
-from checkpointing.memory import raw_bytes
-from checkpointing.plan import pack
-from checkpointing.segment import header, slice_bytes
+from checkpointing.format.cutting import pack
+from checkpointing.format.dtypes import item_bytes
+from checkpointing.format.segment import header, slice_bytes
+from checkpointing.format.tensor_bytes import raw_bytes
 from trainer.data.tokenizer import END_OF_TEXT
 from trainer.errors import ExchangeError
 from trainer.exchange.pieces import finished_directory, model_config, parameter_names, pieces_of

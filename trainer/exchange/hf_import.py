@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from checkpointing import Keys, Manifest, Store, TensorSlice
-from checkpointing.boxes import Index
-from checkpointing.dtypes import item_bytes
+from checkpointing.format.boxes import Index
+from checkpointing.format.dtypes import item_bytes
 from trainer.exchange.intake import Incoming, commit_incoming, fresh_moments
 from trainer.exchange.pieces import pieces_of, read_config
 from trainer.models.hf import ModelConfig, build_on_meta

@@ -18,15 +18,15 @@ from checkpointing import (
     Store,
     TensorSlice,
     claim_for_import,
-    commit,
     list_steps,
     newest,
     write_slices,
 )
-from checkpointing.boxes import Index
-from checkpointing.dtypes import item_bytes
-from checkpointing.layout import SEGMENT_BYTES
-from checkpointing.segment import slice_bytes
+from checkpointing.format.boxes import Index
+from checkpointing.format.dtypes import item_bytes
+from checkpointing.format.layout import SEGMENT_BYTES
+from checkpointing.format.segment import slice_bytes
+from checkpointing.write import publish as commit
 from trainer.errors import ExchangeError
 from trainer.exchange.pieces import pieces_of
 from trainer.state import MOMENTS
@@ -76,7 +76,8 @@ def commit_incoming(
     """Writes what comes in as the checkpoint of `step` and commits it. One process calls it.
 
     About a segment is in memory at a time. Killed before the end it leaves no checkpoint. Another
-    import, and a run that goes on in the same store, do no harm: see `checkpointing/claims.py`.
+    import, and a run that goes on in the same store, do no harm: see
+    `checkpointing/retention/claims.py`.
 
     Args:
         store: where to.

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing import Manifest
-from checkpointing.boxes import Box, Index
-from checkpointing.plan import row_strides, split_box
+from checkpointing.format.boxes import Box, Index
+from checkpointing.format.cutting import row_strides, split_box
 from trainer.errors import ExchangeError
 from trainer.state import PARAMETERS
 

@@ -11,7 +11,7 @@ from fakes.s3_faults import FaultServer
 from fakes.s3_server import BUCKET, s3_server
 
 from checkpointing import S3Config, Store, open_store
-from checkpointing.stores import pace
+from checkpointing.stores.s3 import pace
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.crc32 import join_crcs
-from checkpointing.segment import CheckedStream
+from checkpointing.format.crc32 import join_crcs
+from checkpointing.format.segment import CheckedStream
 
 
 def crcs_of(data: bytes, grain: int) -> tuple[int, ...]:

@@ -18,7 +18,6 @@ from checkpointing import (
     build_manifest,
     check_room,
     clear_memory,
-    host_memory,
     memory_folder,
     open_memory,
     settle_snapshot,
@@ -26,6 +25,7 @@ from checkpointing import (
     take_stock,
     write_slices,
 )
+from checkpointing.snapshots import host_memory
 from checkpointing.stores import LocalStore
 
 NODE, OTHER = "node-a", "node-b"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.stores import pace
-from checkpointing.stores.pace import (
+from checkpointing.stores.s3 import pace
+from checkpointing.stores.s3.pace import (
     MAX_PER_S,
     MIN_PER_S,
     Pace,

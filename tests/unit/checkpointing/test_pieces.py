@@ -17,13 +17,13 @@ from checkpointing import (
     Reader,
     Receipt,
     TensorSlice,
-    commit,
     verify_checkpoint,
     write_shared,
 )
-from checkpointing.layout import BLOCK_BYTES, PIECE_BYTES
-from checkpointing.manifest import CrcTable
+from checkpointing.format.layout import BLOCK_BYTES, PIECE_BYTES
+from checkpointing.format.manifest import CrcTable
 from checkpointing.stores.local import LocalStore
+from checkpointing.write import publish as commit
 
 SHAPES = {
     "param/embed": (8192, 640),
@@ -263,7 +263,7 @@ def test_verify_finds_a_table_that_was_written_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own CRC32 and those of the blocks are right, so only a comparison of the two shows it."""
-    from checkpointing import segment
+    from checkpointing.format import segment
 
     right = segment.pack_crcs
     monkeypatch.setattr(segment, "pack_crcs", lambda crcs: right([crcs[0] ^ 1, *crcs[1:]]))

@@ -11,17 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.boxes import Box, TensorInfo, TensorSlice, intersect
 from checkpointing.errors import SliceError
-from checkpointing.manifest import CrcTable, Segment
-from checkpointing.plan import (
-    check_coverage,
-    pack,
-    plan_fetches,
-    plan_reads,
-    row_strides,
-    split_box,
-)
+from checkpointing.format.boxes import Box, TensorInfo, TensorSlice, intersect
+from checkpointing.format.coverage import check_coverage
+from checkpointing.format.cutting import pack, row_strides, split_box
+from checkpointing.format.manifest import CrcTable, Segment
+from checkpointing.read.fetches import plan_fetches, plan_reads
 
 
 def points(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> set[tuple[int, ...]]:

@@ -32,8 +32,8 @@ def test_no_block_is_read_twice_where_one_read_ends_and_the_next_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of 52 bytes in blocks of 512, and reads of four blocks: they meet within a row."""
-    monkeypatch.setattr("checkpointing.reader._SPAN_BYTES", 1024)
-    monkeypatch.setattr("checkpointing.reader._FETCH_BYTES", 2048)
+    monkeypatch.setattr("checkpointing.read.reader._SPAN_BYTES", 1024)
+    monkeypatch.setattr("checkpointing.read.reader._FETCH_BYTES", 2048)
     store, tensor = open_store(tmp_path), torch.randn(400, 13)
     manifest = write_state(store, {"w": tensor}, segment_bytes=1 << 20)
     read: list[int] = []

@@ -12,7 +12,6 @@ from checkpointing import (
     NotCommittedError,
     Reader,
     TensorSlice,
-    commit,
     delete_checkpoint,
     list_steps,
     newest,
@@ -21,6 +20,7 @@ from checkpointing import (
     write_slices,
 )
 from checkpointing.stores.local import LocalStore
+from checkpointing.write import publish as commit
 
 KEYS = Keys()
 

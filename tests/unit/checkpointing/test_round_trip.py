@@ -33,8 +33,8 @@ from checkpointing import (
     tensors_sha256,
     verify_checkpoint,
 )
-from checkpointing.dtypes import DTYPES
-from checkpointing.segment import TABLE
+from checkpointing.format.dtypes import DTYPES
+from checkpointing.format.segment import TABLE
 from checkpointing.stores.local import LocalStore
 
 KEYS = Keys()
@@ -165,7 +165,7 @@ def test_any_layout_to_any_other_is_bitwise_equal(
         tempfile.TemporaryDirectory(dir=IN_MEMORY) as root,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr("checkpointing.reader._REQUEST_BYTES", request_bytes)
+        patch.setattr("checkpointing.read.reader._REQUEST_BYTES", request_bytes)
         store = LocalStore(root)
         save(store, shares, segment_bytes=segment_bytes, block_bytes=grain[0], piece_bytes=grain[1])
         manifest = newest(store, KEYS)
@@ -245,7 +245,7 @@ class Counting(LocalStore):
 
 
 def test_reads_only_the_blocks_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("checkpointing.reader._REQUEST_BYTES", 128)
+    monkeypatch.setattr("checkpointing.read.reader._REQUEST_BYTES", 128)
     table = torch.arange(64 * 64, dtype=torch.int64).reshape(64, 64)  # rows of 512 bytes
     made = save(LocalStore(tmp_path), [[whole("t", table)]], block_bytes=256)
     (begin,) = (part.begin for part in made.slices["t"])

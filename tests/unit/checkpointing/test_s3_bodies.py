@@ -12,7 +12,7 @@ import pytest
 from fakes.s3_faults import FaultServer
 
 from checkpointing import CorruptError, S3Config, Store, open_store
-from checkpointing.stores.upload import Part, gather
+from checkpointing.stores.s3.upload import Part, gather
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from checkpointing import CheckpointConfigError, S3Config, open_store
-from checkpointing.stores import pace
-from checkpointing.stores.s3 import S3Store
+from checkpointing.stores.s3 import pace
+from checkpointing.stores.s3.store import S3Store
 
 
 def test_bucket_and_prefix() -> None:

@@ -25,7 +25,7 @@ from checkpointing import (
     StoreUnavailableError,
     open_store,
 )
-from checkpointing.stores.pace import shared_file, shared_pacer
+from checkpointing.stores.s3.pace import shared_file, shared_pacer
 
 MIB = 1 << 20
 LARGE = b"".join(bytes([n]) * MIB for n in range(6))  # two parts
@@ -126,7 +126,7 @@ def test_an_upload_that_somebody_aborted_is_not_taken_for_done(
 def test_an_object_of_too_many_parts(
     s3: Store, config: S3Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("checkpointing.stores.upload.MAX_PARTS", 1)
+    monkeypatch.setattr("checkpointing.stores.s3.upload.MAX_PARTS", 1)
     with pytest.raises(StoreError, match=r"d/x: more than 1 parts of 5242880 .*raise S3Config"):
         s3.put("d/x", [LARGE])
     assert open_uploads(config) == []

@@ -20,8 +20,8 @@ from checkpointing import (
     StoreError,
     StoreUnavailableError,
 )
-from checkpointing.stores import s5cmd
-from checkpointing.stores.s5cmd import decide_error, read_outcome
+from checkpointing.stores.s3 import s5cmd
+from checkpointing.stores.s3.s5cmd import decide_error, read_outcome
 
 SMALL = "d/3f/r00003/000000000010-1-0/it's a *.safetensors"
 LARGE = "d/4e/r00002/000000000010-1-0/00000.safetensors"

@@ -8,9 +8,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.layout import PIECE_BYTES, SEGMENT_BYTES
-from checkpointing.segment import table_bytes
-from checkpointing.shares import LEAST_BYTES, Rows, plan_shares
+from checkpointing.format.layout import PIECE_BYTES, SEGMENT_BYTES
+from checkpointing.format.segment import table_bytes
+from checkpointing.read.assignment import LEAST_BYTES, Rows, plan_shares
 
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 boxes = st.lists(st.tuples(shapes, st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=8)

@@ -19,7 +19,7 @@ from checkpointing import (
     find_newest,
     plan_other_node,
 )
-from checkpointing.manifest import SavedSlice
+from checkpointing.format.manifest import SavedSlice
 
 RANKS = 2
 

@@ -25,7 +25,6 @@ from checkpointing import (
     Surveyor,
     TensorSlice,
     Written,
-    commit,
     load_manifest,
     plan_places,
     retire,
@@ -35,6 +34,7 @@ from checkpointing import (
     write_shared,
 )
 from checkpointing.stores.local import LocalStore
+from checkpointing.write import publish as commit
 
 KEYS = Keys()
 State = dict[str, bytes]

@@ -22,7 +22,7 @@ from checkpointing import (
     newest,
     verify_checkpoint,
 )
-from checkpointing.manifest import SavedSlice
+from checkpointing.format.manifest import SavedSlice
 from checkpointing.stores.local import LocalStore
 
 FLIPS = 1000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 from checkpointing import TensorSlice
-from checkpointing.write_plan import plan_packing, plan_parts
+from checkpointing.write.segment_plan import plan_packing, plan_parts
 
 
 def slices(rows: int = 40) -> tuple[TensorSlice, ...]:

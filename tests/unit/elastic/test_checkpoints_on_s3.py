@@ -14,7 +14,7 @@ from fakes.s3_server import BUCKET, faulty_s3_server
 from tiny_checkpoint import KEYS, STEP, Tiny, make_tiny, state_of, training_state, write_state
 
 from checkpointing import Reader, S3Config, Store, list_steps, load_manifest, open_store
-from checkpointing.stores import pace
+from checkpointing.stores.s3 import pace
 from elastic.cli.main import main
 
 

@@ -32,7 +32,7 @@ LOST = WorkerLost(
 )  # fmt: skip
 DONE = RegroupDone(
     time=5.5, generation=2, step=7, replicas=1, lanes={"0": [0, 1]}, outcome="repeat",
-    lost_steps=0, repeated_steps=1,
+    renumbered={}, lost_steps=0, repeated_steps=1,
 )  # fmt: skip
 GATHERED = RegroupGathered(time=5.25, generation=2)
 ENDED = RunEnded(time=9.0, step=10, outcome="finished", error=None)

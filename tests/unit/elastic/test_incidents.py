@@ -68,7 +68,7 @@ def done(
     lost_steps: int = 0, repeated_steps: int = 0,
 ) -> RegroupDone:  # fmt: skip
     return RegroupDone(
-        time=time, generation=generation, step=step, replicas=replicas, lanes={},
+        time=time, generation=generation, step=step, replicas=replicas, lanes={}, renumbered={},
         outcome=outcome, lost_steps=lost_steps, repeated_steps=repeated_steps,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ def run_with(step_count: int, crashes: int) -> tuple[list[Event], list[StepRecor
                        cause="crash", detail=""),
             RegroupCalled(time=at + 0.1, generation=i + 2, reason="fault"),
             RegroupDone(time=at + 0.2, generation=i + 2, step=2 + i, replicas=1, lanes={},
-                        outcome="repeat", lost_steps=0, repeated_steps=1),
+                        renumbered={}, outcome="repeat", lost_steps=0, repeated_steps=1),
         ]  # fmt: skip
     steps = [
         StepRecord(step=i, loss=5.0 / (i + 1), grad_norm=1.0, lr=1e-3, tokens=1, time=1.0 + i,

@@ -31,7 +31,7 @@ LOST = WorkerLost(
 )  # fmt: skip
 DONE = RegroupDone(
     time=103.75, generation=2, step=3, replicas=1, lanes={}, outcome="repeat", lost_steps=0,
-    repeated_steps=1,
+    renumbered={}, repeated_steps=1,
 )  # fmt: skip
 ENDED = RunEnded(time=105.0, step=4, outcome="finished", error=None)
 CHECKPOINT = CheckpointCommitted(time=102.5, step=2, generation=1, bytes=10, seconds=0.5)

@@ -35,7 +35,7 @@ def lost(worker: str) -> events.WorkerLost:
 def regrouped(time: float, generation: int, at: int, outcome: Any) -> events.RegroupDone:
     return events.RegroupDone(
         time=time, generation=generation, step=at, replicas=2, lanes={}, outcome=outcome,
-        lost_steps=0, repeated_steps=0,
+        renumbered={}, lost_steps=0, repeated_steps=0,
     )  # fmt: skip
 
 

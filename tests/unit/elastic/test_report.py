@@ -51,7 +51,7 @@ def start(time: float, start_step: int = 0) -> list[Event]:
                    versions={"torch": "2.13.0"}),
         RegroupCalled(time=time, generation=1, reason="start"),
         RegroupDone(time=time + 1, generation=1, step=start_step, replicas=2, lanes={},
-                    outcome="start", lost_steps=0, repeated_steps=0),
+                    renumbered={}, outcome="start", lost_steps=0, repeated_steps=0),
     ]  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def crash(time: float, generation: int, step: int, lost_steps: int = 0) -> list[
         RegroupGathered(time=time + 0.625, generation=generation),
         RegroupDone(time=time + 0.75, generation=generation, step=step, replicas=1, lanes={},
                     outcome="restore" if lost_steps else "repeat", lost_steps=lost_steps,
-                    repeated_steps=0 if lost_steps else 1),
+                    renumbered={}, repeated_steps=0 if lost_steps else 1),
     ]  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def test_a_regroup_for_growth_counts_as_disturbance() -> None:
     grow: list[Event] = [
         RegroupCalled(time=105.2, generation=2, reason="grow"),
         RegroupDone(time=105.6, generation=2, step=3, replicas=2, lanes={}, outcome="boundary",
-                    lost_steps=0, repeated_steps=0),
+                    renumbered={}, lost_steps=0, repeated_steps=0),
     ]  # fmt: skip
     report = build_report([*start(100.0), *grow], steps_at(103, 104, 105, 106.5, 107.5))
     assert report.effective_time == pytest.approx(1 - 0.5 / 4.5)

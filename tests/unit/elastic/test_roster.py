@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.roster import Replica, Roster, next_roster, number_anew, plan_formations, plan_heals
+from elastic.roster import (
+    Replica,
+    Roster,
+    find_renumbered,
+    next_roster,
+    number_anew,
+    plan_formations,
+    plan_heals,
+)
 
 
 def replica(index: int, *workers: str, formed: int = 1) -> Replica:
@@ -72,6 +80,7 @@ def test_a_successor_gets_the_number_of_the_one_that_left() -> None:
     stays, successor = replica(1, "b"), replica(3, "x", formed=9)
     left = number_anew([stays, successor], set(), max_replicas=3)
     assert left == [stays, replica(0, "x", formed=9)]
+    assert find_renumbered([replica(0, "a", formed=8), stays, successor], left) == {3: 0}
     assert number_anew([stays, successor], {0}, max_replicas=3)[1].index == 2, "0 forms"
     assert number_anew([stays, successor], {0}, max_replicas=2) == [stays, successor], "no room yet"
 

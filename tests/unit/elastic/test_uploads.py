@@ -22,13 +22,13 @@ from checkpointing import (
     Reader,
     Receipt,
     TensorSlice,
-    commit,
     newest,
     open_store,
     sweep_orphans,
     write_shared,
 )
 from checkpointing.stores.local import LocalStore
+from checkpointing.write import publish as commit
 from trainer.host_copy import HostBuffer, Share
 from trainer.shared_copy import CopyGoneError, open_copy
 

@@ -1,0 +1,193 @@
+"""One segment: a safetensors file that is written as a stream and checked in blocks.
+
+    length of the header (8 bytes)
+    header (JSON)
+    tensors, one behind the other
+    CRC32s of each 16 KiB of all that, as a last tensor
+
+All sizes are known before the first byte, so the header can go first and the tensors can follow
+straight from their memory, with the CRCs computed as the bytes pass. The manifest has the CRC32s of
+blocks of 4 MiB of the whole file: they are for reads of whole blocks, the table for all others.
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+
+from isal import isal_zlib
+
+from checkpointing.format.boxes import TensorSlice
+from checkpointing.format.crc32 import join_all, join_crcs
+from checkpointing.format.dtypes import DTYPES, item_bytes
+from checkpointing.format.manifest import CrcTable
+
+TABLE = "__crc32__"
+"""Name of the tensor that has the CRC32s of the pieces."""
+
+CRC_BYTES = 4
+"""Bytes of one CRC32 in it: a little-endian uint32."""
+
+_RESERVED = "__metadata__"
+_ALIGNMENT_BYTES = 8
+_ENTRY_BYTES = 160
+"""Room for the table's entry in the header, whatever its numbers."""
+
+
+def slice_bytes(part: TensorSlice) -> int:
+    """Bytes of a slice's elements."""
+    return math.prod(part.sizes) * item_bytes(part.dtype)
+
+
+def table_bytes(begin: int, piece_bytes: int) -> int:
+    """Bytes of the table of a file that has `begin` bytes before it."""
+    return CRC_BYTES * -(-begin // piece_bytes)
+
+
+def header(parts: Sequence[TensorSlice], piece_bytes: int | None = None) -> bytes:
+    """Everything in the file before the first tensor's bytes, for `parts` in file order.
+
+    With the parts in order of falling element size every tensor is aligned to its elements, which
+    lets readers map the file into memory.
+
+    Args:
+        parts: what the file holds.
+        piece_bytes: bytes under one CRC32 of the table; None for no table.
+    """
+    entries: dict[str, object] = {_RESERVED: {"format": "pt"}}
+    end = 0
+    for part in parts:
+        begin, end = end, end + slice_bytes(part)
+        name = _entry_name(part, entries)
+        entries[name] = _entry(DTYPES[part.dtype].tag, part.sizes, begin, end)
+    text = _json(entries)
+    # The table's size depends on the header's, so that is settled first, with room for its entry.
+    size = len(text) if piece_bytes is None else len(text) + _ENTRY_BYTES
+    size += -size % _ALIGNMENT_BYTES
+    if piece_bytes is not None:
+        table = table_bytes(8 + size + end, piece_bytes)
+        entries[TABLE] = _entry("U32", (table // CRC_BYTES,), end, end + table)
+        text = _json(entries)
+    return size.to_bytes(8, "little") + text.ljust(size)
+
+
+def _entry(tag: str, sizes: Sequence[int], begin: int, end: int) -> dict[str, object]:
+    return {"dtype": tag, "shape": list(sizes), "data_offsets": [begin, end]}
+
+
+def _json(entries: dict[str, object]) -> bytes:
+    return json.dumps(entries, separators=(",", ":")).encode()
+
+
+def _entry_name(part: TensorSlice, taken: Iterable[str]) -> str:
+    """The tensor's own name, with its place where it is a part, made unique within the file."""
+    name = part.name
+    if tuple(part.sizes) != tuple(part.global_shape):
+        ranges = zip(part.offsets, part.sizes, strict=True)
+        name += "[" + ",".join(f"{start}:{start + size}" for start, size in ranges) + "]"
+    while name in taken or name == TABLE:
+        name += "'"
+    return name
+
+
+class CheckedStream:
+    """A file's bytes on their way, with the table behind them; to be passed through once.
+
+    Args:
+        body: header and tensors.
+        block_bytes: bytes under one CRC32 of the manifest.
+        piece_bytes: bytes under one CRC32 of the table, a divisor of that; None for no table.
+    """
+
+    def __init__(
+        self, body: Iterable[bytes | memoryview], block_bytes: int, piece_bytes: int | None
+    ) -> None:
+        if piece_bytes is not None and block_bytes % piece_bytes:
+            raise ValueError(f"blocks of {block_bytes} bytes are not whole pieces of {piece_bytes}")
+        self._body, self._block_bytes, self._piece_bytes = body, block_bytes, piece_bytes
+        self._crcs: list[int] = []
+        self.size_bytes = 0
+        self.table: CrcTable | None = None
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        for chunk in with_crcs(self._with_table(), self._grain_bytes, self._crcs):
+            self.size_bytes += len(chunk)
+            yield chunk
+
+    def block_crcs(self) -> tuple[int, ...]:
+        """The CRC32 of each block, once all has passed."""
+        return join_crcs(self._crcs, self._grain_bytes, self._block_bytes, self.size_bytes)
+
+    def crc32_between(self, start: int, stop: int) -> int | None:
+        """The CRC32 of bytes that have passed; None where they are not whole pieces."""
+        grain = self._grain_bytes
+        if start % grain or (stop % grain and stop != self.size_bytes):
+            return None
+        return join_all(self._crcs[start // grain : -(-stop // grain)], grain, stop - start)
+
+    @property
+    def _grain_bytes(self) -> int:
+        return self._piece_bytes or self._block_bytes
+
+    def _with_table(self) -> Iterator[bytes | memoryview]:
+        yield from self._body
+        if self._piece_bytes is not None:
+            # Asked for when all before it has been counted, so the CRCs are complete.
+            data = pack_crcs(self._crcs)
+            self.table = CrcTable(
+                begin=self.size_bytes, piece_bytes=self._piece_bytes, crc32=isal_zlib.crc32(data)
+            )
+            yield data
+
+
+def pack_crcs(crcs: Sequence[int]) -> bytes:
+    """A table's bytes."""
+    return struct.pack(f"<{len(crcs)}I", *crcs)
+
+
+def table_crcs(data: bytes) -> array[int]:
+    """The CRC32s in a table."""
+    return array("I", struct.unpack(f"<{len(data) // CRC_BYTES}I", data))
+
+
+def crcs_told_by(data: bytes, table: CrcTable, block_bytes: int) -> tuple[int, ...]:
+    """The CRC32 of each block of the file of which `data` is the table, from that alone."""
+    crcs = list(table_crcs(data))
+    for _ in with_crcs([data], table.piece_bytes, crcs, room=-table.begin % table.piece_bytes):
+        pass  # the blocks are of the whole file, so the table is behind what it is about
+    return join_crcs(crcs, table.piece_bytes, block_bytes, table.begin + len(data))
+
+
+def with_crcs(
+    chunks: Iterable[bytes | memoryview], block_bytes: int, crcs: list[int], room: int = 0
+) -> Iterator[bytes | memoryview]:
+    """Passes a stream through; `crcs` has the CRC32 of each block once the stream has ended.
+
+    `room` is how many bytes are still to come under the last of those that are in it before.
+    """
+    for chunk in chunks:
+        data = memoryview(chunk)
+        while len(data):
+            if not room:
+                crcs.append(0)
+                room = block_bytes
+            piece, data = data[:room], data[room:]
+            crcs[-1] = isal_zlib.crc32(piece, crcs[-1])
+            room -= len(piece)
+        yield chunk
+
+
+def first_bad_block(data: bytes, crcs: Sequence[int], block_bytes: int) -> int | None:
+    """The first block in `data` that is not what was written, if any; `crcs` has one for each.
+
+    Missing bytes at the end make their block bad.
+    """
+    view = memoryview(data)
+    for block, crc in enumerate(crcs):
+        if isal_zlib.crc32(view[block * block_bytes : (block + 1) * block_bytes]) != crc:
+            return block
+    return None

@@ -1,0 +1,226 @@
+"""Reads and checks every byte of a checkpoint.
+
+    verify_checkpoint
+      ├─ manifest    its seal, its schema, its step
+      ├─ coverage    the slices cover every element of every tensor exactly once
+      ├─ bounds      every slice has the bytes that its shape needs, inside its segment
+      ├─ size        every segment is there, in the size that was written
+      ├─ crc32       every block of every segment, headers and tables included
+      └─ table       what every table of CRC32s says; reads of less than a block go by it
+
+Segments are read in chunks by a few threads, so the memory in use is threads × chunk, whatever the
+size of the checkpoint. Nothing stops at the first finding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from isal import isal_zlib
+
+from checkpointing.errors import CorruptError, MissingError, SliceError, StoreError
+from checkpointing.format.coverage import check_coverage
+from checkpointing.format.dtypes import DTYPES
+from checkpointing.format.layout import Keys
+from checkpointing.format.manifest import Manifest, SavedSlice, Segment
+from checkpointing.format.segment import crcs_told_by, first_bad_block, table_bytes
+from checkpointing.read.catalogue import load_manifest
+from checkpointing.stores import Store
+
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something that is not as it was written."""
+
+    key: str
+    """The object."""
+    check: str
+    """What failed: manifest, coverage, bounds, missing, unreadable, size, crc32 or table."""
+    fact: str
+    """How, with the numbers."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.check}: {self.fact}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What a verification has found."""
+
+    step: int
+    """Of which checkpoint."""
+    manifest: Manifest | None
+    """Its commit record, where that can be read."""
+    findings: tuple[Finding, ...]
+    """All that is wrong; none: every byte is as it was written."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the checkpoint's segments."""
+        return _size_bytes(self.manifest) if self.manifest else 0
+
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes checked so far and all bytes."""
+
+
+def verify_checkpoint(
+    store: Store,
+    keys: Keys,
+    step: int,
+    *,
+    threads: int = 8,
+    progress: Progress = lambda done, total: None,
+) -> Verification:
+    """Reads and checks the checkpoint of `step`. Writes nothing.
+
+    Args:
+        store: where it is.
+        keys: names in the store.
+        step: which one.
+        threads: reads under way at once; each holds up to 16 MiB, or one CRC block if larger.
+        progress: told how far it is.
+
+    Raises:
+        NotCommittedError: there is no checkpoint of that step.
+        StoreUnavailableError: the store refuses the commit record; of a segment it is a finding.
+    """
+    try:
+        manifest = load_manifest(store, keys, step)
+    except CorruptError as error:
+        finding = Finding(key=keys.commit(step), check="manifest", fact=error.fact)
+        return Verification(step=step, manifest=None, findings=(finding,))
+    findings = [*_check_coverage(manifest, keys.commit(step)), *_check_bounds(manifest)]
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+        segments = list(manifest.segments.values())
+        misfits = [found for found in pool.map(partial(_check_size, store), segments) if found]
+        findings += misfits
+        sound = manifest.segments.keys() - {finding.key for finding in misfits}
+        findings += _check_blocks(store, pool, [s for s in segments if s.key in sound], progress)
+        sound -= {finding.key for finding in findings}
+        told = pool.map(partial(_check_table, store), [s for s in segments if s.key in sound])
+        findings += [found for found in told if found]
+    return Verification(step=step, manifest=manifest, findings=tuple(findings))
+
+
+def _size_bytes(manifest: Manifest) -> int:
+    return sum(segment.size_bytes for segment in manifest.segments.values())
+
+
+def _check_coverage(manifest: Manifest, key: str) -> Iterator[Finding]:
+    try:
+        check_coverage(manifest.tensors, (part for ps in manifest.slices.values() for part in ps))
+    except SliceError as error:
+        yield Finding(key=key, check="coverage", fact=str(error))
+
+
+def _check_bounds(manifest: Manifest) -> Iterator[Finding]:
+    for name, parts in manifest.slices.items():
+        item_bytes = DTYPES[manifest.tensors[name].dtype].item_bytes
+        for part in parts:
+            fact = _misfit(part, manifest.segments[part.segment], item_bytes)
+            if fact is not None:
+                yield Finding(key=part.segment, check="bounds", fact=f"tensor {name!r}: {fact}")
+
+
+def _misfit(part: SavedSlice, segment: Segment, item_bytes: int) -> str | None:
+    needed = math.prod(part.sizes) * item_bytes
+    if part.end - part.begin != needed:
+        return f"bytes {part.begin} to {part.end} for a slice of {needed} bytes"
+    end = segment.table.begin if segment.table else segment.size_bytes
+    if not 0 <= part.begin <= part.end <= end:
+        return f"bytes {part.begin} to {part.end} of a segment with tensors up to byte {end}"
+    return None
+
+
+def _check_size(store: Store, segment: Segment) -> Finding | None:
+    wanted_crcs = -(-segment.size_bytes // segment.block_bytes)
+    if len(segment.crcs) != wanted_crcs:
+        fact = f"{len(segment.crcs)} CRCs for {wanted_crcs} blocks"
+        return Finding(key=segment.key, check="bounds", fact=fact)
+    if segment.table is not None:
+        begin, piece_bytes = segment.table.begin, segment.table.piece_bytes
+        if begin + table_bytes(begin, piece_bytes) != segment.size_bytes:
+            fact = f"a table from byte {begin} to {segment.size_bytes}, of pieces of {piece_bytes}"
+            return Finding(key=segment.key, check="bounds", fact=fact)
+    try:
+        size = store.size(segment.key)
+    except MissingError:
+        return Finding(key=segment.key, check="missing", fact="no such object")
+    except StoreError as error:
+        return Finding(key=segment.key, check="unreadable", fact=str(error))
+    if size == segment.size_bytes:
+        return None
+    return Finding(
+        key=segment.key, check="size", fact=f"{size} bytes; {segment.size_bytes} were written"
+    )
+
+
+def _check_blocks(
+    store: Store, pool: ThreadPoolExecutor, segments: list[Segment], progress: Progress
+) -> Iterator[Finding]:
+    jobs = [job for segment in segments for job in _chunks(segment)]
+    total, done = sum(segment.size_bytes for segment in segments), 0
+    findings = pool.map(partial(_check_chunk, store), jobs)
+    for (*_, size_bytes), finding in zip(jobs, findings, strict=True):
+        done += size_bytes
+        progress(done, total)
+        if finding is not None:
+            yield finding
+
+
+_Job = tuple[Segment, int, int, int]
+"""A segment, its first block, the block behind the last, and the bytes between."""
+
+
+def _chunks(segment: Segment) -> Iterator[_Job]:
+    blocks = max(1, _CHUNK_BYTES // segment.block_bytes)
+    for first in range(0, len(segment.crcs), blocks):
+        behind = min(first + blocks, len(segment.crcs))
+        end = min(behind * segment.block_bytes, segment.size_bytes)
+        yield segment, first, behind, end - first * segment.block_bytes
+
+
+def _check_chunk(store: Store, job: _Job) -> Finding | None:
+    segment, first, behind, size = job
+    start = first * segment.block_bytes
+    try:
+        data = store.get_range(segment.key, start, size)
+    except StoreError as error:
+        return Finding(key=segment.key, check="unreadable", fact=str(error))
+    bad = first_bad_block(data, segment.crcs[first:behind], segment.block_bytes)
+    if bad is None:
+        return None
+    at = (first + bad) * segment.block_bytes
+    end = min(at + segment.block_bytes, segment.size_bytes)
+    return Finding(
+        key=segment.key,
+        check="crc32",
+        fact=f"block {first + bad} (bytes {at} to {end}) is not what was written",
+    )
+
+
+def _check_table(store: Store, segment: Segment) -> Finding | None:
+    """Compares a table with the CRC32s of the blocks, which its bytes have passed."""
+    table = segment.table
+    if table is None:
+        return None
+    try:
+        data = store.get_range(segment.key, table.begin, segment.size_bytes - table.begin)
+    except StoreError as error:
+        return Finding(key=segment.key, check="unreadable", fact=str(error))
+    if isal_zlib.crc32(data) != table.crc32:
+        fact = f"bytes {table.begin} to {segment.size_bytes} are not the table that was written"
+        return Finding(key=segment.key, check="table", fact=fact)
+    told = crcs_told_by(data, table, segment.block_bytes)
+    if told == segment.crcs:
+        return None
+    bad = [block for block, crc in enumerate(told) if crc != segment.crcs[block]]
+    fact = f"what it says of blocks {bad[:5]} is not what they hold ({len(bad)} of {len(told)})"
+    return Finding(key=segment.key, check="table", fact=fact)

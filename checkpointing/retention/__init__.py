@@ -1,0 +1,1 @@
+"""Which checkpoints stay, which go, and what nobody may take away."""

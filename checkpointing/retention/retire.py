@@ -1,0 +1,216 @@
+"""Which checkpoints go, and how: the manifest first, so that none is ever seen half gone.
+
+    retire            what a run does after each commit
+      ├─ survey.py    which segments each commit record refers to
+      ├─ plan_retention
+      └─ delete_checkpoint
+           ├─ claims.claim_for_deletion     a pinned one stays
+           ├─ the commit record
+           └─ plan_segments                 what no other record refers to
+
+A commit record may refer to segments of earlier checkpoints, as long as the newest commit record
+refers to them too: that one is never deleted by a run, and so neither are they. What cannot be read
+protects every segment of its own step and of those before it.
+
+A store may have records that are not the run's own. Those of steps after its newest are none of a
+run's business, and those that its start has set aside (`commit.FOREIGN`) are only for people to
+delete; both protect what they refer to.
+
+A sweep lists segments and records first, and then looks at what refers to them: whatever was
+written under a claim that is gone by then has a commit record by then (`claims.claim_for_import`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterable
+
+from checkpointing.errors import NotCommittedError, ProtectedError
+from checkpointing.format.layout import Keys
+from checkpointing.read.catalogue import is_foreign
+from checkpointing.retention.claims import claim_for_deletion, pinned_steps
+from checkpointing.retention.survey import Survey, Surveyor
+from checkpointing.retention.verified_mark import forget_verified
+from checkpointing.stores import Store
+
+_log = logging.getLogger(__name__)
+
+
+def plan_retention(
+    steps: Iterable[int],
+    keep_last: int,
+    keep_every: int | None,
+    pinned: Collection[int],
+    *,
+    unreadable: Collection[int] = (),
+    verified: Collection[int] = (),
+) -> list[int]:
+    """The steps to delete, ascending.
+
+    The newest that can be read is never among them, nor the newest verified one.
+
+    Args:
+        steps: steps that have a checkpoint.
+        keep_last: how many of the newest stay; those that cannot be read stay beside them.
+        keep_every: multiples of this many steps stay; None for no such rule.
+        pinned: steps that stay whatever the rules say.
+        unreadable: of `steps`, those whose commit record cannot be read.
+        verified: of `steps`, those of which every byte was checked.
+    """
+    ordered = sorted(set(steps))
+    readable = [step for step in ordered if step not in unreadable]
+    oldest_kept = readable[-max(keep_last, 1) :][0] if readable else -math.inf
+    best = max((step for step in readable if step in verified), default=None)
+    return [
+        step
+        for step in ordered
+        if step < oldest_kept
+        and step != best
+        and step not in pinned
+        and not (keep_every and step % keep_every == 0)
+    ]
+
+
+def plan_segments(gone: Iterable[str], rest: Survey, keys: Keys) -> list[str]:
+    """Of the segments that a deleted record refers to, those that nothing else needs, sorted.
+
+    Args:
+        gone: keys that the deleted record refers to.
+        rest: what the other records refer to.
+        keys: names in the store.
+    """
+    needed = rest.foreign.union(*rest.segments.values())
+    guarded = max(rest.unreadable | rest.set_aside, default=-1)
+    free = ((key, _step(keys, key, default=-1)) for key in gone if key not in needed)
+    return sorted(key for key, step in free if step > guarded and step not in rest.importing)
+
+
+def retire(
+    surveyor: Surveyor, *, keep_last: int, keep_every: int | None, up_to_step: int
+) -> list[int]:
+    """Deletes what the rules no longer keep, and what attempts below `up_to_step` have left.
+
+    One process of a run calls it, after the commit of `up_to_step`: whatever has a later step is
+    not of this run, and is neither counted nor deleted. Returns the deleted steps.
+    """
+    store, keys = surveyor.store, surveyor.keys
+    survey = surveyor.survey()
+    doomed = plan_retention(
+        (step for step in survey.steps if step <= up_to_step),
+        keep_last,
+        keep_every,
+        pinned_steps(store, keys),
+        unreadable=survey.unreadable,
+        verified=survey.verified,
+    )
+    deleted = []
+    for step in doomed:
+        try:
+            survey = _delete(store, keys, step, survey)
+        except ProtectedError as error:  # pinned since we looked
+            _log.info("%s", error)
+            continue
+        surveyor.forget(step)
+        deleted.append(step)
+    _sweep(surveyor, up_to_step)
+    return deleted
+
+
+def delete_checkpoint(store: Store, keys: Keys, step: int, *, force: bool = False) -> None:
+    """Deletes a checkpoint: its manifest first, then the segments that no other one refers to.
+
+    Killed in between, it leaves segments that `sweep_uncommitted` finds. The same goes for a
+    manifest that cannot be read, and so does not say where its segments are.
+
+    Args:
+        store: where it is.
+        keys: names in the store.
+        step: which one.
+        force: also the newest one that can be read, and the newest verified one.
+
+    Raises:
+        NotCommittedError: there is none.
+        ProtectedError: it is pinned, or, without `force`, the newest of its kind.
+    """
+    survey = Surveyor(store=store, keys=keys).survey()
+    if step not in survey.steps:
+        raise NotCommittedError(step, f"there is no {keys.commit(step)}")
+    if not force:
+        _refuse_newest(step, survey)
+    _delete(store, keys, step, survey)
+
+
+def sweep_uncommitted(store: Store, keys: Keys, older_than_step: int) -> list[str]:
+    """Deletes what attempts that never committed have left, and returns the deleted keys.
+
+    Only steps below `older_than_step` and below the newest checkpoint are touched: at later ones a
+    writer may be at work.
+    """
+    return _sweep(Surveyor(store=store, keys=keys), older_than_step)
+
+
+def sweep_orphans(store: Store, keys: Keys, generation: int) -> list[str]:
+    """Deletes the segments that earlier generations wrote and nothing refers to, of any step.
+
+    Called once at the start of a run, before anything is written: `generation` is the first that
+    the run will have, and no writer of an earlier one can publish any more. Returns the keys.
+    """
+    written = {key: keys.generation_of(key) for key in store.list(keys.data)}
+    mine = [key for key, wrote in written.items() if wrote is not None and wrote < generation]
+    doomed = plan_segments(mine, Surveyor(store=store, keys=keys).survey(), keys)
+    store.delete_many(doomed)
+    return doomed
+
+
+def _refuse_newest(step: int, survey: Survey) -> None:
+    if step == max(survey.segments, default=None):
+        raise ProtectedError(step, "it is the newest checkpoint that can be read", "Use --force")
+    if step == max(survey.verified, default=None):
+        raise ProtectedError(
+            step,
+            "it is the newest checkpoint that was verified",
+            "Verify a newer one first, or use --force",
+        )
+
+
+def _delete(store: Store, keys: Keys, step: int, survey: Survey) -> Survey:
+    claim_for_deletion(store, keys, step)
+    rest = survey.without(step)
+    store.delete(keys.commit(step))
+    forget_verified(store, keys, step)
+    store.delete_many(plan_segments(survey.segments.get(step, ()), rest, keys))
+    store.delete(keys.claim(step))
+    return rest
+
+
+def _sweep(surveyor: Surveyor, older_than_step: int) -> list[str]:
+    store, keys = surveyor.store, surveyor.keys
+    written, noted = store.list(keys.data), store.list(keys.commits)
+    survey = surveyor.survey()
+    if not survey.segments:
+        return []
+    limit = min(older_than_step, max(survey.segments))
+    data = [key for key in written if _step(keys, key, default=limit) < limit]
+    listed = [key for key in noted if _step(keys, key, default=limit) < limit]
+    records = [key for key in listed if not _belongs(keys, key, survey)]
+    doomed = [*plan_segments(data, survey, keys), *records]
+    store.delete_many(doomed)
+    return sorted(doomed)
+
+
+def _belongs(keys: Keys, key: str, survey: Survey) -> bool:
+    """Whether a key among the commit records is one, or stands beside one."""
+    if is_foreign(keys, key):
+        return True
+    step = keys.step_of(key)
+    if step is None:
+        return False
+    if step not in survey.steps:
+        return step in survey.importing and key == keys.claim(step)
+    return key in (keys.commit(step), keys.claim(step), keys.verified(step))
+
+
+def _step(keys: Keys, key: str, *, default: int) -> int:
+    step = keys.step_of(key)
+    return default if step is None else step

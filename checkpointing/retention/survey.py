@@ -1,0 +1,126 @@
+"""What the commit records of a store refer to: the facts that retention decides by."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from checkpointing.errors import CorruptError, MissingError, NotCommittedError
+from checkpointing.format.layout import Keys
+from checkpointing.format.manifest import Manifest
+from checkpointing.read.catalogue import SET_ASIDE, is_foreign, list_steps, load_manifest
+from checkpointing.retention.claims import importing_steps
+from checkpointing.retention.verified_mark import verified_at
+from checkpointing.stores import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What the commit records of a store refer to."""
+
+    segments: Mapping[int, frozenset[str]]
+    """Step -> keys, for each record that can be read."""
+    unreadable: frozenset[int]
+    """Steps whose record is damaged or of a later schema."""
+    set_aside: frozenset[int] = frozenset()
+    """Steps of such records that a run has moved out of its way."""
+    foreign: frozenset[str] = frozenset()
+    """Segments of sound records that are not the run's own, and were moved out of its way."""
+    verified: frozenset[int] = frozenset()
+    """Steps that were read and checked in whole."""
+    importing: frozenset[int] = frozenset()
+    """Steps that somebody may be importing."""
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that have a record, ascending."""
+        return sorted({*self.segments, *self.unreadable})
+
+    def without(self, step: int) -> Survey:
+        """The survey once the record of `step` is gone."""
+        return replace(
+            self,
+            segments={s: keys for s, keys in self.segments.items() if s != step},
+            unreadable=self.unreadable - {step},
+            verified=self.verified - {step},
+            importing=self.importing - {step},
+        )
+
+
+@dataclass(kw_only=True)
+class Surveyor:
+    """Takes surveys. A record never changes, so each is read only once."""
+
+    store: Store
+    """Where the records are."""
+    keys: Keys
+    """Names in the store."""
+    _known: dict[int, Manifest] = field(default_factory=dict)
+    _foreign: dict[str, frozenset[str] | None] = field(default_factory=dict)
+
+    def survey(self) -> Survey:
+        """What there is now.
+
+        Claims are read before records: an import lets go of its claim when its record is there.
+        """
+        importing = importing_steps(self.store, self.keys)
+        present, unreadable = set(list_steps(self.store, self.keys)), set[int]()
+        self._known = {step: m for step, m in self._known.items() if step in present}
+        for step in present - self._known.keys():
+            try:
+                self._known[step] = load_manifest(self.store, self.keys, step)
+            except CorruptError:
+                unreadable.add(step)
+            except NotCommittedError:
+                continue  # deleted meanwhile
+        # Records were listed before: one that is set aside meanwhile is seen here or there.
+        listed = self.store.list(self.keys.commits)
+        set_aside, foreign = self._aside(listed)
+        return Survey(
+            segments={step: frozenset(m.segments) for step, m in self._known.items()},
+            unreadable=frozenset(unreadable),
+            set_aside=frozenset(set_aside),
+            foreign=frozenset(foreign),
+            verified=frozenset(self._verified(set(listed))),
+            importing=importing,
+        )
+
+    def forget(self, step: int) -> None:
+        """The record of `step` was deleted, or may be another one now."""
+        self._known.pop(step, None)
+
+    def _aside(self, listed: Iterable[str]) -> tuple[set[int], set[str]]:
+        """Steps of records set aside that cannot be read, and the segments of those that can."""
+        steps, segments = set[int](), set[str]()
+        for key in listed:
+            step = self.keys.step_of(key)
+            if step is None:
+                continue
+            if key.endswith(f".json{SET_ASIDE}"):
+                steps.add(step)
+            elif is_foreign(self.keys, key):
+                named = self._named(key)
+                if named is None:
+                    steps.add(step)
+                else:
+                    segments |= named
+        return steps, segments
+
+    def _named(self, key: str) -> frozenset[str] | None:
+        """The segments that a record set aside refers to; None: it cannot be read."""
+        if key not in self._foreign:
+            try:
+                self._foreign[key] = frozenset(
+                    Manifest.from_bytes(self.store.get(key), key).segments
+                )
+            except CorruptError:
+                self._foreign[key] = None
+            except MissingError:
+                return frozenset()  # deleted meanwhile
+        return self._foreign[key]
+
+    def _verified(self, listed: Container[str]) -> Iterable[int]:
+        for step, manifest in self._known.items():
+            noted = self.keys.verified(step) in listed
+            if noted and verified_at(self.store, self.keys, manifest) is not None:
+                yield step

@@ -1,0 +1,1 @@
+"""Checkpoints in the same format that lie in the nodes' memory."""

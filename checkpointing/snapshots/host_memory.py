@@ -1,0 +1,168 @@
+"""A node's memory as a place for snapshots: a private folder in tmpfs.
+
+    /dev/shm/elastictrainer-snapshots-{user id}/{run}/{node}/{keys of a checkpoint store}
+
+Files there outlive every process of the node, and end with the machine. The folder is a local store
+like any other, so a snapshot is read, checked and swept as a checkpoint is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointing.errors import CheckpointError, StoreUnavailableError
+from checkpointing.format.layout import Keys
+from checkpointing.format.manifest import Manifest
+from checkpointing.read.catalogue import list_steps, load_manifest
+from checkpointing.stores.local import LocalStore
+
+_log = logging.getLogger(__name__)
+
+TMPFS = Path("/dev/shm")
+"""Where Linux keeps files in memory."""
+
+LEAVE_FREE = 0.1
+"""Share of tmpfs that a snapshot leaves free: Ray's object store lives there too, and crashes where
+it is full."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stock:
+    """What lies in a node's memory."""
+
+    manifests: tuple[Manifest, ...]
+    """Commit records that can be read."""
+    sizes: Mapping[str, int]
+    """Segment key -> bytes."""
+
+    def has(self, key: str, size_bytes: int) -> bool:
+        """Whether the whole of a segment seems to be there; its CRCs are checked on reading."""
+        return self.sizes.get(key) == size_bytes
+
+
+def memory_folder(run: Path) -> Path:
+    """Where the snapshots of the run in directory `run` lie, on every node; this user's alone."""
+    key = hashlib.sha256(str(run).encode()).hexdigest()[:16]
+    return TMPFS / f"elastictrainer-snapshots-{os.getuid()}" / key
+
+
+def open_memory(folder: Path, node: str) -> LocalStore:
+    """The part of `node` in a run's `memory_folder`.
+
+    Raises:
+        StoreUnavailableError: there is no tmpfs, or another user could read or write there.
+    """
+    for directory in (folder.parent, folder, folder / node):
+        _make_private(directory)
+    return LocalStore(folder / node)
+
+
+def check_room(store: LocalStore, needed_bytes: int) -> None:
+    """Raises StoreUnavailableError where `needed_bytes` more would leave too little of tmpfs."""
+    space = os.statvfs(store.root)
+    free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    if free - needed_bytes < LEAVE_FREE * total:
+        raise StoreUnavailableError(
+            str(store.root),
+            errno.ENOSPC,
+            f"{needed_bytes / 1e6:.0f} MB would leave less than {LEAVE_FREE:.0%} of "
+            f"{total / 1e6:.0f} MB ({free / 1e6:.0f} MB are free); make {TMPFS} larger, or set "
+            f"checkpoint.memory_every to None",
+        )
+
+
+def settle_snapshot(store: LocalStore, manifest: Manifest) -> None:
+    """Makes a snapshot count, all parts of which are in place, and deletes what it replaces."""
+    store.put(Keys().commit(manifest.step), [manifest.to_bytes()])
+    sweep_snapshots(store, manifest.step, manifest)
+
+
+def sweep_snapshots(store: LocalStore, step: int, keep: Manifest | None) -> None:
+    """Deletes everything of steps up to `step`, except the snapshot `keep`."""
+    keys = Keys()
+    kept = set() if keep is None else {keys.commit(keep.step), *keep.segments}
+    for key in (*store.list(keys.commits), *store.list(keys.data)):  # records first
+        belongs = keys.step_of(key)
+        if key not in kept and belongs is not None and belongs <= step:
+            store.delete(key)
+
+
+def take_stock(folder: Path, live: AbstractSet[str], node: str) -> Stock:
+    """What `node` has of a run's snapshots, those of nodes that it takes the place of included.
+
+    A node that starts again has another name, and the memory of its machine. So a folder that
+    belongs to none of the `live` nodes goes to whoever of them looks first.
+    """
+    if not folder.is_dir():
+        return Stock(manifests=(), sizes={})
+    store, keys = open_memory(folder, node), Keys()
+    _adopt(folder, live, node)
+    manifests = []
+    for step in list_steps(store, keys):
+        try:
+            manifests.append(load_manifest(store, keys, step))
+        except CheckpointError as error:
+            _log.warning("passing over the snapshot of step %d: %s", step, error)
+    sizes = {key: store.size(key) for key in store.list(keys.data)}
+    return Stock(manifests=tuple(manifests), sizes=sizes)
+
+
+def clear_memory(folder: Path) -> None:
+    """Deletes all snapshots of a run on this machine."""
+    shutil.rmtree(folder, ignore_errors=True)  # on one machine several nodes may do so at once
+    with contextlib.suppress(OSError):  # other runs have theirs there
+        folder.parent.rmdir()
+
+
+def _adopt(folder: Path, live: AbstractSet[str], node: str) -> None:
+    """Moves the files of nodes that are gone to `node`; several nodes of a machine may try."""
+    with _locked(folder):
+        orphans = [d for d in folder.iterdir() if d.name not in live and d.name != node]
+        orphans.sort(key=lambda d: d.stat().st_mtime)  # of two records the newer one stays
+        for orphan in orphans:
+            for file in [path for path in orphan.rglob("*") if path.is_file()]:
+                target = folder / node / file.relative_to(orphan)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                file.replace(target)
+            shutil.rmtree(orphan)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make_private(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        found = directory.lstat()
+        mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+        if not mine or stat.S_IMODE(found.st_mode) & 0o077:
+            raise StoreUnavailableError(
+                str(directory),
+                errno.EACCES,
+                f"not a directory of user {os.getuid()} alone (mode 0700); remove it",
+            ) from None
+    except OSError as error:
+        raise StoreUnavailableError(
+            str(directory),
+            error.errno,
+            f"{error.strerror}: no memory for snapshots; set checkpoint.memory_every to None",
+        ) from error

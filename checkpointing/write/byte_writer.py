@@ -1,0 +1,187 @@
+"""Writes a rank's share of a checkpoint from plain bytes: no torch is needed.
+
+    write_shared
+      ├─ cut_shared            slices in a buffer into parts     } planned once
+      └─ write_parts           parts into segments               } (`write_plan.py`)
+           └─ _write_segment   header, each part's bytes from where they lie, table of their CRCs
+
+Nothing written here can be seen as a checkpoint until `commit` publishes a manifest that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from checkpointing.errors import SliceError, StoreUnavailableError
+from checkpointing.format.boxes import TensorInfo, TensorSlice
+from checkpointing.format.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
+from checkpointing.format.manifest import Receipt, SavedSlice, Segment
+from checkpointing.format.segment import CheckedStream, slice_bytes, table_bytes
+from checkpointing.stores import Store
+from checkpointing.write.segment_plan import plan_packing, plan_parts
+
+Part = tuple[TensorSlice, Callable[[], memoryview]]
+"""A slice, and what gives its row-major bytes when they are due."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """Which try at a checkpoint, by which writer."""
+
+    rank: int
+    """The writer's number, different for every writer of this attempt."""
+    step: int
+    """The step that the state belongs to."""
+    generation: int
+    """The roster that the writer works under."""
+    attempt: int = 0
+    """Tells tries at this step in this generation apart; a run draws a number at each start."""
+
+
+def write_shared(
+    store: Store,
+    keys: Keys,
+    attempt: Attempt,
+    slices: Sequence[TensorSlice],
+    memory: memoryview,
+    *,
+    segment_bytes: int = SEGMENT_BYTES,
+    block_bytes: int = BLOCK_BYTES,
+    piece_bytes: int | None = PIECE_BYTES,
+) -> Receipt:
+    """Writes slices that lie in `memory` as `plan_places` has it; durable when it returns.
+
+    Args:
+        store: where to.
+        keys: names in the store.
+        attempt: who writes what.
+        slices: parts of tensors. Empty ones are declared but not written.
+        memory: must not change until this returns.
+        segment_bytes: bound on the tensor bytes in one segment; a larger slice is cut.
+        block_bytes: bytes of a segment under one CRC32 of the manifest.
+        piece_bytes: bytes under one CRC32 of the segment's own table, a divisor of `block_bytes`;
+            None for no table, where whole blocks are cheap to read.
+
+    Raises:
+        SliceError: a tensor is declared in two ways, or `memory` is too short.
+        StoreError: from the store.
+    """
+    return write_parts(
+        store,
+        keys,
+        attempt,
+        *cut_shared(slices, memory, segment_bytes),
+        segment_bytes=segment_bytes,
+        block_bytes=block_bytes,
+        piece_bytes=piece_bytes,
+    )
+
+
+def cut_shared(
+    slices: Sequence[TensorSlice], memory: memoryview, max_bytes: int
+) -> tuple[Mapping[str, TensorInfo], list[Part]]:
+    """Slices in `memory`, placed as `plan_places` has it: their tensors, and what is in them in
+    parts of at most `max_bytes`.
+
+    Raises:
+        SliceError: a tensor is declared in two ways, or `memory` is too short.
+    """
+    plan = plan_parts(tuple(slices), max_bytes)
+    if len(memory) < plan.needed_bytes:
+        fact = f"{len(memory)} bytes are shared, and the slices take {plan.needed_bytes}"
+        raise SliceError(slices[-1].name, fact)
+    return plan.tensors, [
+        (part, _given(memory[place : place + slice_bytes(part)]))
+        for part, place in zip(plan.parts, plan.places, strict=True)
+    ]
+
+
+def write_parts(
+    store: Store,
+    keys: Keys,
+    attempt: Attempt,
+    tensors: Mapping[str, TensorInfo],
+    parts: Sequence[Part],
+    *,
+    apart: Collection[TensorSlice] = (),
+    segment_bytes: int,
+    block_bytes: int,
+    piece_bytes: int | None,
+) -> Receipt:
+    """Writes parts, none above `segment_bytes`, as segments, and those `apart` in segments of
+    their own. For the other arguments see `write_shared`."""
+    planned = plan_packing(
+        tuple(part for part, _ in parts), frozenset(apart), segment_bytes, piece_bytes
+    )
+    saved: list[SavedSlice] = []
+    segments: list[Segment] = []
+    for index, plan in enumerate(planned):
+        key = keys.segment(
+            rank=attempt.rank,
+            step=attempt.step,
+            generation=attempt.generation,
+            attempt=attempt.attempt,
+            index=index,
+        )
+        mine = [parts[member] for member in plan.members]
+        segments.append(_write_segment(store, key, plan.head, mine, block_bytes, piece_bytes))
+        saved.extend(_locate(plan.parts, key, len(plan.head)))
+    return Receipt(
+        rank=attempt.rank,
+        step=attempt.step,
+        generation=attempt.generation,
+        attempt=attempt.attempt,
+        tensors=tensors,
+        slices=tuple(saved),
+        segments=tuple(segments),
+    )
+
+
+def _given(data: memoryview) -> Callable[[], memoryview]:
+    return lambda: data
+
+
+def _write_segment(
+    store: Store,
+    key: str,
+    head: bytes,
+    parts: Sequence[Part],
+    block_bytes: int,
+    piece_bytes: int | None,
+) -> Segment:
+    stream = CheckedStream(_chunks(head, parts, block_bytes), block_bytes, piece_bytes)
+    size = store.put(key, stream)
+    wanted = len(head) + sum(slice_bytes(part) for part, _ in parts)
+    wanted += 0 if piece_bytes is None else table_bytes(wanted, piece_bytes)
+    if size != wanted:
+        raise StoreUnavailableError(key, None, f"the store took {size} of {wanted} bytes")
+    return Segment(
+        key=key,
+        size_bytes=size,
+        block_bytes=block_bytes,
+        crcs=stream.block_crcs(),
+        table=stream.table,
+    )
+
+
+def _chunks(head: bytes, parts: Sequence[Part], chunk_bytes: int) -> Iterator[bytes | memoryview]:
+    yield head
+    for _, read in parts:
+        data = read()
+        for start in range(0, len(data), chunk_bytes):
+            yield data[start : start + chunk_bytes]
+
+
+def _locate(parts: Sequence[TensorSlice], key: str, begin: int) -> Iterator[SavedSlice]:
+    for part in parts:
+        end = begin + slice_bytes(part)
+        yield SavedSlice(
+            name=part.name,
+            offsets=part.offsets,
+            sizes=part.sizes,
+            segment=key,
+            begin=begin,
+            end=end,
+        )
+        begin = end

@@ -1,0 +1,197 @@
+"""The point where segments become a checkpoint.
+
+Protocol: every rank writes its segments and returns a receipt; one process checks that the receipts
+tile the model, and creates the manifest under a key that must be free. A death anywhere before
+leaves only segments that nothing refers to. A reader lists manifests and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from checkpointing.errors import (
+    AlreadyCommittedError,
+    CorruptError,
+    NotCommittedError,
+    SliceError,
+    StaleGenerationError,
+)
+from checkpointing.format.boxes import TensorInfo, show_info
+from checkpointing.format.coverage import check_coverage
+from checkpointing.format.layout import Keys
+from checkpointing.format.manifest import Manifest, Receipt, SavedSlice
+from checkpointing.read.catalogue import load_manifest, newest
+from checkpointing.stores import Store
+
+_log = logging.getLogger(__name__)
+
+
+def commit(
+    store: Store,
+    keys: Keys,
+    *,
+    step: int,
+    generation: int,
+    receipts: Sequence[Receipt],
+    training_state: Mapping[str, Any],
+    versions: Mapping[str, str],
+    refers_to: int | None = None,
+) -> Manifest:
+    """Publishes what the receipts name as the checkpoint of `step`. One process calls it.
+
+    Committing the same again is fine, so a caller that got no answer may repeat it.
+
+    Receipts may name segments of one earlier checkpoint beside their own: the run's newest, which
+    it does not delete before this one is there. Then those segments have two that refer to them.
+
+    Args:
+        store: where the segments are.
+        keys: names in the store.
+        step: the step that the state belongs to.
+        generation: the roster of the caller and of every writer.
+        receipts: one of every writer, all of one attempt.
+        training_state: JSON values to hand back on resume.
+        versions: versions of the libraries.
+        refers_to: step of that checkpoint; None for the newest in the store.
+
+    Raises:
+        SliceError: the slices do not tile the tensors, or ranks disagree on a tensor.
+        NotCommittedError: receipts of different attempts, or a training state that is not JSON, or
+            a segment that is neither of this attempt nor of that checkpoint; or it is gone.
+        StaleGenerationError: a newer generation has committed this step or a later one.
+        AlreadyCommittedError: another checkpoint of this step was first.
+    """
+    manifest = build_manifest(
+        step=step,
+        generation=generation,
+        receipts=receipts,
+        training_state=training_state,
+        versions=versions,
+        committed_at=time.time(),
+    )
+    last = newest(store, keys)
+    _refuse_stale(last, step, generation)
+    base = last
+    if refers_to is not None and (last is None or last.step != refers_to):
+        base = load_manifest(store, keys, refers_to)
+    _check_segments(keys, receipts, base)
+    if not store.put_if_absent(keys.commit(step), manifest.to_bytes()):
+        return _check_same(store, keys, manifest)
+    return manifest
+
+
+def build_manifest(
+    *,
+    step: int,
+    generation: int,
+    receipts: Sequence[Receipt],
+    training_state: Mapping[str, Any],
+    versions: Mapping[str, str],
+    committed_at: float | None = None,
+) -> Manifest:
+    """What the receipts make together, checked. Pure; arguments as in `commit`.
+
+    Raises:
+        SliceError: the slices do not tile the tensors, or ranks disagree on a tensor.
+        NotCommittedError: receipts of different attempts, or a training state that is not JSON.
+    """
+    attempt = _common_attempt(step, generation, receipts)
+    tensors = _merge_tensors(receipts)
+    check_coverage(tensors, (part for receipt in receipts for part in receipt.slices))
+    return Manifest(
+        step=step,
+        generation=generation,
+        attempt=attempt,
+        tensors=tensors,
+        slices=_slices_by_tensor(receipts),
+        segments={s.key: s for receipt in receipts for s in receipt.segments},
+        training_state=_as_json(step, training_state),
+        versions=dict(versions),
+        committed_at=committed_at,
+    )
+
+
+def _common_attempt(step: int, generation: int, receipts: Sequence[Receipt]) -> int:
+    made = {(r.step, r.generation, r.attempt) for r in receipts}
+    if len(made) != 1:
+        raise NotCommittedError(
+            step, f"{len(receipts)} receipts of (step, generation, attempt) {sorted(made)}"
+        )
+    (found,) = made
+    if found[:2] != (step, generation):
+        raise NotCommittedError(
+            step, f"generation {generation} was to commit, but the receipts are of {found}"
+        )
+    return found[2]
+
+
+def _merge_tensors(receipts: Sequence[Receipt]) -> dict[str, TensorInfo]:
+    merged: dict[str, TensorInfo] = {}
+    for receipt in receipts:
+        for name, info in receipt.tensors.items():
+            if merged.setdefault(name, info) != info:
+                raise SliceError(
+                    name,
+                    f"{show_info(info)} on rank {receipt.rank}, "
+                    f"{show_info(merged[name])} elsewhere",
+                )
+    return merged
+
+
+def _slices_by_tensor(receipts: Sequence[Receipt]) -> dict[str, tuple[SavedSlice, ...]]:
+    grouped: dict[str, list[SavedSlice]] = defaultdict(list)
+    for receipt in receipts:
+        for part in receipt.slices:
+            grouped[part.name].append(part)
+    return {name: tuple(sorted(g, key=lambda part: part.offsets)) for name, g in grouped.items()}
+
+
+def _as_json(step: int, training_state: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads(json.dumps(dict(training_state), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise NotCommittedError(step, f"training_state is not JSON ({error})") from error
+    return state
+
+
+def _refuse_stale(last: Manifest | None, step: int, generation: int) -> None:
+    if last and step <= last.step and generation < last.generation:
+        raise StaleGenerationError(step, generation, last.step, last.generation)
+
+
+def _check_segments(keys: Keys, receipts: Sequence[Receipt], base: Manifest | None) -> None:
+    there = {} if base is None else base.segments
+    for one in receipts:
+        own = keys.attempt(one.rank, one.step, one.generation, one.attempt)
+        for segment in one.segments:
+            if not segment.key.startswith(own) and there.get(segment.key) != segment:
+                which = "there is none" if base is None else f"that of step {base.step}"
+                raise NotCommittedError(
+                    one.step,
+                    f"writer {one.rank} refers to {segment.key}, which is not part of the newest "
+                    f"checkpoint ({which}) and may be deleted; the next save is written whole",
+                )
+
+
+def _check_same(store: Store, keys: Keys, manifest: Manifest) -> Manifest:
+    """What is committed already, where that is the same but for the time of the commit."""
+    key = keys.commit(manifest.step)
+    try:
+        there = Manifest.from_bytes(store.get(key), key)
+    except CorruptError as error:
+        raise AlreadyCommittedError(
+            manifest.step, f"by a record not readable here: {error}"
+        ) from error
+    if replace(there, committed_at=manifest.committed_at).to_bytes() == manifest.to_bytes():
+        return there
+    raise AlreadyCommittedError(
+        manifest.step,
+        f"by generation {there.generation}, attempt {there.attempt}; this is generation "
+        f"{manifest.generation}, attempt {manifest.attempt}, with other content",
+    )
