@@ -19,7 +19,7 @@ from elastic.events import (
     WorkerLost,
 )
 from elastic.faults import Fault, Kind, draw_faults
-from trainer.phases import Phase
+from trainer.loop.phases import Phase
 
 STEPS, LANES = 40, 4
 HEALTH = HealthConfig(

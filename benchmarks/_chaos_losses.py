@@ -23,7 +23,7 @@ from elastic.events import (
     WorkerLost,
 )
 from elastic.faults import Fault
-from trainer.phases import STEP_PHASES
+from trainer.loop.phases import STEP_PHASES
 
 _E = TypeVar("_E", bound=Event)
 

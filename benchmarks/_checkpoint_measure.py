@@ -25,12 +25,12 @@ from checkpointing import (
     Receipt,
     S3Config,
     Store,
+    commit,
     open_store,
     plan_places,
     write_shared,
 )
 from checkpointing.format.segment import slice_bytes
-from checkpointing.write import publish as commit
 
 sys.path.append(str(ROOT / "tests"))
 from fakes.s3_faults import FaultServer, Rule

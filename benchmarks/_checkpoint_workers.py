@@ -35,11 +35,11 @@ from elastic.nodes.uploader import MOST_CALLS, NICENESS, Upload, write_part
 from elastic.records import RunPaths
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
-from trainer.engine import Engine
-from trainer.heal import Newcomer, Source
-from trainer.host_copy import HostBuffer
+from trainer.engine.engine import Engine
+from trainer.engine.host_copy import HostBuffer
 from trainer.parallel.layout import slot_of
-from trainer.wire import Wire
+from trainer.recovery.heal import Newcomer, Source
+from trainer.recovery.heal_channel import Wire
 
 WORKERS = 4
 TIMEOUT_S = 600.0

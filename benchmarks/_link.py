@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.commit import Saving
+from trainer.replication.step_commit import Saving
 
 
 class QuietLink:

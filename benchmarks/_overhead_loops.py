@@ -69,11 +69,11 @@ def train_plain(index: int, port: int, task: Any, train: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    from trainer.engine.schedule import learning_rate
+    from trainer.loop.samples import lane_ids
     from trainer.parallel.apply import fill, local_slices, materialize
     from trainer.parallel.layout import slot_of
     from trainer.parallel.tensor import decoder_layers
-    from trainer.samples import lane_ids
-    from trainer.schedule import learning_rate
 
     torch.set_num_threads(1)
     shard, settings = train.parallel.shard, train.optimizer

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks._processes import processes_below
 from trainer.data import TokenDataset
-from trainer.task import PreparedCausalLM
+from trainer.tasks.causal_lm import PreparedCausalLM
 
 SETTLE_S = 0.1
 """After a stop clocks have run on: what is overdue comes first, and outside the steps."""

@@ -48,9 +48,9 @@ from elastic.membership.decisions import GroupConfig
 from elastic.messages import Build, Identity, Report, Run
 from elastic.nodes.beats import BeatListener, BeatSender, open_socket
 from elastic.records import RunPaths
-from trainer.commit import Commit
 from trainer.config import TrainConfig
-from trainer.samples import Ledger
+from trainer.loop.samples import Ledger
+from trainer.replication.step_commit import Commit
 
 NODE = 8
 BEAT_INTERVAL_S = HealthConfig().node_beat_s

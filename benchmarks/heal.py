@@ -32,15 +32,15 @@ from benchmarks._link import QuietLink
 from elastic import CustomTask, ParallelConfig, TrainConfig
 from trainer.backend.groups import make_replica_group
 from trainer.backend.rendezvous import Rendezvous
-from trainer.commit import Commit
-from trainer.engine import Engine
-from trainer.heal import Newcomer, Source
-from trainer.lane_sums import LaneSums
-from trainer.link import LoopConfig, Progress
-from trainer.loop import TrainLoop
+from trainer.engine.engine import Engine
+from trainer.loop.link import LoopConfig, Progress
+from trainer.loop.steps import TrainLoop
 from trainer.parallel.layout import slot_of
-from trainer.replicas import CrossGroup
-from trainer.wire import Wire
+from trainer.recovery.heal import Newcomer, Source
+from trainer.recovery.heal_channel import Wire
+from trainer.replication.lane_sums import LaneSums
+from trainer.replication.replicas import CrossGroup
+from trainer.replication.step_commit import Commit
 
 STATE_BYTES_PER_PARAMETER = 12
 TIMEOUT_S = 120.0

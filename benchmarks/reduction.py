@@ -28,14 +28,14 @@ import torch.multiprocessing as mp
 from benchmarks._common import limit_link
 from trainer.backend.groups import make_replica_group
 from trainer.backend.rendezvous import Rendezvous
-from trainer.buckets import BUCKET_BYTES, plan_buckets
 from trainer.config import TrainConfig
-from trainer.engine import Engine
+from trainer.engine.engine import Engine
 from trainer.models.hf import ModelConfig
 from trainer.parallel.layout import slot_of
-from trainer.reduction import Reduction
-from trainer.replicas import CrossGroup
-from trainer.task import PreparedCausalLM
+from trainer.replication.buckets import BUCKET_BYTES, plan_buckets
+from trainer.replication.reduction import Reduction
+from trainer.replication.replicas import CrossGroup
+from trainer.tasks.causal_lm import PreparedCausalLM
 
 Ways = dict[str, Callable[[], None]]
 

@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     from trainer.data.config import DataConfig
     from trainer.errors import ConfigError, TrainerError
     from trainer.models.hf import ModelConfig
-    from trainer.task import CausalLM, CustomTask
+    from trainer.tasks.causal_lm import CausalLM
+    from trainer.tasks.custom import CustomTask
 
 _HOMES = {
-    "CausalLM": "trainer.task",
+    "CausalLM": "trainer.tasks.causal_lm",
     "CheckpointConfig": "checkpointing",
     "CheckpointConfigError": "checkpointing",
     "CheckpointError": "checkpointing",
     "ConfigError": "trainer.errors",
-    "CustomTask": "trainer.task",
+    "CustomTask": "trainer.tasks.custom",
     "DataConfig": "trainer.data.config",
     "ElasticError": "elastic.errors",
     "ElasticTrainer": "elastic.api",

@@ -46,9 +46,9 @@ from elastic.resume import (
 )
 from elastic.worker import train_worker
 from trainer.config import TrainConfig
-from trainer.samples import Ledger
-from trainer.state import state_table
-from trainer.task import PreparedTask, default_cache_dir
+from trainer.engine.state import state_table
+from trainer.loop.samples import Ledger
+from trainer.tasks.task import PreparedTask, default_cache_dir
 
 _RECORDED_VERSIONS = ("torch", "ray", "transformers", "tokenizers", "numpy")
 

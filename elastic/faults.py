@@ -1,6 +1,6 @@
 """Faults that a run injects into itself, to show and to test recovery.
 
-A fault is placed by step and phase (trainer/phases.py) and hits workers by the number of their
+A fault is placed by step and phase (trainer/loop/phases.py) and hits workers by the number of their
 slot. In words: `KIND@STEP[.PHASE][:WORKER[+WORKER...]]` or `KIND@STEP:spare`, several with commas.
 
     kill@60                  the last slot is killed in the backward pass of step 60, or, where a
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from trainer.errors import ConfigError
-from trainer.phases import PHASES, STEP_PHASES, Phase
+from trainer.loop.phases import PHASES, STEP_PHASES, Phase
 
 if TYPE_CHECKING:
-    from trainer.engine import Engine
+    from trainer.engine.engine import Engine
 
 Kind = Literal["kill", "freeze", "raise", "flip"]
 """SIGKILL; SIGSTOP; an exception; one bit of the worker's weights changed, for the replicas to

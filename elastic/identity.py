@@ -29,12 +29,12 @@ from checkpointing import (
     open_store,
 )
 from elastic.records import RunPaths
-from trainer.state import MOMENTS, PARAMETERS
+from trainer.engine.state import MOMENTS, PARAMETERS
 
 log = logging.getLogger(__name__)
 
 StateTable = Mapping[str, TensorInfo]
-"""What a model's state is: `trainer.state.state_table`."""
+"""What a model's state is: `trainer.engine.state.state_table`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ import signal
 from elastic.ask import ask
 from elastic.faults import InjectedError, flip_bit
 from elastic.job import Job
-from trainer.engine import Engine
-from trainer.phases import Phase
+from trainer.engine.engine import Engine
+from trainer.loop.phases import Phase
 
 
 class Injection:

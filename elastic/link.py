@@ -27,10 +27,10 @@ from elastic.saves import Saves
 from health.corruption import compare_checksums
 from health.heartbeat import NO_PHASE, NO_STEP, Heartbeat
 from trainer.backend.groups import abort_replica_group
-from trainer.commit import Commit, Place, Saving
-from trainer.engine import Engine
-from trainer.heal import Newcomer
-from trainer.phases import PHASES, Phase
+from trainer.engine.engine import Engine
+from trainer.loop.phases import PHASES, Phase
+from trainer.recovery.heal import Newcomer
+from trainer.replication.step_commit import Commit, Place, Saving
 
 _PHASE_NUMBERS: dict[str, int] = {phase: number for number, phase in enumerate(PHASES)}
 _MASK = 0xFFFFFFFFFFFFFFFF

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from elastic.events import Cause, StepRecord
-from trainer.commit import Commit
+from trainer.replication.step_commit import Commit
 
 Source = Literal["store", "memory"]
 SignalKind = Literal["fault", "boundary"]

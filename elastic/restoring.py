@@ -1,9 +1,8 @@
 """The state of a step that no living replica holds: from the nodes' memory, the store, or the seed.
 
 All workers of all replicas restore at once: what replicas share is read once and handed round
-(`trainer/sharing.py`). A saved state that cannot be read is given up by all of them together; the
-coordinator is told, and the next roster goes on from the next best one.
-"""
+(`trainer/recovery/shared_restore.py`). A saved state that cannot be read is given up by all of them
+together; the coordinator is told, and the next roster goes on from the next best one."""
 
 from __future__ import annotations
 
@@ -25,10 +24,10 @@ from elastic.identity import check_own
 from elastic.job import Job
 from elastic.messages import Run
 from elastic.nodes.snapshot_holder import HeldSegments
-from trainer.engine import Engine
-from trainer.link import Progress
-from trainer.replicas import CrossGroup
-from trainer.sharing import Saved, Unreadable, read_together
+from trainer.engine.engine import Engine
+from trainer.loop.link import Progress
+from trainer.recovery.shared_restore import Saved, Unreadable, read_together
+from trainer.replication.replicas import CrossGroup
 
 
 def restore(job: Job, run: Run, engine: Engine, cross: CrossGroup, node: str) -> Progress | None:

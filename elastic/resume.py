@@ -43,7 +43,7 @@ from elastic.identity import RunIdentity, StateTable, check_own, newest_own
 from elastic.records import RunPaths, hold_run
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.task import PreparedTask
+from trainer.tasks.task import PreparedTask
 
 log = logging.getLogger(__name__)
 

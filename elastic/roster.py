@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from trainer.lanes import deal_lanes
+from trainer.replication.lanes import deal_lanes
 
 
 @dataclass(frozen=True, kw_only=True)

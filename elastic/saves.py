@@ -1,11 +1,11 @@
 """A worker's part of saves: it copies its share of the state, and its node's uploader writes it.
 
-The copy goes into memory that is made once (`trainer/host_copy.py`): one buffer where only
+The copy goes into memory that is made once (`trainer/engine/host_copy.py`): one buffer where only
 checkpoints are written, two where snapshots are taken as well, each as large as the worker's share.
 So a save allocates nothing, and the training is held for the copy alone. A thread waits for the
 uploader's answer; a save that comes before it is skipped by all workers together, because each
-commit says who is still busy (`trainer/commit.py`). At the end of the run it is waited for.
-"""
+commit says who is still busy (`trainer/replication/step_commit.py`). At the end of the run it is
+waited for."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from elastic.nodes.uploader import Upload, hand_in, report_failure, write_and_te
 from elastic.outbox import Outbox
 from elastic.save_clock import SaveClock
 from elastic.saved_parts import SavedParts
-from trainer.commit import Place, Saving
-from trainer.engine import Engine
-from trainer.host_copy import HostBuffer, Share
+from trainer.engine.engine import Engine
+from trainer.engine.host_copy import HostBuffer, Share
+from trainer.replication.step_commit import Place, Saving
 
 _PATIENCE_S = 60.0
 """How long to try again after an uploader has died with a save."""

@@ -34,17 +34,17 @@ from elastic.roster import most_replicas
 from health.heartbeat import Heartbeat
 from trainer.backend.groups import is_of_a_group, leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
-from trainer.engine import Engine
+from trainer.engine.engine import Engine
+from trainer.engine.state import HeldState
 from trainer.errors import NonFiniteError
-from trainer.heal import Newcomer, Source
-from trainer.lane_sums import LaneSums
-from trainer.link import LoopConfig, Progress
-from trainer.loop import TrainLoop
+from trainer.loop.link import LoopConfig, Progress
+from trainer.loop.steps import TrainLoop
 from trainer.parallel.apply import warm_up
 from trainer.parallel.layout import slot_of
-from trainer.replicas import CrossGroup
-from trainer.state import HeldState
-from trainer.wire import Wire
+from trainer.recovery.heal import Newcomer, Source
+from trainer.recovery.heal_channel import Wire
+from trainer.replication.lane_sums import LaneSums
+from trainer.replication.replicas import CrossGroup
 
 OWN_FAULT_EXIT_CODE = 70
 

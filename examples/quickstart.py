@@ -38,8 +38,8 @@ from elastic import (
 )
 from elastic.event_log import read_steps
 from trainer.data import TokenDataset, TokenSet, unigram_cross_entropy
-from trainer.samples import samples_sha256
-from trainer.state import PARAMETERS
+from trainer.engine.state import PARAMETERS
+from trainer.loop.samples import samples_sha256
 
 MODEL = {
     "hidden_size": 128,

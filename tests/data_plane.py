@@ -23,19 +23,19 @@ from trainer.backend.groups import (
     make_replica_group,
 )
 from trainer.backend.rendezvous import Rendezvous
-from trainer.buckets import BUCKET_BYTES
-from trainer.commit import Commit, Place, Saving
 from trainer.config import TrainConfig
-from trainer.engine import Engine
-from trainer.host_copy import HostBuffer
-from trainer.lane_sums import LaneSums
-from trainer.lanes import deal_lanes
-from trainer.link import LoopConfig, Progress
-from trainer.loop import TrainLoop
+from trainer.engine.engine import Engine
+from trainer.engine.host_copy import HostBuffer
+from trainer.engine.shared_copy import open_copy
+from trainer.loop.link import LoopConfig, Progress
+from trainer.loop.steps import TrainLoop
 from trainer.parallel.layout import slot_of
-from trainer.replicas import CrossGroup
-from trainer.shared_copy import open_copy
-from trainer.task import PreparedTask
+from trainer.replication.buckets import BUCKET_BYTES
+from trainer.replication.lane_sums import LaneSums
+from trainer.replication.lanes import deal_lanes
+from trainer.replication.replicas import CrossGroup
+from trainer.replication.step_commit import Commit, Place, Saving
+from trainer.tasks.task import PreparedTask
 
 
 class DictStore:

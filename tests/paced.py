@@ -18,7 +18,7 @@ from tiny import tiny_task
 
 from trainer.config import TrainConfig
 from trainer.data import SampleSource, TokenDataset
-from trainer.task import PreparedCausalLM
+from trainer.tasks.causal_lm import PreparedCausalLM
 
 _LOOK_S = 0.01
 

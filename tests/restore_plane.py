@@ -22,11 +22,12 @@ from checkpointing import CorruptError, Manifest, Reader, Store, load_manifest, 
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import ParallelConfig, TrainConfig
-from trainer.engine import Engine
+from trainer.engine.engine import Engine
 from trainer.parallel.layout import slot_of
-from trainer.replicas import CrossGroup
-from trainer.sharing import Restored, Saved, Unreadable, read_together
-from trainer.task import CustomTask, PreparedTask
+from trainer.recovery.shared_restore import Restored, Saved, Unreadable, read_together
+from trainer.replication.replicas import CrossGroup
+from trainer.tasks.custom import CustomTask
+from trainer.tasks.task import PreparedTask
 
 SHARD, STEPS = 2, (20, 10)
 

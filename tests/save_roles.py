@@ -1,7 +1,7 @@
 """The processes that have a part in a save on S3, each of which a test kills at a request that the
 store holds. They run the code of a run, without Ray.
 
-    worker      holds the copy                          trainer/host_copy.py
+    worker      holds the copy                          trainer/engine/host_copy.py
     uploader    writes segments out of it               checkpointing/write/byte_writer.py
     committer   publishes the manifest, retires others  elastic/coordination/publisher.py
     driver      begins the next start of the run        elastic/resume.py
@@ -44,9 +44,9 @@ from elastic.resume import (
     run_directory,
     set_others_aside,
 )
+from trainer.engine.host_copy import HostBuffer, Share
+from trainer.engine.shared_copy import open_copy
 from trainer.exchange.intake import Incoming, commit_incoming
-from trainer.host_copy import HostBuffer, Share
-from trainer.shared_copy import open_copy
 
 RUN, GENERATION, DEADLINE_S = "run", 1, 60.0
 LARGE = 21

@@ -26,7 +26,7 @@ from elastic import (
 )
 from elastic.event_log import read_steps
 from trainer.data import TokenDataset
-from trainer.samples import samples_sha256
+from trainer.loop.samples import samples_sha256
 
 SEQ_LEN = 16
 SETTINGS = {
@@ -134,7 +134,10 @@ def outcome_of(trainer: ElasticTrainer, root: Path, tokens: str) -> Outcome:
     return Outcome(
         params=params_sha256(Reader(store, manifest), names),
         samples=samples_sha256(
-            trainer.train, trainer.lanes, samples, [(r.step, r.sample_digests) for r in records]
+            trainer.train,
+            trainer.lanes,
+            samples,
+            [(r.step, r.sample_digests) for r in records],
         ),
         losses=[record.loss for record in records],
         report=json.loads((root / "report.json").read_text()),

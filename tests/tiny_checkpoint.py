@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from checkpointing import Keys, Manifest, Store, TensorSlice, open_store, write_slices
-from checkpointing.write import publish as commit
+from checkpointing import Keys, Manifest, Store, TensorSlice, commit, open_store, write_slices
 
 KEYS = Keys()
 STEP = 7

@@ -71,7 +71,8 @@ class TrainConfig:
     """What to learn, for how long, and how one replica is laid out."""
 
     task: Any
-    """A `trainer.task.Task`: the model, its loss and its data (`CausalLM` or `CustomTask`)."""
+    """A `trainer.tasks.task.Task`: the model, its loss and its data (`CausalLM` or
+    `CustomTask`)."""
     steps: int
     """Optimizer steps of the whole run."""
     global_batch: int

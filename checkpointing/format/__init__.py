@@ -1,1 +1,1 @@
-"""What lies in a store: names, boxes, segments, manifests. It decides nothing about when or by whom."""
+"""What lies in a store: names, boxes, segments, manifests. It decides nothing."""

@@ -10,7 +10,7 @@ from elastic.config import HealthConfig
 from elastic.faults import Fault
 from elastic.membership.decisions import GroupConfig
 from elastic.records import RunPaths
-from trainer.samples import Ledger
+from trainer.loop.samples import Ledger
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ from checkpointing import (
     Keys,
     Receipt,
     Surveyor,
+    commit,
     open_store,
     retire,
 )
-from checkpointing.write import publish as commit
 from elastic.records import RunPaths
 
 log = logging.getLogger(__name__)

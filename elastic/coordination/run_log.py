@@ -12,7 +12,7 @@ from elastic.event_log import EventLog
 from elastic.membership.decisions import Effects, Regrouped
 from elastic.membership.machine import Membership
 from elastic.messages import Stop
-from trainer.samples import LedgerError
+from trainer.loop.samples import LedgerError
 
 
 class RunLog:

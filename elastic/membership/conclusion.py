@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from elastic.membership.decisions import Outcome
 from elastic.messages import Order, Report, Run
 from elastic.roster import Replica, Roster
-from trainer.commit import Commit
+from trainer.replication.step_commit import Commit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from elastic.messages import Death
 from health.diagnosis import History, Sample, decide_frozen, observe
 from health.heartbeat import NO_STEP, HeartbeatReader, Record
 from health.process import read_state
-from trainer.phases import PHASES
+from trainer.loop.phases import PHASES
 
 
 @dataclass(kw_only=True)

@@ -1,8 +1,8 @@
 """A node's writer of checkpoints and snapshots: an actor with a life of its own.
 
 A worker copies its share of the state into memory that this process opens
-(`trainer/host_copy.py`), and goes on training. Checksums, segments and uploads are made here, so
-they take neither the worker's interpreter nor, where the worker dies, the save along:
+(`trainer/engine/host_copy.py`), and goes on training. Checksums, segments and uploads are made
+here, so they take neither the worker's interpreter nor, where the worker dies, the save along:
 
     worker    copy ──► write(Upload) ──► trains on, or dies
     uploader  opens the memory, writes the segments, hands the receipt to the coordinator
@@ -38,8 +38,8 @@ from checkpointing import (
 from elastic.ask import ask
 from elastic.nodes.helpers import announce
 from elastic.records import RunPaths
-from trainer.commit import Place
-from trainer.shared_copy import CopyGoneError, open_copy
+from trainer.engine.shared_copy import CopyGoneError, open_copy
+from trainer.replication.step_commit import Place
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from checkpointing import tensors_sha256
 from trainer.config import OptimizerConfig, TrainConfig
 from trainer.data import sample_ids
 from trainer.errors import NonFiniteError
-from trainer.task import CustomTask, PreparedCausalLM
+from trainer.tasks.causal_lm import PreparedCausalLM
+from trainer.tasks.custom import CustomTask
 
 LANES, STEPS = 4, 4
 

@@ -10,8 +10,7 @@ import torch
 from data_plane import full_parameters, run_layout
 from tiny import tiny_task, tiny_train
 
-from checkpointing import Box, Keys, Reader, open_store
-from checkpointing.write import publish as commit
+from checkpointing import Box, Keys, Reader, commit, open_store
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,11 @@ from torch.distributed.checkpoint.metadata import (
 from checkpointing import Box, Reader
 from checkpointing.format.dtypes import item_bytes
 from trainer.config import OptimizerConfig
+from trainer.engine.schedule import learning_rate
+from trainer.engine.state import MOMENTS, PARAMETERS
 from trainer.exchange.dcp_metadata import METADATA
 from trainer.exchange.pieces import finished_directory, model_config, parameter_names, pieces_of
 from trainer.models.hf import build_on_meta
-from trainer.schedule import learning_rate
-from trainer.state import MOMENTS, PARAMETERS
 
 _FILE_BYTES = 4 << 30
 """A data file that has reached this size gets a successor."""

@@ -28,12 +28,12 @@ import torch
 from checkpointing import Keys, Manifest, Store, TensorSlice
 from checkpointing.format.boxes import Index
 from checkpointing.format.dtypes import DTYPES
+from trainer.engine.state import MOMENTS, PARAMETERS
 from trainer.errors import ExchangeError
 from trainer.exchange.dcp_metadata import DcpMetadata, StoredBytes, StoredTensor, read_metadata
 from trainer.exchange.intake import Incoming, commit_incoming, fresh_moments, stored_dtype
 from trainer.exchange.pieces import read_config
 from trainer.models.hf import ModelConfig, build_on_meta
-from trainer.state import MOMENTS, PARAMETERS
 
 _OPTIMIZERS = ("optimizer", "optim")
 _OTHERS = ("train_state", "lr_scheduler", "dataloader", *_OPTIMIZERS)

@@ -9,11 +9,11 @@ from pathlib import Path
 from checkpointing import Keys, Manifest, Store, TensorSlice
 from checkpointing.format.boxes import Index
 from checkpointing.format.dtypes import item_bytes
+from trainer.engine.state import PARAMETERS
 from trainer.exchange.intake import Incoming, commit_incoming, fresh_moments
 from trainer.exchange.pieces import pieces_of, read_config
 from trainer.models.hf import ModelConfig, build_on_meta
 from trainer.models.pretrained import PretrainedWeights
-from trainer.state import PARAMETERS
 
 
 def import_hf(store: Store, keys: Keys, source: Path, *, step: int) -> Manifest:

@@ -18,6 +18,7 @@ from checkpointing import (
     Store,
     TensorSlice,
     claim_for_import,
+    commit,
     list_steps,
     newest,
     write_slices,
@@ -26,10 +27,9 @@ from checkpointing.format.boxes import Index
 from checkpointing.format.dtypes import item_bytes
 from checkpointing.format.layout import SEGMENT_BYTES
 from checkpointing.format.segment import slice_bytes
-from checkpointing.write import publish as commit
+from trainer.engine.state import MOMENTS
 from trainer.errors import ExchangeError
 from trainer.exchange.pieces import pieces_of
-from trainer.state import MOMENTS
 
 _WIDENED = {"bfloat16": "float32", "float16": "float32"}
 """Element types that float32 holds exactly; trainable parameters are kept in float32."""

@@ -15,8 +15,8 @@ from typing import Any
 from checkpointing import Manifest
 from checkpointing.format.boxes import Box, Index
 from checkpointing.format.cutting import row_strides, split_box
+from trainer.engine.state import PARAMETERS
 from trainer.errors import ExchangeError
-from trainer.state import PARAMETERS
 
 PIECE_BYTES = 128 << 20
 """Bound on the bytes of a tensor that are in memory at once."""

@@ -1,1 +1,1 @@
-"""Models: where they come from and how each worker fills just its slice of the weights."""
+"""Models: where they come from and where their initial weights do."""

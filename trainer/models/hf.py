@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
     from trainer.models.init import WeightSource
 
-SUPPORTED_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"})
-"""Entries of a transformers tensor-parallel plan that `parallel/tensor.py` carries out."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -143,56 +140,3 @@ def weights(
     from trainer.models.init import SeededWeights, record_recipes
 
     return SeededWeights(record_recipes(model, model._init_weights), seed)
-
-
-def check_tensor_parallel(config: Mapping[str, Any], model: Any, degree: int, seq_len: int) -> None:
-    """Checks that `degree` tensor ranks can share the model.
-
-    Raises:
-        ConfigError: the model has no usable plan, the plan leaves modules out, or a dimension does
-            not divide.
-    """
-    if degree == 1:
-        return
-    why = _why_not_split(model)
-    if why:
-        raise ConfigError(
-            "train.parallel.tensor",
-            degree,
-            f"{config['model_type']} cannot be split over tensor ranks here: {why}",
-            "Use tensor = 1 and a larger shard degree",
-        )
-    divided = {
-        name: config[name]
-        for name in (
-            "num_attention_heads",
-            "num_key_value_heads",
-            "intermediate_size",
-            "vocab_size",
-        )
-        if isinstance(config.get(name), int)
-    }
-    for name, size in {**divided, "seq_len": seq_len}.items():
-        if size % degree:
-            raise ConfigError(
-                "train.parallel.tensor",
-                degree,
-                f"it does not divide {name} = {size}",
-                f"Use a divisor of {size}, or change {name}",
-            )
-
-
-def _why_not_split(model: Any) -> str | None:
-    """What keeps the model from tensor parallelism, None where nothing does."""
-    from trainer.parallel.tensor import unsplit_modules
-
-    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
-    if not plan:
-        return "transformers has no plan for it"
-    unknown = sorted(set(plan.values()) - SUPPORTED_STYLES)
-    if unknown:
-        return f"its plan uses {', '.join(unknown)}"
-    unsplit = unsplit_modules(model, plan)
-    if unsplit:
-        return f"its plan leaves out {', '.join(unsplit[:4])}{' and others' * (len(unsplit) > 4)}"
-    return None

@@ -129,7 +129,7 @@ class _Recorder(TorchDispatchMode):
                 name,
                 f"its initialisation uses {operation.name} in a way that cannot be replayed slice "
                 f"by slice",
-                "Use trainer.task.CustomTask, which initialises the whole model on the CPU",
+                "Use trainer.tasks.task.CustomTask, which initialises the whole model on the CPU",
             )
         before = () if whole and operation.name in SETTING else self.recipes[name]
         self.recipes[name] = (*before, operation)
@@ -171,7 +171,7 @@ def record_recipes(model: nn.Module, initialize: Any) -> dict[str, Recipe]:
             "train.task.model",
             missing[0],
             f"the model's own initialisation leaves it and {len(missing) - 1} others unset",
-            "Use trainer.task.CustomTask, which initialises the whole model on the CPU",
+            "Use trainer.tasks.task.CustomTask, which initialises the whole model on the CPU",
         )
     return recorder.recipes
 

@@ -1,1 +1,1 @@
-"""Objects on S3: requests with retries and a shared pace, uploads in parts, s5cmd for many at once."""
+"""Objects on S3: requests with retries, uploads in parts, s5cmd for many objects."""

@@ -22,6 +22,7 @@ from checkpointing import (
     StaleGenerationError,
     TensorSlice,
     check_compatible,
+    commit,
     list_steps,
     load_manifest,
     newest,
@@ -31,7 +32,6 @@ from checkpointing import (
 )
 from checkpointing.read.catalogue import is_foreign
 from checkpointing.stores.local import LocalStore
-from checkpointing.write import publish as commit
 
 KEYS = Keys()
 STATE = {"step": 10, "lr": 1e-3, "order": {"10": "a", "2": "b"}}

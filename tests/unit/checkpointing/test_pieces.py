@@ -17,13 +17,13 @@ from checkpointing import (
     Reader,
     Receipt,
     TensorSlice,
+    commit,
     verify_checkpoint,
     write_shared,
 )
 from checkpointing.format.layout import BLOCK_BYTES, PIECE_BYTES
 from checkpointing.format.manifest import CrcTable
 from checkpointing.stores.local import LocalStore
-from checkpointing.write import publish as commit
 
 SHAPES = {
     "param/embed": (8192, 640),

@@ -21,6 +21,7 @@ from checkpointing import (
     Survey,
     Surveyor,
     TensorSlice,
+    commit,
     delete_checkpoint,
     list_steps,
     load_manifest,
@@ -40,7 +41,6 @@ from checkpointing import (
     write_slices,
 )
 from checkpointing.stores.local import LocalStore
-from checkpointing.write import publish as commit
 
 KEYS = Keys()
 

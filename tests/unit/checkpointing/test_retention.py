@@ -12,6 +12,7 @@ from checkpointing import (
     NotCommittedError,
     Reader,
     TensorSlice,
+    commit,
     delete_checkpoint,
     list_steps,
     newest,
@@ -20,7 +21,6 @@ from checkpointing import (
     write_slices,
 )
 from checkpointing.stores.local import LocalStore
-from checkpointing.write import publish as commit
 
 KEYS = Keys()
 

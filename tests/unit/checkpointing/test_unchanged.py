@@ -25,6 +25,7 @@ from checkpointing import (
     Surveyor,
     TensorSlice,
     Written,
+    commit,
     load_manifest,
     plan_places,
     retire,
@@ -34,7 +35,6 @@ from checkpointing import (
     write_shared,
 )
 from checkpointing.stores.local import LocalStore
-from checkpointing.write import publish as commit
 
 KEYS = Keys()
 State = dict[str, bytes]

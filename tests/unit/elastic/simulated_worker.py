@@ -1,5 +1,5 @@
-"""A simulated worker: a generator that follows `elastic/worker.py`, `trainer/loop.py`,
-`trainer/heal.py` and `elastic/link.py`, and yields what it waits for.
+"""A simulated worker: a generator that follows `elastic/worker.py`, `trainer/loop/steps.py`,
+`trainer/recovery/heal.py` and `elastic/link.py`, and yields what it waits for.
 
 What is known of the network: a collective inside a replica fails for its survivors once a member is
 gone. One across replicas may do so (Gloo), or may wait until a signal calls its worker away (NCCL,
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import simulation_checks as checks
 
 from elastic.messages import Answer, Build, Identity, Leave, Report, Run, Standing, Stop
-from trainer.commit import Commit
+from trainer.replication.step_commit import Commit
 
 if TYPE_CHECKING:
     from simulated_run import World
@@ -69,7 +69,7 @@ class Wait:
 
 @dataclass
 class Progress:
-    """As in `trainer.loop`."""
+    """As in `trainer.loop.steps`."""
 
     step: int
     applied: Applied
@@ -253,8 +253,8 @@ class SimWorker:
             self.world.caught_up(self)
 
     def _restore(self, run: Run, cross: Cross) -> Life:
-        """As `trainer/sharing.py`: those with the same part learn whether it can be read, and hand
-        it round; each replica then agrees."""
+        """As `trainer/recovery/shared_restore.py`: those with the same part learn whether it can be
+        read, and hand it round; each replica then agrees."""
         if run.step == 0:
             self.progress = Progress(0, ())
             return True
@@ -278,7 +278,7 @@ class SimWorker:
         self.progress = Progress(run.step, applied)
         return True
 
-    # -- trainer/loop.py ---------------------------------------------------------------------------
+    # -- trainer/loop/steps.py ---------------------------------------------------------------------
 
     def _loop(self, run: Run, cross: Cross, progress: Progress) -> Life:
         if progress.step == self.world.plan.steps:
@@ -416,7 +416,8 @@ class SimWorker:
 
 
 class Cross:
-    """As `trainer.replicas.CrossGroup`: one worker's group across replicas in one generation."""
+    """As `trainer.replication.replicas.CrossGroup`: one worker's group across replicas in one
+    generation."""
 
     def __init__(self, worker: SimWorker, run: Run) -> None:
         self.worker, self.lost = worker, False

@@ -13,7 +13,7 @@ from checkpointing import Manifest, TensorInfo
 from elastic.resume import check_continues
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.task import CustomTask
+from trainer.tasks.custom import CustomTask
 
 TASK = CustomTask(
     build_model=lambda: nn.Linear(3, 2),

@@ -21,7 +21,7 @@ from elastic.messages import (
     Standing,
     Stop,
 )
-from trainer.commit import Commit
+from trainer.replication.step_commit import Commit
 
 COMMIT = Commit(
     step=4, loss=2.5, grad_norm=float("inf"), tokens=64, digests=(2**40 - 1, 0), boundary=True

@@ -13,7 +13,7 @@ from elastic.faults import (
     parse_faults,
 )
 from trainer.errors import ConfigError
-from trainer.phases import PHASES
+from trainer.loop.phases import PHASES
 
 
 @pytest.mark.parametrize(

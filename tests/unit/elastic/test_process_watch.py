@@ -21,7 +21,7 @@ FREEZE_TIMEOUT_S = 0.5
 WORKER = """
 import sys
 from health.heartbeat import Heartbeat
-from trainer.phases import PHASES
+from trainer.loop.phases import PHASES
 heartbeat = Heartbeat()
 heartbeat.mark(4, PHASES.index("backward"))
 print(heartbeat.fd, flush=True)

@@ -24,7 +24,7 @@ from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
 from elastic.records import RunPaths
 from trainer.config import TrainConfig
-from trainer.samples import Ledger
+from trainer.loop.samples import Ledger
 
 GENERATION, REASON = 3, "d/5f/r00000/x.safetensors: block 0: its CRC32 differed twice."
 

@@ -22,7 +22,7 @@ from elastic.membership.machine import Membership
 from elastic.messages import Answer, Build, Identity, Report, Run
 from elastic.records import RunPaths
 from trainer.config import TrainConfig
-from trainer.samples import Ledger
+from trainer.loop.samples import Ledger
 
 STEPS = 30
 

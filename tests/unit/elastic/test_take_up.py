@@ -19,7 +19,7 @@ from elastic.membership.machine import Membership
 from elastic.messages import Build, Identity, Report, Run, Standing
 from elastic.records import RunPaths
 from trainer.config import TrainConfig
-from trainer.samples import Ledger
+from trainer.loop.samples import Ledger
 
 SNAPSHOT, RECORDED, STEPS = 6, 8, 30
 GROUPS = GroupConfig(

@@ -22,15 +22,15 @@ from checkpointing import (
     Reader,
     Receipt,
     TensorSlice,
+    commit,
     newest,
     open_store,
     sweep_orphans,
     write_shared,
 )
 from checkpointing.stores.local import LocalStore
-from checkpointing.write import publish as commit
-from trainer.host_copy import HostBuffer, Share
-from trainer.shared_copy import CopyGoneError, open_copy
+from trainer.engine.host_copy import HostBuffer, Share
+from trainer.engine.shared_copy import CopyGoneError, open_copy
 
 ROOT = Path(__file__).parents[3]
 STEP, DEADLINE_S = 8, 60.0

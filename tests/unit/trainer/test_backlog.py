@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trainer.backend.host_memory import HostMemory, host_memory
-from trainer.backlog import Backlog
-from trainer.commit import Commit
+from trainer.recovery.backlog import Backlog
+from trainer.replication.step_commit import Commit
 
 MIB = 2**20
 KEPT = torch.ones(MIB // 4)  # 1 MiB

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.buckets import plan_bounds, plan_buckets
+from trainer.replication.buckets import plan_bounds, plan_buckets
 
 sizes = st.lists(st.integers(0, 300), min_size=1, max_size=12).filter(any)
 

@@ -14,9 +14,9 @@ from torch import nn
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import TrainConfig
-from trainer.engine import Engine
+from trainer.engine.engine import Engine
 from trainer.parallel.layout import Slot
-from trainer.task import CustomTask
+from trainer.tasks.custom import CustomTask
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ from elastic import worker
 from trainer.backend.groups import make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import TrainConfig
-from trainer.engine import Engine
+from trainer.engine.engine import Engine
 from trainer.parallel.apply import warm_up
 from trainer.parallel.layout import slot_of
-from trainer.task import CustomTask
+from trainer.tasks.custom import CustomTask
 
 task = CustomTask(
     build_model=lambda: nn.Linear(3, 2), loss_function=lambda m, b: (m(b).sum(), 1), dataset=[0]

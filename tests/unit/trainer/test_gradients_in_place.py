@@ -17,14 +17,14 @@ from data_plane import make_engine
 from tiny import tiny_train, write_text
 from torch import nn
 
-from trainer import flat_layout
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import ParallelConfig, TrainConfig
-from trainer.engine import Engine
+from trainer.engine import flat_layout
+from trainer.engine.engine import Engine
 from trainer.parallel import backward
 from trainer.parallel.apply import local_tensor
-from trainer.task import CustomTask
+from trainer.tasks.custom import CustomTask
 
 
 class Block(nn.Module):

@@ -21,7 +21,7 @@ from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.polling import LEFT
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import ParallelConfig, TrainConfig
-from trainer.task import CustomTask
+from trainer.tasks.custom import CustomTask
 
 PATIENCE = timedelta(seconds=20)
 """Far less than the group's own timeout."""

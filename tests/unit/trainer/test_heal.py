@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer import heal
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.host_memory import HostMemory
 from trainer.backend.rendezvous import Rendezvous
-from trainer.backlog import Backlog
-from trainer.commit import Commit
 from trainer.config import OptimizerConfig, TrainConfig
-from trainer.engine import Engine
-from trainer.heal import Newcomer, Source
+from trainer.engine.engine import Engine
 from trainer.parallel.layout import Slot
-from trainer.task import CustomTask
-from trainer.wire import Wire
+from trainer.recovery import heal
+from trainer.recovery.backlog import Backlog
+from trainer.recovery.heal import Newcomer, Source
+from trainer.recovery.heal_channel import Wire
+from trainer.replication.step_commit import Commit
+from trainer.tasks.custom import CustomTask
 
 DEADLINE_S = 30.0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from trainer.commit import LaneStats
-from trainer.lane_sums import LaneSums
+from trainer.replication.lane_sums import LaneSums
+from trainer.replication.step_commit import LaneStats
 
 LENGTH = 4
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.commit import LaneStats
-from trainer.lane_sums import LaneSums
-from trainer.lanes import Node, blocks_of, deal_lanes, split, sum_tree
+from trainer.replication.lane_sums import LaneSums
+from trainer.replication.lanes import Node, blocks_of, deal_lanes, split, sum_tree
+from trainer.replication.step_commit import LaneStats
 
 LENGTH = 33
 STATS = LaneStats(loss=0.0, tokens=0, digest=0)

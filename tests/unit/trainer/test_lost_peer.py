@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from trainer.backend.groups import is_of_a_group, leave_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import TrainConfig
-from trainer.task import PreparedCausalLM
+from trainer.tasks.causal_lm import PreparedCausalLM
 
 LOST, SURVIVORS = 3, (0, 1, 2)
 NOTICED_S, TIMEOUT_S = 5.0, 30.0

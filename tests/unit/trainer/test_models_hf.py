@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError
-from trainer.models.hf import ModelConfig, build_on_meta, check_tensor_parallel, weights
+from trainer.models.hf import ModelConfig, build_on_meta, weights
 from trainer.models.init import WeightSource
+from trainer.parallel.check import check_tensor_parallel
 
 TINY = {
     "hidden_size": 48,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from trainer.between_steps import plan_saves
-from trainer.commit import Commit, Saving
-from trainer.link import LoopConfig, Progress
+from trainer.loop.between_steps import plan_saves
+from trainer.loop.link import LoopConfig, Progress
+from trainer.replication.step_commit import Commit, Saving
 
 STEPS = 100
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from trainer.backend.rendezvous import Rendezvous
 from trainer.errors import CrossGroupLost
-from trainer.lanes import Node, blocks_of, sum_tree
-from trainer.reduction import Reduction
-from trainer.replicas import CrossGroup, Flight
+from trainer.replication.lanes import Node, blocks_of, sum_tree
+from trainer.replication.reduction import Reduction
+from trainer.replication.replicas import CrossGroup, Flight
 
 COUNT, ENDS, PADDING = 1003, (250, 251, 500, 1003), 8
 

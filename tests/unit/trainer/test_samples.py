@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.commit import sample_digest
 from trainer.config import ParallelConfig, TrainConfig
 from trainer.data import sample_ids
-from trainer.samples import LedgerError, lane_ids, micro_seed, samples_sha256, step_ids
+from trainer.loop.samples import LedgerError, lane_ids, micro_seed, samples_sha256, step_ids
+from trainer.replication.step_commit import sample_digest
 
 SAMPLES = 50
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import OptimizerConfig
-from trainer.schedule import learning_rate
+from trainer.engine.schedule import learning_rate
 
 
 def rates(steps: int, **values: float) -> list[float]:

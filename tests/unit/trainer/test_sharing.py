@@ -17,10 +17,10 @@ from checkpointing import Keys, Reader, load_manifest, open_store
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import TrainConfig
-from trainer.engine import Engine
+from trainer.engine.engine import Engine
 from trainer.parallel.layout import slot_of
-from trainer.replicas import CrossGroup
-from trainer.sharing import plan_readers, read_together
+from trainer.recovery.shared_restore import plan_readers, read_together
+from trainer.replication.replicas import CrossGroup
 
 Results = Callable[[str], dict[tuple[int, int], list[Tried]]]
 

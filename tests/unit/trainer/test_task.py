@@ -15,10 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.config import ParallelConfig, TrainConfig
 from trainer.data import DataConfig
+from trainer.engine.state import state_table
 from trainer.errors import ConfigError
 from trainer.models.hf import ModelConfig
-from trainer.state import state_table
-from trainer.task import CausalLM, CustomTask, PreparedCausalLM, default_cache_dir
+from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
+from trainer.tasks.custom import CustomTask
+from trainer.tasks.task import default_cache_dir
 
 SETTINGS: dict[str, Any] = {
     "hidden_size": 16,

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.commit import DIGEST_BITS, LaneStats, Saving, pack, sample_digest, unpack
+from trainer.replication.step_commit import (
+    DIGEST_BITS,
+    LaneStats,
+    Saving,
+    pack,
+    sample_digest,
+    unpack,
+)
 
 
 def test_the_layout_of_the_vector() -> None:

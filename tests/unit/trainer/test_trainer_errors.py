@@ -14,7 +14,7 @@ from trainer.errors import (
     NonFiniteError,
     TrainerError,
 )
-from trainer.samples import LedgerError
+from trainer.loop.samples import LedgerError
 
 ALL: list[TrainerError] = [
     ConfigError("train.steps", 0, "must be at least 1", "Use 1 or more"),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from checkpointing import TensorInfo, TensorSlice, plan_writers
-from trainer.host_copy import HostBuffer, Share
+from trainer.engine.host_copy import HostBuffer, Share
 
 PARAMETERS, MOMENTS = "param/", ("exp_avg/", "exp_avg_sq/")
 

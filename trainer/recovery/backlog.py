@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from trainer.backend.host_memory import HostMemory, host_memory
-from trainer.commit import Commit
+from trainer.replication.step_commit import Commit
 
 FREE_BYTES = 256 << 20
 """May be kept whatever the host has left: nothing beside a worker's own few GB. So a small model is

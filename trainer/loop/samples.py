@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.commit import sample_digest
 from trainer.config import TrainConfig
 from trainer.data import sample_ids
 from trainer.errors import TrainerError
+from trainer.replication.step_commit import sample_digest
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from checkpointing import Box, CheckpointError, Reader, Rows, TensorSlice, plan_places, plan_shares
 from checkpointing.format.cutting import pack
 from checkpointing.read.assignment import LEAST_BYTES
-from trainer.engine import Engine
+from trainer.engine.engine import Engine
 from trainer.errors import CrossGroupLost
-from trainer.replicas import CrossGroup
+from trainer.replication.replicas import CrossGroup
 
 BUFFER_BYTES = 64 << 20
 """Most that one broadcast carries."""

@@ -25,10 +25,10 @@ from itertools import pairwise
 
 import torch
 
-from trainer.buckets import plan_bounds
 from trainer.errors import CrossGroupLost
-from trainer.lanes import Node, split, sum_tree
-from trainer.replicas import CrossGroup, Flight
+from trainer.replication.buckets import plan_bounds
+from trainer.replication.lanes import Node, split, sum_tree
+from trainer.replication.replicas import CrossGroup, Flight
 
 
 class Reduction:

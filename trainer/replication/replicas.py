@@ -20,7 +20,7 @@ from trainer.backend.groups import Device, abandon, make_cross_groups
 from trainer.backend.polling import LEFT, poll_until
 from trainer.backend.rendezvous import Rendezvous
 from trainer.errors import CrossGroupLost
-from trainer.lanes import blocks_of
+from trainer.replication.lanes import blocks_of
 
 EXCHANGE, GATHER = 0, -1
 """Channels. On Gloo each has a process group of its own, so collectives of different channels may

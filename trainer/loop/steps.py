@@ -19,21 +19,21 @@ from typing import Literal
 
 import torch
 
-from trainer import commit as commits
-from trainer.batches import to_device
-from trainer.between_steps import BetweenSteps
-from trainer.commit import Commit, LaneStats
 from trainer.config import TrainConfig
 from trainer.data import SampleSource
-from trainer.engine import Engine
+from trainer.engine.engine import Engine
+from trainer.engine.schedule import learning_rate
 from trainer.errors import CrossGroupLost, NonFiniteError
-from trainer.heal import Newcomer, Source
-from trainer.lane_sums import LaneSums
-from trainer.link import Link, LoopConfig, Progress
-from trainer.reduction import Reduction
-from trainer.replicas import CrossGroup
-from trainer.samples import lane_ids, lane_start, micro_seed, step_ids
-from trainer.schedule import learning_rate
+from trainer.loop.batches import to_device
+from trainer.loop.between_steps import BetweenSteps
+from trainer.loop.link import Link, LoopConfig, Progress
+from trainer.loop.samples import lane_ids, lane_start, micro_seed, step_ids
+from trainer.recovery.heal import Newcomer, Source
+from trainer.replication import step_commit as commits
+from trainer.replication.lane_sums import LaneSums
+from trainer.replication.reduction import Reduction
+from trainer.replication.replicas import CrossGroup
+from trainer.replication.step_commit import Commit, LaneStats
 
 Outcome = Literal["finished", "boundary", "fault"]
 

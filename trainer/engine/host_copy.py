@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from checkpointing import TensorSlice, plan_places
-from trainer.shared_copy import HEADER_BYTES, stamp
+from trainer.engine.shared_copy import HEADER_BYTES, stamp
 
 _numbers = itertools.count(1)
 

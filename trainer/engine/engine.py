@@ -17,9 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.backend.groups import Device, check_replica_group, torch_device
-from trainer.buckets import BUCKET_BYTES
 from trainer.config import TrainConfig
-from trainer.flat_layout import FlatLayout
+from trainer.engine.flat_layout import FlatLayout
+from trainer.engine.schedule import learning_rate
+from trainer.engine.state import MOMENTS, HeldState, WorkerState
 from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
     fill,
@@ -31,9 +32,8 @@ from trainer.parallel.apply import (
 )
 from trainer.parallel.backward import BackwardWatch
 from trainer.parallel.layout import Slot
-from trainer.schedule import learning_rate
-from trainer.state import MOMENTS, HeldState, WorkerState
-from trainer.task import PreparedTask
+from trainer.replication.buckets import BUCKET_BYTES
+from trainer.tasks.task import PreparedTask
 
 _NORM_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Numbers under one float32 norm; those are added up in float64. All in float64 took eight per cent

@@ -23,10 +23,10 @@ import torch
 from isal import isal_zlib
 
 from trainer.backend.polling import LEFT
-from trainer.backlog import Backlog
-from trainer.commit import Commit
-from trainer.engine import Engine
-from trainer.wire import Wire
+from trainer.engine.engine import Engine
+from trainer.recovery.backlog import Backlog
+from trainer.recovery.heal_channel import Wire
+from trainer.replication.step_commit import Commit
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trainer.commit import Commit, Place, Saving
-from trainer.engine import Engine
-from trainer.heal import Newcomer
-from trainer.phases import Phase
+from trainer.engine.engine import Engine
+from trainer.loop.phases import Phase
+from trainer.recovery.heal import Newcomer
+from trainer.replication.step_commit import Commit, Place, Saving
 
 
 @dataclass(kw_only=True)

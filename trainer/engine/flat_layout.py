@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
-from trainer.buckets import plan_buckets
 from trainer.parallel.apply import local_tensor
 from trainer.parallel.backward import groups_in_backward_order
+from trainer.replication.buckets import plan_buckets
 
 
 class FlatLayout:

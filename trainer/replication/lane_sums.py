@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from trainer.commit import LaneStats
-from trainer.lanes import Node, blocks_of, split
+from trainer.replication.lanes import Node, blocks_of, split
+from trainer.replication.step_commit import LaneStats
 
 
 class LaneSums:

@@ -12,13 +12,13 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from trainer.batches import to_device
-from trainer.commit import Place, Saving
 from trainer.config import TrainConfig
-from trainer.engine import Engine
+from trainer.engine.engine import Engine
 from trainer.errors import CrossGroupLost
-from trainer.link import Link, LoopConfig, Progress
-from trainer.replicas import CrossGroup
+from trainer.loop.batches import to_device
+from trainer.loop.link import Link, LoopConfig, Progress
+from trainer.replication.replicas import CrossGroup
+from trainer.replication.step_commit import Place, Saving
 
 
 def plan_saves(

@@ -1,0 +1,1 @@
+"""One worker's part of a replica: its slice of the model, its optimizer, its state."""

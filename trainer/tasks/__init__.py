@@ -1,0 +1,1 @@
+"""What is learned: the protocol of a task, and the tasks that come with the package."""

@@ -1,0 +1,122 @@
+"""`CausalLM`, the built-in task: next-token prediction on text with a Hugging Face model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import TrainConfig
+from trainer.data.config import DataConfig
+from trainer.errors import ConfigError
+from trainer.models.hf import ModelConfig, build_on_meta, weights
+from trainer.parallel.check import check_tensor_parallel
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from trainer.data import SampleSource
+    from trainer.models.init import WeightSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalLM:
+    """Next-token prediction on text with a Hugging Face model."""
+
+    data: DataConfig
+    """Where the text is and how it becomes tokens."""
+    seq_len: int
+    """Tokens in a sample."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Which model; a small Llama unless said otherwise."""
+
+    def prepare(self, train: TrainConfig, cache_dir: str) -> PreparedCausalLM:
+        """See Task."""
+        from trainer.data import TokenDataset
+        from trainer.data.prepare import prepare
+
+        if self.seq_len < 1:
+            raise ConfigError("train.task.seq_len", self.seq_len, "no tokens", "Use 1 or more")
+        if self.model.pretrained and self.model.path is None:
+            raise ConfigError(
+                "train.task.model.pretrained", True, "there is no path", "Set model.path"
+            )
+        config = self.model.resolve(self.data.vocab_size if self.data.tokenizer is None else 0)
+        data = prepare(self.data, cache_dir)
+        config = self.model.resolve(data.vocab_size)
+        model = build_on_meta(config)
+        check_tensor_parallel(config, model, train.parallel.tensor, self.seq_len)
+        pretrained = self.model.path if self.model.pretrained else None
+        weights(config, model, train.seed, pretrained)
+        # Raises where there is too little text for one sample.
+        TokenDataset(data.train, self.seq_len)
+        return PreparedCausalLM(
+            config=config,
+            seq_len=self.seq_len,
+            train_path=data.train,
+            eval_path=data.val,
+            pretrained=pretrained,
+            info={
+                "tokenizer": data.tokenizer,
+                "vocab_size": data.vocab_size,
+                "train_tokens": data.train_tokens,
+                "val_tokens": data.val_tokens,
+                "train_path": data.train,
+                "val_path": data.val,
+                "parameters": sum(param.numel() for param in model.parameters()),
+                "model": json.loads(json.dumps(config, default=str)),
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedCausalLM:
+    """A causal language model and its token files. Implements PreparedTask."""
+
+    config: Mapping[str, Any]
+    """The complete transformers configuration."""
+    seq_len: int
+    """Tokens in a sample."""
+    train_path: str
+    """Token set to learn from."""
+    eval_path: str
+    """Token set held out."""
+    pretrained: str | None
+    """Directory of the initial weights; None: seeded ones."""
+    info: Mapping[str, Any]
+    """Facts for the run's records."""
+
+    def warm_up(self) -> None:
+        """See PreparedTask. Imports transformers and the model's code."""
+        build_on_meta(self.config)
+
+    def build(self, seed: int) -> tuple[nn.Module, WeightSource]:
+        """See PreparedTask."""
+        model = build_on_meta(self.config)
+        return model, weights(self.config, model, seed, self.pretrained)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Cross-entropy summed over all targets; `batch` is int64 of shape (samples, seq_len +
+        1)."""
+        from torch.nn.functional import cross_entropy
+
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        logits = model(input_ids=inputs, use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        return loss, targets.numel()
+
+    def train_data(self) -> SampleSource:
+        """See PreparedTask."""
+        from trainer.data import TokenDataset
+
+        return TokenDataset(self.train_path, self.seq_len)
+
+    def eval_data(self) -> SampleSource | None:
+        """See PreparedTask. None where the held-out text is shorter than one sample."""
+        from trainer.data import TokenDataset, TokenSet
+
+        if len(TokenSet.open(self.eval_path)) <= self.seq_len:
+            return None
+        return TokenDataset(self.eval_path, self.seq_len)

@@ -1,0 +1,132 @@
+"""`CustomTask`: any `nn.Module` with its own loss and dataset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import TrainConfig
+from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from trainer.data import SampleSource
+    from trainer.models.init import WeightSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomTask:
+    """Any `nn.Module` with its own loss and dataset. Implements Task and PreparedTask.
+
+    The functions and datasets cross to the workers by Ray's serialisation.
+    """
+
+    build_model: Callable[[], nn.Module]
+    """Makes the whole model on the CPU; it is called with torch's generator seeded by `train.seed`,
+    on every worker, so it must draw its random numbers from torch alone."""
+    loss_function: Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
+    """(model, batch) -> (sum of the losses, number of terms in the sum). The gradient is divided by
+    the global number of terms."""
+    dataset: Any
+    """Samples to learn from: `__len__` and `__getitem__`, collated as `torch.utils.data` does."""
+    eval_dataset: Any = None
+    """Held-out samples of the same kind."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Facts for the run's records, JSON values."""
+
+    def prepare(self, train: TrainConfig, cache_dir: str) -> CustomTask:
+        """See Task."""
+        if len(self.dataset) == 0:
+            raise ConfigError(
+                "train.task.dataset", "0 samples", "it is empty", "Give at least one sample"
+            )
+        model, _ = self.build(train.seed)
+        if train.parallel.tensor > 1:
+            raise ConfigError(
+                "train.parallel.tensor",
+                train.parallel.tensor,
+                "a custom model has no tensor-parallel plan",
+                "Use tensor = 1 and a larger shard degree",
+            )
+        for name, param in model.named_parameters():
+            if param.requires_grad and str(param.dtype) != "torch.float32":
+                raise ConfigError(
+                    "train.task.build_model",
+                    name,
+                    f"it is {param.dtype}; trainable parameters are kept in float32",
+                    "Return a float32 model and set train.precision for the computation",
+                )
+        stateful = [n for n, m in model.named_modules() if getattr(m, "track_running_stats", False)]
+        if stateful:
+            raise ConfigError(
+                "train.task.build_model",
+                stateful[0],
+                "it keeps running statistics, which are neither healed nor saved",
+                "Use track_running_stats=False, or a normalisation without statistics",
+            )
+        _check_json(self.info)
+        if not any(param.requires_grad for param in model.parameters()):
+            raise ConfigError(
+                "train.task.build_model",
+                type(model).__name__,
+                "no trainable parameters",
+                "Return a model with some",
+            )
+        return self
+
+    def warm_up(self) -> None:
+        """See PreparedTask. There is nothing to do: what the task needs came with it."""
+
+    def build(self, seed: int) -> tuple[nn.Module, WeightSource]:
+        """See PreparedTask. The whole model passes through host memory once."""
+        import torch
+
+        from trainer.models.init import FullWeights
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self.build_model()
+        full = {name: param.detach().clone() for name, param in model.named_parameters()}
+        _move_parameters_to_meta(model)
+        return model, FullWeights(full)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        """See PreparedTask."""
+        return self.loss_function(model, batch)
+
+    def train_data(self) -> SampleSource:
+        """See PreparedTask."""
+        from trainer.data import MapDataset
+
+        return MapDataset(self.dataset)
+
+    def eval_data(self) -> SampleSource | None:
+        """See PreparedTask."""
+        from trainer.data import MapDataset
+
+        return None if self.eval_dataset is None else MapDataset(self.eval_dataset)
+
+
+def _check_json(info: Mapping[str, Any]) -> None:
+    """It goes into every checkpoint, which holds no pickle."""
+    try:
+        json.dumps(dict(info), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "train.task.info", info, f"not JSON: {error}", "Keep numbers, texts and lists in it"
+        ) from error
+
+
+def _move_parameters_to_meta(model: nn.Module) -> None:
+    """Leaves buffers where they are, and tied parameters tied."""
+    from torch import nn
+
+    moved: dict[int, nn.Parameter] = {}
+    for name, param in list(model.named_parameters(remove_duplicate=False)):
+        meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, moved.setdefault(id(param), meta))
