@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
 from elastic import HealthConfig
-from elastic.events import (
+from elastic.protocol.events import (
     Event,
     RegroupDone,
     ReplicaForming,
@@ -18,7 +18,7 @@ from elastic.events import (
     StepRecord,
     WorkerLost,
 )
-from elastic.faults import Fault, Kind, draw_faults
+from elastic.protocol.faults import Fault, Kind, draw_faults
 from trainer.loop.phases import Phase
 
 STEPS, LANES = 40, 4

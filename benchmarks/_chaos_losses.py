@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from benchmarks._chaos import Deed, Layout
-from elastic.events import (
+from elastic.protocol.events import (
     CoordinatorStarted,
     Draining,
     Event,
@@ -22,7 +22,7 @@ from elastic.events import (
     StepRecord,
     WorkerLost,
 )
-from elastic.faults import Fault
+from elastic.protocol.faults import Fault
 from trainer.loop.phases import STEP_PHASES
 
 _E = TypeVar("_E", bound=Event)
@@ -30,7 +30,7 @@ _E = TypeVar("_E", bound=Event)
 CAUSES = {"kill": "crash", "freeze": "hang", "raise": "user_error"}
 TOGETHER_S = 5.0
 """How long a fault that is to hit several workers waits for those that do not come
-(elastic/coordination/injections.py)."""
+(elastic/coordinator/fault_injection.py)."""
 _JUDGED_S = 2.0
 """By then it is settled whose fault an exception was (`Coordinator.trouble`)."""
 _AT_END = ("checkpoint", "evaluation", "shutdown")

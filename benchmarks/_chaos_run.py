@@ -38,9 +38,9 @@ from benchmarks._chaos_losses import (
 )
 from benchmarks._chaos_stalls import find_long_stalls
 from checkpointing import CheckpointConfig
-from elastic import events
-from elastic.event_log import read_events, read_steps
-from elastic.records import RunPaths
+from elastic.protocol import events
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import read_events, read_steps
 
 _E = TypeVar("_E", bound=events.Event)
 _Done = tuple[str | None, Callable[[], bool]]

@@ -15,7 +15,7 @@ from itertools import pairwise
 from benchmarks._chaos import Deed
 from benchmarks._chaos_losses import TOGETHER_S
 from elastic import HealthConfig
-from elastic.events import (
+from elastic.protocol.events import (
     CoordinatorStarted,
     Draining,
     Event,

@@ -1,9 +1,8 @@
 """The processes of a run that saves: workers with a state, and a node's uploader for each store.
 
-A worker copies its share to its buffer and hands it to the uploader, as `elastic/saves.py` does;
-the uploader is the run's own (`elastic/nodes/uploader.py`), without Ray. DCP saves the very same
-tensors from the same workers.
-"""
+A worker copies its share to its buffer and hands it to the uploader, as `elastic/worker/saver.py`
+does; the uploader is the run's own (`elastic/node/uploader.py`), without Ray. DCP saves the very
+same tensors from the same workers."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ from checkpointing import Attempt, Keys, S3Config, open_store, plan_places, writ
 from checkpointing.format import segment
 from checkpointing.stores.s3 import upload as upload_module
 from elastic import ParallelConfig, TrainConfig
-from elastic.nodes.uploader import MOST_CALLS, NICENESS, Upload, write_part
-from elastic.records import RunPaths
+from elastic.node.uploader import MOST_CALLS, NICENESS, Upload, write_part
+from elastic.protocol.run_paths import RunPaths
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine

@@ -6,9 +6,9 @@ Takes about a minute. A node is a replica of eight workers.
 
 regroup_s: one node is lost -> every other worker has its part of the new roster. The real
 Coordinator and Membership run on this process's event loop; each simulated worker is two tasks, one
-in `watch` and one that answers a call with `join`, as `elastic/link.py` does it. Each report is
-unpickled on arrival and each answer pickled, as an actor does. Ray's own cost for a call is not in
-it.
+in `watch` and one that answers a call with `join`, as `elastic/worker/coordinator_link.py` does it.
+Each report is unpickled on arrival and each answer pickled, as an actor does. Ray's own cost for a
+call is not in it.
 
 cpu_share: the share of one core that a Ray actor needs to take a heartbeat from every node each
 second and to answer it, measured as CPU time of the actor's process at that rate (where one sender
@@ -41,13 +41,14 @@ from benchmarks._common import (
     show_table,
 )
 from checkpointing import CheckpointConfig
-from elastic import HealthConfig, events
-from elastic.coordination.config import CoordinatorConfig
-from elastic.coordinator import Coordinator
+from elastic import HealthConfig
+from elastic.coordinator.actor import Coordinator
+from elastic.coordinator.config import CoordinatorConfig
 from elastic.membership.decisions import GroupConfig
-from elastic.messages import Build, Identity, Report, Run
-from elastic.nodes.beats import BeatListener, BeatSender, open_socket
-from elastic.records import RunPaths
+from elastic.node.beats import BeatListener, BeatSender, open_socket
+from elastic.protocol import events
+from elastic.protocol.messages import Build, Identity, Report, Run
+from elastic.protocol.run_paths import RunPaths
 from trainer.config import TrainConfig
 from trainer.loop.samples import Ledger
 from trainer.replication.step_commit import Commit

@@ -37,7 +37,7 @@ from typing import Any
 from benchmarks._common import end_properly, print_result, say, scratch, show_table
 from benchmarks._processes import Processes, processes_below
 from benchmarks._toy import read_traces
-from elastic.event_log import read_steps
+from elastic.reporting.event_log import read_steps
 
 SYSTEMS = ("elastic", "ray_train")
 SETTLING_S = 3.0

@@ -51,8 +51,9 @@ from benchmarks._common import (
 )
 from benchmarks._overhead_loops import REPLICAS, run_elastic, run_plain
 from benchmarks._turns import Block, GatedLM, Turns
-from elastic import HealthConfig, events
-from elastic.event_log import read_events
+from elastic import HealthConfig
+from elastic.protocol import events
+from elastic.reporting.event_log import read_events
 
 OURS = ("fast", "exact")
 SYSTEMS = ("plain", *OURS)

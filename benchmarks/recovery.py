@@ -237,8 +237,8 @@ def elastic_no_spare(directory: Path, options: argparse.Namespace) -> Outcome:
 
 def kill_by_records(run: Path) -> float:
     """Kills the worker of rank 2 once KILL_STEP steps are committed. Returns when."""
-    from elastic.event_log import read_events, read_steps
-    from elastic.events import WorkerJoined
+    from elastic.protocol.events import WorkerJoined
+    from elastic.reporting.event_log import read_events, read_steps
 
     def begun() -> bool:
         steps = read_steps(run / "steps.jsonl") if (run / "steps.jsonl").exists() else []
@@ -254,8 +254,8 @@ def kill_by_records(run: Path) -> float:
 
 def outcome_of_records(run: Path, killed: float) -> Outcome:
     """The outcome in the run's own records: steps as the lead worker, a survivor, saw them."""
-    from elastic.event_log import read_events, read_steps
-    from elastic.events import RegroupDone, WorkerLost
+    from elastic.protocol.events import RegroupDone, WorkerLost
+    from elastic.reporting.event_log import read_events, read_steps
 
     happened = read_events(run / "events.jsonl")
     lost = [e for e in happened if isinstance(e, WorkerLost)]

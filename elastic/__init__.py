@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from elastic.api import ElasticTrainer
     from elastic.config import HealthConfig, ScalingConfig
     from elastic.errors import ElasticError, ResourcesError, RunFailedError
-    from elastic.faults import Fault, parse_faults
+    from elastic.protocol.faults import Fault, parse_faults
     from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
     from trainer.data.config import DataConfig
     from trainer.errors import ConfigError, TrainerError
@@ -32,7 +32,7 @@ _HOMES = {
     "DataConfig": "trainer.data.config",
     "ElasticError": "elastic.errors",
     "ElasticTrainer": "elastic.api",
-    "Fault": "elastic.faults",
+    "Fault": "elastic.protocol.faults",
     "HealthConfig": "elastic.config",
     "ModelConfig": "trainer.models.hf",
     "OptimizerConfig": "trainer.config",
@@ -43,7 +43,7 @@ _HOMES = {
     "ScalingConfig": "elastic.config",
     "TrainConfig": "trainer.config",
     "TrainerError": "trainer.errors",
-    "parse_faults": "elastic.faults",
+    "parse_faults": "elastic.protocol.faults",
 }
 
 __all__ = [

@@ -14,26 +14,13 @@ import ray
 from ray.train import Checkpoint, Result, RunConfig, TrainingFailedError
 
 from checkpointing import CheckpointConfig, Snapshot
-from elastic import events
-from elastic.ask import ask
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
-from elastic.coordination.config import CoordinatorConfig
-from elastic.coordinator import MOST_CALLS, Coordinator
-from elastic.coordinator_watch import CoordinatorWatch
-from elastic.errors import RunFailedError
-from elastic.faults import Fault, check_faults
-from elastic.identity import RunIdentity, StateTable, identify, record_identity
-from elastic.job import Job
-from elastic.membership.decisions import GroupConfig
-from elastic.nodes.drain import DrainWatch, tell_coordinator
-from elastic.nodes.snapshot_survey import clear_snapshots, find_snapshot
-from elastic.observer import Observer, conclude
-from elastic.placement import Wanted
-from elastic.ray_compat.cluster import draining_nodes, start_actor
-from elastic.ray_compat.trainer import ElasticRayTrainer
-from elastic.records import RunPaths
-from elastic.resources import wait_for_workers
-from elastic.resume import (
+from elastic.coordinator.actor import MOST_CALLS, Coordinator
+from elastic.coordinator.config import CoordinatorConfig
+from elastic.driver.coordinator_watch import CoordinatorWatch
+from elastic.driver.observer import Observer, conclude
+from elastic.driver.resources import wait_for_workers
+from elastic.driver.resume import (
     Origin,
     check_continues,
     check_found,
@@ -44,7 +31,20 @@ from elastic.resume import (
     run_directory,
     set_others_aside,
 )
-from elastic.worker import train_worker
+from elastic.errors import RunFailedError
+from elastic.membership.decisions import GroupConfig
+from elastic.node.snapshot_survey import clear_snapshots, find_snapshot
+from elastic.protocol import events
+from elastic.protocol.faults import Fault, check_faults
+from elastic.protocol.job import Job
+from elastic.protocol.rpc import ask
+from elastic.protocol.run_identity import RunIdentity, StateTable, identify, record_identity
+from elastic.protocol.run_paths import RunPaths
+from elastic.providers.notices import DrainWatch, tell_coordinator
+from elastic.ray_compat.cluster import draining_nodes, start_actor
+from elastic.ray_compat.placement import Wanted
+from elastic.ray_compat.trainer import ElasticRayTrainer
+from elastic.worker.worker import train_worker
 from trainer.config import TrainConfig
 from trainer.engine.state import state_table
 from trainer.loop.samples import Ledger

@@ -36,7 +36,7 @@ from elastic import (
     TrainConfig,
     parse_faults,
 )
-from elastic.event_log import read_steps
+from elastic.reporting.event_log import read_steps
 from trainer.data import TokenDataset, TokenSet, unigram_cross_entropy
 from trainer.engine.state import PARAMETERS
 from trainer.loop.samples import samples_sha256
@@ -75,7 +75,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--fault",
         default="none",
         help="none, or KIND@STEP[.PHASE][:WORKER[+WORKER]], several with commas; KIND is kill, "
-        "freeze, raise or flip (elastic/faults.py says more)",
+        "freeze, raise or flip (elastic/protocol/faults.py says more)",
     )
     add("--device", choices=["cpu", "cuda"], default="cpu", help="what workers compute on")
     add("--cpus-per-worker", type=float, default=1.0, help="CPUs that Ray reserves for a worker")

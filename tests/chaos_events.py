@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.events import (
+from elastic.protocol.events import (
     Cause,
     CoordinatorStarted,
     Draining,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from elastic.messages import Death
+from elastic.protocol.messages import Death
 
 
 class DeafCoordinator:

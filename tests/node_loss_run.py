@@ -22,9 +22,9 @@ from gated_run import HALF, gated_trainer, in_memory
 from ray.cluster_utils import Cluster
 
 from checkpointing import Keys
-from elastic.event_log import read_events
-from elastic.events import ReplicaForming, WorkerJoined
-from elastic.records import RunPaths
+from elastic.protocol.events import ReplicaForming, WorkerJoined
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import read_events
 
 DEADLINE_S = 120.0
 

@@ -3,8 +3,8 @@ store holds. They run the code of a run, without Ray.
 
     worker      holds the copy                          trainer/engine/host_copy.py
     uploader    writes segments out of it               checkpointing/write/byte_writer.py
-    committer   publishes the manifest, retires others  elastic/coordination/publisher.py
-    driver      begins the next start of the run        elastic/resume.py
+    committer   publishes the manifest, retires others  elastic/coordinator/publisher.py
+    driver      begins the next start of the run        elastic/driver/resume.py
     importer    brings a checkpoint from elsewhere      trainer/exchange/intake.py
 """
 
@@ -34,16 +34,16 @@ from checkpointing import (
     open_store,
     write_shared,
 )
-from elastic.coordination.publisher import Publisher
-from elastic.identity import identify, record_identity
-from elastic.records import RunPaths
-from elastic.resume import (
+from elastic.coordinator.publisher import Publisher
+from elastic.driver.resume import (
     find_origin,
     last_generation,
     remove_orphans,
     run_directory,
     set_others_aside,
 )
+from elastic.protocol.run_identity import identify, record_identity
+from elastic.protocol.run_paths import RunPaths
 from trainer.engine.host_copy import HostBuffer, Share
 from trainer.engine.shared_copy import open_copy
 from trainer.exchange.intake import Incoming, commit_incoming
@@ -56,7 +56,7 @@ Where = tuple[int, int, int]
 """Process, descriptor and number of a copy."""
 
 _processes = multiprocessing.get_context("forkserver")  # the test's threads stay out of the child
-_processes.set_forkserver_preload(["pytest", "elastic.resume", "trainer.exchange.intake"])
+_processes.set_forkserver_preload(["pytest", "elastic.driver.resume", "trainer.exchange.intake"])
 
 
 class Role:
@@ -115,7 +115,7 @@ def worker(said: Connection, step: int) -> None:
 
 
 def write(config: S3Config, where: Where, step: int, rank: int = 0) -> Receipt:
-    """What an uploader does with a copy (`elastic.nodes.uploader.write_part`)."""
+    """What an uploader does with a copy (`elastic.node.uploader.write_part`)."""
     attempt = Attempt(rank=rank, step=step, generation=GENERATION)
     with open_copy(*where) as memory:
         return write_shared(

@@ -24,7 +24,7 @@ from elastic import (
     TrainConfig,
     parse_faults,
 )
-from elastic.event_log import read_steps
+from elastic.reporting.event_log import read_steps
 from trainer.data import TokenDataset
 from trainer.loop.samples import samples_sha256
 

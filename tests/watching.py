@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastic.event_log import read_events, read_steps
+from elastic.reporting.event_log import read_events, read_steps
 
 
 def events_of(root: Path, *kinds: str) -> list[dict[str, Any]]:

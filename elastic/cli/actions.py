@@ -154,7 +154,7 @@ def export(options: argparse.Namespace) -> int:
 
 def import_state(options: argparse.Namespace) -> int:
     """`import`"""
-    from elastic.records import RunPaths, hold_run
+    from elastic.protocol.run_paths import RunPaths, hold_run
     from trainer.errors import ExchangeError
 
     store, root = open_run_to_fill(options.run), run_directory_of(options.run)

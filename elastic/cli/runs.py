@@ -15,7 +15,7 @@ from checkpointing import (
 )
 
 _FOLDER = "checkpoints"
-"""Where a run directory has its checkpoints, see `elastic.records.RunPaths`."""
+"""Where a run directory has its checkpoints, see `elastic.protocol.run_paths.RunPaths`."""
 
 
 def open_run(name: str) -> Store:

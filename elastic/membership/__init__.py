@@ -6,5 +6,5 @@
 - `heals.py`, `conclusion.py`: who lacks state, and how a regroup ends.
 - `resumption.py`: all of it after a restart of the coordinator.
 
-`elastic/roster.py` deals out slots and lanes.
+`elastic/protocol/roster.py` deals out slots and lanes.
 """

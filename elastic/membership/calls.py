@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from elastic.messages import Signal, SignalKind, Standing
+from elastic.protocol.messages import Signal, SignalKind, Standing
 
 
 class Calls:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from elastic.membership.decisions import Outcome
-from elastic.messages import Order, Report, Run
-from elastic.roster import Replica, Roster
+from elastic.protocol.messages import Order, Report, Run
+from elastic.protocol.roster import Replica, Roster
 from trainer.replication.step_commit import Commit
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from elastic.events import RegroupReason
-from elastic.messages import Answer, Signal
-from elastic.roster import Replica, Roster
+from elastic.protocol.events import RegroupReason
+from elastic.protocol.messages import Answer, Signal
+from elastic.protocol.roster import Replica, Roster
 
 Outcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.places import Places
-from elastic.membership.salvage import find_copy, plan_salvage
-from elastic.messages import Report
-from elastic.roster import Replica, find_room, plan_formations
+from elastic.membership.reassembly import find_copy, plan_salvage
+from elastic.protocol.messages import Report
+from elastic.protocol.roster import Replica, find_room, plan_formations
 
 
 class Formations:

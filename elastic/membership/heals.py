@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from elastic.roster import Replica, Roster, plan_heals
+from elastic.protocol.roster import Replica, Roster, plan_heals
 
 
 class Heals:

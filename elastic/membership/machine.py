@@ -32,8 +32,17 @@ from elastic.membership.heals import Heals
 from elastic.membership.places import Places
 from elastic.membership.planned import all_copies_go, decide_planned, plan_departures
 from elastic.membership.resumption import plan_resumption
-from elastic.messages import Build, Identity, Leave, Order, Report, SignalKind, Standing, Stop
-from elastic.roster import Replica, Roster, find_renumbered, next_roster, number_anew
+from elastic.protocol.messages import (
+    Build,
+    Identity,
+    Leave,
+    Order,
+    Report,
+    SignalKind,
+    Standing,
+    Stop,
+)
+from elastic.protocol.roster import Replica, Roster, find_renumbered, next_roster, number_anew
 from trainer.parallel.layout import slot_of
 
 Call = Literal["start", "fault", "boundary"]

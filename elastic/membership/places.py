@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 
-from elastic.roster import Replica
+from elastic.protocol.roster import Replica
 
 
 class Places:

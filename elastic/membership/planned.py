@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from elastic.events import RegroupReason
 from elastic.membership.heals import Heals
 from elastic.membership.places import Places
-from elastic.roster import Replica
+from elastic.protocol.events import RegroupReason
+from elastic.protocol.roster import Replica
 
 
 def plan_departures(places: Places, heals: Heals, min_replicas: int) -> list[Replica]:

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic.messages import Standing
-from elastic.roster import Replica, Roster
+from elastic.protocol.messages import Standing
+from elastic.protocol.roster import Replica, Roster
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus,
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import TrainingFailedError
 
-from elastic.ask import ask, restarting
-from elastic.nodes.drain import catch_sigterm
-from elastic.placement import FutileStarts, Wanted
+from elastic.protocol.rpc import ask, restarting
+from elastic.providers.notices import catch_sigterm
+from elastic.ray_compat.placement import FutileStarts, Wanted
 from elastic.ray_compat.workers import ElasticWorkerGroup, SeatedWorker
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from elastic.placement import GroupState
+from elastic.ray_compat.placement import GroupState
 
 START_PATIENCE_S = 5.0
 """How long a start waits for further machines once it has some. Free ones are reserved at once."""

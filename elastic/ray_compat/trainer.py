@@ -19,8 +19,7 @@ from ray.train.v2._internal.callbacks.placement_group_callback import (
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from elastic.ask import RETRY_S, restarting
-from elastic.placement import Wanted
+from elastic.protocol.rpc import RETRY_S, restarting
 from elastic.ray_compat.cluster import on_node
 from elastic.ray_compat.controller import (
     CoordinatorDecides,
@@ -28,6 +27,7 @@ from elastic.ray_compat.controller import (
     ElasticController,
 )
 from elastic.ray_compat.groups import remove_groups
+from elastic.ray_compat.placement import Wanted
 
 POLL_OFTEN = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
 """Unless the user says otherwise. A poll costs one small call a worker, off the step path."""

@@ -28,8 +28,10 @@ from ray.train.v2._internal.execution.worker_group.execution_group import Replic
 from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from elastic.ask import ask
-from elastic.placement import (
+from elastic.protocol.rpc import ask
+from elastic.ray_compat.cluster import draining_nodes
+from elastic.ray_compat.groups import PlacementGroups
+from elastic.ray_compat.placement import (
     MOST_PENDING_GROUPS,
     GroupState,
     GroupView,
@@ -39,8 +41,6 @@ from elastic.placement import (
     plan_group_sizes,
     plan_placement,
 )
-from elastic.ray_compat.cluster import draining_nodes
-from elastic.ray_compat.groups import PlacementGroups
 
 log = logging.getLogger(__name__)
 

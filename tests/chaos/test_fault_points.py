@@ -33,9 +33,9 @@ from benchmarks._chaos_losses import find_unexplained_losses, find_wrong_causes
 from benchmarks._chaos_run import find_left_behind, read_all_steps
 from benchmarks._chaos_stalls import find_long_stalls
 from checkpointing import CheckpointConfig
-from elastic.event_log import read_events
-from elastic.events import FaultFired, RegroupDone, SnapshotTaken
-from elastic.faults import parse_faults
+from elastic.protocol.events import FaultFired, RegroupDone, SnapshotTaken
+from elastic.protocol.faults import parse_faults
+from elastic.reporting.event_log import read_events
 
 APART, FIRST = 6, 8
 KINDS = ("kill", "freeze", "raise")

@@ -8,8 +8,8 @@ import pytest
 from tiny import fit, tiny_trainer
 
 from elastic import HealthConfig
-from elastic.event_log import read_events
-from elastic.events import ReplicasCompared, WorkerLost
+from elastic.protocol.events import ReplicasCompared, WorkerLost
+from elastic.reporting.event_log import read_events
 
 STEPS, EVERY = 60, 5
 

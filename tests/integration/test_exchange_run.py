@@ -11,7 +11,7 @@ from tiny import tiny_train, tiny_trainer
 from checkpointing import CheckpointConfig, Keys, Reader, load_manifest, open_store
 from elastic import OptimizerConfig
 from elastic.cli.main import main
-from elastic.event_log import read_steps
+from elastic.reporting.event_log import read_steps
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from checkpointing import (
     verify_checkpoint,
 )
 from elastic import HealthConfig
-from elastic.identity import run_of
+from elastic.protocol.run_identity import run_of
 
 KEYS, SAVE, STEPS = Keys(), 3, 6
 PATIENT = HealthConfig(freeze_timeout_s=120.0, node_timeout_s=60.0)

@@ -22,9 +22,9 @@ from ray.core.generated import autoscaler_pb2
 from watching import actor_beside, wait_until
 
 from checkpointing import Keys, Reader, newest, open_store, params_sha256
-from elastic import events
-from elastic.event_log import read_events, read_steps
-from elastic.nodes.drain import METADATA_VARIABLE
+from elastic.protocol import events
+from elastic.providers.notices import METADATA_VARIABLE
+from elastic.reporting.event_log import read_events, read_steps
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "growing_run.py"

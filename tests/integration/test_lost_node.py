@@ -23,9 +23,9 @@ from watching import actor_beside, events_of, steps_of, wait_until
 
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig
-from elastic.messages import Identity
-from elastic.node_agent import NodeAgent
-from elastic.nodes.beats import BeatListener, key_of
+from elastic.node.agent import NodeAgent
+from elastic.node.beats import BeatListener, key_of
+from elastic.protocol.messages import Identity
 from elastic.ray_compat.cluster import start_actor
 from health.lease import Reach
 

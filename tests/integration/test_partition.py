@@ -17,8 +17,8 @@ from hosts import HEAD, ROOT, Hosts, requires_hosts
 from partition_run import NODE_TIMEOUT_S
 
 from checkpointing import Keys, Reader, load_manifest, open_store, params_sha256
-from elastic import events
-from elastic.event_log import read_events, read_steps
+from elastic.protocol import events
+from elastic.reporting.event_log import read_events, read_steps
 
 PROGRAM = ROOT / "tests" / "partition_run.py"
 UNDER_WAY = 15

@@ -23,7 +23,7 @@ from tiny import Outcome, fit, tiny_task, tiny_trainer
 
 from checkpointing import CheckpointConfig, Keys, Reader, newest, open_store, params_sha256
 from elastic import ConfigError, ElasticTrainer
-from elastic.resume import run_directory
+from elastic.driver.resume import run_directory
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0

@@ -27,7 +27,7 @@ from checkpointing import (
     open_store,
 )
 from elastic import ConfigError
-from elastic.resume import run_directory
+from elastic.driver.resume import run_directory
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 180.0

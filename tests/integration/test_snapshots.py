@@ -25,8 +25,8 @@ from watching import events_of, wait_until
 from checkpointing import Keys, open_memory
 from elastic import ElasticTrainer
 from elastic.errors import RunFailedError
-from elastic.nodes.snapshot_survey import find_snapshot
-from elastic.records import RunPaths
+from elastic.node.snapshot_survey import find_snapshot
+from elastic.protocol.run_paths import RunPaths
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0

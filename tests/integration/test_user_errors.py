@@ -18,8 +18,8 @@ from elastic import (
     ScalingConfig,
     TrainConfig,
 )
-from elastic.event_log import read_events
-from elastic.events import WorkerLost
+from elastic.protocol.events import WorkerLost
+from elastic.reporting.event_log import read_events
 
 
 def trainer(loss: object, storage: Path) -> ElasticTrainer:

@@ -22,8 +22,8 @@ from benchmarks._chaos_losses import (
     find_unfired,
     find_wrong_causes,
 )
-from elastic.events import Event
-from elastic.faults import parse_faults
+from elastic.protocol.events import Event
+from elastic.protocol.faults import parse_faults
 
 BEGIN = [
     forming(1, 0, "a", "b"),

@@ -6,8 +6,8 @@ import pytest
 from chaos_events import committed, forming, lost, roster
 
 from benchmarks._chaos import LAYOUTS, STEPS, draw_schedule, find_needless_restores
-from elastic.events import Event, ReplicaHealed
-from elastic.faults import check_faults, parse_faults
+from elastic.protocol.events import Event, ReplicaHealed
+from elastic.protocol.faults import check_faults, parse_faults
 
 SEEDS = range(300)
 

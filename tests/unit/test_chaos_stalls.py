@@ -17,7 +17,7 @@ from chaos_events import (
 
 from benchmarks._chaos import HEALTH, Action, ActionKind, Deed
 from benchmarks._chaos_stalls import IMPORT_S, START_S, find_long_stalls, longest_stall_s
-from elastic.events import Event
+from elastic.protocol.events import Event
 
 BOUND_S = 15.0
 """`freeze_timeout_s` + `node_timeout_s`: 10 + 5 s."""

@@ -18,7 +18,7 @@ from simulated_worker import Applied, Channel, Lost, SimWorker
 
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
-from elastic.messages import Build, Report, Run, Signal, Stop
+from elastic.protocol.messages import Build, Report, Run, Signal, Stop
 
 MOST_EVENTS = 20_000
 HESITATION = 0.95
@@ -489,7 +489,7 @@ class World:
             self._advance()
         return True
 
-    # -- elastic/coordination/snapshots.py --------------------------------------------------------
+    # -- elastic/coordinator/snapshots.py --------------------------------------------------------
 
     def _remembered(self, worker: SimWorker) -> bool:
         assert worker.remembering is not None

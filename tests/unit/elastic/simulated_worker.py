@@ -1,5 +1,5 @@
-"""A simulated worker: a generator that follows `elastic/worker.py`, `trainer/loop/steps.py`,
-`trainer/recovery/heal.py` and `elastic/link.py`, and yields what it waits for.
+"""A simulated worker: a generator that follows `elastic/worker/worker.py`, `trainer/loop/steps.py`,
+`trainer/recovery/heal.py` and `elastic/worker/coordinator_link.py`, and yields what it waits for.
 
 What is known of the network: a collective inside a replica fails for its survivors once a member is
 gone. One across replicas may do so (Gloo), or may wait until a signal calls its worker away (NCCL,
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import simulation_checks as checks
 
-from elastic.messages import Answer, Build, Identity, Leave, Report, Run, Standing, Stop
+from elastic.protocol.messages import Answer, Build, Identity, Leave, Report, Run, Standing, Stop
 from trainer.replication.step_commit import Commit
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class SimWorker:
         self.life = self._live()
         self.wait = Wait("birth", lambda: True)
 
-    # -- elastic/worker.py -------------------------------------------------------------------------
+    # -- elastic/worker/worker.py ------------------------------------------------------------------
 
     def _live(self) -> Life:
         yield self.wait

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from elastic.membership.conclusion import find_states
 from elastic.membership.decisions import Effects, Regrouped
-from elastic.messages import Build, Report, Run, Stop
-from elastic.roster import Roster, most_replicas
+from elastic.protocol.messages import Build, Report, Run, Stop
+from elastic.protocol.roster import Roster, most_replicas
 
 if TYPE_CHECKING:
     from simulated_run import World

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from elastic.nodes.beats import BeatListener, BeatSender, Heard, key_of, open_socket
+from elastic.node.beats import BeatListener, BeatSender, Heard, key_of, open_socket
 
 HOST = "127.0.0.1"
 DEADLINE_S = 20.0

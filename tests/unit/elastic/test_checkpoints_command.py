@@ -12,7 +12,7 @@ from tiny_checkpoint import KEYS, STEP, Tiny, make_tiny, state_of, write_state, 
 
 from checkpointing import Reader, list_steps, newest, open_store
 from elastic.cli.main import main, parser
-from elastic.records import RunPaths, hold_run
+from elastic.protocol.run_paths import RunPaths, hold_run
 
 ROOT = Path(__file__).parents[3]
 INSTALLED = Path(sys.executable).with_name("elastic")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from checkpointing import Manifest, TensorInfo
-from elastic.resume import check_continues
+from elastic.driver.resume import check_continues
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.tasks.custom import CustomTask

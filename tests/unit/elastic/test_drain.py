@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fakes.metadata import Metadata, serve_metadata
 
-from elastic.nodes.drain import METADATA_VARIABLE, DrainWatch, SpotWatch, on_ec2
+from elastic.providers.notices import METADATA_VARIABLE, DrainWatch, SpotWatch, on_ec2
 
 Told = queue.Queue[tuple[str, float | None, str]]
 ROOT = Path(__file__).parents[3]
@@ -48,7 +48,7 @@ def test_each_draining_node_is_told_of_once_with_its_deadline() -> None:
 
 SIGTERM_PROGRAM = """
 import signal, sys, threading
-from elastic.nodes.drain import catch_sigterm, on_sigterm
+from elastic.providers.notices import catch_sigterm, on_sigterm
 catch_sigterm()
 if sys.argv[1] == "early":
     signal.raise_signal(signal.SIGTERM)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from elastic import messages
-from elastic.events import StepRecord
-from elastic.messages import (
+from elastic.protocol import messages
+from elastic.protocol.events import StepRecord
+from elastic.protocol.messages import (
     Build,
     Death,
     Identity,

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic import event_log
-from elastic.event_log import EventLog, RecordError, read_events, read_steps
-from elastic.events import (
+from elastic.protocol.events import (
     Event,
     RegroupDone,
     RegroupGathered,
@@ -25,6 +23,8 @@ from elastic.events import (
     WorkerLost,
     event_from_json,
 )
+from elastic.reporting import event_log
+from elastic.reporting.event_log import EventLog, RecordError, read_events, read_steps
 
 LOST = WorkerLost(
     time=5.0, worker="w3", node="n1", pid=42, slot="replica 1 shard 0 tensor 0", cause="crash",

@@ -4,8 +4,8 @@ import dataclasses
 import itertools
 
 from elastic.config import HealthConfig
-from elastic.events import Cause
-from elastic.failure import Loss, decide_failure
+from elastic.membership.failure import Loss, decide_failure
+from elastic.protocol.events import Cause
 
 HEALTH = HealthConfig(max_same_step_errors=2, max_crashes=4, max_hangs=2)
 

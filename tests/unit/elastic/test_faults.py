@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.faults import (
+from elastic.protocol.faults import (
     RECOVERY_PHASES,
     Fault,
     FaultPlan,

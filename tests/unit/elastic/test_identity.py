@@ -23,9 +23,9 @@ from checkpointing import (
     retire,
     verify_checkpoint,
 )
-from elastic.event_log import EventLog
-from elastic.events import CheckpointCommitted
-from elastic.identity import (
+from elastic.driver.resume import check_found, find_origin, set_others_aside
+from elastic.protocol.events import CheckpointCommitted
+from elastic.protocol.run_identity import (
     RunIdentity,
     check_model,
     check_own,
@@ -33,9 +33,9 @@ from elastic.identity import (
     newest_own,
     record_identity,
 )
-from elastic.records import RunPaths
-from elastic.restoring import is_damage, open_checkpoint, open_own
-from elastic.resume import check_found, find_origin, set_others_aside
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import EventLog
+from elastic.worker.restoring import is_damage, open_checkpoint, open_own
 from trainer.errors import ConfigError
 
 WEIGHT, WIDER = torch.ones(4, 3), torch.ones(4, 5)

@@ -63,7 +63,7 @@ def test_reading_a_report_needs_neither_ray_nor_torch(module: str) -> None:
 
 def test_a_node_agent_carries_neither_torch_nor_ray_train() -> None:
     """Ray imports an actor's module wherever a handle of it arrives."""
-    modules = "elastic.node_agent, elastic.coordinator, elastic.nodes.snapshot_holder"
+    modules = "elastic.node.agent, elastic.coordinator.actor, elastic.node.snapshot_holder"
     heavy = "{'torch', 'ray.train', 'pandas', 'transformers'}"
     code = f"import sys, {modules}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

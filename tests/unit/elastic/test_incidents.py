@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.events import (
+from elastic.protocol.events import (
     Cause,
     Event,
     FaultFired,
@@ -19,7 +19,7 @@ from elastic.events import (
     StepRecord,
     WorkerLost,
 )
-from elastic.incidents import find_gaps, find_incidents, median_step_s
+from elastic.reporting.incidents import find_gaps, find_incidents, median_step_s
 
 
 def steps_at(*times: float, first: int = 0) -> list[StepRecord]:

@@ -9,8 +9,8 @@ from simulated_worker import make_commit as commit
 
 from elastic.membership.decisions import Effects, GroupConfig
 from elastic.membership.machine import Membership
-from elastic.messages import Build, Identity, Leave, Report, Run, Signal, Standing, Stop
-from elastic.roster import Replica
+from elastic.protocol.messages import Build, Identity, Leave, Report, Run, Signal, Standing, Stop
+from elastic.protocol.roster import Replica
 
 STEPS = 100
 

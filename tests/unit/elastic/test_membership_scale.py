@@ -7,7 +7,7 @@ import time
 
 from elastic.membership.decisions import Effects, GroupConfig
 from elastic.membership.machine import Membership
-from elastic.messages import Build, Identity, Order, Report, Run
+from elastic.protocol.messages import Build, Identity, Order, Report, Run
 
 WORKERS, NODE = 4_096, 8
 

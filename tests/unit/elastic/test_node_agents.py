@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from elastic import HealthConfig
-from elastic.coordination import agents as module
-from elastic.coordination.agents import NodeAgents
-from elastic.nodes.beats import key_of
+from elastic.coordinator import agents as module
+from elastic.coordinator.agents import NodeAgents
+from elastic.node.beats import key_of
 
 HEALTH = HealthConfig(node_beat_s=1.0, node_timeout_s=5.0)
 

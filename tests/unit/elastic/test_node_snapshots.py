@@ -10,8 +10,8 @@ import torch
 from tiny_checkpoint import KEYS, write_state
 
 from checkpointing import Snapshot, load_manifest, open_store
-from elastic.coordination.snapshots import Snapshots
-from elastic.records import RunPaths
+from elastic.coordinator.snapshots import Snapshots
+from elastic.protocol.run_paths import RunPaths
 
 STEP = 6
 

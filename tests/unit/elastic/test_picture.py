@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from elastic.events import (
+from elastic.protocol.events import (
     Evaluated,
     Event,
     RegroupCalled,
@@ -14,8 +14,8 @@ from elastic.events import (
     StepRecord,
     WorkerLost,
 )
-from elastic.picture import draw
-from elastic.report import build_report
+from elastic.reporting.picture import draw
+from elastic.reporting.report import build_report
 
 
 def run_with(step_count: int, crashes: int) -> tuple[list[Event], list[StepRecord]]:

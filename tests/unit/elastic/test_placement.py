@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.placement import (
+from elastic.ray_compat.placement import (
     FutileStarts,
     GroupView,
     Pauses,

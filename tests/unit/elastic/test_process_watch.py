@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.messages import Death
-from elastic.nodes.process_watch import ProcessWatch
+from elastic.node.process_watch import ProcessWatch
+from elastic.protocol.messages import Death
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 30.0

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from elastic.events import (
+from elastic.protocol.events import (
     CheckpointCommitted,
     Event,
     RegroupDone,
@@ -14,7 +14,7 @@ from elastic.events import (
     StepRecord,
     WorkerLost,
 )
-from elastic.progress import (
+from elastic.reporting.progress import (
     ProgressPrinter,
     ProgressState,
     format_duration,

@@ -20,8 +20,8 @@ from checkpointing import (
     verify_checkpoint,
     write_shared,
 )
-from elastic.coordination.publisher import Publisher
-from elastic.records import RunPaths
+from elastic.coordinator.publisher import Publisher
+from elastic.protocol.run_paths import RunPaths
 
 WRITERS = 2
 

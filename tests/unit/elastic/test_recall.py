@@ -3,10 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from elastic import events
-from elastic.coordination.recall import recall
-from elastic.event_log import EventLog
-from elastic.records import RunPaths
+from elastic.coordinator.replay import recall
+from elastic.protocol import events
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import EventLog
 
 
 def step(number: int, generation: int, time: float) -> events.StepRecord:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.event_log import EventLog
-from elastic.events import (
+from elastic.driver.observer import conclude
+from elastic.protocol.events import (
     CheckpointCommitted,
     Evaluated,
     Event,
@@ -28,9 +28,9 @@ from elastic.events import (
     StepSkipped,
     WorkerLost,
 )
-from elastic.observer import conclude
-from elastic.records import RunPaths
-from elastic.report import build_report, report_text, write_report
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import EventLog
+from elastic.reporting.report import build_report, report_text, write_report
 
 LAYOUT = {"replicas": 2, "shard": 1, "tensor": 1, "lanes": 2, "spares": 0}
 

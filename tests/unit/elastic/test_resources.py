@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.config import ScalingConfig
-from elastic.resources import count_fitting
+from elastic.driver.resources import count_fitting
 
 CPU = ScalingConfig(cpus_per_worker=1)
 GPU = ScalingConfig(device="cuda", cpus_per_worker=4)

@@ -12,17 +12,17 @@ import torch
 from tiny_checkpoint import KEYS, write_state
 
 from checkpointing import CheckpointConfig, Store, list_steps, open_store
-from elastic import events
 from elastic.config import HealthConfig
-from elastic.coordination.config import CoordinatorConfig
-from elastic.coordination.receipts import Receipts
-from elastic.coordination.restores import Restores
-from elastic.coordination.run_log import RunLog
-from elastic.coordination.switchboard import Switchboard
-from elastic.event_log import read_events
+from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.dispatcher import Switchboard
+from elastic.coordinator.receipts import Receipts
+from elastic.coordinator.restores import Restores
+from elastic.coordinator.run_log import RunLog
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
-from elastic.records import RunPaths
+from elastic.protocol import events
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import read_events
 from trainer.config import TrainConfig
 from trainer.loop.samples import Ledger
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.membership.resumption import Resumption, plan_resumption
-from elastic.messages import Identity, Standing
-from elastic.roster import Replica
+from elastic.protocol.messages import Identity, Standing
+from elastic.protocol.roster import Replica
 
 
 def standing(worker: str, formed: int, rank: int, **more: object) -> Standing:

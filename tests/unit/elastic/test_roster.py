@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.roster import (
+from elastic.protocol.roster import (
     Replica,
     Roster,
     find_renumbered,

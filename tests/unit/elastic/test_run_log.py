@@ -10,17 +10,18 @@ from types import SimpleNamespace
 import pytest
 
 from checkpointing.config import CheckpointConfig
-from elastic import events
 from elastic.config import HealthConfig
-from elastic.coordination import run_log, switchboard
-from elastic.coordination.config import CoordinatorConfig
-from elastic.coordination.run_log import RunLog
-from elastic.coordination.switchboard import Switchboard
-from elastic.event_log import read_events
+from elastic.coordinator import dispatcher as switchboard
+from elastic.coordinator import run_log
+from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.dispatcher import Switchboard
+from elastic.coordinator.run_log import RunLog
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
-from elastic.messages import Answer, Build, Identity, Report, Run
-from elastic.records import RunPaths
+from elastic.protocol import events
+from elastic.protocol.messages import Answer, Build, Identity, Report, Run
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import read_events
 from trainer.config import TrainConfig
 from trainer.loop.samples import Ledger
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing import S3Config
-from elastic.records import RunPaths
+from elastic.protocol.run_paths import RunPaths
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from checkpointing import CheckpointConfig
-from elastic.save_clock import SaveClock
+from elastic.worker.save_schedule import SaveClock
 
 
 @dataclass

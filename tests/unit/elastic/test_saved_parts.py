@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from checkpointing import Attempt, KnownPart, TensorSlice
 from checkpointing.format.manifest import SavedSlice, Segment
-from elastic.saved_parts import SavedParts
+from elastic.worker.known_parts import SavedParts
 
 SLICE = TensorSlice("param/w", (4,), "uint8", (0,), (4,))
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from elastic.coordination.store_keys import find_stale_keys, sweep_store
+from elastic.coordinator.store_keys import find_stale_keys, sweep_store
 
 
 def test_only_what_is_older_goes() -> None:

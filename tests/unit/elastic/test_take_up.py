@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing import CheckpointConfig
-from elastic import events
 from elastic.config import HealthConfig
-from elastic.coordination.config import CoordinatorConfig
-from elastic.coordination.recall import Recall
-from elastic.coordination.run_log import RunLog
-from elastic.coordination.switchboard import Switchboard
-from elastic.coordination.take_up import TakeUp
+from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.dispatcher import Switchboard
+from elastic.coordinator.failover import TakeUp
+from elastic.coordinator.replay import Recall
+from elastic.coordinator.run_log import RunLog
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
-from elastic.messages import Build, Identity, Report, Run, Standing
-from elastic.records import RunPaths
+from elastic.protocol import events
+from elastic.protocol.messages import Build, Identity, Report, Run, Standing
+from elastic.protocol.run_paths import RunPaths
 from trainer.config import TrainConfig
 from trainer.loop.samples import Ledger
 

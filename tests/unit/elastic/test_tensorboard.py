@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from elastic.events import Evaluated, StepRecord
-from elastic.tensorboard import TensorBoardLog
+from elastic.protocol.events import Evaluated, StepRecord
+from elastic.reporting.tensorboard import TensorBoardLog
 
 
 def step_record(step: int, time: float, loss: float) -> StepRecord:

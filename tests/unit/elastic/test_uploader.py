@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from checkpointing import Attempt, Receipt, Written
-from elastic.nodes.uploader import Upload, Uploader
-from elastic.records import RunPaths
+from elastic.node.uploader import Upload, Uploader
+from elastic.protocol.run_paths import RunPaths
 
 DEADLINE_S = 30.0
 UPLOAD = Upload(
@@ -67,7 +67,7 @@ class Gated(Uploader):
 @pytest.fixture
 def uploader(monkeypatch: pytest.MonkeyPatch) -> Gated:
     monkeypatch.setattr("os.nice", lambda _: 0)  # this process is to stay as it is
-    monkeypatch.setattr("elastic.nodes.uploader.announce", lambda *_: None)  # nobody is there
+    monkeypatch.setattr("elastic.node.uploader.announce", lambda *_: None)  # nobody is there
     return Gated()
 
 

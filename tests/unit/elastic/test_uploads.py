@@ -234,7 +234,7 @@ def test_a_buffer_that_was_used_again_is_not_taken_for_the_copy(tmp_path: Path) 
 
 
 def test_the_uploader_imports_no_torch() -> None:
-    code = "import sys, elastic.coordination.uploaders; print('torch' in sys.modules)"
+    code = "import sys, elastic.coordinator.uploaders; print('torch' in sys.modules)"
     answer = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

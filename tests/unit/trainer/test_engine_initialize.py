@@ -68,7 +68,7 @@ FIRST = """
 import sys
 import torch.distributed as dist
 from torch import nn
-from elastic import worker
+from elastic.worker import worker
 from trainer.backend.groups import make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import TrainConfig

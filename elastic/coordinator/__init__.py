@@ -1,0 +1,1 @@
+"""The coordinator: one actor that knows who is there, and the parts that it is made of."""

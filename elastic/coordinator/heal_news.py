@@ -1,0 +1,72 @@
+"""What newcomers tell the coordinator of their heals."""
+
+from __future__ import annotations
+
+import time
+
+from elastic.coordinator.dispatcher import Switchboard
+from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.workers import Crew
+from elastic.membership.machine import Membership
+from elastic.protocol import events
+
+_MOST_FAILED_HEALS = 3
+"""Heals of one replica that fail with nobody lost, before its worker is taken for the cause."""
+
+
+class HealNews:
+    """See the module.
+
+    Args:
+        membership: told of who has the state, and who did not get it.
+        board: carries out what follows.
+        crew: loses a worker that never gets it.
+        records: where it is written down.
+    """
+
+    def __init__(
+        self, membership: Membership, board: Switchboard, crew: Crew, records: RunLog
+    ) -> None:
+        self._membership, self._board = membership, board
+        self._crew, self._records = crew, records
+        self._received: dict[str, tuple[int, float, int]] = {}
+        """Newcomer's worker -> bytes, seconds and steps of its heal, until its replica is whole."""
+
+    async def caught_up(self, worker: str, size: int, seconds: float, steps: int) -> None:
+        """A newcomer's worker has received `size` bytes of state, in `seconds`, and made up for
+        `steps` steps."""
+        self._received[worker] = (size, seconds, steps)
+        source = self._membership.source_of(worker)
+        replica = self._membership.caught_up(worker)
+        if replica is None or source is None:
+            return
+        # Some may have told a coordinator that was lost since.
+        found = [self._received.pop(w) for w in replica.workers if w in self._received]
+        sizes, times, behind = zip(*found, strict=True)
+        self._records.note(
+            events.ReplicaHealed(
+                time=time.time(),
+                generation=self._membership.generation,
+                replica=replica.index,
+                source=source,
+                bytes=sum(sizes),
+                seconds=max(times),
+                catch_up_steps=max(behind),
+            )
+        )
+        await self._board.advance()
+
+    async def failed(self, worker: str, reason: str) -> None:
+        """A newcomer's worker did not get the state: another source, or, in the end, another
+        newcomer."""
+        membership = self._membership
+        slot, source = membership.slot_name(worker), membership.source_of(worker)
+        failures = membership.heals.failed(worker)
+        if slot is None or source is None or failures == 0:
+            return
+        self._records.note(
+            events.HealFailed(time=time.time(), slot=slot, source=source, reason=reason)
+        )
+        if failures >= _MOST_FAILED_HEALS:
+            await self._crew.kill(worker, "corruption", f"{failures} heals failed: {reason}")
+        await self._board.advance()

@@ -1,0 +1,151 @@
+"""From the receipts of the saving workers to a committed checkpoint, and the end of old ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from checkpointing import (
+    AlreadyCommittedError,
+    CheckpointConfig,
+    CheckpointError,
+    Keys,
+    Receipt,
+    Surveyor,
+    commit,
+    open_store,
+    retire,
+)
+from elastic.protocol.run_paths import RunPaths
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Commits a checkpoint once all its writers have written their parts.
+
+    Args:
+        paths: the run directory.
+        config: retention.
+        versions: library versions, kept in every manifest.
+        newest: step of the newest committed checkpoint, 0 without one.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        config: CheckpointConfig,
+        *,
+        versions: Mapping[str, str],
+        newest: int,
+    ) -> None:
+        self._paths, self._config, self._versions = paths, config, versions
+        self._receipts: dict[tuple[int, int], dict[int, Receipt]] = {}
+        self._committing, self._retiring = asyncio.Lock(), asyncio.Lock()
+        self._surveyor = Surveyor(store=open_store(paths.checkpoints), keys=Keys())
+        self._saved = {newest} if newest else set()
+        self._untold = set[int]()
+        self._newest: tuple[int, int] | None = None
+        self.lost: dict[int, int] = {}
+        """Steps of attempts that were passed by a later checkpoint -> parts that were written."""
+
+    def saved(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is committed."""
+        return step in self._saved
+
+    async def newest(self) -> tuple[int, int] | None:
+        """Step and generation of the newest checkpoint that was committed here, once the one that
+        is being committed is: what the next save may refer to. None for none, and where the last
+        could not be committed: then the next one is written whole."""
+        async with self._committing:
+            return self._newest
+
+    def forget(self, step: int) -> None:
+        """The checkpoint of `step` was set aside: another one may be committed."""
+        self._saved.discard(step)
+        self._untold.discard(step)
+        self._newest = None
+
+    def recall(self, told: Collection[int]) -> None:
+        """Of a coordinator that was started anew. The one before may have died between a commit and
+        its record: then the receipts, handed in once more, complete it once more.
+
+        Args:
+            told: steps whose commit is in the records.
+        """
+        self._untold = self._saved - set(told)
+
+    async def take(
+        self, receipt: Receipt, training_state: Mapping[str, Any], writers: int
+    ) -> int | None:
+        """Takes a receipt, one of `writers`.
+
+        Returns:
+            The checkpoint's bytes where this receipt completed it, else None.
+
+        Raises:
+            CheckpointError: it could not be committed.
+        """
+        if receipt.step < max(self._saved, default=0):
+            return None  # handed in again, to a coordinator that was started anew, or too late
+        attempt = (receipt.step, receipt.generation)
+        parts = self._receipts.setdefault(attempt, {})
+        parts[receipt.rank] = receipt
+        if len(parts) < writers:
+            return None
+        del self._receipts[attempt]
+        async with self._committing:  # two attempts at the last step must not race each other
+            if receipt.step in self._saved - self._untold:
+                return None
+            refers_to, self._newest = self._newest, None
+            try:
+                size = await asyncio.to_thread(
+                    self._commit, list(parts.values()), training_state, refers_to
+                )
+            except AlreadyCommittedError:
+                if receipt.step not in self._untold:
+                    raise
+                return None  # by another attempt
+            self._saved.add(receipt.step)
+            self._untold.discard(receipt.step)
+            self._newest = attempt
+        for attempt in [a for a in self._receipts if a[0] <= receipt.step]:
+            parts = self._receipts.pop(attempt)  # it will not be completed, or too late
+            if attempt[0] not in self._saved:
+                self.lost[attempt[0]] = len(parts)
+        try:
+            async with self._retiring:
+                await asyncio.to_thread(self._retire, receipt.step)
+        except CheckpointError as error:
+            log.warning("old checkpoints could not be deleted: %s", error)
+        return size
+
+    def _commit(
+        self,
+        receipts: list[Receipt],
+        training_state: Mapping[str, Any],
+        refers_to: tuple[int, int] | None,
+    ) -> int:
+        store, keys, first = open_store(self._paths.checkpoints), Keys(), receipts[0]
+        manifest = commit(
+            store,
+            keys,
+            step=first.step,
+            generation=first.generation,
+            receipts=receipts,
+            training_state=training_state,
+            versions=self._versions,
+            refers_to=None if refers_to is None else refers_to[0],
+        )
+        self._surveyor.forget(first.step)  # somebody may have deleted an earlier one of this step
+        return sum(segment.size_bytes for segment in manifest.segments.values())
+
+    def _retire(self, newest: int) -> None:
+        retire(
+            self._surveyor,
+            keep_last=self._config.keep_last,
+            keep_every=self._config.keep_every,
+            up_to_step=newest,
+        )

@@ -1,0 +1,104 @@
+"""The coordinator's part in checkpoints: the last receipt of one commits it (`publisher.py`)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from checkpointing import Receipt
+from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.dispatcher import Switchboard
+from elastic.coordinator.publisher import Publisher
+from elastic.coordinator.run_log import RunLog
+from elastic.membership.machine import Membership
+from elastic.protocol import events
+
+
+class Receipts:
+    """See the module.
+
+    Args:
+        config: where checkpoints go, and how many are kept.
+        membership: told of what is committed.
+        board: carries out what follows.
+        records: where it is written down.
+    """
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        membership: Membership,
+        board: Switchboard,
+        records: RunLog,
+    ) -> None:
+        self._last_step, self._membership = config.groups.steps, membership
+        self._board, self._records = board, records
+        self._publisher = Publisher(
+            config.paths,
+            config.checkpoint,
+            versions=config.started.versions,
+            newest=config.restore_step,
+        )
+
+    def saved(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is committed."""
+        return self._publisher.saved(step)
+
+    async def newest(self) -> tuple[int, int] | None:
+        """See `Publisher.newest`."""
+        return await self._publisher.newest()
+
+    def recall(self, committed: frozenset[int]) -> None:
+        """Of a coordinator that was started anew: checkpoints that are in the records."""
+        self._publisher.recall(committed)
+
+    def forget(self, step: int) -> None:
+        """The checkpoint of `step` was set aside: another one may be committed."""
+        self._publisher.forget(step)
+
+    async def take(
+        self, receipt: Receipt, training_state: dict[str, Any], started: float, writers: int
+    ) -> None:
+        """A part of a checkpoint is written; the last one's receipt commits it.
+
+        After a restore the records lack the steps that were lost. A late checkpoint of those steps,
+        by a worker that was cut off or slow, must not become one to restore from.
+        """
+        ahead = self._membership.ahead(receipt.step, receipt.generation)
+        if ahead or receipt.generation < self._records.restored:
+            return
+        try:
+            size = await self._publisher.take(receipt, training_state, writers)
+        except Exception as error:
+            await self.failed(receipt.step, f"{type(error).__name__}: {error}")
+            return
+        if size is None:
+            return
+        self._note_lost()
+        now = time.time()
+        self._membership.checkpointed(receipt.step)
+        self._records.note(
+            events.CheckpointCommitted(
+                time=now,
+                step=receipt.step,
+                generation=receipt.generation,
+                bytes=size,
+                seconds=now - started,
+            )
+        )
+        await self._board.advance()
+
+    def _note_lost(self) -> None:
+        """Writes down the checkpoints that a later one has passed: a writer of theirs was lost."""
+        while self._publisher.lost:
+            step, parts = self._publisher.lost.popitem()
+            reason = (
+                f"only {parts} of its parts were written: a worker was lost before it had copied"
+            )
+            self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
+
+    async def failed(self, step: int, reason: str) -> None:
+        """A checkpoint could not be written. Unless it was the last one, the run goes on."""
+        self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
+        if step >= self._last_step:
+            await self._board.stop(f"the last checkpoint could not be written: {reason}")

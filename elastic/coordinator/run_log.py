@@ -1,0 +1,177 @@
+"""The run's records as its coordinator writes them: steps, events, and what checks them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from elastic.coordinator.config import CoordinatorConfig
+from elastic.membership.decisions import Effects, Regrouped
+from elastic.membership.machine import Membership
+from elastic.protocol import events
+from elastic.protocol.messages import Stop
+from elastic.reporting.event_log import EventLog
+from trainer.loop.samples import LedgerError
+
+
+class RunLog:
+    """See the module. A record that cannot be written ends the run.
+
+    Args:
+        config: where the records go, which samples each step must take, the first event.
+        membership: told how many steps are recorded, and when the run must stop.
+    """
+
+    def __init__(self, config: CoordinatorConfig, membership: Membership) -> None:
+        self._config, self._membership = config, membership
+        self.restored = 0
+        """Generation that last began from a checkpoint: what older ones still write is void."""
+        self._steps: list[events.StepRecord] = []
+        self._events: list[events.Event] = []
+        self._digests: dict[str, str] = {}
+        self._short_of = 0
+        self._began = config.started.start_step
+        self._gathering = 0
+        """Generation of the roster that workers are called for, until they have come."""
+        self._came = 0.0
+        """When the last of them came, in seconds since the epoch."""
+        config.paths.root.mkdir(parents=True, exist_ok=True)
+        self._event_log = EventLog(config.paths.events)
+        self._step_log = EventLog(config.paths.steps)
+
+    def begin(self, *, anew: bool) -> None:
+        """Notes that the run, or, started `anew`, its coordinator has begun."""
+        if not anew:
+            self.note(self._config.started)
+        self.note(events.CoordinatorStarted(time=time.time(), pid=os.getpid(), anew=anew))
+
+    def note(self, event: events.Event) -> None:
+        """Writes an event down."""
+        self._events.append(event)
+        self._append(self._event_log, event)
+
+    def take_steps(self, steps: Sequence[events.StepRecord]) -> None:
+        """Writes committed steps down; those known already are passed by."""
+        membership = self._membership
+        for step in steps:
+            if membership.awaits(step.step, step.generation):
+                self._check_ledger(step)
+                self._append(self._step_log, step)
+                self._steps.append(step)
+                membership.recorded = step.step + 1
+                membership.reached = max(membership.reached, step.step + 1)
+
+    def _append(self, log: EventLog, record: events.Event | events.StepRecord) -> None:
+        try:
+            log.append(record)
+        except OSError as error:
+            self._stop(f"the run's records cannot be written: {error}")
+
+    def _check_ledger(self, step: events.StepRecord) -> None:
+        try:
+            self._config.ledger.check(step.step, step.sample_digests)
+        except LedgerError as error:
+            self._stop(str(error))
+
+    def _stop(self, error: str) -> None:
+        self._membership.stopped = self._membership.stopped or Stop(error=error)
+
+    def arrives(self, worker: str) -> None:
+        """A worker joins; told before membership is. One that was called has let go of its step."""
+        if worker in self._membership.calls.unfollowed:
+            self._came = time.time()
+
+    def write_down(self, effects: Effects) -> None:
+        """Notes what membership has decided."""
+        now, membership = time.time(), self._membership
+        if effects.called is not None:
+            generation = membership.generation + (effects.regrouped is None)
+            self.note(events.RegroupCalled(time=now, generation=generation, reason=effects.called))
+            self._gathering, self._came = generation, now
+        self._note_gathered(effects)
+        for replica in effects.formed:
+            self.note(
+                events.ReplicaForming(
+                    time=now,
+                    formed=replica.formed,
+                    replica=replica.index,
+                    workers=list(replica.workers),
+                )
+            )
+        if effects.regrouped is not None:
+            if effects.regrouped.outcome == "restore":
+                self.restored = effects.regrouped.roster.generation
+                self._began = min(self._began, effects.regrouped.step)
+            self.note(_regroup_done(now, effects.regrouped))
+        if effects.short_of and effects.short_of != self._short_of:
+            self.note(_below_minimum(now, membership, effects.short_of))
+        self._short_of = effects.short_of
+
+    def _note_gathered(self, effects: Effects) -> None:
+        """Once for a call. Not all of a broken replica need to have come: no roster waits for
+        them."""
+        gathered = effects.regrouped is not None or not self._membership.calls.unfollowed
+        if self._gathering and gathered and self._membership.stopped is None:
+            self.note(events.RegroupGathered(time=self._came, generation=self._gathering))
+            self._gathering = 0
+
+    def observe(self) -> tuple[list[events.StepRecord], list[events.Event]]:
+        """Step records and events since the last call; the files keep them all."""
+        steps, self._steps = self._steps, []
+        happened, self._events = self._events, []
+        return steps, happened
+
+    def compare(self, slot: str, digest: str) -> bool:
+        """Whether a worker's state at the end is that of the others in `slot`, as far as known."""
+        equal = self._digests.setdefault(slot, digest) == digest
+        if not equal:
+            self._note_compared(equal=False)
+        return equal
+
+    def _note_compared(self, *, equal: bool) -> None:
+        step = self._config.groups.steps
+        self.note(events.ReplicasCompared(time=time.time(), step=step, equal=equal))
+
+    def end(self, outcome: events.RunOutcome, error: str | None) -> None:
+        """Writes the last event and closes the records."""
+        membership = self._membership
+        finished = membership.stopped is not None and membership.stopped.error is None
+        self._stop(f"the run was {outcome}")
+        if finished and self._digests:
+            self._note_compared(equal=True)
+        if finished:
+            steps = membership.recorded - self._began
+            self.note(events.LedgerChecked(time=time.time(), steps=steps))
+        with self._event_log, self._step_log:  # each is closed, also where the other is not
+            self.note(
+                events.RunEnded(
+                    time=time.time(), step=membership.recorded, outcome=outcome, error=error
+                )
+            )
+
+
+def _regroup_done(now: float, regrouped: Regrouped) -> events.RegroupDone:
+    roster = regrouped.roster
+    return events.RegroupDone(
+        time=now,
+        generation=roster.generation,
+        step=regrouped.step,
+        replicas=len(roster.replicas),
+        lanes={str(index): list(lanes) for index, lanes in roster.lanes.items()},
+        renumbered={str(old): new for old, new in regrouped.renumbered.items()},
+        outcome=regrouped.outcome,
+        lost_steps=regrouped.lost_steps,
+        repeated_steps=int(regrouped.outcome == "repeat"),
+    )
+
+
+def _below_minimum(now: float, membership: Membership, missing: int) -> events.BelowMinimum:
+    config = membership.config
+    return events.BelowMinimum(
+        time=now,
+        alive=membership.whole_replicas,
+        needed=config.min_replicas,
+        missing=f"{missing} workers (a replica has {config.workers_per_replica}); add machines or "
+        f"lower scaling.min_replicas",
+    )

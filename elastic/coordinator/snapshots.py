@@ -1,0 +1,215 @@
+"""The coordinator's part in snapshots: takes in their parts, has them copied, knows the newest.
+
+    a saving worker writes its slices to its node's tmpfs ──► take
+         ──► the holder of another node copies them ──► all parts are there
+         ──► holders write the commit record and delete the snapshot before it
+
+Nothing of this waits for a step, and no step waits for it. Whatever fails on the way costs this
+snapshot and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from checkpointing import Manifest, Receipt, Snapshot, SnapshotIndex, plan_other_node
+from elastic.membership.machine import Membership
+from elastic.node.snapshot_holder import MOST_CALLS, HeldSnapshot, SnapshotHolder
+from elastic.node.snapshot_survey import find_snapshot
+from elastic.protocol import events
+from elastic.protocol.run_paths import RunPaths
+from elastic.ray_compat.cluster import start_actor
+
+log = logging.getLogger(__name__)
+
+
+class Snapshots:
+    """See the module. All methods run on the coordinator's event loop.
+
+    Args:
+        paths: the run directory, after which the folders in memory are named.
+        membership: told of the newest snapshot that can be read.
+        start_holder: starts the snapshot holder of a node. Returns its handle.
+        note: writes an event down.
+        versions: library versions.
+        found: what an earlier start has left.
+        timeout_s: bound on a call to a holder, for holders that freeze.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        membership: Membership,
+        start_holder: Callable[[str], Any],
+        note: Callable[[events.Event], None],
+        *,
+        versions: Mapping[str, str],
+        found: Snapshot | None,
+        timeout_s: float,
+    ) -> None:
+        self._paths, self._membership, self._note = paths, membership, note
+        self._start_holder = start_holder
+        self._versions, self._timeout_s = versions, timeout_s
+        self._nodes: set[str] = set()
+        self._holders: dict[str, Any] = {}
+        self._copying: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._begin(found)
+
+    async def look_again(self, timeout_s: float) -> None:
+        """The coordinator was started anew: goes on from what the nodes say, within `timeout_s`,
+        that their memory holds."""
+        try:
+            found = await asyncio.to_thread(find_snapshot, self._paths, timeout_s=timeout_s)
+        except ray.exceptions.RayError as error:
+            log.warning("what the nodes' memory holds is not known: %s", error)
+            return
+        self._begin(found)
+
+    def _begin(self, found: Snapshot | None) -> None:
+        self._index = SnapshotIndex(versions=self._versions, found=found)
+        self._nodes |= set() if found is None else found.nodes
+        self._update()
+
+    # -- nodes -------------------------------------------------------------------------------------
+
+    def node_joined(self, node: str) -> None:
+        """A worker runs on `node`: it can hold parts. A node that comes back has what it had."""
+        self._nodes.add(node)
+        self._holder(node)  # starts while the workers build
+        self._update()
+
+    def node_lost(self, node: str) -> None:
+        """A node is gone, and what it held."""
+        self._nodes.discard(node)
+        self._holders.pop(node, None)
+        self._update()
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    async def take(
+        self,
+        receipt: Receipt,
+        training_state: Mapping[str, Any],
+        node: str,
+        started: float,
+        writers: int,
+    ) -> None:
+        """One of `writers` parts is written to the memory of `node`; returns when the part has its
+        copy and, if it was the last one, the snapshot counts."""
+        if self._membership.ahead(receipt.step, receipt.generation):
+            return
+        other = plan_other_node(node, self._nodes)
+        nodes = {node}
+        if other is not None and await self._copy(node, other, receipt):
+            nodes.add(other)
+        before = self._index.whole
+        snapshot = self._index.add(receipt, training_state, nodes, writers)
+        if snapshot is None:
+            return
+        self._update()
+        now = time.time()
+        self._note(
+            events.SnapshotTaken(
+                time=now,
+                step=snapshot.step,
+                generation=snapshot.manifest.generation,
+                bytes=snapshot.size_bytes,
+                copies=snapshot.copies,
+                seconds=now - started,
+            )
+        )
+        holders = snapshot.nodes | (before.nodes if before is not None else set())
+        await self._on_all(holders, "settle", snapshot.manifest)
+
+    async def skipped(self, step: int, reason: str) -> None:
+        """A part could not be written: the snapshot of `step` will not be. Makes room again."""
+        self._note(events.SnapshotSkipped(time=time.time(), step=step, reason=reason))
+        await self._on_all(self._nodes, "sweep", step, self._kept())
+
+    async def _copy(self, node: str, other: str, receipt: Receipt) -> bool:
+        async with self._copying[other]:  # two nodes full of copies of each other would both wait
+            return await self._call(other, "copy", self._holder(node), receipt.segments)
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def find(self, step: int) -> HeldSnapshot | None:
+        """The snapshot of `step` and its holders; None where it is not to be had any more."""
+        snapshot = self._index.newest(self._nodes)
+        if snapshot is None or snapshot.step != step:
+            return None
+        return HeldSnapshot(
+            manifest=snapshot.manifest,
+            holders={
+                key: {node: self._holder(node) for node in nodes & self._nodes}
+                for key, nodes in snapshot.places.items()
+            },
+        )
+
+    async def failed(self, step: int, reason: str) -> None:
+        """A worker could not read the snapshot of `step`: from now on it does not count."""
+        self._note(events.SnapshotFailed(time=time.time(), step=step, reason=reason))
+        if self._index.whole is not None and self._index.whole.step == step:
+            self._index.forget()
+            self._update()
+            await self._on_all(self._nodes, "sweep", step, None)
+
+    def went_back(self, step: int, generation: int) -> None:
+        """See `SnapshotIndex.went_back`."""
+        self._index.went_back(step, generation)
+        self._update()
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _update(self) -> None:
+        newest = self._index.newest(self._nodes)
+        self._membership.snapshotted(0 if newest is None else newest.step)
+
+    def _kept(self) -> Manifest | None:
+        return None if self._index.whole is None else self._index.whole.manifest
+
+    def _holder(self, node: str) -> Any:
+        if node not in self._holders:
+            self._holders[node] = self._start_holder(node)
+        return self._holders[node]
+
+    async def _on_all(self, nodes: Iterable[str], method: str, *args: Any) -> None:
+        live = [node for node in nodes if node in self._nodes]
+        await asyncio.gather(*(self._call(node, method, *args) for node in live))
+
+    async def _call(self, node: str, method: str, *args: Any) -> bool:
+        """Calls a holder. Returns whether it did what was asked."""
+        try:
+            call = getattr(self._holder(node), method).remote(*args)
+            await asyncio.wait_for(call, self._timeout_s)
+        except Exception as error:
+            log.warning("%s on the snapshot holder of node %s: %s", method, node, error)
+            if isinstance(error, ray.exceptions.RayActorError):
+                self._holders.pop(node, None)  # the next call starts another one
+            elif isinstance(error, ray.exceptions.ActorUnschedulableError):
+                self.node_lost(node)  # it is gone, or Ray drains it
+            return False
+        return True
+
+
+def start_holder(folder: Path, node: str) -> Any:
+    """Starts the snapshot holder of `node`. Called within the coordinator, which has it watched.
+
+    Args:
+        folder: the run's `memory_folder`.
+        node: Ray's id of the node.
+
+    Returns:
+        The holder's handle.
+    """
+    coordinator = ray.get_runtime_context().current_actor
+    return start_actor(
+        SnapshotHolder, coordinator, folder, node, node=node, max_concurrency=MOST_CALLS
+    )

@@ -1,0 +1,249 @@
+"""The run's workers and their nodes: who has started, who is watched, who will go, who is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnschedulableError
+
+from elastic.coordinator.agents import NodeAgents
+from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.dispatcher import Switchboard
+from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.snapshots import Snapshots
+from elastic.membership.failure import Loss, decide_failure
+from elastic.membership.machine import Membership
+from elastic.protocol import events
+from elastic.protocol.messages import Identity, Signal, Stop
+from elastic.ray_compat.cluster import live_nodes
+
+log = logging.getLogger(__name__)
+
+
+class Crew:
+    """See the module.
+
+    Args:
+        config: bounds and budgets; whether snapshots are taken.
+        membership: told of losses and of machines that go.
+        board: carries out what follows.
+        records: where it is written down.
+        agents: watch the workers and hold the nodes' leases.
+        snapshots: told of the nodes.
+    """
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        membership: Membership,
+        board: Switchboard,
+        records: RunLog,
+        agents: NodeAgents,
+        snapshots: Snapshots,
+    ) -> None:
+        self._health, self._membership, self._board = config.health, membership, board
+        self._records, self._agents = records, agents
+        self._snapshots, self._in_memory = snapshots, config.in_memory
+        self.started: dict[str, Identity] = {}
+        """Workers that have started and were not lost."""
+        self.draining_nodes: set[str] = set()
+        """Machines that will go."""
+        self._draining: set[str] = set()
+        self._watches: dict[str, Any] = {}
+        self._unwatched: set[str] = set()
+        self._ended: set[tuple[str, int]] = set()
+        """Node and process of workers whose end Ray has seen."""
+        self._losses: list[Loss] = []
+        self._checking_leases = self._save_wanted = False
+
+    # -- arrivals ----------------------------------------------------------------------------------
+
+    def watch(self, identity: Identity) -> None:
+        """A worker's process is watched from now on, by the agent of its node."""
+        if not self._checking_leases:
+            self._checking_leases = True
+            self._board.spawn(self._check_leases())
+        self.started[identity.worker] = identity
+        token = self._agents.start(identity.node, ray.get_runtime_context().current_actor)
+        if token is not None:
+            self._board.spawn(self._await_agent(identity.node, token))
+            if self._in_memory:
+                self._snapshots.node_joined(identity.node)
+        self._watches[identity.worker] = self._agents.watch(identity)
+
+    async def until_watched(self, worker: str) -> None:
+        """Waits until the agent of its node watches `worker`, where it has one."""
+        if worker in self._watches:
+            with contextlib.suppress(ActorUnschedulableError):
+                await self._watches.pop(worker)
+
+    # -- machines that go --------------------------------------------------------------------------
+
+    async def drain(
+        self, workers: Iterable[str], reason: str, left_s: float | None, node: str | None
+    ) -> None:
+        """`workers` will go with their machine, `node`, in `left_s` if that is known; or, where no
+        `node` is named, by themselves."""
+        known = [w for w in workers if w in self.started and w not in self._draining]
+        if not known:
+            return
+        self._records.note(
+            events.Draining(
+                time=time.time(), workers=known, node=node, reason=reason, deadline_s=left_s
+            )
+        )
+        self.retire(known, dismiss=node is None)
+        self._save_wanted |= self._membership.last_copies_go
+        await self._board.advance()
+
+    def take_save_wish(self) -> bool:
+        """Whether a checkpoint is wanted since this was asked last: the machines that will go hold
+        all there is of the state."""
+        wanted, self._save_wanted = self._save_wanted, False
+        return wanted
+
+    def retire(self, workers: Iterable[str], *, dismiss: bool) -> None:
+        """`workers` get no slot any more. See `Membership.drain`."""
+        for worker in workers:
+            self._draining.add(worker)
+            self._membership.drain(worker, dismiss=dismiss)
+
+    async def drain_node(self, node: str, left_s: float | None, reason: str) -> None:
+        """A machine will go: those that work on it leave, those that start on it get no slot."""
+        self.draining_nodes.add(node)
+        await self.drain(self._on(node), reason, left_s, node)
+
+    def _on(self, node: str) -> list[str]:
+        return [worker for worker, identity in self.started.items() if identity.node == node]
+
+    # -- losses ------------------------------------------------------------------------------------
+
+    async def lose(
+        self,
+        worker: str,
+        cause: events.Cause,
+        detail: str,
+        step: int | None = None,
+        formation: int | None = None,
+    ) -> None:
+        """Writes a worker off, which was in `step`, in replica `formation`, where that is known.
+        Twice does no harm."""
+        await self._board.ready.wait()
+        membership = self._membership
+        slot = membership.slot_name(worker)
+        if worker in self._draining and cause in ("crash", "node"):
+            cause = "preemption"
+        member, identity = membership.lose(worker), self.started.pop(worker, None)
+        if identity is None and member is not None:
+            await self._board.advance()
+        if identity is None or membership.stopped is not None:
+            return
+        self._board.turn_away(worker)
+        self._records.note(
+            events.WorkerLost(
+                time=time.time(),
+                worker=worker,
+                node=identity.node,
+                pid=identity.pid,
+                slot=slot,
+                cause=cause,
+                detail=detail,
+            )
+        )
+        self._count(
+            Loss(
+                cause=cause,
+                step=step,
+                committed=membership.recorded,
+                detail=detail,
+                formation=formation,
+            )
+        )
+        await self._board.advance()
+        await self._board.tell()
+
+    def _count(self, loss: Loss) -> None:
+        self._losses.append(loss)
+        error = decide_failure(self._losses, self._health)
+        if error is not None:
+            self._membership.stopped = Stop(error=error)
+
+    async def kill(self, worker: str, cause: events.Cause, detail: str) -> None:
+        """Ends a worker's process and writes it off."""
+        self.signal(worker, signal.SIGKILL)
+        await self.lose(worker, cause, detail)
+
+    async def expel(self, worker: str) -> None:
+        """Ends the process of a worker that a coordinator before this one has written off."""
+        identity = self.started.pop(worker)
+        with contextlib.suppress(ray.exceptions.RayError):
+            await self.until_watched(worker)
+        self._agents.signal(identity, signal.SIGKILL)
+
+    def signal(self, worker: str, number: int) -> None:
+        """Sends a signal to the process of a worker, where it has started."""
+        if worker in self.started:
+            self._agents.signal(self.started[worker], number)
+
+    async def lose_laggards(self, called: Mapping[str, Signal]) -> None:
+        """Ends the workers that have not followed a call in time."""
+        timeout_s = self._health.regroup_timeout_s
+        await asyncio.sleep(timeout_s)
+        detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
+        for worker in self._membership.calls.laggards(called):
+            await self.kill(worker, "hang", detail)
+
+    async def lose_node(self, node: str, detail: str) -> None:
+        """Writes off all workers of a node."""
+        self._snapshots.node_lost(node)
+        for worker in self._on(node):
+            await self.lose(worker, "node", detail)
+
+    async def lose_unwatched(self, ended: Collection[tuple[str, int]]) -> None:
+        """Writes off those of the workers that have `ended`, each by node and process, whose nodes
+        have no agent that would know."""
+        self._ended.update(ended)
+        for worker, identity in list(self.started.items()):
+            if identity.node in self._unwatched and (identity.node, identity.pid) in self._ended:
+                await self.lose(worker, "crash", f"process {identity.pid} ended, as Ray saw")
+
+    async def _await_agent(self, node: str, token: str) -> None:
+        """Ends when the node's agent does: its workers are lost with it.
+
+        Ray starts nothing on a machine that it drains. A coordinator that is started anew meanwhile
+        gets no agent there. Its workers have until their machine goes, and Ray sees their end.
+        """
+        try:
+            end = await self._agents.outlive(node)
+        except ActorUnschedulableError:
+            end = "Ray starts none there"
+            if node in await asyncio.to_thread(live_nodes):
+                log.warning("the workers on node %s are not watched: Ray drains it", node)
+                self._unwatched.add(node)
+                self._agents.forget(node, token)
+                self._snapshots.node_lost(node)  # nor a holder of what lies there
+                await self.lose_unwatched(())
+                return
+        if self._agents.forget(node, token):
+            await self.lose_node(node, f"its node agent is gone: {end}")
+
+    async def _check_leases(self) -> None:
+        """Loses the nodes that were not heard of in time, for as long as the run lasts."""
+        await self._agents.listen()
+        limit_s = self._health.node_timeout_s
+        while True:
+            await asyncio.sleep(self._agents.check_interval_s)
+            for node, age_s in self._agents.overdue(time.monotonic()).items():
+                self._agents.forget(node)
+                await self.lose_node(
+                    node,
+                    f"its node was not heard for {age_s:.1f} s "
+                    f"(health.node_timeout_s = {limit_s:g})",
+                )

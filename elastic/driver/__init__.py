@@ -1,0 +1,1 @@
+"""What `fit()` does beside the run: what to go on from, resources, progress, a watch."""

@@ -1,0 +1,313 @@
+"""Where a run's records lie, what it goes on from, and whether that is the same run. The driver's
+part, before anything starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ray.train import RunConfig
+
+from checkpointing import (
+    CheckpointConfig,
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    Keys,
+    Manifest,
+    MissingError,
+    NotCommittedError,
+    S3Config,
+    Snapshot,
+    Store,
+    StoreError,
+    is_sound,
+    list_steps,
+    load_manifest,
+    open_store,
+    set_aside,
+    set_foreign_aside,
+    sweep_orphans,
+)
+from checkpointing.config import Resume
+from checkpointing.read.catalogue import SET_ASIDE, is_foreign
+from checkpointing.stores.keys import PROBE
+from elastic.protocol.events import CheckpointCommitted, RegroupDone
+from elastic.protocol.run_identity import RunIdentity, StateTable, check_own, newest_own
+from elastic.protocol.run_paths import RunPaths, hold_run
+from elastic.reporting.event_log import read_events
+from trainer.config import TrainConfig
+from trainer.errors import ConfigError
+from trainer.tasks.task import PreparedTask
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def run_directory(run_config: RunConfig, checkpoint: CheckpointConfig) -> Iterator[RunPaths]:
+    """The run directory, checked and held against other drivers while the context lasts.
+
+    For `resume="never"` an earlier run of this name is set aside first.
+
+    Raises:
+        ConfigError: the storage cannot be used, or a run of this name is going on.
+    """
+    storage = str(run_config.storage_path)
+    if "://" in storage and not storage.startswith("file://"):
+        raise ConfigError(
+            "run_config.storage_path",
+            storage,
+            "this version stores the records of a run in a local or shared directory",
+            "Use a directory that all nodes see, and checkpoint.store for checkpoints on S3",
+        )
+    paths = RunPaths(
+        root=Path(local_path(run_config), str(run_config.name)).absolute(),
+        store=checkpoint.s3(str(run_config.name)),
+    )
+    with ExitStack() as held:
+        try:
+            paths.root.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(hold_run(paths))
+            if paths.store is not None:
+                _check_s3(paths.store, checkpoint.resume)
+            aside = paths.set_aside() if checkpoint.resume == "never" else None
+            if paths.store is None:
+                _check_store(open_store(paths.checkpoints))
+        except (OSError, StoreError) as error:
+            raise ConfigError(
+                "run_config.storage_path",
+                storage,
+                f"it cannot be written: {error}",
+                f"Use a directory that user {os.getuid()} may write",
+            ) from error
+        if aside is not None:
+            log.warning("resume='never': the earlier run was moved to %s", aside)
+        yield paths
+
+
+def _check_store(store: Store) -> None:
+    store.check_writable()
+    store.delete_many(store.list(PROBE))  # of drivers that were killed in that check
+
+
+def _check_s3(store: S3Config, resume: Resume) -> None:
+    """Raises ConfigError where checkpoints cannot be written, or those there could not stay."""
+    try:
+        opened = open_store(store)
+        _check_store(opened)
+        steps = list_steps(opened, Keys())
+    except CheckpointError as error:
+        raise ConfigError(
+            "checkpoint.store",
+            str(store),
+            f"it cannot be used: {error}",
+            "See examples/aws/README.md",
+        ) from error
+    if resume == "never" and steps:
+        raise ConfigError(
+            "checkpoint.resume",
+            resume,
+            f"{store} has checkpoints of an earlier run, up to step {steps[-1]}, and objects on S3 "
+            f"cannot be set aside",
+            "Use another run_config.name, or delete them",
+        )
+
+
+def local_path(run_config: RunConfig) -> str:
+    """`storage_path` as a plain path."""
+    return str(run_config.storage_path).removeprefix("file://")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a run goes on from."""
+
+    stored: Manifest | None
+    """The newest checkpoint of its own."""
+    snapshot: Snapshot | None
+    """A newer state in the nodes' memory."""
+    passed: CheckpointError | None
+    """Why the newest of those that can be read, but are not the run's own, is not."""
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The newer one of the two; None: the run begins from the seed."""
+        return self.stored if self.snapshot is None else self.snapshot.manifest
+
+
+def find_origin(
+    paths: RunPaths,
+    identity: RunIdentity,
+    snapshot: Snapshot | None,
+    model: StateTable | None,
+) -> Origin:
+    """Looks for the newest saved state of a run.
+
+    Args:
+        paths: where checkpoints are.
+        identity: of the run.
+        snapshot: the newest one in the nodes' memory.
+        model: what the state is; None where that is not known yet.
+    """
+    stored, passed = newest_own(paths, identity, model)
+    if snapshot is not None and (stored is None or snapshot.step > stored.step):
+        try:
+            check_own(snapshot.manifest, identity, model)
+            return Origin(stored=stored, snapshot=snapshot, passed=passed)
+        except CheckpointError as error:
+            log.warning("passing over the snapshot of step %d: %s", snapshot.step, error)
+            passed = error
+    return Origin(stored=stored, snapshot=None, passed=passed)
+
+
+def check_found(paths: RunPaths, resume: Resume, origin: Origin) -> None:
+    """Raises ConfigError where there is no state to go on from, and `resume` is "must" or there was
+    one: a run that has lost its checkpoints does not begin again without being told to."""
+    if origin.manifest is not None:
+        return
+    if origin.passed is not None:
+        raise ConfigError(
+            "run_config.name",
+            paths.root.name,
+            f"what was saved under it is of another model or another run: {origin.passed}",
+            f"Use the same model, or {_to_begin_anew(paths)}",
+        )
+    if resume != "never" and (unreadable := _unreadable(paths)):
+        raise ConfigError(
+            "checkpoint.resume",
+            resume,
+            f"no checkpoint in {paths.checkpoints} can be read; there are {', '.join(unreadable)}",
+            f"Repair them, or begin anew: delete them, or use {_to_begin_anew(paths)}",
+        )
+    if resume != "never" and (step := _last_committed(paths)) is not None:
+        raise ConfigError(
+            "checkpoint.resume",
+            resume,
+            f"a checkpoint of step {step} was committed, by {paths.events}, and there is none in "
+            f"{paths.checkpoints}",
+            f"Bring the checkpoints back, or begin anew: use {_to_begin_anew(paths)}",
+        )
+    if resume == "must":
+        raise ConfigError(
+            "checkpoint.resume",
+            resume,
+            f"there is no checkpoint in {paths.checkpoints}",
+            "Check run_config.name and storage_path, or use resume='auto'",
+        )
+
+
+def _to_begin_anew(paths: RunPaths) -> str:
+    """What to change: objects on S3 cannot be set aside."""
+    other = "another run_config.name"
+    return other if paths.store is not None else f"{other} or resume='never'"
+
+
+def _unreadable(paths: RunPaths) -> list[str]:
+    """Commit records that cannot be read, and all that were set aside, where none can."""
+    keys, endings = Keys(), (".json", f".json{SET_ASIDE}")
+    listed = open_store(paths.checkpoints).list(keys.commits)
+    return [key for key in listed if key.endswith(endings) or is_foreign(keys, key)]
+
+
+def _last_committed(paths: RunPaths) -> int | None:
+    """The newest checkpoint that the records tell of."""
+    told = [e.step for e in read_events(paths.events) if isinstance(e, CheckpointCommitted)]
+    return max(told, default=None)
+
+
+def last_generation(paths: RunPaths, manifest: Manifest | None) -> int:
+    """The last generation that anything was written under: a continued run goes on above it."""
+    rosters = [e.generation for e in read_events(paths.events) if isinstance(e, RegroupDone)]
+    return max([0 if manifest is None else manifest.generation, *rosters])
+
+
+def set_others_aside(
+    paths: RunPaths,
+    manifest: Manifest | None,
+    identity: RunIdentity,
+    model: StateTable | None,
+) -> None:
+    """Moves commit records out of the way that the run does not go on from.
+
+    Those of another run, model or version go wherever they stand, so that retention neither counts
+    nor deletes them; nothing of them is lost. Damaged ones go where they stand after `manifest`:
+    their steps are done again.
+
+    Args:
+        paths: where they are.
+        manifest: the newest of the run's own; None for none.
+        identity: of the run.
+        model: what its state is; None where that is not known.
+    """
+    store, keys = open_store(paths.checkpoints), Keys()
+    for step in list_steps(store, keys):
+        later = manifest is None or step > manifest.step
+        kind = _kind(store, step, identity, model)
+        if kind == "damaged" and later:
+            set_aside(store, keys, step)
+        elif kind == "foreign" or (kind == "own" and later):  # an import a moment ago
+            set_foreign_aside(store, keys, step)
+
+
+def _kind(
+    store: Store, step: int, identity: RunIdentity, model: StateTable | None
+) -> Literal["own", "foreign", "damaged", "gone"]:
+    try:
+        check_own(load_manifest(store, Keys(), step), identity, model)
+        return "own"
+    except (CorruptError, IncompatibleError):
+        pass
+    except NotCommittedError:
+        return "gone"
+    try:
+        return "foreign" if is_sound(store.get(Keys().commit(step))) else "damaged"
+    except MissingError:
+        return "gone"
+
+
+def remove_orphans(paths: RunPaths, generation: int) -> None:
+    """Deletes what killed writers have left: uploads that did not end, and segments that no
+    checkpoint refers to, written before `generation`, the run's first."""
+    store = open_store(paths.checkpoints)
+    for key in store.abort_unfinished():
+        log.warning("removed what a killed writer had left of %s", key)
+    removed = sweep_orphans(store, Keys(), generation)
+    if removed:
+        log.info("%d segments of checkpoints that were never committed removed", len(removed))
+
+
+def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask) -> None:
+    """Checks that a run with these settings continues the one that wrote `manifest`, which is of
+    the same model.
+
+    Raises:
+        ConfigError: other data, another order of the data, or other lanes.
+    """
+    state = manifest.training_state
+    if manifest.step > train.steps:
+        raise ConfigError(
+            "train.steps",
+            train.steps,
+            f"the run to be continued has done {manifest.step} steps already",
+            f"Use {manifest.step} or more, another run_config.name, or resume='never'",
+        )
+    now = {
+        "train.seed": ("seed", train.seed),
+        "train.global_batch": ("global_batch", train.global_batch),
+        "train.lanes": ("lanes", train.lanes or state.get("lanes")),
+        "train.task": ("samples", len(task.train_data())),
+    }
+    for field, (key, value) in now.items():
+        before = state.get(key, value)  # an imported checkpoint belongs to no run yet
+        if before != value:
+            raise ConfigError(
+                field,
+                value,
+                f"the run to be continued has {before}, and would not end with the same weights",
+                f"Use {before}, another run_config.name, or resume='never'",
+            )

@@ -1,0 +1,1 @@
+"""What runs on a node beside its workers: agent, uploader, snapshot holder."""

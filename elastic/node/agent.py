@@ -1,0 +1,201 @@
+"""One actor per node: it watches the node's workers, and it is the node's word that it is there.
+
+It renews the node's lease with a datagram every `health.node_beat_s` (`beats.py`). It tells the
+coordinator of every worker that ended or froze (`process_watch.py`), at once, in a call that renews
+the lease too; what was not acknowledged is told again. Where datagrams are not answered, be it that
+a firewall drops them, the call is made for the renewal alone. It kills frozen helpers as well.
+
+Where no renewal comes through for the length of a lease, and the coordinator's machine is silent,
+the node is cut off: the coordinator has written its workers off, or is about to. So the agent kills
+them; they neither train on nor publish anything. A machine that refuses to connect is there and has
+lost the coordinator's process: the one started in its place takes the run up from these very
+workers, and this agent ends with its owner, at once or within seconds. The other way round, an
+agent that was written off hears so in the answer to its next call, ends what is left, and itself.
+
+    lease runs out at the coordinator: its workers are lost, it is forgotten ──► False to its beats
+    lease runs out here: the workers are killed ──► their deaths wait to be told
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import traceback
+from typing import Any
+
+import ray
+
+from elastic.config import HealthConfig
+from elastic.node.beats import BeatSender
+from elastic.node.process_watch import ProcessWatch
+from elastic.protocol.messages import Death, Identity
+from elastic.providers.notices import SpotWatch, on_ec2, tell_coordinator
+from elastic.ray_compat.cluster import drain_node
+from health.lease import AwakeClock, Reach, decide_cut_off
+
+_SAMPLE_INTERVAL_S = 0.2
+_TELL_INTERVAL_S = 0.02
+"""How often to look for the answer to a call while news waits for it."""
+_PROBE_TIMEOUT_S = 1.0
+_MOST_UNANSWERED = 2
+"""Beats without an answer, before the coordinator is called instead."""
+
+
+class NodeAgent:
+    """See the module. The coordinator makes one per node.
+
+    Args:
+        coordinator: handle of the coordinator actor.
+        node: Ray's id of this node.
+        token: tells this agent from others that the node may have had.
+        address: host and port on which the coordinator's process listens.
+        beats: host and port of its socket for beats.
+        health: bounds.
+    """
+
+    def __init__(
+        self,
+        coordinator: Any,
+        node: str,
+        token: str,
+        address: tuple[str, int],
+        beats: tuple[str, int],
+        health: HealthConfig,
+    ) -> None:
+        self._coordinator, self._node, self._token = coordinator, node, token
+        self._address, self._health = address, health
+        self._processes = ProcessWatch(health.freeze_timeout_s)
+        self._helpers = ProcessWatch(health.freeze_timeout_s)
+        self._beats = BeatSender(beats, token)
+        self._clock = AwakeClock(_SAMPLE_INTERVAL_S)
+        self._deaths: list[Death] = []
+        self._call: Any = None
+        self._told = 0
+        """Deaths in that call."""
+        self._called_s = 0.0
+        self._beat_s = -health.node_beat_s
+        self._heard_s = 0.0
+        """Awake time up to which the coordinator is known to have been in reach."""
+        self._run_over = False
+        if on_ec2():
+            self._spot = SpotWatch(node, self._announce)
+        threading.Thread(target=self._run, name="node-agent", daemon=True).start()
+
+    def _announce(self, node: str, deadline_s: float | None, reason: str) -> None:
+        """This machine will be taken away: the run leaves it, and Ray looks for another one."""
+        tell_coordinator(self._coordinator)(node, deadline_s, reason)
+        drain_node(node, deadline_s, reason)
+
+    def watch(self, identity: Identity) -> None:
+        """Watches a worker of this node from now on; reports it at once where it has ended."""
+        self._processes.watch(identity.worker, identity.pid, identity.heartbeat_fd)
+
+    def watch_helper(self, helper: str, pid: int) -> None:
+        """Watches a helper of this node (`nodes/helpers.py`) from now on. It is killed where it is
+        frozen; where it ends, those who wait for it know."""
+        self._helpers.watch(helper, pid, heartbeat_fd=None)
+
+    def signal(self, worker: str, number: int) -> None:
+        """Sends a signal to the process of `worker`, if it is one of this node's and still runs."""
+        self._processes.signal(worker, number)
+
+    def wait(self) -> None:
+        """Never returns: a pending call to it fails when this agent is lost."""
+        threading.Event().wait()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)  # a node must not seem to be watched when it is not
+
+    def _work(self) -> None:
+        sampled_s = 0.0
+        while True:
+            waiting = self._deaths and not self._run_over
+            pause_s = _TELL_INTERVAL_S if waiting else _SAMPLE_INTERVAL_S
+            self._deaths += self._processes.ended(pause_s)
+            now_s = self._clock.tick(time.monotonic())
+            if now_s - sampled_s >= _SAMPLE_INTERVAL_S:
+                self._deaths += self._processes.frozen(now_s)
+                self._end_frozen_helpers(now_s)
+                sampled_s = now_s
+            if not self._run_over:
+                self._renew(now_s)
+
+    def _end_frozen_helpers(self, now_s: float) -> None:
+        self._helpers.ended(timeout_s=0)
+        for death in self._helpers.frozen(now_s):
+            if death.cause == "hang":
+                self._coordinator.helper_killed.remote(self._node, death.worker, death.detail)
+
+    def _renew(self, now_s: float) -> None:
+        """Takes the answers that have come, and beats or calls where it is time."""
+        self._take_echo()
+        self._take_answer()
+        beat = now_s - self._beat_s >= self._health.node_beat_s
+        if beat:
+            self._beats.send(now_s)
+            self._beat_s = now_s
+        unheard = beat and self._beats.unanswered > _MOST_UNANSWERED
+        if self._call is None and (self._deaths or unheard):
+            self._told, self._called_s = len(self._deaths), now_s
+            self._call = self._coordinator.beat.remote(self._node, self._token, self._deaths)
+        silent_s = now_s - self._heard_s
+        if silent_s > self._health.node_timeout_s and not self._run_over:
+            self._fence(silent_s, now_s)
+
+    def _take_echo(self) -> None:
+        heard = self._beats.hear()
+        if heard is None:
+            return
+        if not heard.kept:
+            self._leave()
+        self._heard_s = max(self._heard_s, heard.sent_s)
+
+    def _take_answer(self) -> None:
+        if self._call is None or not ray.wait([self._call], timeout=0)[0]:
+            return
+        call, self._call = self._call, None
+        try:
+            kept = ray.get(call)
+        except ray.exceptions.ActorDiedError:
+            self._run_over = True  # the coordinator is gone for good; Ray ends the workers
+            return
+        except ray.exceptions.RayError:
+            return  # not reached, or restarting: told again with the next call
+        if not kept:
+            self._leave()
+        del self._deaths[: self._told]
+        self._heard_s = max(self._heard_s, self._called_s)
+
+    def _fence(self, silent_s: float, now_s: float) -> None:
+        """Kills the workers where this node is cut off."""
+        reach, timeout_s = _reach(self._address), self._health.node_timeout_s
+        cut_off = decide_cut_off(reach, silent_s, timeout_s)
+        if cut_off:
+            detail = (
+                f"its node could not reach the coordinator for {silent_s:.1f} s "
+                f"(health.node_timeout_s = {timeout_s:g})"
+            )
+            self._deaths += self._processes.kill_all("node", detail)
+        if cut_off or reach == "answers":
+            self._heard_s = now_s
+
+    def _leave(self) -> None:
+        """The node was written off: ends its workers and this actor."""
+        self._processes.kill_all("node", "its node was written off")
+        os._exit(0)
+
+
+def _reach(address: tuple[str, int]) -> Reach:
+    try:
+        socket.create_connection(address, timeout=_PROBE_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return "refuses"
+    except OSError:
+        return "silent"
+    return "answers"

@@ -1,0 +1,141 @@
+"""The worker processes of one node: who has ended, who is frozen.
+
+The kernel makes a pidfd readable when its process ends, so a death is known within milliseconds. A
+freeze shows in samples of the process's state and heartbeat; a frozen process is killed here and
+now, because only that closes its sockets and wakes the peers that wait for it.
+
+One thread calls `ended` and `frozen`, others call `watch` and `signal`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+from dataclasses import dataclass
+
+from elastic.protocol.events import Cause
+from elastic.protocol.messages import Death
+from health.diagnosis import History, Sample, decide_frozen, observe
+from health.heartbeat import NO_STEP, HeartbeatReader, Record
+from health.process import read_state
+from trainer.loop.phases import PHASES
+
+
+@dataclass(kw_only=True)
+class _Process:
+    """A process that is watched."""
+
+    worker: str
+    pid: int
+    heartbeat: HeartbeatReader | None
+    history: History | None = None
+    reported: bool = False
+    """Its death was reported already, before the process came to its end."""
+
+
+class ProcessWatch:
+    """See the module.
+
+    Args:
+        freeze_timeout_s: how long a heartbeat may stand still.
+    """
+
+    def __init__(self, freeze_timeout_s: float) -> None:
+        self._freeze_timeout_s = freeze_timeout_s
+        self._processes: dict[int, _Process] = {}
+        self._stillborn: list[Death] = []
+        self._poll = select.epoll()
+        self._lock = threading.Lock()  # a pidfd may not be closed, and reused, while one signals it
+
+    def watch(self, worker: str, pid: int, heartbeat_fd: int | None) -> None:
+        """Watches process `pid`, which is `worker`, from now on."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            detail = "its process was gone when the watch began"
+            self._stillborn.append(Death(worker=worker, cause="crash", detail=detail))
+            return
+        heartbeat = None
+        with contextlib.suppress(OSError):
+            heartbeat = None if heartbeat_fd is None else HeartbeatReader(pid, heartbeat_fd)
+        with self._lock:
+            self._processes[pidfd] = _Process(worker=worker, pid=pid, heartbeat=heartbeat)
+        self._poll.register(pidfd, select.EPOLLIN)
+
+    def signal(self, worker: str, number: int) -> None:
+        """Sends a signal to the process of `worker`, if it is one of this node's and still runs."""
+        with self._lock:
+            for pidfd, process in self._processes.items():
+                if process.worker == worker:
+                    _send(pidfd, number)
+
+    def kill_all(self, cause: Cause, detail: str) -> list[Death]:
+        """Ends all processes. Returns the deaths that are news."""
+        with self._lock:
+            processes = list(self._processes.items())
+            return [death for p in processes for death in _condemn(*p, cause, detail)]
+
+    def ended(self, timeout_s: float) -> list[Death]:
+        """Waits up to `timeout_s` for a process to end. Returns the deaths that are news."""
+        ready = self._poll.poll(timeout_s)
+        deaths = [self._stillborn.pop() for _ in range(len(self._stillborn))]
+        for pidfd, _ in ready:
+            with self._lock:
+                process = self._processes.pop(pidfd)
+                self._poll.unregister(pidfd)
+                os.close(pidfd)
+            if process.heartbeat is not None:
+                process.heartbeat.close()
+            if not process.reported:
+                detail = f"process {process.pid} ended"
+                deaths.append(Death(worker=process.worker, cause="crash", detail=detail))
+        return deaths
+
+    def frozen(self, awake_s: float) -> list[Death]:
+        """Samples all processes and kills those that are frozen. Returns the deaths that are news.
+
+        Args:
+            awake_s: now, on the watcher's `AwakeClock`.
+        """
+        deaths: list[Death] = []
+        for pidfd, process in list(self._processes.items()):
+            state = read_state(process.pid)
+            if state is None or process.reported:
+                continue
+            if state == "Z":
+                # Its first thread has ended. The pidfd tells only when all have, which takes
+                # seconds where the machine has more to do than it can.
+                deaths += _condemn(pidfd, process, "crash", f"process {process.pid} ended")
+                continue
+            record = None if process.heartbeat is None else process.heartbeat.read()
+            sample = Sample(awake_s=awake_s, state=state, record=record)
+            process.history = observe(process.history, sample)
+            verdict = decide_frozen(process.history, self._freeze_timeout_s)
+            if verdict is not None:
+                detail = f"process {process.pid} is frozen: {verdict.evidence}{_where(record)}"
+                deaths += _condemn(pidfd, process, "hang", detail)
+        return deaths
+
+
+def _send(pidfd: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, number)
+
+
+def _condemn(pidfd: int, process: _Process, cause: Cause, detail: str) -> list[Death]:
+    """Kills a process and reports it at once: one that is stuck in the kernel may take its time."""
+    _send(pidfd, signal.SIGKILL)
+    if process.reported:
+        return []
+    process.reported = True
+    return [Death(worker=process.worker, cause=cause, detail=detail)]
+
+
+def _where(record: Record | None) -> str:
+    if record is None or record.serial == 0 or record.phase not in range(len(PHASES)):
+        return ""
+    step = "" if record.step == NO_STEP else f" of step {record.step}"
+    return f"; it was in phase {PHASES[record.phase]}{step}"

@@ -1,0 +1,48 @@
+"""What a run has in the memory of the nodes: for the driver, what an earlier start has left; for a
+coordinator that was started anew, what it must know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from checkpointing import Snapshot, Stock, clear_memory, find_newest, take_stock
+from elastic.protocol.events import RegroupDone
+from elastic.protocol.run_paths import RunPaths
+from elastic.ray_compat.cluster import live_nodes, on_every_node
+from elastic.reporting.event_log import read_events
+
+SURVEY_TIMEOUT_S = 60.0
+"""Bound on the answers of the nodes; those that do not answer hold nothing."""
+
+
+def find_snapshot(paths: RunPaths, *, timeout_s: float = SURVEY_TIMEOUT_S) -> Snapshot | None:
+    """The newest complete snapshot of the run that the live nodes hold between them, as they say
+    within `timeout_s`.
+
+    A run without records is a new one: what lies under its name is deleted. Needs a Ray cluster.
+    """
+    if not paths.events.exists():
+        clear_snapshots(paths)
+        return None
+    stocks = on_every_node(
+        _take_stock, str(paths.memory), frozenset(live_nodes()), timeout_s=timeout_s
+    )
+    went_back = [
+        (event.generation, event.step)
+        for event in read_events(paths.events)
+        if isinstance(event, RegroupDone) and event.outcome in ("start", "restore")
+    ]
+    return find_newest(stocks, went_back)
+
+
+def clear_snapshots(paths: RunPaths) -> None:
+    """Deletes all snapshots of the run on all live nodes. Needs a Ray cluster."""
+    on_every_node(_clear, str(paths.memory), timeout_s=SURVEY_TIMEOUT_S)
+
+
+def _take_stock(folder: str, live: frozenset[str], node: str) -> Stock:
+    return take_stock(Path(folder), live, node)
+
+
+def _clear(folder: str, node: str) -> None:
+    clear_memory(Path(folder))

@@ -1,0 +1,46 @@
+"""What every worker of a run is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from checkpointing import CheckpointConfig
+from elastic.config import HealthConfig, ScalingConfig
+from elastic.protocol.faults import Fault
+from elastic.protocol.run_identity import RunIdentity
+from elastic.protocol.run_paths import RunPaths
+from trainer.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A checked run, as it crosses to the workers."""
+
+    train: TrainConfig
+    """What to learn; its `task` is left out, `task` below is the prepared one."""
+    task: Any
+    """The prepared task."""
+    lanes: int
+    """Lanes of the run."""
+    scaling: ScalingConfig
+    """Sizes and the device."""
+    checkpoint: CheckpointConfig
+    """When to save."""
+    health: HealthConfig
+    """Bounds."""
+    paths: RunPaths
+    """The run directory."""
+    identity: RunIdentity
+    """Who the run is; it stands in every checkpoint."""
+    attempt: int
+    """Random number of this start, in the keys of all it saves: no other start writes there."""
+    faults: tuple[Fault, ...]
+    """Faults to inject."""
+    coordinator: Any
+    """Handle of the coordinator actor."""
+
+    @property
+    def slots(self) -> int:
+        """Workers of the full layout, spares not counted."""
+        return self.scaling.slots(self.train.parallel)

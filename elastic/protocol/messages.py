@@ -1,0 +1,258 @@
+"""What workers and the coordinator say to each other. Plain frozen data; it crosses Ray."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from elastic.protocol.events import Cause, StepRecord
+from trainer.replication.step_commit import Commit
+
+Source = Literal["store", "memory"]
+SignalKind = Literal["fault", "boundary"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who a worker is."""
+
+    worker: str
+    """Unique in the run; a replacement has a new one."""
+    rank: int
+    """World rank that Ray gave it: neighbours in rank are neighbours on the network."""
+    node: str
+    """Ray's id of its node."""
+    pid: int
+    """Its process on that node."""
+    heartbeat_fd: int | None = None
+    """Descriptor of its heartbeat in that process (`health.heartbeat`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Death:
+    """A worker's process that ended, or that was killed because it was as good as dead."""
+
+    worker: str
+    """Name of the worker."""
+    cause: Cause
+    """What happened to it."""
+    detail: str
+    """The evidence in one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a worker has when it joins."""
+
+    identity: Identity
+    """Who it is."""
+    built: int = 0
+    """Number of the formation whose process group and model it holds; 0: none."""
+    rank: int = 0
+    """Rank, in its replica, of the state that it holds."""
+    generation: int = 0
+    """Generation of the roster that it worked in last."""
+    step: int | None = None
+    """Steps in its state; None: it has no state."""
+    in_step: bool = False
+    """Whether it had begun on step `step`."""
+    last: Commit | None = None
+    """The commit of step - 1, where it saw it."""
+    finished: bool = False
+    """It has done everything up to the end of the run."""
+    recent: tuple[StepRecord, ...] = ()
+    """The latest steps it saw committed, should the lead worker have died before it sent them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where a worker stands, for a coordinator that was started anew and knows nothing."""
+
+    identity: Identity
+    """Who it is."""
+    formed: int = 0
+    """Number of the formation that it builds or has built its part of; 0: none."""
+    built: bool = False
+    """It has built it."""
+    replica: int = 0
+    """Index of that replica."""
+    rank: int = 0
+    """Its rank in it."""
+    generation: int = 0
+    """Generation of the roster that the formation was in last; 0: none yet."""
+    position: int = 0
+    """Position of the replica in that roster."""
+    lanes: tuple[int, ...] = ()
+    """Lanes of the replica in that roster."""
+    replicas: int = 0
+    """Replicas in that roster."""
+    kept: bool = False
+    """The formation is in no roster yet, and goes on with what its workers hold."""
+    source: int | None = None
+    """Position that it heals from, as a newcomer."""
+    proven: bool = False
+    """A step was committed in that roster: its process groups work."""
+    behind: bool = False
+    """It is a newcomer and has not caught up."""
+    serial: int = 0
+    """The latest signal that it has heard, or that was settled before it could."""
+
+    def joining(self, report: Report) -> Standing:
+        """Where the worker stands while it joins."""
+        return replace(self, built=True) if report.built else Standing(identity=self.identity)
+
+    def after(self, answer: Answer) -> Standing:
+        """Where the worker stands once it has this answer."""
+        if isinstance(answer, Build):
+            return Standing(
+                identity=self.identity,
+                formed=answer.formed,
+                replica=answer.replica,
+                rank=answer.rank,
+                kept=answer.keep,
+            )
+        if isinstance(answer, Run):
+            source = dict(answer.heals).get(answer.position)
+            return replace(
+                self,
+                replica=answer.replica,
+                generation=answer.generation,
+                position=answer.position,
+                lanes=answer.lanes[answer.position],
+                replicas=len(answer.lanes),
+                kept=False,
+                source=source,
+                proven=False,
+                behind=source is not None,
+            )
+        if isinstance(answer, Leave):
+            return Standing(identity=self.identity)
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """Take this slot in a new replica: make its process group, build the model, join again."""
+
+    formed: int
+    """Number of the formation; unique in the run."""
+    replica: int
+    """Index of the replica."""
+    rank: int
+    """This worker's rank in it."""
+    step: int
+    """Steps that the run has committed so far."""
+    keep: bool
+    """Go on with the state that this worker holds from a broken replica, in the same rank."""
+    meet: tuple[str, int]
+    """Host and port of the store where process groups meet."""
+    serial: int
+    """Signals up to this one are settled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a new roster tells all its workers alike."""
+
+    generation: int
+    """Generation of the roster."""
+    lanes: tuple[tuple[int, ...], ...]
+    """Lanes of each replica, by position."""
+    step: int
+    """Steps committed: where everybody goes on."""
+    commit: Commit | None
+    """Commit of step - 1: a worker at step - 1 holds that step's gradient and applies it."""
+    heals: tuple[tuple[int, int], ...]
+    """(position that has no state, position it gets it from). The newcomers have no lanes."""
+    restore: bool
+    """No replica has state: everybody reads checkpoint `step`, or starts from the seed at step
+    0."""
+    source: Source
+    """Where `restore` reads: the checkpoint store, or the snapshot in the nodes' memory."""
+    recorded: int
+    """Steps that the coordinator has records of."""
+    meet: tuple[str, int]
+    """Host and port of the store where process groups meet."""
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The order for the wire: made once, and copied into every worker's part of it."""
+        order = {field.name: getattr(self, field.name) for field in fields(Order)}
+        return pickle.dumps(order, pickle.HIGHEST_PROTOCOL)
+
+    def part(self, *, replica: int, rank: int, position: int, serial: int) -> Run:
+        """A worker's part of it."""
+        run = Run.__new__(Run)  # there are thousands, and `__init__` sets each field by a call
+        run.__dict__.update(
+            vars(self),
+            packed=self.packed,
+            replica=replica,
+            rank=rank,
+            position=position,
+            serial=serial,
+        )
+        return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Order):
+    """A worker's part of a new roster: train."""
+
+    replica: int
+    """Index of this worker's replica."""
+    rank: int
+    """This worker's rank in it."""
+    position: int
+    """Position of that replica in the roster: the rank across replicas."""
+    serial: int
+    """Signals up to this one are settled."""
+
+    @property
+    def lead(self) -> bool:
+        """Whether this worker reports the steps."""
+        return self.position == self.rank == 0
+
+    @property
+    def savers(self) -> int:
+        """Replicas that share the writing of saves: the first so many, which all have state."""
+        return len(self.lanes) - len(self.heals)
+
+    def __reduce__(self) -> tuple[Callable[..., Run], tuple[bytes, int, int, int, int]]:
+        return _unpack, (self.packed, self.replica, self.rank, self.position, self.serial)
+
+
+def _unpack(packed: bytes, replica: int, rank: int, position: int, serial: int) -> Run:
+    order: dict[str, Any] = pickle.loads(packed)
+    return Run(**order, replica=replica, rank=rank, position=position, serial=serial)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """Let go of your replica, keep the state, and join again: a coordinator that is lost had told
+    the others of it to train, and they wait for you in a collective that only this ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """The run is over."""
+
+    error: str | None
+    """Why it failed; None: it is finished."""
+
+
+Answer = Build | Run | Leave | Stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal:
+    """A call to a worker, while it works."""
+
+    serial: int
+    """Rising number, per worker."""
+    kind: SignalKind
+    """`fault`: leave now. `boundary`: leave together after a commit."""
+    broken: bool = False
+    """This worker's own replica has lost a peer."""

@@ -1,0 +1,1 @@
+"""Who gives machines and takes them away, and how a run hears of it."""

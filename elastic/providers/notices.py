@@ -1,0 +1,201 @@
+"""Notices that a machine or a worker is about to be taken away, from wherever they come.
+
+- `DrainWatch`: Ray's drain API, by which autoscalers, KubeRay and `ray drain-node` announce it.
+- `on_sigterm`: schedulers such as Slurm and Kubernetes send SIGTERM some time before SIGKILL.
+- `SpotWatch`: EC2 announces a spot interruption on the machine itself, two minutes ahead.
+
+Each tells of it once, by a callback, from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from elastic.protocol.rpc import ask
+
+log = logging.getLogger(__name__)
+
+METADATA_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
+"""Where the AWS SDKs, too, look for another address of the instance metadata service."""
+_METADATA_URL = "http://169.254.169.254"
+_VENDOR_FILES = ("/sys/class/dmi/id/sys_vendor", "/sys/class/dmi/id/bios_vendor")
+_TOKEN_TTL_S = 21_600
+_ANSWER_TIMEOUT_S = 1.0
+_ABANDONED_AFTER = 10
+
+_terms: queue.SimpleQueue[int] = queue.SimpleQueue()  # its `put` may be used in signal handlers
+
+Tell = Callable[[str, float | None, str], None]
+"""Called with Ray's id of the node, the deadline (s since the epoch; None: unknown), the reason."""
+
+
+class DrainWatch:
+    """Asks Ray once a second which nodes it drains, and tells of each once.
+
+    Args:
+        look: node -> deadline, ms since the epoch, 0: none given (`ray_compat.draining_nodes`).
+        tell: called from the watch's thread, once per node.
+        interval_s: between two looks.
+    """
+
+    def __init__(
+        self, look: Callable[[], Mapping[str, int]], tell: Tell, *, interval_s: float = 1.0
+    ) -> None:
+        self._look, self._tell, self._interval_s = look, tell, interval_s
+        self._known: set[str] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="drain-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the watch."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._interval_s):
+            try:
+                self._take(self._look())
+            except Exception as error:  # Ray may be unreachable for a while
+                log.warning("draining nodes are looked for again: %s", error)
+
+    def _take(self, draining: Mapping[str, int]) -> None:
+        for node, deadline_ms in draining.items():
+            if node not in self._known:
+                self._known.add(node)
+                self._tell(node, deadline_ms / 1000 if deadline_ms else None, "Ray drains the node")
+
+
+def tell_coordinator(coordinator: Any) -> Tell:
+    """A `Tell` for a coordinator actor. It waits through a restart of the coordinator."""
+
+    def tell(node: str, deadline_s: float | None, reason: str) -> None:
+        ask(coordinator.drain, node, deadline_s, reason)
+
+    return tell
+
+
+# -- SIGTERM ---------------------------------------------------------------------------------------
+
+
+def catch_sigterm() -> None:
+    """From now on SIGTERM is a notice: this process goes on until `on_sigterm`'s callback acts.
+
+    Ray's own handler would end it at once. Call it on the process's main thread; in a Ray Train
+    worker that is where `Backend.on_start` runs what it executes.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: _terms.put(number))
+
+
+def on_sigterm(callback: Callable[[], None]) -> None:
+    """Calls `callback` on a thread of its own at the first SIGTERM, even if that has come already.
+
+    Needs `catch_sigterm` in this process. Call it once.
+    """
+
+    def wait() -> None:
+        _terms.get()
+        callback()
+
+    threading.Thread(target=wait, name="sigterm", daemon=True).start()
+
+
+# -- EC2 spot interruptions ------------------------------------------------------------------------
+
+
+def on_ec2(files: tuple[str, ...] = _VENDOR_FILES) -> bool:
+    """Whether this machine is an EC2 instance, by its firmware, or is told to look at an endpoint.
+
+    Source: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/identify_ec2_instances.html
+    """
+    if METADATA_VARIABLE in os.environ:
+        return True
+    for file in files:
+        with contextlib.suppress(OSError):
+            if Path(file).read_text(encoding="utf-8").startswith("Amazon EC2"):
+                return True
+    return False
+
+
+class SpotWatch:
+    """Asks this machine's metadata service (IMDSv2) for a spot interruption notice; tells of it
+    once. One per node.
+
+    AWS advises to ask every five seconds; a notice comes two minutes ahead. It ends by itself where
+    no service answers ten times in a row.
+    Source: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
+
+    Args:
+        node: Ray's id of this node.
+        tell: called from the watch's thread.
+        interval_s: between two looks.
+    """
+
+    def __init__(self, node: str, tell: Tell, *, interval_s: float = 5.0) -> None:
+        self._node, self._tell, self._interval_s = node, tell, interval_s
+        self._url = os.environ.get(METADATA_VARIABLE, _METADATA_URL).rstrip("/")
+        self._token: str | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="spot-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the watch."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        failures = 0
+        while failures < _ABANDONED_AFTER:
+            try:
+                notice = self._look()
+                failures = 0
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                notice, failures = None, failures + 1
+                log.debug("the instance metadata service does not answer: %s", error)
+            if notice is not None:
+                self._tell(self._node, *notice)
+                return
+            if self._over.wait(self._interval_s):
+                return
+
+    def _look(self) -> tuple[float | None, str] | None:
+        """(deadline in s since the epoch, reason), or None where there is no notice."""
+        try:
+            if self._token is None:
+                header = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_TTL_S)}
+                self._token = self._ask("PUT", "/latest/api/token", header)
+            header = {"X-aws-ec2-metadata-token": self._token}
+            text = self._ask("GET", "/latest/meta-data/spot/instance-action", header)
+        except urllib.error.HTTPError as error:
+            if error.code == 401:  # the token has expired
+                self._token = None
+            if error.code in (401, 404):
+                return None
+            raise
+        return _read_notice(text)
+
+    def _ask(self, method: str, path: str, headers: dict[str, str]) -> str:
+        request = urllib.request.Request(self._url + path, method=method, headers=headers)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=_ANSWER_TIMEOUT_S) as answer:
+            return str(answer.read(4096).decode())
+
+
+def _read_notice(text: str) -> tuple[float | None, str]:
+    """Reads `{"action": "terminate", "time": "2017-09-18T08:22:00Z"}`."""
+    notice = json.loads(text)
+    at = datetime.fromisoformat(notice["time"].replace("Z", "+00:00"))
+    return at.timestamp(), f"EC2 spot interruption: {notice['action']}"

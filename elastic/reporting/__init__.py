@@ -1,0 +1,1 @@
+"""The run's records, and what is made of them for people."""

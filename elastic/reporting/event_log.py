@@ -1,0 +1,140 @@
+"""The two append-only files of a run directory that hold its records, written and read.
+
+`events.jsonl` holds one `Event` a line, written by the coordinator as things happen; `steps.jsonl`
+holds one `StepRecord` a line, one for each committed step. Both are only appended to, also when a
+run is continued, and each line is one plain JSON object.
+
+Contract of the files: a record is a line *with its newline*. What follows the last newline is a
+write cut short by a crash; readers ignore it and the next writer cuts it off.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from elastic.protocol.events import Event, StepRecord, event_from_json, step_from_json
+
+MOST_PENDING_BYTES = 16 << 20
+"""What is kept of records while the disk is full: those of tens of thousands of steps."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class RecordError(ValueError):
+    """A whole line of a record file is not what the file should hold."""
+
+    def __init__(self, path: str, line: int, fact: str) -> None:
+        super().__init__(path, line, fact)
+        self.path, self.line, self.fact = path, line, fact
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}:{self.line}: {self.fact}. The file was damaged after it was written; "
+            f"delete line {self.line} to read the rest."
+        )
+
+
+class EventLog:
+    """Appends records to one file; each is in the operating system's hands when `append` returns.
+
+    It outlives a crash of the process, not of the machine: there is no fsync, because the log is
+    for people and must not slow a step down. A full disk is no reason to stop either: a checkpoint
+    that does not fit fills it until it is taken back. Records wait for room, up to
+    `MOST_PENDING_BYTES`.
+
+    Args:
+        path: the file; its directory is made when it is missing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("ab", buffering=0)
+        self._pending = bytearray()
+        _cut_torn_tail(self._path)
+
+    def append(self, record: Event | StepRecord) -> None:
+        """Write one record as one line. Raises OSError: that fails, and not for want of room."""
+        line = json.dumps(record.to_json(), ensure_ascii=False, allow_nan=False)
+        self._pending += line.encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if error.errno not in _FULL or len(self._pending) > MOST_PENDING_BYTES:
+                raise
+
+    def _write(self) -> None:
+        """A part of a line may go out, and the rest with the next call."""
+        while self._pending:
+            del self._pending[: self._file.write(self._pending)]
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing. Raises OSError: there is no room yet."""
+        if not self._file.closed:
+            with self._file:
+                self._write()
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_events(path: str | os.PathLike[str]) -> list[Event]:
+    """All events of a file in the order they were written; none when there is no file yet.
+
+    Raises:
+        RecordError: a whole line is not a JSON object.
+    """
+    return [event_from_json(data) for _, data in _read_objects(Path(path))]
+
+
+def read_steps(path: str | os.PathLike[str]) -> list[StepRecord]:
+    """The steps that count, by step; none when there is no file yet.
+
+    When a run went back to an earlier state, it did some steps again: of each step the last record
+    stays, and records of later steps that were committed before the run went back are dropped.
+
+    Raises:
+        RecordError: a whole line is not a step record.
+    """
+    kept: dict[int, StepRecord] = {}
+    newest = -1
+    for line, data in _read_objects(Path(path)):
+        record = step_from_json(data)
+        if record is None:
+            fact = f"a step record lacks fields, it has {sorted(data)}"
+            raise RecordError(str(path), line, fact)
+        if record.step <= newest:
+            kept = {s: r for s, r in kept.items() if not (s > record.step and r.time < record.time)}
+        kept[record.step] = record
+        newest = max(kept)
+    return [kept[step] for step in sorted(kept)]
+
+
+def _read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and objects of a record file; what follows the last newline is not a record."""
+    if not path.exists():
+        return
+    *lines, _torn = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            data = json.loads(line)
+        except ValueError as error:
+            raise RecordError(str(path), number, f"not JSON ({error})") from error
+        if not isinstance(data, dict):
+            raise RecordError(str(path), number, f"not a JSON object but {type(data).__name__}")
+        yield number, data
+
+
+def _cut_torn_tail(path: Path) -> None:
+    """Drop what follows the last newline, so that the next record starts on a line of its own."""
+    data = path.read_bytes()
+    if not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)

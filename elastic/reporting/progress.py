@@ -1,0 +1,267 @@
+"""One line that says how the run goes, and a line of its own for everything worth knowing at once.
+
+In a terminal the progress line is rewritten in place; in a log file it is printed plainly, every
+few seconds at most. `format_progress` and `format_event` are pure; `ProgressPrinter` decides when
+to print and does it. It is fed with the same records that go into the run's logs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import TextIO
+
+from elastic.protocol.events import (
+    BelowMinimum,
+    CheckpointCommitted,
+    CheckpointFailed,
+    CoordinatorStarted,
+    Draining,
+    Evaluated,
+    Event,
+    FaultFired,
+    HealFailed,
+    HelperKilled,
+    RegroupDone,
+    ReplicaHealed,
+    ReplicasCompared,
+    RunEnded,
+    RunStarted,
+    SnapshotFailed,
+    StepRecord,
+    StepSkipped,
+    WorkerLost,
+)
+
+TTY_INTERVAL_S = 0.1
+"""Least time between two progress lines in a terminal: as fast as an eye can follow."""
+LOG_INTERVAL_S = 5.0
+"""Least time between two progress lines in a log file."""
+SPEED_WINDOW_STEPS = 20
+"""Steps over which speed and time left are measured."""
+
+_CLEAR_LINE = "\r\x1b[K"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressState:
+    """What the progress line shows. None stands for what is not known yet."""
+
+    step: int = 0
+    """Steps done."""
+    steps: int = 0
+    """Steps the run will have in the end."""
+    loss: float | None = None
+    """Training loss of the last step, nats per token."""
+    tokens_per_s: float | None = None
+    """Tokens a second over the last steps."""
+    replicas: int = 0
+    """Replicas alive."""
+    max_replicas: int = 0
+    """Replicas of the full layout."""
+    generation: int = 0
+    """Generation of the roster."""
+    seconds_left: float | None = None
+    """Time to the end at the present speed."""
+
+
+def format_progress(state: ProgressState) -> str:
+    """The progress line, without a newline."""
+    parts = [f"step {state.step}/{state.steps}"]
+    if state.loss is not None:
+        parts.append(f"loss {state.loss:.4f}")
+    if state.tokens_per_s is not None:
+        parts.append(f"{_short_number(state.tokens_per_s)} tokens/s")
+    parts.append(f"replicas {state.replicas}/{state.max_replicas}")
+    parts.append(f"generation {state.generation}")
+    if state.seconds_left is not None:
+        parts.append(f"{format_duration(state.seconds_left)} left")
+    return " | ".join(parts)
+
+
+def format_duration(seconds: float) -> str:
+    """A duration as 0:07, 12:34 or 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_event(event: Event, last_commit: float | None = None) -> str | None:
+    """The line for a notable event; None for an event that is not worth one.
+
+    Args:
+        event: what happened.
+        last_commit: when the last step before it was committed, in seconds since the epoch.
+    """
+    match event:
+        case FaultFired():
+            return f"fault {event.fault} fired in step {event.step} on {event.worker}"
+        case WorkerLost():
+            return f"lost {event.worker} ({event.slot or 'spare'}): {event.cause}, {event.detail}"
+        case RegroupDone() if event.outcome != "start":
+            return _format_regroup(event, last_commit)
+        case ReplicaHealed():
+            return (
+                f"replica {event.replica} healed from replica {event.source}: "
+                f"{event.bytes / 1e6:.1f} MB in {event.seconds:.2f} s, "
+                f"{event.catch_up_steps} steps made up for"
+            )
+        case HealFailed():
+            return f"heal of {event.slot} from replica {event.source} failed: {event.reason}"
+        case HelperKilled():
+            return f"killed the {event.helper} of node {event.node}: {event.detail}"
+        case Draining():
+            left = "" if event.deadline_s is None else f", {event.deadline_s:.0f} s left"
+            return f"{', '.join(event.workers)} will go ({event.reason}{left})"
+        case CoordinatorStarted(anew=True):
+            return f"the coordinator was lost and started anew (process {event.pid})"
+        case BelowMinimum():
+            return f"waiting: {event.alive} of {event.needed} replicas alive, {event.missing}"
+        case StepSkipped():
+            return f"step {event.step} skipped: loss {event.loss}, gradient {event.grad_norm}"
+        case CheckpointFailed():
+            return f"checkpoint of {event.step} steps cannot be read: {event.reason}"
+        case SnapshotFailed():
+            return f"snapshot of {event.step} steps cannot be read: {event.reason}"
+        case ReplicasCompared(equal=False):
+            return f"REPLICAS DIFFER after {event.step} steps"
+        case Evaluated():
+            return f"validation loss {event.val_loss:.4f} after {event.step} steps"
+        case RunEnded():
+            return f"run {event.outcome} after {event.step} steps" + (
+                f": {event.error}" if event.error else ""
+            )
+    return None
+
+
+def _format_regroup(event: RegroupDone, last_commit: float | None) -> str:
+    redone = {"lost": event.lost_steps, "repeated": event.repeated_steps}
+    parts = [
+        f"generation {event.generation}: {event.replicas} replicas at step {event.step}",
+        event.outcome.replace("_", " "),
+        *(f"{n} {what}" for what, n in redone.items() if n),
+    ]
+    if last_commit is not None:
+        parts.append(f"stalled {event.time - last_commit:.2f} s since the last commit")
+    return ", ".join(parts)
+
+
+class ProgressPrinter:
+    """Prints the progress of one run; used by the process that runs the job, from one thread.
+
+    Args:
+        stream: where to print.
+        is_tty: whether it is a terminal; None asks the stream.
+        interval_s: least time between two progress lines; None takes what suits the stream.
+        clock: time in seconds from any origin, for the interval.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        is_tty: bool | None = None,
+        interval_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream
+        self._is_tty = stream.isatty() if is_tty is None else is_tty
+        self._interval_s = (
+            interval_s if interval_s is not None
+            else TTY_INTERVAL_S if self._is_tty else LOG_INTERVAL_S
+        )  # fmt: skip
+        self._clock = clock
+        self._printed_at = float("-inf")
+        self._shown: str | None = None
+        self._state = ProgressState()
+        self._recent: deque[StepRecord] = deque(maxlen=SPEED_WINDOW_STEPS + 1)
+
+    def update(self, steps: Sequence[StepRecord], events: Sequence[Event]) -> None:
+        """Take in what is new since the last call, in order, and print what is due."""
+        records: list[Event | StepRecord] = [*events, *steps]
+        for record in sorted(records, key=lambda r: r.time):
+            if isinstance(record, StepRecord):
+                self._take_step(record)
+            else:
+                self._take_event(record)
+        if self._state.step and self._clock() - self._printed_at >= self._interval_s:
+            self._print_progress()
+
+    def close(self) -> None:
+        """Show the last state and leave the cursor on a new line."""
+        if self._state.step:
+            self._print_progress()
+        if self._is_tty and self._shown:
+            self._stream.write("\n")
+        self._shown = None
+        self._stream.flush()
+
+    def _take_step(self, record: StepRecord) -> None:
+        if self._recent and record.step <= self._recent[-1].step:
+            self._recent.clear()
+        self._recent.append(record)
+        tokens_per_s, step_s = _speed(self._recent)
+        left = max(0, self._state.steps - record.step - 1)
+        self._state = replace(
+            self._state,
+            step=record.step + 1,
+            loss=record.loss,
+            tokens_per_s=tokens_per_s,
+            replicas=record.replicas,
+            generation=record.generation,
+            seconds_left=None if step_s is None else left * step_s,
+        )
+
+    def _take_event(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._recent.clear()
+            self._state = ProgressState(
+                steps=event.steps, max_replicas=event.layout.get("replicas", 0)
+            )
+        elif isinstance(event, RegroupDone):
+            self._state = replace(self._state, replicas=event.replicas, generation=event.generation)
+        line = format_event(event, self._recent[-1].time if self._recent else None)
+        if line is None and isinstance(event, CheckpointCommitted) and not self._is_tty:
+            line = f"checkpoint of {event.step} steps committed in {event.seconds:.2f} s"
+        if line is not None:
+            self._print_line(line)
+
+    def _print_line(self, text: str) -> None:
+        """Print a line that stays, and in a terminal the progress line below it again."""
+        self._stream.write((_CLEAR_LINE if self._is_tty else "") + text + "\n")
+        if self._is_tty and self._shown:
+            self._stream.write(self._shown)
+        self._stream.flush()
+
+    def _print_progress(self) -> None:
+        text = format_progress(self._state)
+        self._printed_at = self._clock()
+        if self._is_tty:
+            # One column stays free: a full last column makes some terminals wrap.
+            text = text[: shutil.get_terminal_size().columns - 1]
+            self._stream.write(_CLEAR_LINE + text)
+        elif text != self._shown:
+            self._stream.write(text + "\n")
+        self._shown = text
+        self._stream.flush()
+
+
+def _speed(recent: Sequence[StepRecord]) -> tuple[float | None, float | None]:
+    """Tokens a second and seconds a step over the last steps; None while there is one step."""
+    seconds = recent[-1].time - recent[0].time
+    if seconds <= 0:
+        return None, None
+    tokens = sum(r.tokens for r in recent) - recent[0].tokens
+    return tokens / seconds, median(b.time - a.time for a, b in pairwise(recent))
+
+
+def _short_number(value: float) -> str:
+    """1234567 as 1.2M; three digits or so."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}"

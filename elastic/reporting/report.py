@@ -1,0 +1,317 @@
+"""What a run did and what its faults cost, as one object, a text and a JSON file.
+
+`build_report` is pure; `write_report` puts `report.json` and `report.txt` into the run directory,
+each complete or not at all. The JSON holds the fields of `Report` in their order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from elastic.protocol.events import (
+    CheckpointCommitted,
+    Evaluated,
+    Event,
+    FaultFired,
+    LedgerChecked,
+    RegroupCalled,
+    RegroupDone,
+    ReplicasCompared,
+    RunEnded,
+    RunStarted,
+    StepRecord,
+    StepSkipped,
+    plain_number,
+)
+from elastic.reporting.incidents import (
+    Gap,
+    Incident,
+    find_gaps,
+    find_incidents,
+    median_step_s,
+    split_at_starts,
+    touching,
+)
+
+REPORT_JSON = "report.json"
+REPORT_TEXT = "report.txt"
+
+_E = TypeVar("_E", bound=Event)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A run in numbers. None stands for what was not measured."""
+
+    name: str
+    """Name of the run."""
+    outcome: str
+    """Outcome of the last start of the run; "unfinished" when its end was never written."""
+    steps: int
+    """Committed steps, those done again counted once."""
+    planned_steps: int
+    """Steps the run was to have."""
+    first_loss: float | None
+    """Training loss of the first step, nats per token."""
+    final_loss: float | None
+    """Training loss of the last step, nats per token."""
+    val_loss: float | None
+    """The last validation loss, nats per token."""
+    tokens: int
+    """Tokens of the committed steps."""
+    wall_s: float
+    """From each start of the run to the last sign of it, summed; time between is not counted."""
+    tokens_per_s: float | None
+    """Tokens over the time between committed steps, stalls included, start-up not."""
+    median_step_s: float | None
+    """Median time between consecutive committed steps."""
+    longest_stall_s: float | None
+    """Largest time between consecutive committed steps, less the median and the time of lost
+    steps. A stop and a new start of the run are not a stall."""
+    effective_time: float | None
+    """1 - disturbed / elapsed. `elapsed` is the time between consecutive committed steps, summed,
+    which leaves out start-up and the time between a stop and the next start. `disturbed` is, summed
+    over the gaps between committed steps that an incident or a regroup runs through, what they
+    take beyond the median step time; the time of lost steps lies in these gaps. Other jitter does
+    not count, nor does a lost spare, so an undisturbed run has 1.0."""
+    regroups: int
+    """Regroups other than those that start the run."""
+    repeated_steps: int
+    """Steps that were begun, not committed, and done again."""
+    lost_steps: int
+    """Committed steps that had to be done again."""
+    skipped_steps: int
+    """Steps not applied because their loss or gradient was not finite."""
+    faults_fired: int
+    """Injected faults that went off."""
+    checkpoints: int
+    """Checkpoints committed."""
+    replicas_equal: bool | None
+    """Whether all comparisons found the replicas bitwise equal; None without a comparison."""
+    ledger_steps: int | None
+    """Steps of the last start that were found to have taken just the samples due; None where it did
+    not end well."""
+    incidents: tuple[Incident, ...]
+    """All losses of workers, in order."""
+    layout: dict[str, int]
+    """Sizes of the layout at the last start."""
+    versions: dict[str, str]
+    """Versions of what the run stood on at the last start."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON: no NaN literals, fields in their order."""
+        return {k: _plain(v) for k, v in asdict(self).items()}
+
+
+def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report:
+    """Sum a run up.
+
+    Args:
+        events: all events of the run, as `read_events` gives them.
+        steps: its steps, as `read_steps` gives them: each step once, in order.
+    """
+    gaps = find_gaps(events, steps)
+    step_s = median_step_s(gaps)
+    incidents = find_incidents(events, steps)
+    started = _of(events, RunStarted)
+    regroups = _of(events, RegroupDone)
+    ledgers = _of(events, LedgerChecked)
+    evaluated, compared = _of(events, Evaluated), _of(events, ReplicasCompared)
+    return Report(
+        name=started[-1].name if started else "",
+        outcome=_outcome(events),
+        steps=len(steps),
+        planned_steps=started[-1].steps if started else 0,
+        first_loss=steps[0].loss if steps else None,
+        final_loss=steps[-1].loss if steps else None,
+        val_loss=evaluated[-1].val_loss if evaluated else None,
+        tokens=sum(s.tokens for s in steps),
+        wall_s=_wall_s(events, steps),
+        tokens_per_s=_ratio(sum(g.tokens for g in gaps), _elapsed_s(gaps)),
+        median_step_s=step_s,
+        longest_stall_s=None if step_s is None else max(g.stall_s(step_s) for g in gaps),
+        effective_time=_effective_time(events, gaps, incidents),
+        regroups=sum(e.outcome != "start" for e in regroups),
+        repeated_steps=sum(e.repeated_steps for e in regroups),
+        lost_steps=sum(e.lost_steps for e in regroups),
+        skipped_steps=len({e.step for e in _of(events, StepSkipped)}),
+        faults_fired=len(_of(events, FaultFired)),
+        checkpoints=len(_of(events, CheckpointCommitted)),
+        replicas_equal=all(e.equal for e in compared) if compared else None,
+        ledger_steps=ledgers[-1].steps if ledgers else None,
+        incidents=tuple(incidents),
+        layout=started[-1].layout if started else {},
+        versions=started[-1].versions if started else {},
+    )
+
+
+def report_text(report: Report) -> str:
+    """The report for people: a few lines and a table of incidents, ending in a newline."""
+    lines = [
+        f"{report.name}: {report.outcome}, {report.steps} of {report.planned_steps} steps "
+        f"in {_seconds(report.wall_s)}",
+        *(f"  {label:<10} {text}" for label, text in _facts(report).items()),
+    ]
+    if report.incidents:
+        lines += ["", *_table(_INCIDENT_COLUMNS, [_incident_row(i) for i in report.incidents])]
+    return "\n".join(lines) + "\n"
+
+
+def write_report(run_dir: str | os.PathLike[str], report: Report) -> None:
+    """Write `report.json` and `report.txt` into the run directory, each by an atomic rename."""
+    data = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
+    _write_atomically(Path(run_dir) / REPORT_JSON, data + "\n")
+    _write_atomically(Path(run_dir) / REPORT_TEXT, report_text(report))
+
+
+def _of(events: Sequence[Event], cls: type[_E]) -> list[_E]:
+    return [e for e in events if isinstance(e, cls)]
+
+
+def _outcome(events: Sequence[Event]) -> str:
+    ends = _of(split_at_starts(events)[-1], RunEnded)
+    return ends[-1].outcome if ends else "unfinished"
+
+
+def _wall_s(events: Sequence[Event], steps: Sequence[StepRecord]) -> float:
+    """See `Report.wall_s`."""
+    total = 0.0
+    sessions = [s for s in split_at_starts(events) if s]
+    for index, session in enumerate(sessions):
+        begin = session[0].time
+        next_start = sessions[index + 1][0].time if index + 1 < len(sessions) else float("inf")
+        signs = [e.time for e in session] + [s.time for s in steps if begin <= s.time < next_start]
+        total += max(signs) - begin
+    return total
+
+
+def _elapsed_s(gaps: Sequence[Gap]) -> float:
+    return sum(g.seconds for g in gaps)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _effective_time(
+    events: Sequence[Event], gaps: Sequence[Gap], incidents: Sequence[Incident]
+) -> float | None:
+    """See `Report.effective_time`."""
+    step_s = median_step_s(gaps)
+    if step_s is None:
+        return None
+    spans = [i.span for i in incidents if i.regrouped] + _regroup_spans(events)
+    disturbed = {gap for span in spans for gap in touching(gaps, *span)}
+    lost = _ratio(sum(g.excess_s(step_s) for g in disturbed), _elapsed_s(gaps))
+    return None if lost is None else 1.0 - lost
+
+
+def _regroup_spans(events: Sequence[Event]) -> list[tuple[float, float]]:
+    """From call to roster of every regroup; those that start the run touch no gap."""
+    spans = []
+    for session in split_at_starts(events):
+        called = {e.generation: e.time for e in _of(session, RegroupCalled)}
+        for done in _of(session, RegroupDone):
+            spans.append((called.get(done.generation, done.time), done.time))
+    return spans
+
+
+_INCIDENT_COLUMNS = (
+    "step", "cause", "lost", "outcome", "detect", "decide", "abort", "roster", "1st step", "stall",
+    "rejoin", "heal", "made up", "redone",
+)  # fmt: skip
+
+
+def _incident_row(incident: Incident) -> tuple[str, ...]:
+    times = (
+        incident.detect_s, incident.decide_s, incident.abort_s, incident.roster_s,
+        incident.first_step_s, incident.stall_s, incident.rejoin_s, incident.heal_s,
+    )  # fmt: skip
+    return (
+        str(incident.step),
+        incident.cause,
+        _some(incident.slots) or "spare " + _some(incident.workers),
+        incident.outcome,
+        *(_seconds(t) for t in times),
+        _whole(incident.catch_up_steps),
+        str(incident.lost_steps + incident.repeated_steps),
+    )
+
+
+def _some(names: Sequence[str], most: int = 2) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _facts(report: Report) -> dict[str, str]:
+    layout = ", ".join(f"{k} {v}" for k, v in report.layout.items())
+    return {
+        "loss": f"{_number(report.first_loss)} → {_number(report.final_loss)}"
+        + ("" if report.val_loss is None else f", validation {_number(report.val_loss)}"),
+        "speed": f"{_whole(report.tokens_per_s)} tokens/s, {report.tokens:,} tokens, "
+        f"median step {_seconds(report.median_step_s)}",
+        "effective": f"{_percent(report.effective_time)} of the time, "
+        f"longest stall {_seconds(report.longest_stall_s)}",
+        "steps": f"{report.repeated_steps} repeated, {report.lost_steps} lost, "
+        f"{report.skipped_steps} skipped",
+        "events": f"regroups {report.regroups}, faults fired {report.faults_fired}, "
+        f"checkpoints {report.checkpoints}",
+        "replicas": _EQUALITY[report.replicas_equal],
+        "ledger": "-" if report.ledger_steps is None else f"{report.ledger_steps} steps exact",
+        "layout": layout or "-",
+        "versions": ", ".join(f"{k} {v}" for k, v in report.versions.items()) or "-",
+    }
+
+
+_EQUALITY = {None: "not compared", True: "bitwise equal", False: "NOT EQUAL"}
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f} s" if value < 10 else f"{value:.1f} s"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table with left-aligned columns, under a rule."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
+    ]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def _plain(value: object) -> object:
+    """`value` with non-finite floats as text and tuples as lists, all the way down."""
+    if isinstance(value, float):
+        return plain_number(value)
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Replace `path` in one rename, so that a reader sees the old text or the new one."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,269 @@
+"""A worker's line to the coordinator. Implements the loop's `Link` without a call on the step path.
+
+A thread waits in `watch` for calls and leaves their numbers in plain attributes, which the loop
+reads. What is reported goes through the outbox, the state through saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from elastic.protocol import events
+from elastic.protocol.job import Job
+from elastic.protocol.messages import Answer, Build, Identity, Leave, Report, Run, Standing
+from elastic.protocol.rpc import Call, ask, until_answered
+from elastic.worker.fault_injection import Injection
+from elastic.worker.outbox import Outbox
+from elastic.worker.save_schedule import SaveClock
+from elastic.worker.saver import Saves
+from health.corruption import compare_checksums
+from health.heartbeat import NO_PHASE, NO_STEP, Heartbeat
+from trainer.backend.groups import abort_replica_group
+from trainer.engine.engine import Engine
+from trainer.loop.phases import PHASES, Phase
+from trainer.recovery.heal import Newcomer
+from trainer.replication.step_commit import Commit, Place, Saving
+
+_PHASE_NUMBERS: dict[str, int] = {phase: number for number, phase in enumerate(PHASES)}
+_MASK = 0xFFFFFFFFFFFFFFFF
+CORRUPT_EXIT_CODE = 71
+
+
+class CoordinatorLink:
+    """See the module.
+
+    Args:
+        identity: who this worker is.
+        job: what the run is about.
+        heartbeat: shows what this worker does.
+    """
+
+    def __init__(self, identity: Identity, job: Job, heartbeat: Heartbeat) -> None:
+        self._identity, self._job, self._heartbeat = identity, job, heartbeat
+        self._coordinator = job.coordinator
+        self._called = {"fault": 0, "boundary": 0}
+        self._settled = 0
+        self._run: Run | None = None
+        self._standing = Standing(identity=identity)
+        self._heal_news: Call | None = None
+        self._save_clock = SaveClock(job.checkpoint)
+        self.outbox = Outbox(job.coordinator, self._save_clock.ask)
+        self.saves = Saves(job, identity, self.outbox, self._save_clock)
+        self.injection = Injection(job, identity.worker)
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    # -- membership --------------------------------------------------------------------------------
+
+    def join(self, report: Report) -> Answer:
+        """Waits in the coordinator for what to do next."""
+        step = NO_STEP if report.step is None else report.step
+        self._mark(step, "wait")
+        self._standing = self._standing.joining(report)
+        recent = self.outbox.recent()
+        # One worker of a whole replica does it for all. Had it no time to, and the replica is
+        # replaced by one of its survivors, they do when they have built that.
+        if self._run is None or self._run.rank == 0 or not report.built:
+            report = replace(report, recent=recent)
+        answer: Answer = ask(self._coordinator.join, report)
+        # First of all: the next coordinator may be asking where this worker stands.
+        self._take_on(answer)
+        self._settled = getattr(answer, "serial", self._settled)
+        self.outbox.settle(answer)
+        kinds = {Build: "build", Run: "regroup", Leave: "regroup"}
+        self._mark(step, kinds.get(type(answer), "shutdown"))
+        return answer
+
+    def _take_on(self, answer: Answer) -> None:
+        self._run = answer if isinstance(answer, Run) else None
+        self._standing = self._standing.after(answer)
+        if isinstance(answer, Build | Run):
+            workers = self._job.train.parallel.workers
+            self.injection.slot = answer.replica * workers + answer.rank
+        if isinstance(answer, Run):
+            self._heal_news = None
+
+    def trouble(self, step: int | None, detail: str, *, of_a_group: bool) -> bool:
+        """Reports an exception. Returns whether it was only the loss of a peer, of which one from a
+        process group is a sign."""
+        worker = self._identity.worker
+        return ask(self._coordinator.trouble, worker, step, detail, of_a_group) == "peer"
+
+    def fail(self, error: str) -> None:
+        """Ends the whole run."""
+        self.outbox.flush()
+        ask(self._coordinator.fail, error)
+
+    def terminating(self) -> None:
+        """This process was sent SIGTERM: it will be killed soon."""
+        ask(self._coordinator.drain_worker, self._identity.worker, "SIGTERM")
+
+    def compare(self, slot: str, digest: str) -> None:
+        """Hands in this worker's state digest at the end of the run."""
+        ask(self._coordinator.compare, slot, digest)
+
+    # -- Link: read by the loop --------------------------------------------------------------------
+
+    def leave_now(self) -> bool:
+        """See Link."""
+        return self._called["fault"] > self._settled
+
+    def leave_at_boundary(self) -> bool:
+        """See Link."""
+        return self._called["boundary"] > self._settled
+
+    def at_step(self, step: int, phase: Phase) -> None:
+        """See Link."""
+        self._mark(step, phase)
+        if self._job.faults:
+            self.injection.enter(step, phase)
+
+    def _mark(self, step: int, phase: str) -> None:
+        self._heartbeat.mark(step, _PHASE_NUMBERS.get(phase, NO_PHASE))
+
+    def committed(self, commit: Commit, lr: float, applied: bool) -> None:
+        """See Link."""
+        now, run = time.time(), self._run
+        assert run is not None
+        if not self._standing.proven:
+            self._standing = replace(self._standing, proven=True)
+        self.outbox.step(
+            events.StepRecord(
+                step=commit.step,
+                loss=commit.loss,
+                grad_norm=commit.grad_norm,
+                lr=lr,
+                tokens=commit.tokens,
+                time=now,
+                generation=run.generation,
+                replicas=len(run.lanes),
+                sample_digests=list(commit.digests),
+            )
+        )
+        if not applied and run.lead:
+            self.outbox.event(
+                events.StepSkipped(
+                    time=now, step=commit.step, loss=commit.loss, grad_norm=commit.grad_norm
+                )
+            )
+
+    def caught_up(self, newcomer: Newcomer) -> None:
+        """See Link."""
+        self._standing = replace(self._standing, behind=False)
+        seconds = time.monotonic() - newcomer.started_at
+        news = self._identity.worker, newcomer.bytes, seconds, newcomer.steps_behind
+        self._heal_news = self._coordinator.caught_up, news
+        self._coordinator.caught_up.remote(*news)
+
+    def heal_failed(self, reason: str) -> None:
+        """See Link."""
+        self._heal_news = self._coordinator.heal_failed, (self._identity.worker, reason)
+        self._coordinator.heal_failed.remote(self._identity.worker, reason)
+
+    def compared(self, step: int, checksums: list[int | None]) -> None:
+        """See Link. A worker that differs from most leaves; its replica heals from another one."""
+        assert self._run is not None
+        found, worker = compare_checksums(checksums), self._identity.worker
+        shown = ", ".join("-" if c is None else f"{c & _MASK:016x}" for c in checksums)
+        # A difference is told by one whom nobody calls away meanwhile.
+        differs = self._run.position == min(found.outliers, default=0)
+        tells = self._run.lead if found.equal else differs
+        if tells:
+            self.outbox.event(
+                events.ReplicasCompared(time=time.time(), step=step, equal=found.equal)
+            )
+        if self._run.position in found.outliers:
+            detail = f"its state before step {step} differs from most replicas': {shown}"
+            self.outbox.flush()
+            ask(self._coordinator.corrupt, worker, detail)
+            os._exit(CORRUPT_EXIT_CODE)
+        if not found.decided and self._run.position == 0:
+            self.fail(
+                f"the replicas differ before step {step}, and no majority shows which is right: "
+                f"checksums {shown}. They were equal {self._job.health.compare_every} steps before "
+                f"(health.compare_every): delete the checkpoints since then, and run the same name "
+                f"again"
+            )
+
+    def evaluated(self, step: int, loss: float, tokens: int) -> None:
+        """See Link."""
+        if self._run is not None and self._run.lead:
+            self.outbox.event(
+                events.Evaluated(time=time.time(), step=step, val_loss=loss, tokens=tokens)
+            )
+
+    def save(
+        self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
+    ) -> None:
+        """See Link."""
+        assert self._run is not None
+        self.saves.save(self._run, step, engine, training_state, places)
+
+    def saving(self) -> Saving:
+        """See Link."""
+        assert self._run is not None
+        return self.saves.saving(lead=self._run.lead)
+
+    def save_skipped(self, step: int, places: Sequence[Place]) -> None:
+        """See Link."""
+        if self._run is None or not self._run.lead:
+            return
+        skipped = {"store": events.CheckpointSkipped, "memory": events.SnapshotSkipped}
+        for place in places:
+            reason = "the one before it is still being written"
+            self.outbox.event(skipped[place](time=time.time(), step=step, reason=reason))
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._closed.set()
+        self.outbox.close()
+
+    # -- threads -----------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        seen = 0
+        while not self._closed.is_set():
+            try:
+                call = ray.get(self._coordinator.watch.remote(self._identity.worker, seen))
+            except ray.exceptions.ActorUnavailableError:
+                self._reintroduce()
+                continue
+            except ray.exceptions.RayError:
+                return
+            if call is None:
+                return
+            seen = call.serial
+            self._called[call.kind] = call.serial
+            if call.kind == "fault":
+                self._save_clock.failed()
+            if call.broken and call.serial > self._settled:  # else it is of the replica before
+                abort_replica_group()
+
+    def _reintroduce(self) -> None:
+        """The coordinator was lost: tells the one that is started in its place what it must
+        know."""
+        try:
+            until_answered(lambda: self._coordinator.resume.remote(self._stands_now()))
+        except ray.exceptions.RayError:
+            return
+        threading.Thread(target=self._tell_again, name="tell-again", daemon=True).start()
+
+    def _stands_now(self) -> Standing:
+        """It may change until somebody is there to hear it."""
+        return replace(self._standing, serial=max(self._settled, *self._called.values()))
+
+    def _tell_again(self) -> None:
+        """Repeats what the coordinator that was lost may not have heard, or have told nobody."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            for call in (self._heal_news, self.saves.receipt):
+                if call is not None:
+                    method, args = call
+                    ask(method, *args)

@@ -1,0 +1,91 @@
+"""What a worker reports to the run's records: steps and events, queued and sent by a thread.
+
+Every worker queues every step, and the lead alone sends them: if it is lost, the next one has the
+same records. So a step stays queued until it is known to be recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from elastic.protocol.events import Event, StepRecord
+from elastic.protocol.messages import Answer, Run
+from elastic.protocol.rpc import ask
+
+log = logging.getLogger(__name__)
+
+_SEND_INTERVAL_S = 0.2
+_RECORDS_KEPT = 10_000
+_RECENT_MOST = 500
+"""Steps that a worker shows when it joins: more than the lead can have failed to send."""
+
+
+class Outbox:
+    """See the module. `step` and `event` only queue; the rest may wait for the coordinator.
+
+    Args:
+        coordinator: the run's coordinator actor.
+        save_wanted: called where the coordinator answers the lead that it wants a checkpoint.
+    """
+
+    def __init__(self, coordinator: Any, save_wanted: Callable[[], None]) -> None:
+        self._coordinator, self._save_wanted = coordinator, save_wanted
+        self._steps: deque[StepRecord] = deque(maxlen=_RECORDS_KEPT)
+        self._events: deque[Event] = deque()
+        self._lead = False
+        self._sending = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="report", daemon=True).start()
+
+    def step(self, record: StepRecord) -> None:
+        """Queues a committed step."""
+        self._steps.append(record)
+
+    def event(self, event: Event) -> None:
+        """Queues an event."""
+        self._events.append(event)
+
+    def recent(self) -> tuple[StepRecord, ...]:
+        """The latest steps queued; what was being sent has arrived."""
+        with self._sending:
+            return tuple(self._steps)[-_RECENT_MOST:]
+
+    def settle(self, answer: Answer) -> None:
+        """The coordinator answered this worker's join: lets go of what it has, or what is void."""
+        with self._sending:
+            self._lead = isinstance(answer, Run) and answer.lead
+            if isinstance(answer, Run):
+                while self._steps and self._steps[0].step < answer.recorded:
+                    self._steps.popleft()
+                if answer.restore:
+                    self._steps.clear()
+
+    def flush(self) -> None:
+        """Sends what is queued, and waits until the coordinator has it."""
+        with self._sending:
+            steps = list(self._steps) if self._lead else []
+            happened = list(self._events)
+            if (steps or happened) and ask(self._coordinator.record, steps, happened):
+                self._save_wanted()
+            for queue, sent in ((self._steps, steps), (self._events, happened)):
+                for _ in sent:
+                    queue.popleft()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(_SEND_INTERVAL_S):
+            try:
+                self.flush()
+            except ray.exceptions.RayActorError:
+                return
+            except ray.exceptions.RayError as error:
+                log.warning("records are sent again: %s", error)

@@ -1,0 +1,102 @@
+"""The state of a step that no living replica holds: from the nodes' memory, the store, or the seed.
+
+All workers of all replicas restore at once: what replicas share is read once and handed round
+(`trainer/recovery/shared_restore.py`). A saved state that cannot be read is given up by all of them
+together; the coordinator is told, and the next roster goes on from the next best one."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from functools import partial
+
+from checkpointing import (
+    CheckpointError,
+    Keys,
+    NotCommittedError,
+    Reader,
+    StoreUnavailableError,
+    load_manifest,
+    open_store,
+)
+from elastic.node.snapshot_holder import HeldSegments
+from elastic.protocol.job import Job
+from elastic.protocol.messages import Run
+from elastic.protocol.rpc import ask
+from elastic.protocol.run_identity import check_own
+from trainer.engine.engine import Engine
+from trainer.loop.link import Progress
+from trainer.recovery.shared_restore import Saved, Unreadable, read_together
+from trainer.replication.replicas import CrossGroup
+
+
+def restore(job: Job, run: Run, engine: Engine, cross: CrossGroup, node: str) -> Progress | None:
+    """Loads the state of `run.step`, or starts from the seed at step 0.
+
+    Args:
+        job: what the run is about.
+        run: says where the state is.
+        engine: gets it.
+        cross: the workers of all replicas with the same part of it.
+        node: this worker's.
+
+    Returns:
+        Where the run goes on; None where it cannot be read or a peer is gone: a regroup is due, and
+        nothing was loaded.
+    """
+    if run.step == 0:
+        engine.initialize()
+        return Progress()
+    opens = _open_snapshot if run.source == "memory" else open_checkpoint
+    read = read_together(engine, cross, partial(open_own, job, engine, opens, run.step, node))
+    if isinstance(read, Unreadable):
+        if read.error is not None:
+            _tell(job, run, read.error)
+        return None
+    if read is None:
+        return None
+    engine.load(read.values, optimizer_steps=read.optimizer_steps)
+    return Progress(step=run.step, skipped_in_a_row=read.skipped_in_a_row)
+
+
+def is_damage(error: CheckpointError) -> bool:
+    """Whether a checkpoint that cannot be read is at fault, rather than the way to it."""
+    return not isinstance(error, StoreUnavailableError) or error.errno == errno.EIO
+
+
+def open_own(
+    job: Job, engine: Engine, opens: Callable[[Job, int, str], Saved], step: int, node: str
+) -> Saved:
+    """Opens a saved state and checks whose it is.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another run or another model.
+    """
+    reader, state = opens(job, step, node)
+    model = {name: part.info for name, part in engine.state.slices().items()}
+    check_own(reader.manifest, job.identity, model)
+    return reader, state
+
+
+def open_checkpoint(job: Job, step: int, node: str) -> Saved:
+    """The checkpoint of `step` in the store."""
+    store = open_store(job.paths.checkpoints)
+    manifest = load_manifest(store, Keys(), step)
+    return Reader(store, manifest), manifest.training_state
+
+
+def _open_snapshot(job: Job, step: int, node: str) -> Saved:
+    held = ask(job.coordinator.snapshot, step)
+    if held is None:
+        raise NotCommittedError(step, "the nodes that held the snapshot are gone")
+    segments = HeldSegments(held, job.paths.memory, node)
+    return Reader(segments, held.manifest), held.manifest.training_state
+
+
+def _tell(job: Job, run: Run, error: CheckpointError) -> None:
+    """Returns when the coordinator goes by it, so that the next roster is given another state."""
+    coordinator, reason = job.coordinator, str(error)
+    if run.source == "memory":
+        ask(coordinator.snapshot_failed, run.step, reason)
+    else:
+        ask(coordinator.checkpoint_failed, run.step, run.generation, reason, is_damage(error))

@@ -1,0 +1,330 @@
+"""What runs in every Ray Train worker: join, build, train, regroup.
+
+    join ──► Build: take a slot in a new replica ──► join
+         ──► Run: a part of a roster: heal or restore, train ──► join
+         ──► Leave: let go of the replica, keep the state ──► join
+         ──► Stop
+
+Spares wait in `join`. A worker whose replica breaks joins again as a spare would; it keeps its
+state until it is given another place, for the case that no replica is left whole. A worker whose
+own code fails reports the traceback and exits: a crash is the one way out that every peer notices
+at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+import uuid
+from typing import Any
+
+import ray
+import torch
+
+from elastic.errors import RunFailedError
+from elastic.protocol.job import Job
+from elastic.protocol.messages import Build, Identity, Leave, Report, Run, Stop
+from elastic.protocol.roster import most_replicas
+from elastic.protocol.rpc import ask
+from elastic.providers.notices import on_sigterm
+from elastic.worker.coordinator_link import CoordinatorLink
+from elastic.worker.restoring import restore
+from health.heartbeat import Heartbeat
+from trainer.backend.groups import is_of_a_group, leave_replica_group, make_replica_group
+from trainer.backend.rendezvous import Rendezvous
+from trainer.engine.engine import Engine
+from trainer.engine.state import HeldState
+from trainer.errors import NonFiniteError
+from trainer.loop.link import LoopConfig, Progress
+from trainer.loop.steps import TrainLoop
+from trainer.parallel.apply import warm_up
+from trainer.parallel.layout import slot_of
+from trainer.recovery.heal import Newcomer, Source
+from trainer.recovery.heal_channel import Wire
+from trainer.replication.lane_sums import LaneSums
+from trainer.replication.replicas import CrossGroup
+
+OWN_FAULT_EXIT_CODE = 70
+
+_LEASES_OF_SILENCE = 2
+"""By then the coordinator has written off the node of a peer that is not heard any more: the error
+is not taken for this worker's own."""
+
+
+def train_worker(config: dict[str, Any]) -> None:
+    """The train function that Ray Train calls on every worker, with the Job in `config["job"]`."""
+    Worker(config["job"]).run()
+
+
+class Worker:
+    """One worker's life in a run."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        torch.set_num_threads(max(1, int(job.scaling.cpus_per_worker)))
+        heartbeat = Heartbeat()
+        rank = ray.train.get_context().get_world_rank()
+        self.identity = Identity(
+            worker=f"w{rank}-{uuid.uuid4().hex[:6]}",
+            rank=rank,
+            node=ray.get_runtime_context().get_node_id(),
+            pid=os.getpid(),
+            heartbeat_fd=heartbeat.fd,
+        )
+        ask(job.coordinator.hello, self.identity)
+        self.link = CoordinatorLink(self.identity, job, heartbeat)
+        on_sigterm(self.link.terminating)
+        self.engine: Engine | None = None
+        self.held: HeldState | None = None
+        self.sums: LaneSums | None = None
+        self.progress: Progress | None = None
+        self.position: Progress | None = None
+        """Where it is in the run: `progress`, or, without state, how far it follows."""
+        self.built = self.generation = 0
+        self.finished = self.salvaged = False
+        job.task.warm_up()
+        warm_up()
+        # What is there now stays: the collections of `leave_replica` need not look through it.
+        gc.collect()
+        gc.freeze()
+
+    def run(self) -> None:
+        """Works until the run is over.
+
+        Raises:
+            RunFailedError: the coordinator ended the run with an error.
+        """
+        while True:
+            answer = self.link.join(self.report())
+            if isinstance(answer, Stop):
+                self.stop(answer)
+                return
+            if isinstance(answer, Leave):
+                self.leave_replica()
+                continue
+            failure = self.follow(answer)
+            if failure is not None:  # by now its frames hold no process group any more
+                self.recover(*failure)
+
+    def follow(self, answer: Build | Run) -> tuple[str, bool] | None:
+        """Does what the coordinator asks. Returns the traceback where an exception ended it, and
+        whether it came from a process group."""
+        (host, port), health = answer.meet, self.job.health
+        self.rendezvous = Rendezvous(
+            host=host,
+            port=port,
+            timeout_s=health.collective_timeout_s,
+            silent_s=_LEASES_OF_SILENCE * health.node_timeout_s,
+        )
+        try:
+            if isinstance(answer, Build):
+                self.build(answer)
+            else:
+                self.train(answer)
+        except NonFiniteError as error:
+            self.link.fail(str(error))
+        except Exception as error:
+            return traceback.format_exc(), is_of_a_group(error)
+        return None
+
+    def report(self) -> Report:
+        """What this worker has now."""
+        progress = self.progress
+        return Report(
+            identity=self.identity,
+            built=self.built,
+            rank=self.rank,
+            generation=self.generation,
+            step=None if progress is None else progress.step,
+            in_step=self.position is not None and self.position.in_step,
+            last=None if progress is None else progress.last,
+            finished=self.finished,
+        )
+
+    def stop(self, answer: Stop) -> None:
+        """Leaves the run."""
+        self.link.at_step(self.job.train.steps, "shutdown")
+        self.link.close()
+        self.drop()
+        if answer.error is not None:
+            raise RunFailedError(answer.error)
+
+    def recover(self, detail: str, of_a_group: bool) -> None:
+        """After an exception: joins again where a peer was lost, exits where it was this worker's
+        own."""
+        step = None if self.progress is None else self.progress.step
+        if self.link.trouble(step, detail, of_a_group=of_a_group):
+            self.leave_replica()
+            return
+        sys.stderr.write(f"{self.identity.worker} failed and leaves the run:\n{detail}")
+        sys.stderr.flush()
+        os._exit(OWN_FAULT_EXIT_CODE)
+
+    @property
+    def rank(self) -> int:
+        """Rank, in its replica, of the state that this worker has."""
+        holder = self.engine or self.held
+        return 0 if holder is None else holder.rank
+
+    def leave_replica(self) -> None:
+        """Lets go of the replica's model and process group. The state stays until another place is
+        given: it may be the last copy."""
+        if self.engine is not None and self.progress is not None:
+            self.held = self.engine.hold_state()
+        self.engine = self.sums = self.link.injection.engine = None
+        self.built, self.finished = 0, False
+        gc.collect()
+        leave_replica_group()
+
+    def drop(self) -> None:
+        """Lets go of everything."""
+        self.leave_replica()
+        self.held = self.progress = self.position = None
+
+    def build(self, answer: Build) -> None:
+        """Makes this worker's part of a new replica, without state, or with the one it holds. All
+        workers of the replica do it at once."""
+        if answer.keep:
+            self.leave_replica()
+        else:
+            self.drop()
+        self.link.at_step(answer.step, "build")
+        train = self.job.train
+        mesh = make_replica_group(
+            self.rendezvous,
+            f"replica/{answer.formed}",
+            rank=answer.rank,
+            shard=train.parallel.shard,
+            tensor=train.parallel.tensor,
+            device=self.job.scaling.device,
+            leave_now=self.link.leave_now,
+        )
+        self.engine = Engine(
+            self.job.task,
+            train,
+            slot=slot_of(answer.replica, answer.rank, train.parallel.tensor),
+            mesh=mesh,
+            device=self.job.scaling.device,
+            max_replicas=most_replicas(self.job.scaling.max_replicas),
+        )
+        self.salvaged = self.held is not None
+        if self.held is not None:
+            self.engine.adopt(self.held)
+            self.held = None
+        self.sums = LaneSums(self.job.lanes, self.engine.gradient.numel(), self.engine.device)
+        self.built = answer.formed
+        self.link.injection.engine = self.engine
+
+    def train(self, run: Run) -> None:
+        """This worker's part in one generation: gets its state up to date, then trains."""
+        assert self.engine is not None
+        self.generation = run.generation
+        self.link.at_step(run.step, "regroup")
+        if run.restore or run.position in dict(run.heals):
+            self.progress = None  # void, or a peer lacks its part: the whole replica takes it anew
+        cross = self.make_cross_group(run, self.engine)
+        heal: Source | Newcomer | None = None
+        loop: TrainLoop | None = None
+        try:
+            self.catch_up(run, cross)
+            if run.restore:
+                self.progress = restore(self.job, run, self.engine, cross, self.identity.node)
+                if self.progress is None:
+                    return
+            heal = self.begin_heal(run, self.engine)
+            self.position = self.progress or Progress(step=run.step, last=run.commit)
+            loop = self.make_loop(run, cross, self.position, heal)
+            if run.position < run.savers:
+                self.link.saves.prepare(run, self.engine)
+            self.finished = loop.run() == "finished"
+        finally:
+            cross.close()
+            if heal is not None:
+                heal.close()
+            if loop is not None and loop.has_state():
+                self.progress = self.position
+        if self.finished and self.progress is not None:
+            self.finish(run)
+
+    def make_cross_group(self, run: Run, engine: Engine) -> CrossGroup:
+        """The group over this worker's (shard, tensor) in all replicas."""
+        return CrossGroup(
+            self.rendezvous,
+            f"cross/{run.generation}/{engine.rank}",
+            lanes=run.lanes,
+            total_lanes=self.job.lanes,
+            rank=run.position,
+            device=self.job.scaling.device,
+            leave_now=self.link.leave_now,
+        )
+
+    def catch_up(self, run: Run, cross: CrossGroup) -> None:
+        """Applies the last step where others saw it committed and this worker did not: it has the
+        gradient."""
+        progress = self.progress
+        if progress is None or run.commit is None or run.restore or progress.step != run.step - 1:
+            return
+        loop = self.make_loop(run, cross, progress, None)
+        loop.finish_step(run.commit)
+        # At the end, `run` sees to it; in a salvaged replica only some of the workers are here.
+        if progress.step < self.job.train.steps and not self.salvaged:
+            loop.save_and_evaluate()
+
+    def begin_heal(self, run: Run, engine: Engine) -> Source | Newcomer | None:
+        """Starts to send this worker's state to newcomers, or to receive it as one."""
+        own = run.position
+        source = dict(run.heals).get(own, own)
+        group = [source, *(target for target, giver in run.heals if giver == source)]
+        if len(group) == 1:
+            return None
+        self.link.at_step(run.step, "heal_source" if own == source else "heal_target")
+        wire = Wire(
+            self.rendezvous,
+            f"heal/{run.generation}/{engine.rank}/{source}",
+            rank=group.index(own),
+            size=len(group),
+            device=self.job.scaling.device,
+        )
+        if own != source:
+            return Newcomer(engine, wire, self.job.train.optimizer.clip_norm)
+        assert self.progress is not None
+        return Source(engine, self.progress.skipped_in_a_row, wire)
+
+    def make_loop(
+        self,
+        run: Run,
+        cross: CrossGroup,
+        progress: Progress,
+        heal: Source | Newcomer | None,
+    ) -> TrainLoop:
+        """The loop of this generation."""
+        assert self.engine is not None and self.sums is not None
+        return TrainLoop(
+            self.engine,
+            cross,
+            self.sums,
+            lanes=run.lanes[run.position],
+            progress=progress,
+            config=LoopConfig(
+                lanes=self.job.lanes,
+                save_every=self.job.checkpoint.fixed_steps,
+                snapshot_every=self.job.checkpoint.memory_every,
+                compare_every=self.job.health.compare_every,
+                max_nonfinite_steps=self.job.health.max_nonfinite_steps,
+                generation=run.generation,
+            ),
+            link=self.link,
+            source=heal if isinstance(heal, Source) else None,
+            newcomer=heal if isinstance(heal, Newcomer) else None,
+        )
+
+    def finish(self, run: Run) -> None:
+        """Hands in everything that the run still needs from this worker."""
+        assert self.engine is not None
+        self.link.saves.wait()
+        self.link.outbox.flush()
+        slot = self.engine.slot
+        where = f"generation {run.generation} shard {slot.shard} tensor {slot.tensor}"
+        self.link.compare(where, self.engine.state.digest())
