@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from paced import paced_task
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
-from tiny import Outcome, fit, tiny_train, tiny_trainer
 
 from benchmarks._chaos import (
     HEALTH,
@@ -41,6 +39,8 @@ from checkpointing import CheckpointConfig
 from elastic.protocol import events
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events, read_steps
+from tests.support.paced import paced_task
+from tests.support.tiny import Outcome, fit, tiny_train, tiny_trainer
 
 _E = TypeVar("_E", bound=events.Event)
 _Done = tuple[str | None, Callable[[], bool]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from urllib.request import Request, urlopen
 from benchmarks._checkpoint_peers import BUCKET, Boto, s5cmd_upload
 from benchmarks._checkpoint_state import boxes_of, plan_rows
 from benchmarks._checkpoint_workers import WORKERS, Crew, Setting
-from benchmarks._processes import ROOT
 from checkpointing import (
     Attempt,
     Keys,
@@ -31,9 +29,7 @@ from checkpointing import (
     write_shared,
 )
 from checkpointing.format.segment import slice_bytes
-
-sys.path.append(str(ROOT / "tests"))
-from fakes.s3_faults import FaultServer, Rule
+from tests.support.fakes.s3_faults import FaultServer, Rule
 
 RESHARDS = ((4, 3), (4, 6), (8, 5))
 _SAMPLE_S = 0.002

@@ -32,9 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     end_properly()
     _let_workers_import()
-    from tiny import write_text
-
     from benchmarks._chaos_run import Machines, Verdict, run_schedule, run_undisturbed
+    from tests.support.tiny import write_text
 
     layouts = [parse_layout(text) for text in options.layouts.split(",")]
     seeds = range(options.seed, options.seed + options.runs)
@@ -109,9 +108,7 @@ def _line(seed: int, verdict: Any) -> str:
 
 def _let_workers_import() -> None:
     """The tiny run belongs to the tests; Ray's processes inherit the path."""
-    paths = [str(ROOT), str(ROOT / "tests")]
-    sys.path[:0] = paths
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def _same_random_numbers() -> None:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """One real Ray cluster for all runs; tests without a run do not wait for Ray's import."""
-    from local_cluster import local_cluster
+    from tests.support.local_cluster import local_cluster
 
     with local_cluster():
         yield
@@ -37,7 +37,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny import write_text
+    from tests.support.tiny import write_text
 
     return write_text(tmp_path_factory.mktemp("text"))
 

@@ -1,8 +1,8 @@
 """Every fault point, every kind, every layout: the run ends as if nothing had happened.
 
 A worker takes seconds to start and a step milliseconds, so one run takes many faults. They stand
-`APART` steps from each other, the samples wait for the run to be whole (tests/paced.py), and
-`min_replicas` is `max_replicas`: so each fault finds its slot taken by a worker with state.
+`APART` steps from each other, the samples wait for the run to be whole (tests/support/paced.py),
+and `min_replicas` is `max_replicas`: so each fault finds its slot taken by a worker with state.
 
 Checked of each run: it ends; every fault fired, and its worker was lost for the right cause, and no
 other; the weights, losses and samples are those of one undisturbed replica (I1, I2, I5); the
@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from paced import paced_task
-from tiny import Outcome, fit, tiny_train, tiny_trainer
 
 from benchmarks._chaos import (
     HEALTH,
@@ -36,6 +34,8 @@ from checkpointing import CheckpointConfig
 from elastic.protocol.events import FaultFired, RegroupDone, SnapshotTaken
 from elastic.protocol.faults import parse_faults
 from elastic.reporting.event_log import read_events
+from tests.support.paced import paced_task
+from tests.support.tiny import Outcome, fit, tiny_train, tiny_trainer
 
 APART, FIRST = 6, 8
 KINDS = ("kill", "freeze", "raise")

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from data_plane import WorkerResult, run_layout
-from tiny import tiny_train, write_text
+
+from tests.support.data_plane import WorkerResult, run_layout
+from tests.support.tiny import tiny_train, write_text
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import ray
-from tiny import tiny_task, tiny_train, tiny_trainer
 
 from elastic import (
     CausalLM,
@@ -20,6 +19,7 @@ from elastic import (
     ResourcesError,
     ScalingConfig,
 )
+from tests.support.tiny import tiny_task, tiny_train, tiny_trainer
 
 Build = Callable[[Path, Path], ElasticTrainer]
 

@@ -15,10 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.s3_faults import FaultServer
-from fakes.s3_server import BUCKET, CREDENTIALS, REGION, faulty_s3_server
-from gated_run import HALF, STEPS, gated_trainer, saved_weights
-from watching import events_of, steps_of, wait_until
 
 from checkpointing import (
     CheckpointConfig,
@@ -30,6 +26,10 @@ from checkpointing import (
 )
 from checkpointing.stores.s3 import pace
 from elastic import ConfigError, RunFailedError
+from tests.support.fakes.s3_faults import FaultServer
+from tests.support.fakes.s3_server import BUCKET, CREDENTIALS, REGION, faulty_s3_server
+from tests.support.gated_run import HALF, STEPS, gated_trainer, saved_weights
+from tests.support.watching import events_of, steps_of, wait_until
 
 OTHER_REGION = {"status": 301, "code": "PermanentRedirect"}
 SKEWED = {

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny import Outcome, fit, tiny_trainer
-from watching import events_of, steps_of, wait_until
+
+from tests.support.tiny import Outcome, fit, tiny_trainer
+from tests.support.watching import events_of, steps_of, wait_until
 
 STEPS, KILL_AFTER = 90, 5
 

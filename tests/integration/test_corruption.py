@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny import fit, tiny_trainer
 
 from elastic import HealthConfig
 from elastic.protocol.events import ReplicasCompared, WorkerLost
 from elastic.reporting.event_log import read_events
+from tests.support.tiny import fit, tiny_trainer
 
 STEPS, EVERY = 60, 5
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import Outcome, fit, tiny_trainer
 
 from checkpointing import CheckpointConfig
 from elastic import ConfigError, ElasticTrainer
 from elastic.errors import RunFailedError
+from tests.support.tiny import Outcome, fit, tiny_trainer
 
 pytestmark = pytest.mark.slow
 

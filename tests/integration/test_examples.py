@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.support import ROOT
 
 
 def run(example: str, storage: Path, *arguments: str) -> dict[str, Any]:

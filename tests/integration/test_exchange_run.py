@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_train, tiny_trainer
 
 from checkpointing import CheckpointConfig, Keys, Reader, load_manifest, open_store
 from elastic import OptimizerConfig
 from elastic.cli.main import main
 from elastic.reporting.event_log import read_steps
+from tests.support.tiny import tiny_train, tiny_trainer
 
 pytestmark = pytest.mark.slow
 

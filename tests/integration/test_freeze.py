@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny import Outcome, fit, tiny_trainer
-from watching import events_of, steps_of, wait_until
 
 from checkpointing import CheckpointConfig
+from tests.support.tiny import Outcome, fit, tiny_trainer
+from tests.support.watching import events_of, steps_of, wait_until
 
 STEPS, FREEZE_AFTER = 90, 5
 DETECTION_S = 2.0

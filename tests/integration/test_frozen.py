@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from data_plane import full_parameters, run_layout
-from frozen_model import FROZEN, TRAINED, frozen_train, initial
-from tiny import tiny_trainer
 
 from checkpointing import (
     CheckpointConfig,
@@ -23,6 +20,9 @@ from checkpointing import (
 )
 from elastic import HealthConfig
 from elastic.protocol.run_identity import run_of
+from tests.support.data_plane import full_parameters, run_layout
+from tests.support.frozen_model import FROZEN, TRAINED, frozen_train, initial
+from tests.support.tiny import tiny_trainer
 
 KEYS, SAVE, STEPS = Keys(), 3, 6
 PATIENT = HealthConfig(freeze_timeout_s=120.0, node_timeout_s=60.0)

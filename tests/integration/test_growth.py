@@ -14,20 +14,20 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from fakes.metadata import serve_metadata
-from growing_run import STEPS
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
-from watching import actor_beside, wait_until
 
 from checkpointing import Keys, Reader, newest, open_store, params_sha256
 from elastic.protocol import events
 from elastic.providers.notices import METADATA_VARIABLE
 from elastic.reporting.event_log import read_events, read_steps
+from tests.support import ROOT
+from tests.support.fakes.metadata import serve_metadata
+from tests.support.growing_run import STEPS
+from tests.support.watching import actor_beside, wait_until
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests" / "growing_run.py"
+PROGRAM = ROOT / "tests/support/growing_run.py"
 SOAK = pytest.mark.soak
 PATIENCE_S = 150.0
 
@@ -36,7 +36,7 @@ PATIENCE_S = 150.0
 def machines() -> Iterator[Cluster]:
     """A cluster whose head has no room for workers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+        patch.setenv("PYTHONPATH", str(ROOT))
         cluster = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
         )
@@ -58,7 +58,7 @@ class GrowingRun:
                 [sys.executable, str(PROGRAM), *map(str, arguments)],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
             )
 
     def events(self) -> list[events.Event]:
@@ -220,7 +220,7 @@ def drain(cluster: Cluster, node_id: str) -> None:
 @contextlib.contextmanager
 def taken_cpu(cluster: Cluster, node_id: str) -> Iterator[None]:
     """Another job has a CPU of the node meanwhile."""
-    program = [sys.executable, str(ROOT / "tests" / "taken_cpu.py"), cluster.address, node_id]
+    program = [sys.executable, str(ROOT / "tests/support/taken_cpu.py"), cluster.address, node_id]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"taken\n"
         yield

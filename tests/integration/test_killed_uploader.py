@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import ray
-from gated_run import HALF, STEPS, gated_trainer, saved_weights
-from watching import events_of, wait_until
 
 from benchmarks._chaos_run import find_left_behind
 from checkpointing import CheckpointConfig, Keys, Reader, load_manifest, open_store, params_sha256
 from checkpointing.format.layout import rank_of
+from tests.support.gated_run import HALF, STEPS, gated_trainer, saved_weights
+from tests.support.watching import events_of, wait_until
 
 
 def alive(actor: str) -> list[int]:

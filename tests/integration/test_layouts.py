@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_plane import WorkerResult, full_parameters, run_formations, run_layout
-from tiny import SEQ_LEN, tiny_task, tiny_train
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from checkpointing import tensors_sha256
+from tests.support.data_plane import WorkerResult, full_parameters, run_formations, run_layout
+from tests.support.tiny import SEQ_LEN, tiny_task, tiny_train
 from trainer.config import OptimizerConfig, TrainConfig
 from trainer.data import sample_ids
 from trainer.errors import NonFiniteError

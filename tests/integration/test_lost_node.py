@@ -17,9 +17,6 @@ from typing import Any, get_args
 
 import pytest
 import ray
-from deaf_coordinator import DeafCoordinator
-from tiny import fit, tiny_trainer
-from watching import actor_beside, events_of, steps_of, wait_until
 
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig
@@ -28,6 +25,9 @@ from elastic.node.beats import BeatListener, key_of
 from elastic.protocol.messages import Identity
 from elastic.ray_compat.cluster import start_actor
 from health.lease import Reach
+from tests.support.deaf_coordinator import DeafCoordinator
+from tests.support.tiny import fit, tiny_trainer
+from tests.support.watching import actor_beside, events_of, steps_of, wait_until
 
 STEPS, STOP_AFTER = 400, 5
 NODE_TIMEOUT_S = 1.5

@@ -8,13 +8,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from gated_run import saved_weights
-from growing_run import STEPS as LONG
-from growing_run import growing_trainer
-from tiny import fit, tiny_trainer
-from watching import events_of, steps_of, wait_until
 
 from elastic import ScalingConfig
+from tests.support.gated_run import saved_weights
+from tests.support.growing_run import STEPS as LONG
+from tests.support.growing_run import growing_trainer
+from tests.support.tiny import fit, tiny_trainer
+from tests.support.watching import events_of, steps_of, wait_until
 
 STEPS, NOTICE_AFTER = 150, 5
 

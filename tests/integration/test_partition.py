@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from growing_run import STEPS
-from hosts import HEAD, ROOT, Hosts, requires_hosts
-from partition_run import NODE_TIMEOUT_S
 
 from checkpointing import Keys, Reader, load_manifest, open_store, params_sha256
 from elastic.protocol import events
 from elastic.reporting.event_log import read_events, read_steps
+from tests.support.growing_run import STEPS
+from tests.support.hosts import HEAD, ROOT, Hosts, requires_hosts
+from tests.support.partition_run import NODE_TIMEOUT_S
 
-PROGRAM = ROOT / "tests" / "partition_run.py"
+PROGRAM = ROOT / "tests/support/partition_run.py"
 UNDER_WAY = 15
 """Steps before anything happens: there is a checkpoint by then."""
 SOME = 5

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny import Outcome, fit, tiny_trainer
-from watching import events_of
+
+from tests.support.tiny import Outcome, fit, tiny_trainer
+from tests.support.watching import events_of
 
 STEPS = 80
 EARLY, MIDDLE, LAST = 1, 30, STEPS - 1

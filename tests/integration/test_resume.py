@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 import ray
-from gated_run import HALF, gated_trainer
 from ray.train import RunConfig
-from tiny import Outcome, fit, tiny_task, tiny_trainer
 
 from checkpointing import CheckpointConfig, Keys, Reader, newest, open_store, params_sha256
 from elastic import ConfigError, ElasticTrainer
 from elastic.driver.resume import run_directory
+from tests.support import ROOT
+from tests.support.gated_run import HALF, gated_trainer
+from tests.support.tiny import Outcome, fit, tiny_task, tiny_trainer
 
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
 
 
@@ -64,8 +64,15 @@ def test_stopped_at_half_and_started_again(
 ) -> None:
     gate, root = tmp_path / "gate", tmp_path / "gated"
     address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "tests/gated_run.py", address, str(tmp_path), str(gate), str(before)]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [
+        sys.executable,
+        "tests/support/gated_run.py",
+        address,
+        str(tmp_path),
+        str(gate),
+        str(before),
+    ]
+    paths = str(ROOT)
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths})
     manifest = root / "checkpoints" / "m" / f"{HALF:012}.json"
     wait_until(manifest.exists, process)

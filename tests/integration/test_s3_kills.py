@@ -17,21 +17,7 @@ from typing import Any
 
 import boto3
 import pytest
-import save_roles
 import torch
-from fakes.s3_faults import FaultServer, Rule
-from fakes.s3_server import BUCKET, faulty_s3_server
-from save_roles import (
-    DEADLINE_S,
-    LARGE,
-    Role,
-    begin_run,
-    bring,
-    new_publisher,
-    publish,
-    state,
-    write,
-)
 
 from checkpointing import (
     Keys,
@@ -47,6 +33,20 @@ from checkpointing import (
     sweep_uncommitted,
     unpin,
     verify_checkpoint,
+)
+from tests.support import save_roles
+from tests.support.fakes.s3_faults import FaultServer, Rule
+from tests.support.fakes.s3_server import BUCKET, faulty_s3_server
+from tests.support.save_roles import (
+    DEADLINE_S,
+    LARGE,
+    Role,
+    begin_run,
+    bring,
+    new_publisher,
+    publish,
+    state,
+    write,
 )
 
 KEYS = Keys()

@@ -15,9 +15,6 @@ from pathlib import Path
 
 import boto3
 import pytest
-from fakes.s3_faults import FaultServer
-from fakes.s3_server import BUCKET, faulty_s3_server
-from gated_run import HALF, gated_trainer, saved_weights
 from ray.train import RunConfig
 
 from checkpointing import (
@@ -28,8 +25,11 @@ from checkpointing import (
 )
 from elastic import ConfigError
 from elastic.driver.resume import run_directory
+from tests.support import ROOT
+from tests.support.fakes.s3_faults import FaultServer
+from tests.support.fakes.s3_server import BUCKET, faulty_s3_server
+from tests.support.gated_run import HALF, gated_trainer, saved_weights
 
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 180.0
 SEGMENT = re.compile(r"base/gated/d/[0-9a-f]{2}/r(\d{5})/(\d{12})-\d+-\d+/\d{5}\.safetensors")
 
@@ -47,8 +47,8 @@ def config(faults: FaultServer) -> S3Config:
 
 def start(config: S3Config, storage: Path, replicas: int) -> subprocess.Popen[bytes]:
     arguments = [config.url, str(config.endpoint_url), str(storage), str(storage / "gate")]
-    command = [sys.executable, "tests/s3_run.py", *arguments, str(replicas)]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "tests/support/s3_run.py", *arguments, str(replicas)]
+    paths = str(ROOT)
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths})
 
 

@@ -12,10 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes.s3_faults import FaultServer, Rule
-from fakes.s3_server import BUCKET, faulty_s3_server
-from gated_run import HALF, STEPS, gated_trainer, saved_weights
-from watching import events_of, wait_until
 
 from checkpointing import (
     Keys,
@@ -25,10 +21,14 @@ from checkpointing import (
     open_store,
     verify_checkpoint,
 )
+from tests.support import ROOT
+from tests.support.fakes.s3_faults import FaultServer, Rule
+from tests.support.fakes.s3_server import BUCKET, faulty_s3_server
+from tests.support.gated_run import HALF, STEPS, gated_trainer, saved_weights
+from tests.support.watching import events_of, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 240.0
 
 
@@ -47,9 +47,9 @@ def config(faults: FaultServer) -> S3Config:
 def run(config: S3Config, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Two replicas of one worker; the second half waits for tmp_path/gate."""
     where = [config.url, str(config.endpoint_url), str(tmp_path), str(tmp_path / "gate")]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    paths = str(ROOT)
     process = subprocess.Popen(
-        [sys.executable, "tests/s3_run.py", *where, "2", "1"],
+        [sys.executable, "tests/support/s3_run.py", *where, "2", "1"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": paths},
     )

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from data_plane import full_parameters, run_layout
-from tiny import tiny_task, tiny_train
 
 from checkpointing import Box, Keys, Reader, commit, open_store
+from tests.support.data_plane import full_parameters, run_layout
+from tests.support.tiny import tiny_task, tiny_train
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import ROOT, Network, ip_of, requires_hosts
 
-PROGRAM = ROOT / "tests" / "replica_over_hosts.py"
+from tests.support.hosts import ROOT, Network, ip_of, requires_hosts
+
+PROGRAM = ROOT / "tests/support/replica_over_hosts.py"
 DEADLINE_S = 100.0
 
 

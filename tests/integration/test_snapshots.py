@@ -18,17 +18,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from gated_run import HALF, gated_trainer, in_memory, saved_weights
 from ray._private import state as ray_state
-from watching import events_of, wait_until
 
 from checkpointing import Keys, open_memory
 from elastic import ElasticTrainer
 from elastic.errors import RunFailedError
 from elastic.node.snapshot_survey import find_snapshot
 from elastic.protocol.run_paths import RunPaths
+from tests.support import ROOT
+from tests.support.gated_run import HALF, gated_trainer, in_memory, saved_weights
+from tests.support.watching import events_of, wait_until
 
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
 KILL = f"kill@{HALF + 1}:0"
 
@@ -190,14 +190,14 @@ def test_the_driver_and_the_whole_cluster_are_killed(
     gate = tmp_path / "gate"
     command = [
         sys.executable,
-        "tests/gated_run.py",
+        "tests/support/gated_run.py",
         "local",
         str(tmp_path),
         str(gate),
         "1",
         str(HALF),
     ]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    paths = str(ROOT)
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths})
     try:
         wait_until(lambda: process.poll() or list(memory.glob(f"*/{Keys().commit(HALF)}")))
@@ -229,8 +229,8 @@ def test_a_node_is_lost_with_its_memory(
     undisturbed: Undisturbed, tmp_path: Path, memory: Path
 ) -> None:
     """Its shard is read from the copy on another node."""
-    command = [sys.executable, "tests/node_loss_run.py", str(tmp_path)]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "tests/support/node_loss_run.py", str(tmp_path)]
+    paths = str(ROOT)
     output = subprocess.run(
         command,
         cwd=ROOT,

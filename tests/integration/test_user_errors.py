@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from ray.train import RunConfig
-from user_code import endless_loss, failing_loss, model
 
 from elastic import (
     CustomTask,
@@ -20,6 +19,7 @@ from elastic import (
 )
 from elastic.protocol.events import WorkerLost
 from elastic.reporting.event_log import read_events
+from tests.support.user_code import endless_loss, failing_loss, model
 
 
 def trainer(loss: object, storage: Path) -> ElasticTrainer:

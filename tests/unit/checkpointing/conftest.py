@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes.s3_faults import FaultServer
-from fakes.s3_server import BUCKET, s3_server
 
 from checkpointing import S3Config, Store, open_store
 from checkpointing.stores.s3 import pace
+from tests.support.fakes.s3_faults import FaultServer
+from tests.support.fakes.s3_server import BUCKET, s3_server
 
 
 @pytest.fixture(scope="module")

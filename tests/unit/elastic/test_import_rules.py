@@ -6,11 +6,11 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.support import ROOT
+
 PACKAGES = ("elastic", "trainer", "checkpointing", "health")
 RAY_INTERNALS = ("ray._private", "ray.train.v2._internal")
 ALLOWED = ROOT / "elastic" / "ray_compat"

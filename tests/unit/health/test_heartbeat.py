@@ -6,15 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from watching import wait_until
 
 from health.heartbeat import BEAT_INTERVAL_S, Heartbeat, HeartbeatReader
 from health.process import parse_state, read_state
+from tests.support import ROOT
+from tests.support.watching import wait_until
 
-ROOT = Path(__file__).parents[3]
 DEADLINE_S = 30.0
 WORKER = """
 import sys, time

@@ -1,0 +1,1 @@
+"""Servers that answer as real ones do, and fail on demand."""

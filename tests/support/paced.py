@@ -1,0 +1,105 @@
+"""The tiny task for runs with many faults: slow while it must be, and only then.
+
+A step of it takes a few milliseconds, a heal takes as long as the machine has work for others. So
+that faults find the replicas whole, samples keep a worker waiting for a while when the newest
+roster has a replica without lanes or lacks one. And they wait for as long as a file stands, so that
+a test can do something in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.tiny import tiny_task
+from trainer.config import TrainConfig
+from trainer.data import SampleSource, TokenDataset
+from trainer.tasks.causal_lm import PreparedCausalLM
+
+_LOOK_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """When samples wait."""
+
+    events: str
+    """The run's events.jsonl."""
+    pause: str
+    """A file: while it stands, nobody gets samples."""
+    replicas: int
+    """Replicas of the whole run."""
+    patience_s: float
+    """The longest wait of a batch for the run to be whole; 0: none."""
+
+    def wait(self) -> None:
+        """Called before each batch."""
+        until = time.monotonic() + self.patience_s
+        while time.monotonic() < until and not self._settled():
+            time.sleep(_LOOK_S)
+        while Path(self.pause).exists():
+            time.sleep(_LOOK_S)
+
+    def _settled(self) -> bool:
+        """Whether all replicas train, or all that can have caught up and are called to."""
+        for line in reversed(Path(self.events).read_bytes().splitlines()):
+            if b'"replica_healed"' in line:
+                return True
+            if b'"regroup_done"' in line:
+                lanes = json.loads(line)["lanes"]
+                return len(lanes) == self.replicas and all(lanes.values())
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class PacedLM:
+    """A Task: the tiny one, paced."""
+
+    text: str
+    """Directory of the text."""
+    pace: Pace
+    """When samples wait."""
+
+    def prepare(self, train: TrainConfig, cache_dir: str) -> PreparedPacedLM:
+        """See Task."""
+        prepared = tiny_task(Path(self.text)).prepare(train, cache_dir)
+        return PreparedPacedLM(**vars(prepared), pace=self.pace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedPacedLM(PreparedCausalLM):
+    """See PacedLM."""
+
+    pace: Pace
+    """When samples wait."""
+
+    def train_data(self) -> SampleSource:
+        """See PreparedTask."""
+        return PacedData(self.train_path, self.seq_len, self.pace)
+
+
+class PacedData(TokenDataset):
+    """See the module."""
+
+    def __init__(self, path: str, seq_len: int, pace: Pace) -> None:
+        super().__init__(path, seq_len)
+        self._pace = pace
+
+    def batch(self, ids: Any) -> Any:
+        """See SampleSource."""
+        self._pace.wait()
+        return super().batch(ids)
+
+
+def paced_task(text: Path, storage: Path, name: str, replicas: int, patience_s: float) -> PacedLM:
+    """The task of run `name` below `storage`."""
+    pace = Pace(
+        events=str(storage / name / "events.jsonl"),
+        pause=str(storage / f"{name}.pause"),
+        replicas=replicas,
+        patience_s=patience_s,
+    )
+    return PacedLM(text=str(text), pace=pace)

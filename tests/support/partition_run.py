@@ -1,0 +1,33 @@
+"""A run on several hosts, slow until a file appears, and then the same one undisturbed, as a
+program of its own: a test cuts the hosts' links meanwhile. STORAGE/left.json lists what the first
+one left behind.
+
+    python tests/support/partition_run.py ADDRESS STORAGE GATE REPLICAS SHARD
+"""
+
+from __future__ import annotations
+
+import sys
+
+import ray
+
+from checkpointing import CheckpointConfig
+from elastic import HealthConfig, ScalingConfig
+from tests.support.growing_run import growing_trainer, write_left_behind
+
+NODE_TIMEOUT_S = 3.0
+
+if __name__ == "__main__":
+    address, storage, gate, *numbers = sys.argv[1:]
+    replicas, shard = map(int, numbers)
+    ray.init(address=address, log_to_driver=False)
+    growing_trainer(
+        storage,
+        gate,
+        ScalingConfig(max_replicas=replicas),
+        shard,
+        checkpoint=CheckpointConfig(every_steps=10, keep_every=10),
+        health=HealthConfig(node_timeout_s=NODE_TIMEOUT_S),
+    ).fit()
+    write_left_behind(storage)
+    growing_trainer(storage, gate, ScalingConfig(max_replicas=1), shard, name="whole").fit()

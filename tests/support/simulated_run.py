@@ -1,0 +1,586 @@
+"""A run played through without machines: simulated workers round the real `Membership`.
+
+The world stands in for the coordinator's other parts: it delivers answers, signals, deaths,
+receipts and replacements, each whenever a seeded random scheduler says so, and it does harm. What
+must hold is in `simulation_checks.py`; a state in which nobody can move is a deadlock, and fails.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import simulation_checks as checks
+
+from elastic.membership.decisions import GroupConfig
+from elastic.membership.machine import Membership
+from elastic.protocol.messages import Build, Report, Run, Signal, Stop
+from tests.support.simulated_worker import Applied, Channel, Lost, SimWorker
+
+MOST_EVENTS = 20_000
+HESITATION = 0.95
+"""How often something else happens before one that is condemned is killed, if anything can."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One schedule: sizes, and how much goes wrong."""
+
+    seed: int
+    max_replicas: int
+    min_replicas: int
+    workers_per_replica: int
+    start_workers: int
+    lanes: int
+    steps: int
+    save_every: int | None
+    memory_every: int | None
+    kills: int
+    """Times that one worker or several are killed."""
+    write_offs: int
+    """Workers that do not follow a call, and are written off before they are killed."""
+    flakes: int
+    """Collectives across replicas that fail, and heals that arrive damaged, with nobody dead."""
+    damages: int
+    """Reads of a checkpoint that find it damaged, while there is an earlier one."""
+    drains: int
+    """Times that a machine, of one worker or two, will go, or that a worker is to end."""
+    crashes: int
+    """Times that the coordinator is lost, and started anew."""
+    silent: bool
+    """A death does not wake those who wait across replicas: a signal has to."""
+    by_priority: bool
+    """Whoever has the highest (random, sometimes changing) priority moves, not just anyone."""
+
+    @staticmethod
+    def draw(seed: int) -> Plan:
+        """The schedule of a seed; one in five is harder on the coordinator, and one in five of
+        machines with workers of two replicas, of which there are no more."""
+        rng = random.Random(seed)
+        most, each = rng.randint(1, 4), rng.randint(1, 2)
+        least = rng.randint(1, most)
+        start = rng.randint(least, most) * each + rng.randint(0, 2)
+        plan = Plan(
+            seed=seed,
+            max_replicas=most,
+            min_replicas=least,
+            workers_per_replica=each,
+            start_workers=start,
+            lanes=most + rng.choice([0, 0, 3]),
+            steps=rng.randint(2, 5),
+            save_every=rng.choice([None, 1, 2]),
+            memory_every=rng.choice([None, 1, 2]),
+            kills=rng.randint(0, 4),
+            write_offs=rng.choice([0, 0, 2]),
+            flakes=rng.choice([0, 0, 2]),
+            drains=rng.choice([0, 0, 1, 3]),
+            crashes=rng.choice([0, 0, 0, 1, 2]),
+            silent=rng.random() < 0.5,
+            by_priority=rng.random() < 0.5,
+            damages=rng.choice([0, 1, 3]),
+        )
+        if seed % 5 == 1:
+            return replace(
+                plan,
+                max_replicas=2,
+                min_replicas=rng.randint(1, 2),
+                workers_per_replica=2,
+                start_workers=rng.randint(4, 8),
+                steps=rng.randint(3, 8),
+                kills=rng.randint(0, 1),
+                drains=rng.randint(1, 4),
+                save_every=rng.choice([None, None, 2, 4]),
+            )
+        if seed % 5:
+            return plan
+        return replace(
+            plan,
+            steps=rng.randint(3, 8),
+            kills=rng.randint(0, 4),
+            drains=rng.randint(1, 4),
+            crashes=rng.randint(1, 4),
+            save_every=rng.choice([None, None, 2, 4]),
+        )
+
+
+class World:
+    """The coordinator round `Membership`, the network, and the scheduler."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.rng = plan, random.Random(plan.seed)
+        self.config = GroupConfig(
+            max_replicas=plan.max_replicas,
+            min_replicas=plan.min_replicas,
+            workers_per_replica=plan.workers_per_replica,
+            tensor=self.rng.randint(1, plan.workers_per_replica),
+            lanes=plan.lanes,
+            steps=plan.steps,
+            start_workers=plan.start_workers,
+        )
+        self.membership = Membership(self.config, generation=0, restore_step=0)
+        self.channels: dict[tuple[Any, ...], Channel] = {}
+        self.workers: dict[str, SimWorker] = {}
+        self.posted: dict[str, Signal] = {}
+        self.dead: set[str] = set()
+        """Workers whose process has ended."""
+        self.lost: set[str] = set()
+        """Workers that the coordinator was told are gone."""
+        self.broken: set[int] = set()
+        """Formations that have lost a member."""
+        self.taken_apart: set[str] = set()
+        """Workers of replicas that somebody with a part of the last copy was taken out of, that
+        made room for what those made, or that were being built when the coordinator was lost."""
+        self.saved: dict[int, Applied] = {0: ()}
+        self.snapshot: tuple[int, Applied] | None = None
+        """The newest complete snapshot, which some node of those that hold it has."""
+        self.parts: dict[tuple[int, int], dict[int, Applied]] = {}
+        self.went_back_in = 0
+        self.snapshots_read = self.snapshots_failed = self.checkpoints_failed = 0
+        self.damages = plan.damages
+        self.receipts: dict[tuple[int, int], dict[int, Applied]] = {}
+        self.log: list[int] = []
+        self.recorded = 0
+        """Steps that were in the records before the last decision."""
+        self.joins: dict[str, tuple[Report, list[tuple[int, int]]]] = {}
+        """Calls to join on their way."""
+        self.unnoticed: list[str] = []
+        """Dead workers that nobody has told the coordinator of."""
+        self.condemned: list[str] = []
+        """Workers written off, to be killed."""
+        self.vacant: list[int] = list(range(plan.start_workers))
+        """Ranks that Ray will start a worker for."""
+        self.kills, self.write_offs, self.flakes = plan.kills, plan.write_offs, plan.flakes
+        self.drains, self.crashes = plan.drains, plan.crashes
+        self.unsure: list[SimWorker] = []
+        """Workers that the coordinator has answered; it may be lost before they hear it."""
+        self.incarnation = 0
+        """Coordinators that were lost so far."""
+        self.drained: set[str] = set()
+        self.going: set[str] = set()
+        """Of these, who is to end by itself."""
+        self.succeeded: set[str] = set()
+        """Of these, in whose place another one starts before it is gone."""
+        self.dismissed = 0
+        self.copies: dict[tuple[int, str], Applied] = {}
+        """(generation, worker) -> the state that it sends to newcomers."""
+        self.trace: list[str] = []
+        self.outcomes: list[str] = []
+        self._arrivals = 0
+        self._priorities: dict[Any, float] = {}
+
+    # -- the scheduler -----------------------------------------------------------------------------
+
+    def play(self) -> None:
+        """Plays the run to its end, and checks it."""
+        for _ in range(MOST_EVENTS):
+            self._do_harm()
+            if not self._one_event():
+                break
+        else:
+            raise AssertionError("the run does not come to an end")
+        checks.check_end(self)
+
+    def _one_event(self) -> bool:
+        events = list(self._events())
+        if self.plan.by_priority:
+            if self._priorities and self.rng.random() < 0.05:
+                self._priorities[self.rng.choice(list(self._priorities))] = self.rng.random()
+            events.sort(key=lambda e: self._priorities.setdefault(e[:2], self.rng.random()))
+        else:
+            self.rng.shuffle(events)
+        if self.condemned and self.rng.random() < HESITATION:
+            events.sort(key=lambda e: e[0] == "execute")
+        return any(event[2]() for event in events)
+
+    def _events(self) -> Iterator[tuple[str, Any, Callable[[], bool]]]:
+        """(kind, who, what happens; it returns whether anything did)."""
+        for name, worker in self.workers.items():
+            if worker.done or name in self.dead:
+                continue
+            yield "move", name, partial(self._move, worker)
+            if name in self.posted and self.posted[name].serial > worker.heard:
+                yield "hear", name, partial(self._hear, worker)
+            if worker.writing is not None:
+                yield "write", name, partial(self._written, worker)
+            if worker.source in self.copies and worker.arrived is None:
+                yield "state", name, partial(self._state_arrives, worker)
+            if worker.remembering is not None:
+                yield "remember", name, partial(self._remembered, worker)
+            if worker.records and worker.run is not None and worker.run.lead:
+                yield "flush", name, partial(self._flush, worker)
+        for name in self.joins:
+            yield "join", name, partial(self._join, name)
+        for name in self.unnoticed:
+            yield "notice", name, partial(self._notice, name)
+        for name in self.condemned:
+            yield "execute", name, partial(self._execute, name)
+        for rank in self.vacant:
+            yield "arrive", rank, partial(self._arrive, rank)
+        for attempt, parts in self.receipts.items():
+            if len(parts) == self.plan.workers_per_replica:
+                yield "commit", attempt, partial(self._checkpoint, attempt)
+        for attempt, parts in self.parts.items():
+            if len(parts) == self.plan.workers_per_replica:
+                yield "complete", attempt, partial(self._complete, attempt)
+
+    def _flush(self, worker: SimWorker) -> bool:
+        worker.flush()
+        return True
+
+    def _state_arrives(self, worker: SimWorker) -> bool:
+        if worker.source[1] in self.dead or worker.heal_failed:
+            return False
+        if self.flake():
+            worker.heal_failed = True
+        else:
+            worker.arrived = self.copies[worker.source]
+        return True
+
+    def _move(self, worker: SimWorker) -> bool:
+        wait = worker.wait
+        fails = wait.fails() or (wait.crosses and self.rng.random() < 0.05 and self.flake())
+        ready = wait.ready()
+        if not ready and not fails:
+            return False
+        fails = fails and (not ready or self.rng.random() < 0.5)
+        self.trace.append(f"{worker.name} {wait.what}{' LOST' if fails else ''}")
+        try:
+            if fails:
+                worker.wait = worker.life.throw(Lost())
+            else:
+                worker.wait = worker.life.send(None if wait.what == "birth" else wait.result())
+        except StopIteration:
+            worker.done = True
+        return True
+
+    # -- what goes wrong ---------------------------------------------------------------------------
+
+    def flake(self) -> bool:
+        """Whether something fails now for no reason."""
+        if self.flakes == 0 or self.rng.random() < 0.5:
+            return False
+        self.flakes -= 1
+        return True
+
+    def _do_harm(self) -> None:
+        if self.kills and self.rng.random() < 0.02:
+            self.kills -= 1
+            for name in self._victims():
+                self.kill(name)
+        if self.crashes and self.rng.random() < 0.02 and self.membership.stopped is None:
+            self.crashes -= 1
+            self._crash()
+        if self.drains and self.rng.random() < 0.02 and self.membership.stopped is None:
+            self.drains -= 1
+            self._drain()
+        if self.snapshot is not None and self.rng.random() < 0.01:
+            self.trace.append("LOSE THE SNAPSHOT")
+            self._set_snapshot(None)
+        if self.write_offs and self.membership.call == "fault" and self.rng.random() < 0.2:
+            absent = sorted(self.membership.calls.unfollowed.keys() - self.dead)
+            if absent:
+                self.write_offs -= 1
+                self._write_off(self.rng.choice(absent))
+
+    def _crash(self) -> None:
+        """The coordinator is lost with all it knows, and started anew: `TakeUp`."""
+        self.trace.append("COORDINATOR LOST")
+        self.incarnation += 1
+        alive = [w for n, w in self.workers.items() if n not in self.dead and not w.done]
+        before = self.membership
+        self.membership = Membership(self.config, generation=0, restore_step=max(self.saved))
+        self.membership.meet = ("", self.incarnation)
+        self._set_snapshot(self.snapshot)
+        self.posted.clear()
+        self._lose_answers()
+        self.joins.clear()
+        standings = [worker.standing() for worker in alive if worker.name not in self.lost]
+        given_up = {
+            s.formed
+            for s in standings
+            if not s.built or (s.replica >= self.plan.max_replicas and not s.generation)
+        }
+        self.taken_apart.update(s.identity.worker for s in standings if s.formed in given_up)
+        self.membership.resume(
+            standings,
+            generation=before.generation,
+            restored=self.went_back_in,
+            formations=before.formations.begun,
+            recorded=before.recorded,
+            began=before.began,
+        )
+        for name in self.lost:
+            self.membership.lose(name)
+        for name in self.drained - self.lost:
+            self.membership.drain(name, dismiss=name in self.going)
+        for worker in alive:  # calls that were lost with it are made again
+            if worker.waits_for_answer and worker.answer is None:
+                self.send_join(worker)
+        self._advance()
+
+    def _lose_answers(self) -> None:
+        """Some answers of a coordinator that is lost reach their workers, others do not."""
+        for worker in self.unsure:
+            if worker.waits_for_answer and self.rng.random() < 0.5:
+                self.trace.append(f"{worker.name} does not get {worker.answer}")
+                worker.answer = None
+        self.unsure.clear()
+
+    def _drain(self) -> None:
+        """A worker is to end; or a machine is to go, and another one may be there by then."""
+        members = self.membership.members
+        alive = sorted(n for n in members if n not in self.dead | self.lost | self.drained)
+        if not alive:
+            return
+        ends, succeeded = self.rng.random() < 0.3, self.rng.random() < 0.5
+        count = 1 if ends else self.rng.randint(1, min(2, len(alive)))
+        for name in self.rng.sample(alive, count):
+            self.trace.append(f"DRAIN {name}")
+            self.drained.add(name)
+            if ends:
+                self.going.add(name)
+            else:
+                self.condemned.append(name)
+            if succeeded and not ends:
+                self.succeeded.add(name)
+                self.vacant.append(self.workers[name].rank)
+            self.membership.drain(name, dismiss=ends)
+        self._advance()
+
+    def _victims(self) -> list[str]:
+        alive = [n for n, worker in self.workers.items() if n not in self.dead and not worker.done]
+        if not alive:
+            return []
+        chance = self.rng.random()
+        if chance < 0.1:
+            return alive
+        if chance < 0.3:
+            in_commit = [n for n in alive if "commit" in self.workers[n].wait.what]
+            return in_commit[:1] or alive[:1]
+        first = self.rng.choice(alive)
+        if chance < 0.5:
+            replica = self.membership.roster.replica_of(first)
+            return [n for n in (replica.workers if replica else (first,)) if n in alive]
+        return [first]
+
+    def kill(self, name: str) -> None:
+        worker = self.workers[name]
+        self.trace.append(f"KILL {name} in {worker.wait.what}")
+        self.dead.add(name)
+        worker.life.close()
+        self.unnoticed.append(name)
+        self._vacate(worker)
+
+    def _vacate(self, worker: SimWorker) -> None:
+        """Ray starts another one in its place, unless it has done so before."""
+        if worker.name not in self.succeeded:
+            self.vacant.append(worker.rank)
+
+    def _write_off(self, name: str) -> None:
+        """As `Crew.lose_laggards`: lost at once, killed a little later."""
+        self.trace.append(f"WRITE OFF {name}")
+        self.condemned.append(name)
+        self._lose(name)
+
+    def _execute(self, name: str) -> bool:
+        self.condemned.remove(name)
+        self.trace.append(f"execute {name}")
+        if name not in self.dead and not self.workers[name].done:
+            self.kill(name)
+        return True
+
+    def peer_lost(self, worker: SimWorker) -> bool:
+        """As the coordinator's `trouble`."""
+        return self.membership.replica_broken(worker.name)
+
+    def caught_up(self, worker: SimWorker) -> None:
+        self.membership.caught_up(worker.name)
+        self._advance()
+
+    def heal_failed(self, worker: SimWorker) -> None:
+        if self.membership.heals.failed(worker.name) >= 3:
+            self.condemned.append(worker.name)
+            self._lose(worker.name)
+        self._advance()
+
+    def any_gone(self, channel: Channel) -> bool:
+        return any(name in self.dead or name in channel.closed for name in channel.members)
+
+    # -- the coordinator ---------------------------------------------------------------------------
+
+    def send_join(self, worker: SimWorker) -> None:
+        self.joins[worker.name] = (worker.report(), worker.recent())
+
+    def _join(self, name: str) -> bool:
+        """A call to join arrives; its worker may be dead by now."""
+        report, recent = self.joins.pop(name)
+        self.record(recent)
+        self.membership.join(report)
+        self._advance()
+        return True
+
+    def record(self, steps: list[tuple[int, int]]) -> None:
+        """As `RunLog.take_steps`."""
+        for step, generation in steps:
+            if self.membership.awaits(step, generation):
+                self.membership.recorded = step + 1
+                self.membership.reached = max(self.membership.reached, step + 1)
+                self.log.append(step)
+
+    def left(self, worker: SimWorker, stop: Stop) -> None:
+        """A worker returns from its train function; while the run goes on, Ray starts another."""
+        if self.membership.stopped is not None:
+            return
+        self._vacate(worker)
+        if stop.error is None:
+            # A coordinator started anew does not know of the answer, and may write it off.
+            assert worker.name in self.going
+            assert worker.name not in self.lost or self.incarnation
+            self.dismissed += 1
+            self.unnoticed.append(worker.name)
+        else:
+            assert worker.name in self.lost
+
+    def _arrive(self, rank: int) -> bool:
+        self.vacant.remove(rank)
+        self._arrivals += 1
+        name = f"w{self._arrivals}"
+        self.workers[name] = worker = SimWorker(self, name, rank)
+        worker.wait = next(worker.life)
+        return True
+
+    def _notice(self, name: str) -> bool:
+        self.trace.append(f"notice {name}")
+        self.unnoticed.remove(name)
+        self._lose(name)
+        return True
+
+    def _lose(self, name: str) -> None:
+        self.lost.add(name)
+        replicas = (*self.membership.roster.replicas, *self.membership.forming)
+        self.broken.update(replica.formed for replica in replicas if name in replica.workers)
+        if self.membership.lose(name) is not None and self.membership.stopped is None:
+            self._advance()
+
+    def _hear(self, worker: SimWorker) -> bool:
+        signal = self.posted[worker.name]
+        self.trace.append(f"{worker.name} hears {signal}")
+        worker.heard = worker.called[signal.kind] = signal.serial
+        return True
+
+    def _written(self, worker: SimWorker) -> bool:
+        assert worker.writing is not None
+        step, generation, rank, applied = worker.writing
+        worker.writing = None
+        worker.flush()
+        if generation >= self.went_back_in and not self.membership.ahead(step, generation):
+            self.receipts.setdefault((step, generation), {})[rank] = applied
+        return True
+
+    def _checkpoint(self, attempt: tuple[int, int]) -> bool:
+        parts = self.receipts.pop(attempt)
+        if attempt[0] not in self.saved:
+            assert len(set(parts.values())) == 1, "a checkpoint of two states"
+            self.saved[attempt[0]] = parts[0]
+            self.membership.checkpointed(attempt[0])
+            self._advance()
+        return True
+
+    # -- elastic/coordinator/snapshots.py --------------------------------------------------------
+
+    def _remembered(self, worker: SimWorker) -> bool:
+        assert worker.remembering is not None
+        step, generation, rank, applied = worker.remembering
+        worker.remembering = None
+        worker.flush()
+        if generation >= self.went_back_in and not self.membership.ahead(step, generation):
+            self.parts.setdefault((step, generation), {})[rank] = applied
+        return True
+
+    def _complete(self, attempt: tuple[int, int]) -> bool:
+        parts = self.parts.pop(attempt)
+        assert len(set(parts.values())) == 1, "a snapshot of two states"
+        if self.snapshot is None or attempt[0] > self.snapshot[0]:
+            self._set_snapshot((attempt[0], parts[0]))
+        return True
+
+    def read(self, run: Run) -> Applied | None:
+        """A worker reads what it is to restore; None where it cannot."""
+        if run.source == "store":
+            earlier = [step for step in self.saved if 0 < step < run.step]
+            if self.damages and earlier and self.rng.random() < 0.5:
+                self.damages -= 1
+                return None
+            return self.saved.get(run.step)  # given up by others of an older roster
+        damaged = self.rng.random() < 0.5
+        if self.snapshot is not None and self.snapshot[0] == run.step and not damaged:
+            self.snapshots_read += 1
+            return self.snapshot[1]
+        return None
+
+    def unreadable(self, run: Run) -> None:
+        """All have given up what they were to restore, and one that could not read it says so."""
+        if run.source == "memory":
+            self.snapshots_failed += 1
+            if self.snapshot is not None and self.snapshot[0] == run.step:
+                self._set_snapshot(None)
+            return
+        current = self.membership.restore_step == run.step
+        if current and self.membership.generation == run.generation:
+            self.checkpoints_failed += 1
+            del self.saved[run.step]
+            self.membership.checkpoint_lost(newest=max(self.saved), reason="damaged")
+            self._advance()
+
+    def _set_snapshot(self, snapshot: tuple[int, Applied] | None) -> None:
+        self.snapshot = snapshot
+        self.membership.snapshotted(0 if snapshot is None else snapshot[0])
+
+    def _went_back(self, step: int, generation: int) -> None:
+        self.went_back_in = generation
+        self.parts.clear()
+        self.receipts.clear()
+        if self.snapshot is not None and self.snapshot[0] > step:
+            self._set_snapshot(None)
+
+    def _advance(self) -> None:
+        before, self.recorded = self.membership.generation, self.membership.recorded
+        reports = dict(self.membership.waiting)
+        placed = (*self.membership.standing, *self.membership.forming)
+        effects = self.membership.advance()
+        checks.check_effects(self, effects, reports, before)
+        for replica in effects.formed:
+            self.channels["replica", replica.formed] = Channel(replica.workers)
+        if effects.regrouped is not None:
+            roster = effects.regrouped.roster
+            if effects.regrouped.outcome in ("start", "restore"):
+                self._went_back(effects.regrouped.step, roster.generation)
+            self.trace.append(f"ROSTER {effects.regrouped}")
+            self.outcomes.append(effects.regrouped.outcome)
+            for rank in range(self.plan.workers_per_replica):
+                members = tuple(replica.workers[rank] for replica in roster.replicas)
+                self.channels["cross", roster.generation, rank] = Channel(members)
+        self.posted.update(effects.signals)
+        for name, answer in effects.answers.items():
+            worker = self.workers[name]
+            worker.answer = answer
+            self.unsure.append(worker)
+            if isinstance(answer, Build) and answer.keep and worker.replica is not None:
+                self.taken_apart.update(worker.replica.members)
+        if any(isinstance(a, Build) and a.keep for a in effects.answers.values()):
+            left = (*self.membership.standing, *self.membership.forming)
+            self.taken_apart.update(w for r in placed if r not in left for w in r.workers)
+
+
+def play(seed: int) -> World:
+    """Plays the schedule of `seed`; an AssertionError tells the seed and what led to it."""
+    world = World(Plan.draw(seed))
+    try:
+        world.play()
+    except AssertionError as error:
+        story = "\n".join(world.trace[-60:])
+        raise AssertionError(f"{error}\n{world.plan}\n{story}") from error
+    return world

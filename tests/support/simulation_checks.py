@@ -1,0 +1,196 @@
+"""What must hold in every simulated run, whatever dies whenever."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Set
+from typing import TYPE_CHECKING
+
+from elastic.membership.conclusion import find_states
+from elastic.membership.decisions import Effects, Regrouped
+from elastic.protocol.messages import Build, Report, Run, Stop
+from elastic.protocol.roster import Roster, most_replicas
+
+if TYPE_CHECKING:
+    from tests.support.simulated_run import World
+    from tests.support.simulated_worker import Applied, SimWorker
+
+
+def check_effects(
+    world: World, effects: Effects, reports: Mapping[str, Report], before: int
+) -> None:
+    """After each decision. `reports` waited before it; `before` was the generation then."""
+    membership = world.membership
+    runs = {name: a for name, a in effects.answers.items() if isinstance(a, Run)}
+    assert set(effects.answers) <= set(reports)
+    if membership.stopped is not None:
+        assert set(effects.answers) == set(reports), "somebody is left waiting"
+        return
+    forming = [worker for replica in membership.forming for worker in replica.workers]
+    standing = {w for replica in membership.standing for w in replica.workers}
+    assert not set(forming) & standing, "a worker is forming and standing"
+    placed = list(forming)
+    if effects.regrouped is None:
+        assert membership.generation == before and not runs
+    else:
+        assert membership.generation == before + 1
+        placed += membership.roster.workers
+        check_roster(world, effects.regrouped, runs, reports)
+    assert len(placed) == len(set(placed)), "a worker in two replicas"
+    assert set(placed) <= membership.members.keys(), "a slot without a live worker"
+    check_nothing_dropped(world, effects, reports)
+
+
+def check_roster(
+    world: World, regrouped: Regrouped, runs: Mapping[str, Run], reports: Mapping[str, Report]
+) -> None:
+    """At each regroup: slots, lanes, and where everybody goes on."""
+    roster, step = regrouped.roster, regrouped.step
+    indices = [replica.index for replica in roster.replicas]
+    assert len(indices) == len(set(indices)) >= world.plan.min_replicas
+    check_numbers(world, roster)
+    assert not world.broken & {replica.formed for replica in roster.replicas}
+    assert set(runs) == set(roster.workers)
+    for position, replica in enumerate(roster.replicas):
+        assert len(replica.workers) == world.plan.workers_per_replica
+        places = [(runs[worker].position, runs[worker].rank) for worker in replica.workers]
+        assert places == [(position, rank) for rank in range(len(replica.workers))]
+    dealt = [lane for index in indices for lane in roster.lanes[index]]
+    assert sorted(dealt) == list(range(world.plan.lanes))
+    assert sum(run.lead for run in runs.values()) == 1
+    at_work, since = [reports[worker] for worker in roster.workers], world.went_back_in
+    steps: dict[str, int | None] = dict.fromkeys(roster.workers)
+    known: list[int] = []
+    for _, found in find_states(at_work, since=since):
+        holders = {report.identity.worker: report.step or 0 for report in found}
+        if any(holders.keys() >= set(replica.workers) for replica in roster.replicas):
+            steps.update(holders)
+            known = list(holders.values())
+            break
+    if max(known, default=0) + 1 < world.recorded:  # of those who left, and all others are lost
+        known = []
+    snapshot = 0 if world.snapshot is None else world.snapshot[0]
+    newest = max(snapshot, *world.saved)
+    witnesses = [r for r in reports.values() if r.step == step and r.last and r.generation >= since]
+    if known and regrouped.outcome == "finish_step" and witnesses:  # one that leaves, perhaps
+        known.append(step)
+    assert step == (max(known) if known else newest), "a committed step is repeated"
+    in_memory = not known and newest > max(world.saved)
+    assert {run.source for run in runs.values()} == {"memory" if in_memory else "store"}
+    # One ahead: its only witness told of the step, and died.
+    assert world.membership.recorded <= step + 1, "steps recorded that are not done"
+    assert (regrouped.outcome in ("start", "restore")) == (not known)
+    if regrouped.outcome == "restore":
+        check_restore(world, reports)
+    sources = {run.position: dict(run.heals).get(run.position) for run in runs.values()}
+    for run in runs.values():
+        source = sources[run.position]
+        replica = roster.replicas[run.position].workers
+        needs_state = not run.restore and any(steps[w] is None for w in replica)
+        assert needs_state == (source is not None)
+        assert source is None or sources[source] is None, "a source without state"
+        assert source is None or not run.lanes[run.position], "lanes without state"
+
+
+def check_numbers(world: World, roster: Roster) -> None:
+    """No more replicas than `max_replicas` but for those that will leave, whose successors have
+    numbers beyond."""
+    most = world.plan.max_replicas
+    indices = {replica.index for replica in roster.replicas}
+    doomed = [r for r in roster.replicas if not world.drained.isdisjoint(r.workers)]
+    assert len(indices) <= most + len(doomed) and max(indices) < most_replicas(most)
+    forming = {replica.index for replica in world.membership.forming}
+    assert max(indices) < most or set(range(most)) <= indices | forming, "a number is free"
+
+
+def check_restore(world: World, reports: Mapping[str, Report]) -> None:
+    """Nobody goes back to a saved state while those who wait hold a whole copy (I6)."""
+    assert not hold_a_copy(world, reports.keys(), reports), "a needless restore"
+
+
+def check_nothing_dropped(world: World, effects: Effects, reports: Mapping[str, Report]) -> None:
+    """Nobody has to drop its part of the last whole copy for a place in a new replica (I6)."""
+    membership = world.membership
+    sure = {replica.formed for replica in membership.standing} - membership.heals.newcomers
+    if membership.call != "fault" or sure or membership.formations.keeping:
+        return
+    drop = {n for n, a in effects.answers.items() if isinstance(a, Build) and not a.keep}
+    if drop and hold_a_copy(world, reports.keys() - world.drained, reports):
+        assert hold_a_copy(world, reports.keys() - drop, reports), "the last copy is dropped"
+
+
+def hold_a_copy(world: World, names: Set[str], reports: Mapping[str, Report]) -> bool:
+    """Whether the living of `names`, who wait, hold a whole copy between them, by what they have
+    really applied and by the gradient that each holds."""
+    ranks: dict[Applied, set[int]] = defaultdict(set)
+    committed: set[Applied] = set()
+    for name in names - world.lost:
+        worker = world.workers[name]
+        if worker.progress is None or reports[name].generation < world.went_back_in:
+            continue
+        applied, gradient = worker.progress.applied, worker.gradient
+        committed.add(applied)
+        ranks[applied].add(worker.place)
+        if gradient == (len(applied), reports[name].generation):
+            ranks[(*applied, gradient)].add(worker.place)
+    return any(
+        len(ranks[applied]) == world.plan.workers_per_replica
+        for applied in committed
+        if len(applied) + 1 >= world.recorded
+    )
+
+
+def check_build(world: World, worker: SimWorker, answer: Build) -> None:
+    """Nobody who works in a whole replica is made to build again, and a state is kept in its
+    place."""
+    channel = worker.replica
+    if answer.keep:
+        assert worker.progress is not None and worker.place == answer.rank
+    apart = worker.name in world.taken_apart
+    world.taken_apart.discard(worker.name)
+    assert (
+        channel is None
+        or apart
+        or any(
+            name in world.lost | world.dead | channel.closed | world.drained
+            for name in channel.members
+        )
+    ), f"{worker.name} must build again without need"
+
+
+def check_run(worker: SimWorker, run: Run) -> None:
+    """Each committed step is applied once: nobody skips one, nobody goes back but for a restore."""
+    progress, heals = worker.progress, run.position in dict(run.heals)
+    if run.restore:
+        assert not heals
+        return
+    assert heals or progress is not None
+    if progress is not None and not heals:
+        assert progress.step in (run.step, run.step - 1)
+        assert progress.step == run.step or run.commit is not None
+
+
+def check_trouble(world: World, worker: SimWorker) -> None:
+    """A worker whose replica did not break would be taken for the culprit and sent home."""
+    assert worker.replica is not None
+    broken = world.membership.replica_broken(worker.name)
+    assert broken or any(name in world.dead for name in worker.replica.members), (
+        f"{worker.name} is blamed for an error in {worker.wait.what}"
+    )
+
+
+def check_end(world: World) -> None:
+    """Nobody can move any more: the run must be over, complete, and known to all."""
+    alive = [worker for name, worker in world.workers.items() if name not in world.dead]
+    stuck = {worker.name: worker.wait.what for worker in alive if not worker.done}
+    assert not stuck, f"a deadlock: {stuck}, call {world.membership.call}"
+    assert world.membership.stopped == Stop(error=None)
+    assert world.plan.steps in world.saved
+    assert world.membership.recorded == world.plan.steps
+    assert set(world.log) == set(range(world.plan.steps)), "steps unrecorded"
+    standing = world.membership.standing
+    holders = [world.workers[name] for replica in standing for name in replica.workers]
+    states = {w.progress.applied for w in holders if w.progress is not None}
+    assert len(states) <= 1, "replicas differ"
+    for applied in (*states, world.saved[world.plan.steps]):
+        assert [step for step, _ in applied] == list(range(world.plan.steps))

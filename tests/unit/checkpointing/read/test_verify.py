@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpointing import (
+    CorruptError,
+    IncompatibleError,
+    Keys,
+    MissingError,
+    NotCommittedError,
+    Reader,
+    StoreUnavailableError,
+    check_compatible,
+    load_manifest,
+    newest,
+    verify_checkpoint,
+)
+from checkpointing.format.manifest import SavedSlice
+from checkpointing.stores.local import LocalStore
+from tests.support.tiny_checkpoint import KEYS, STEP, write_state
+
+FLIPS = 1000
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return {
+        "param/w": torch.randn(33, 17, generator=rng),
+        "param/b": torch.randn(17, generator=rng),
+        "exp_avg/w": torch.randn(33, 17, generator=rng).bfloat16(),
+        "count": torch.arange(5),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "run")
+    write_state(store, tensors(), segment_bytes=512, block_bytes=256)
+    return store
+
+
+def only_finding(store: LocalStore) -> tuple[str, str, str]:
+    checked = verify_checkpoint(store, KEYS, STEP, threads=1)
+    (finding,) = checked.findings
+    return finding.key, finding.check, finding.fact
+
+
+def first_segment() -> str:
+    return KEYS.segment(rank=0, step=STEP, generation=0, attempt=0, index=0)
+
+
+def test_a_sound_checkpoint_has_no_findings(store: LocalStore) -> None:
+    calls: list[tuple[int, int]] = []
+    checked = verify_checkpoint(
+        store, KEYS, STEP, threads=3, progress=lambda *done: calls.append(done)
+    )
+    total = sum(store.size(key) for key in store.list("d/"))
+    assert checked.findings == ()
+    assert checked.size_bytes == total
+    assert calls[-1] == (total, total)
+    assert checked.manifest == load_manifest(store, KEYS, STEP)
+
+
+def test_a_thousand_flips_are_all_found(store: LocalStore) -> None:
+    """Bytes are drawn from all objects of a checkpoint as if they were one; of each a bit or more
+    changes. Every flip must be found by `verify`; of the segments, every flip by the load, too,
+    unless no tensor lies in its block."""
+    objects = {key: bytearray(store.get(key)) for key in [*store.list("m/"), *store.list("d/")]}
+    places = [(key, at) for key, data in objects.items() for at in range(len(data))]
+    rng = random.Random(11)
+    found = Counter[str]()
+    for key, at in rng.sample(places, FLIPS):
+        data = objects[key]
+        mask = rng.randrange(1, 256)
+        data[at] ^= mask
+        (store.root / key).write_bytes(data)
+        named, check, _ = only_finding(store)
+        assert named == key
+        assert check == ("manifest" if key.startswith("m/") else "crc32")
+        found[check] += 1
+        data[at] ^= mask
+        (store.root / key).write_bytes(data)
+    assert sum(found.values()) == FLIPS
+    assert min(found["manifest"], found["crc32"]) > 100
+    assert verify_checkpoint(store, KEYS, STEP).findings == ()
+
+
+def test_a_load_finds_flips_too(store: LocalStore) -> None:
+    key = first_segment()
+    good = store.get(key)
+    manifest = load_manifest(store, KEYS, STEP)
+    used = [p for parts in manifest.slices.values() for p in parts if p.segment == key]
+    rng = random.Random(12)
+    for _ in range(50):
+        part: SavedSlice = rng.choice(used)
+        data = bytearray(good)
+        data[rng.randrange(part.begin, part.end)] ^= 1 << rng.randrange(8)
+        (store.root / key).write_bytes(data)
+        with pytest.raises(CorruptError, match=r"CRC32 differed") as caught:
+            Reader(store, manifest).read_full(part.name)
+        assert caught.value.key == key
+
+
+@pytest.mark.parametrize("keep", [0, 1, 400])
+def test_a_truncated_segment(store: LocalStore, keep: int) -> None:
+    key = first_segment()
+    good = store.get(key)
+    (store.root / key).write_bytes(good[:keep])
+    assert only_finding(store) == (key, "size", f"{keep} bytes; {len(good)} were written")
+    with pytest.raises(CorruptError, match=key):
+        Reader(store, load_manifest(store, KEYS, STEP)).read_many(
+            [(n, (0,) * t.dim(), tuple(t.shape)) for n, t in tensors().items()]
+        )
+
+
+def test_a_grown_segment(store: LocalStore) -> None:
+    with (store.root / first_segment()).open("ab") as file:
+        file.write(b"\0")
+    assert only_finding(store)[:2] == (first_segment(), "size")
+
+
+def test_a_missing_segment(store: LocalStore) -> None:
+    store.delete(first_segment())
+    assert only_finding(store) == (first_segment(), "missing", "no such object")
+    with pytest.raises(MissingError, match=first_segment()):
+        Reader(store, load_manifest(store, KEYS, STEP)).read_full("param/w")
+
+
+def test_every_finding_is_told(store: LocalStore) -> None:
+    keys = store.list("d/")
+    assert len(keys) > 3
+    store.delete(keys[0])
+    for key in keys[1:3]:
+        data = bytearray(store.get(key))
+        data[-1] ^= 1
+        (store.root / key).write_bytes(data)
+    findings = verify_checkpoint(store, KEYS, STEP).findings
+    assert {f.key: f.check for f in findings} == {
+        keys[0]: "missing",
+        keys[1]: "crc32",
+        keys[2]: "crc32",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (lambda raw: raw[:-1], "not a manifest"),
+        (lambda raw: raw[: len(raw) // 2], "not a manifest"),
+        (lambda raw: b"", "0 bytes that are not a manifest"),
+        (lambda raw: raw.replace(b'"schema":2', b'"schema":3'), "schema 3.* knows 2 only"),
+        (lambda raw: raw.replace(b'"step":7', b'"step":8'), "sha256 differs"),
+    ],
+)
+def test_a_bad_manifest(store: LocalStore, change: object, fact: str) -> None:
+    assert callable(change)
+    key = KEYS.commit(STEP)
+    (store.root / key).write_bytes(change(store.get(key)))
+    checked = verify_checkpoint(store, KEYS, STEP)
+    (finding,) = checked.findings
+    assert (finding.key, finding.check) == (key, "manifest")
+    assert checked.manifest is None
+    with pytest.raises(CorruptError, match=f"{key}.*{fact}"):
+        load_manifest(store, KEYS, STEP)
+    assert newest(store, KEYS) is None
+
+
+def test_no_checkpoint_is_no_finding(store: LocalStore) -> None:
+    with pytest.raises(NotCommittedError, match=KEYS.commit(8)):
+        verify_checkpoint(store, KEYS, 8)
+
+
+def test_the_manifest_of_another_step(store: LocalStore) -> None:
+    store.put(KEYS.commit(8), [store.get(KEYS.commit(STEP))])
+    (finding,) = verify_checkpoint(store, KEYS, 8).findings
+    assert finding.fact == "this is the manifest of step 7"
+
+
+def test_the_manifest_of_another_run(store: LocalStore, tmp_path: Path) -> None:
+    other = LocalStore(tmp_path / "other")
+    write_state(other, tensors(seed=1), segment_bytes=512, block_bytes=256)
+    (store.root / KEYS.commit(STEP)).write_bytes(other.get(KEYS.commit(STEP)))
+    findings = verify_checkpoint(store, KEYS, STEP).findings
+    assert findings and {finding.check for finding in findings} == {"crc32"}
+    with pytest.raises(CorruptError, match="d/"):
+        Reader(store, load_manifest(store, KEYS, STEP)).read_full("param/w")
+
+
+def test_the_checkpoint_of_another_model(store: LocalStore) -> None:
+    table = {n: (tuple(t.shape), str(t.dtype)[6:]) for n, t in tensors().items()}
+    manifest = load_manifest(store, KEYS, STEP)
+    check_compatible(manifest, table)
+    table["param/w"] = ((33, 18), "float32")
+    with pytest.raises(IncompatibleError, match=r"'param/w': float32 \[33, 17\] in the checkpoint"):
+        check_compatible(manifest, table)
+
+
+def seal(body: dict[str, object]) -> bytes:
+    """A manifest that is wrong from the start, and whose seal is right."""
+    import hashlib
+
+    text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    return text[:-1] + f',"sha256":"{hashlib.sha256(text[:-1]).hexdigest()}"}}'.encode()
+
+
+def test_a_manifest_that_was_written_wrong(store: LocalStore) -> None:
+    body = json.loads(store.get(KEYS.commit(STEP)))
+    del body["sha256"]
+    row = body["tensors"]["count"]["slices"][0]
+
+    def check_of(change: dict[int, object]) -> set[str]:
+        saved = list(row)
+        for place, value in change.items():
+            row[place] = value
+        store.put(KEYS.commit(STEP), [seal(body)])
+        row[:] = saved
+        return {finding.check for finding in verify_checkpoint(store, KEYS, STEP).findings}
+
+    assert check_of({}) == set()
+    assert check_of({1: [1]}) == {"coverage", "bounds"}
+    assert check_of({4: row[4] + 8}) == {"bounds"}
+    assert check_of({3: row[3] + 10**6, 4: row[4] + 10**6}) == {"bounds"}
+
+
+def test_a_manifest_from_before_its_time_was_kept(store: LocalStore) -> None:
+    body = json.loads(store.get(KEYS.commit(STEP)))
+    del body["sha256"], body["committed_at"]
+    store.put(KEYS.commit(STEP), [seal(body)])
+    assert load_manifest(store, KEYS, STEP).committed_at is None
+    assert verify_checkpoint(store, KEYS, STEP).findings == ()
+
+
+def test_a_store_that_refuses_is_a_finding(store: LocalStore) -> None:
+    class Refusing(LocalStore):
+        def get_range(self, key: str, start: int, length: int) -> bytes:
+            if key == first_segment():
+                raise StoreUnavailableError(key, 5, "Input/output error")
+            return super().get_range(key, start, length)
+
+    (finding,) = verify_checkpoint(Refusing(store.root), Keys(), STEP).findings
+    assert (finding.key, finding.check) == (first_segment(), "unreadable")
+    assert "Input/output error" in finding.fact

@@ -1,0 +1,135 @@
+"""`elastic checkpoints` on a run whose checkpoints lie on S3; boto3's environment says how to get
+there."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpointing import Reader, S3Config, Store, list_steps, load_manifest, open_store
+from checkpointing.stores.s3 import pace
+from elastic.cli.main import main
+from tests.support.fakes.s3_server import BUCKET, faulty_s3_server
+from tests.support.tiny_checkpoint import (
+    KEYS,
+    STEP,
+    Tiny,
+    make_tiny,
+    state_of,
+    training_state,
+    write_state,
+)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Tiny:
+    return make_tiny()
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server whose buckets no host is named after."""
+    with faulty_s3_server() as server, pytest.MonkeyPatch.context() as patch:
+        named = server.url.replace("127.0.0.1", "localhost")
+        patch.setenv("AWS_ENDPOINT_URL_S3", named)
+        patch.setattr(pace, "SHARED", tmp_path_factory.mktemp("pace"))
+        yield server.url
+
+
+@pytest.fixture
+def base(endpoint: str) -> str:
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def url(base: str, tiny: Tiny) -> str:
+    """A run that the command finds where a trainer with `CheckpointConfig(store=base)` puts it."""
+    where = S3Config(url=base).below("run")
+    write_state(open_store(where), state_of(tiny), state=training_state(tiny))
+    return where.url
+
+
+def add_step(url: str, step: int) -> Store:
+    store = open_store(url)
+    write_state(store, {"param/w": torch.arange(6.0)}, step=step)
+    return store
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main(["checkpoints", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_looking(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    store = add_step(url, 8)
+    assert ask(capsys, "verify", url, 8)[0] == 0
+    rows = json.loads(ask(capsys, "list", url, "--json")[1])["checkpoints"]
+    assert [(row["step"], row["verified_at"] is not None) for row in rows] == [
+        (7, False),
+        (8, True),
+    ]
+    assert f"step {STEP}, committed 20" in ask(capsys, "show", url, STEP)[1]
+    key = min(load_manifest(store, KEYS, 8).segments)
+    store.delete(key)
+    status, out, err = ask(capsys, "verify", url, "newest")
+    assert (status, err) == (1, f"elastic: {key}: missing: no such object\n")
+    assert "1 checks failed" in out
+
+
+def test_fates(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    store = add_step(url, 8)
+    assert ask(capsys, "pin", url, 7)[:2] == (0, "step 7 is pinned\n")
+    assert "it is pinned. Unpin it first" in ask(capsys, "delete", url, 7)[2]
+    assert ask(capsys, "unpin", url, 7)[1] == "step 7 is no longer pinned\n"
+    assert ask(capsys, "delete", url, 7)[:2] == (0, "step 7 is deleted\n")
+    assert list_steps(store, KEYS) == [8]
+    assert {KEYS.step_of(key) for key in store.list("")} == {8}
+
+
+def test_out_and_in_again(
+    base: str, url: str, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for form, options in (("dcp", []), ("hf", ["--step", 7])):
+        target, other = tmp_path / form, f"{base}/from-{form}"
+        assert ask(capsys, "export", url, "newest", target, "--to", form)[0] == 0
+        bring = ("import", other, target, "--from", form, *options)
+        assert ask(capsys, *bring)[:2] == (0, f"step {STEP} is committed in {other}\n")
+        store = open_store(other)  # where a run of this name looks for it, and not below that
+        for name, tensor in state_of(tiny).items():
+            if form == "dcp" or name.startswith("param/"):
+                read = Reader(store, load_manifest(store, KEYS, STEP)).read_full(name)
+                assert torch.equal(read, tensor)
+        assert ask(capsys, "verify", other, "newest")[0] == 0
+        status, _, err = ask(capsys, *bring)
+        assert status == 2 and "step 7 is already committed" in err
+        assert KEYS.claim(STEP) not in store.list("m/")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("s3://{bucket}/nowhere", "there are no checkpoints in it; name a run's directory or URL"),
+        ("s3://nobodys-bucket/x", "there is no such bucket; correct checkpoint.store"),
+        ("s3://No_Bucket/x", "not a bucket and a prefix. Write s3://BUCKET/PREFIX"),
+    ],
+)
+def test_bad_input_is_one_line_and_2(
+    endpoint: str, name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = name.format(bucket=BUCKET)
+    status, out, err = ask(capsys, "list", name)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert name in err and said in err and "nor in" not in err
+
+
+def test_the_configurations_own_endpoint_comes_first(
+    endpoint: str, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://localhost:9")
+    assert open_store(S3Config(url=base, endpoint_url=endpoint)).list("") == []

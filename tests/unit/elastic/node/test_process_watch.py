@@ -1,0 +1,157 @@
+"""Real processes that end, stop, or hold the interpreter's lock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from elastic.node.process_watch import ProcessWatch
+from elastic.protocol.messages import Death
+from tests.support import ROOT
+
+DEADLINE_S = 30.0
+FREEZE_TIMEOUT_S = 0.5
+WORKER = """
+import sys
+from health.heartbeat import Heartbeat
+from trainer.loop.phases import PHASES
+heartbeat = Heartbeat()
+heartbeat.mark(4, PHASES.index("backward"))
+print(heartbeat.fd, flush=True)
+sys.stdin.readline()
+{then}
+"""
+LEAVE_A_THREAD = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=[1000]).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+HOLD_THE_LOCK = "import ctypes; ctypes.PyDLL(None).sleep(1000)"
+
+Start = Callable[[str], tuple["subprocess.Popen[bytes]", int]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a process that beats, and once it gets a line does what it was given."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(then: str) -> tuple[subprocess.Popen[bytes], int]:
+        command = [sys.executable, "-c", WORKER.format(then=then)]
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout is not None
+        return process, int(process.stdout.readline())
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def deaths(watch: ProcessWatch, enough: Callable[[list[Death]], bool] = bool) -> list[Death]:
+    """What a node agent would report, until that is enough."""
+    found: list[Death] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while not enough(found):
+        assert time.monotonic() < deadline
+        found += watch.ended(0.05)
+        found += watch.frozen(time.monotonic())
+    return found
+
+
+def stays_quiet(watch: ProcessWatch, for_s: float) -> bool:
+    end = time.monotonic() + for_s
+    return deaths(watch, lambda found: bool(found) or time.monotonic() > end) == []
+
+
+def test_a_process_that_ends_is_reported_once(start: Start) -> None:
+    watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start("")
+    watch.watch("w0", process.pid, fd)
+    process.kill()
+    expected = Death(worker="w0", cause="crash", detail=f"process {process.pid} ended")
+    assert deaths(watch) == [expected]
+    assert stays_quiet(watch, 0.3)
+
+
+def test_a_process_that_was_gone_is_reported() -> None:
+    watch, process = ProcessWatch(FREEZE_TIMEOUT_S), subprocess.Popen(["true"])
+    process.wait()
+    watch.watch("w0", process.pid, None)
+    expected = Death(worker="w0", cause="crash", detail="its process was gone when the watch began")
+    assert deaths(watch) == [expected]
+
+
+@pytest.mark.parametrize("heartbeat", [True, False])
+def test_a_stopped_process_is_killed_and_reported_with_what_it_did(
+    start: Start, heartbeat: bool
+) -> None:
+    watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start("")
+    watch.watch("w0", process.pid, fd if heartbeat else None)
+    assert stays_quiet(watch, 2 * FREEZE_TIMEOUT_S)
+    os.kill(process.pid, signal.SIGSTOP)
+    where = "; it was in phase backward of step 4" if heartbeat else ""
+    expected = Death(
+        worker="w0",
+        cause="hang",
+        detail=f"process {process.pid} is frozen: stopped by a signal "
+        f"(state T in 2 samples){where}",
+    )
+    assert deaths(watch) == [expected]
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    assert stays_quiet(watch, 0.3)
+
+
+def test_a_process_that_keeps_the_interpreters_lock_is_killed(start: Start) -> None:
+    watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start(HOLD_THE_LOCK)
+    watch.watch("w0", process.pid, fd)
+    assert stays_quiet(watch, 2 * FREEZE_TIMEOUT_S)
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    (death,) = deaths(watch)
+    assert (death.worker, death.cause) == ("w0", "hang")
+    assert "no heartbeat for" in death.detail
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
+
+
+def test_all_are_killed_where_the_node_is_cut_off(start: Start) -> None:
+    watch = ProcessWatch(FREEZE_TIMEOUT_S)
+    processes = [start("") for _ in range(2)]
+    for index, (process, fd) in enumerate(processes):
+        watch.watch(f"w{index}", process.pid, fd)
+    cut_off = watch.kill_all("node", "cut off")
+    assert cut_off == [Death(worker=f"w{i}", cause="node", detail="cut off") for i in range(2)]
+    assert watch.kill_all("node", "cut off") == []
+    assert [process.wait(DEADLINE_S) for process, _ in processes] == [-signal.SIGKILL] * 2
+    assert stays_quiet(watch, 0.3)
+
+
+def test_a_signal_reaches_the_named_worker_only(start: Start) -> None:
+    watch = ProcessWatch(FREEZE_TIMEOUT_S)
+    (first, first_fd), (second, second_fd) = start(""), start("")
+    watch.watch("w0", first.pid, first_fd)
+    watch.watch("w1", second.pid, second_fd)
+    watch.signal("w1", signal.SIGTERM)
+    expected = Death(worker="w1", cause="crash", detail=f"process {second.pid} ended")
+    assert deaths(watch) == [expected]
+    assert first.poll() is None
+    watch.signal("w1", signal.SIGTERM)  # gone: nothing to do
+
+
+def test_a_process_whose_threads_take_their_time_to_end_has_crashed(start: Start) -> None:
+    """Its first thread is gone; the pidfd waits for the others."""
+    process, fd = start(LEAVE_A_THREAD)
+    watch = ProcessWatch(DEADLINE_S)
+    watch.watch("w", process.pid, fd)
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    detail = f"process {process.pid} ended"
+    assert deaths(watch) == [Death(worker="w", cause="crash", detail=detail)]

@@ -1,0 +1,226 @@
+"""Which checkpoints in its store a run goes on from."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointing import (
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    Surveyor,
+    TensorSlice,
+    list_steps,
+    load_manifest,
+    open_store,
+    retire,
+    verify_checkpoint,
+)
+from elastic.driver.resume import check_found, find_origin, set_others_aside
+from elastic.protocol.events import CheckpointCommitted
+from elastic.protocol.run_identity import (
+    RunIdentity,
+    check_model,
+    check_own,
+    identify,
+    newest_own,
+    record_identity,
+)
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import EventLog
+from elastic.worker.restoring import is_damage, open_checkpoint, open_own
+from tests.support.tiny_checkpoint import KEYS, write_state
+from trainer.errors import ConfigError
+
+WEIGHT, WIDER = torch.ones(4, 3), torch.ones(4, 5)
+
+
+def state(weight: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    moments = {f"{kind}/w": torch.zeros_like(weight) for kind in ("exp_avg", "exp_avg_sq")}
+    return {"param/w": weight, **moments, **more}
+
+
+def table(tensors: dict[str, torch.Tensor]) -> Any:
+    return {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
+
+
+def save(paths: RunPaths, step: int, run: str | None, weight: torch.Tensor = WEIGHT) -> None:
+    marks = {} if run is None else {"run": {"name": f"run {run}", "id": run}}
+    write_state(open_store(paths.checkpoints), state(weight), step=step, state=marks)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(root=tmp_path / "run")
+
+
+def test_an_identity_stays_also_where_the_directory_is_renamed(paths: RunPaths) -> None:
+    made = identify(paths)
+    assert made != identify(paths), "a start that is refused binds nothing"
+    record_identity(paths, made)
+    assert made == identify(paths) and made.origins == ()
+    moved = RunPaths(root=paths.root.with_name("other"))
+    paths.root.rename(moved.root)
+    assert identify(moved) == made
+    assert identify(paths) != made
+
+
+def test_a_copy_of_checkpoints_is_a_fork(paths: RunPaths) -> None:
+    save(paths, 2, "a")
+    save(paths, 4, "b")
+    save(paths, 6, None)
+    forked = RunPaths(root=paths.root.with_name("fork"))
+    shutil.copytree(paths.root / "checkpoints", forked.root / "checkpoints")
+    identity = identify(forked)
+    assert identity.origins == ("a", "b") and identity.id not in ("a", "b")
+    for step in (2, 4, 6):
+        check_own(load_manifest(open_store(forked.checkpoints), KEYS, step), identity, None)
+
+
+def test_another_runs_checkpoint_is_passed_over(paths: RunPaths) -> None:
+    identity = identify(paths)
+    save(paths, 2, identity.id)
+    save(paths, 4, None)
+    save(paths, 6, "stranger")
+    found, passed = newest_own(paths, identity)
+    assert found is not None and found.step == 4, "an imported one is anybody's"
+    assert isinstance(passed, CorruptError)
+    key, mine = KEYS.commit(6), identity.id
+    assert str(passed).startswith(f"{key}: run: it was written by run 'run stranger' with id ")
+    assert mine in str(passed)
+    set_others_aside(paths, found, identity, None)
+    assert open_store(paths.checkpoints).list("m/")[-1] == f"{key}.foreign", "nothing is lost"
+
+
+def test_another_models_checkpoint_is_passed_over(paths: RunPaths) -> None:
+    identity = identify(paths)
+    save(paths, 2, identity.id)
+    save(paths, 4, identity.id, WIDER)
+    found, passed = newest_own(paths, identity, table(state(WEIGHT)))
+    assert found is not None and found.step == 2
+    assert isinstance(passed, IncompatibleError) and passed.count == 3
+    for name in ("exp_avg/w", "exp_avg_sq/w", "param/w"):
+        assert f"'{name}': float32 [4, 5]" in str(passed)
+    assert "float32 [4, 3] in the model" in str(passed) and "step 4" in str(passed)
+
+
+def test_what_a_start_sets_aside(paths: RunPaths) -> None:
+    """Sound records of others wherever they stand, and damaged ones that are in the way."""
+    identity, store = identify(paths), open_store(paths.checkpoints)
+    for step in (2, 8, 12, 18):
+        save(paths, step, identity.id)
+    for step in (4, 14):
+        save(paths, step, "stranger")
+    for step in (6, 16):
+        save(paths, step, identity.id, WIDER)
+    for step, record in ((8, b"{"), (10, b'{"schema": 9}'), (18, b'{"sch'), (20, b'{"schema": 9}')):
+        store.put(KEYS.commit(step), [record])
+    model = table(state(WEIGHT))
+    found, _ = newest_own(paths, identity, model)
+    assert found is not None and found.step == 12
+    set_others_aside(paths, found, identity, model)
+    foreign = {KEYS.commit(step) + ".foreign" for step in (4, 6, 10, 14, 16, 20)}
+    left = {KEYS.commit(step) for step in (2, 8, 12)}
+    assert set(store.list("m/")) == {*left, *foreign, f"{KEYS.commit(18)}.unreadable"}
+    set_others_aside(paths, found, identity, model)
+    assert len(store.list("m/")) == 10, "once is enough"
+
+
+def test_what_was_set_aside_survives_retention(paths: RunPaths) -> None:
+    identity, store = identify(paths), open_store(paths.checkpoints)
+    save(paths, 2, "stranger")
+    save(paths, 4, identity.id)
+    save(paths, 7, "stranger")
+    found, _ = newest_own(paths, identity)
+    set_others_aside(paths, found, identity, None)
+    surveyor = Surveyor(store=store, keys=KEYS)
+    for step in (6, 8, 10):
+        save(paths, step, identity.id)
+        retire(surveyor, keep_last=1, keep_every=None, up_to_step=step)
+        assert list_steps(store, KEYS) == [step]
+    for step in (2, 7):
+        store.put(KEYS.commit(step), [store.get(f"{KEYS.commit(step)}.foreign")])
+        assert verify_checkpoint(store, KEYS, step, threads=1).findings == ()
+
+
+def test_where_all_was_set_aside_the_run_does_not_begin_from_the_seed(paths: RunPaths) -> None:
+    """As where it had gone on from a snapshot that is lost now."""
+    identity = RunIdentity(id="mine")
+    save(paths, 2, "stranger")
+    set_others_aside(paths, None, identity, None)
+    with pytest.raises(ConfigError, match=r"can be read; there are m/0+2\.json\.foreign"):
+        check_found(paths, "auto", find_origin(paths, identity, None, None))
+
+
+@pytest.mark.parametrize(
+    ("run", "weight", "fact"),
+    [("mine", WIDER, r"another model.*exp_avg/w.*\[4, 5\]"), ("stranger", WEIGHT, "run stranger")],
+)
+def test_with_nothing_else_to_go_on_from_the_run_does_not_begin(
+    paths: RunPaths, run: str, weight: torch.Tensor, fact: str
+) -> None:
+    save(paths, 2, run, weight)
+    origin = find_origin(paths, RunIdentity(id="mine"), None, table(state(WEIGHT)))
+    assert origin.manifest is None
+    with pytest.raises(ConfigError, match=rf"run_config\.name = 'run': .*{fact}") as raised:
+        check_found(paths, "auto", origin)
+    assert "resume='never'" in str(raised.value)
+
+
+@pytest.mark.parametrize(("run", "weight"), [("mine", WIDER), ("stranger", WEIGHT)])
+def test_a_worker_refuses_it_as_it_would_a_damaged_one(
+    paths: RunPaths, run: str, weight: torch.Tensor
+) -> None:
+    """So the coordinator sets it aside, and the next roster goes on from the one before."""
+    save(paths, 2, "mine")
+    save(paths, 4, run, weight)
+    parts = {
+        name: TensorSlice(name, tuple(t.shape), "float32", (0, 0), (2, 3))
+        for name, t in state(WEIGHT).items()
+    }
+    job: Any = SimpleNamespace(paths=paths, identity=RunIdentity(id="mine"))
+    engine: Any = SimpleNamespace(state=SimpleNamespace(slices=lambda: parts))
+    reader, _ = open_own(job, engine, open_checkpoint, 2, "node")
+    assert reader.manifest.step == 2
+    with pytest.raises(CheckpointError) as raised:
+        open_own(job, engine, open_checkpoint, 4, "node")
+    assert is_damage(raised.value)
+
+
+def test_moments_of_what_is_frozen_now_do_not_count(paths: RunPaths) -> None:
+    """As where all of an imported model was trained, or none: they were made for everything."""
+    save(paths, 2, None)
+    manifest = load_manifest(open_store(paths.checkpoints), KEYS, 2)
+    frozen = table({"param/w": WEIGHT})
+    check_model(manifest, frozen)
+    with pytest.raises(IncompatibleError, match="absent in the model"):
+        check_model(manifest, {})
+    more = table({"param/w": WEIGHT, "param/v": WEIGHT})
+    with pytest.raises(IncompatibleError, match=r"'param/v': absent in .*, float32 \[4, 3\] in"):
+        check_model(manifest, more)
+
+
+def test_what_was_frozen_then_cannot_be_trained_now(paths: RunPaths) -> None:
+    write_state(open_store(paths.checkpoints), {"param/w": WEIGHT}, step=2)
+    manifest = load_manifest(open_store(paths.checkpoints), KEYS, 2)
+    with pytest.raises(IncompatibleError, match=r"'exp_avg/w': absent .* \(2 tensors differ\)"):
+        check_model(manifest, table(state(WEIGHT)))
+
+
+def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(paths: RunPaths) -> None:
+    """A store whose URL was changed looks like one that was never written to."""
+    identity = identify(paths)
+    with EventLog(paths.events) as log:
+        log.append(CheckpointCommitted(time=0, step=6, generation=1, bytes=1, seconds=1))
+    origin = find_origin(paths, identity, None, None)
+    with pytest.raises(ConfigError, match="a checkpoint of step 6 was committed"):
+        check_found(paths, "auto", origin)
+    check_found(paths, "never", origin)
+    save(paths, 6, identity.id)
+    check_found(paths, "auto", find_origin(paths, identity, None, None))

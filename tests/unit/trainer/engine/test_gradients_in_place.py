@@ -1,0 +1,216 @@
+"""FSDP2 puts a lane's gradients where the lane wants them, or they are copied there; either way
+they are what autograd gives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from tests.support.data_plane import make_engine
+from tests.support.tiny import tiny_train, write_text
+from trainer.backend.groups import leave_replica_group
+from trainer.backend.rendezvous import Rendezvous
+from trainer.config import ParallelConfig, TrainConfig
+from trainer.engine import flat_layout
+from trainer.engine.engine import Engine
+from trainer.parallel import backward
+from trainer.parallel.apply import local_tensor
+from trainer.tasks.custom import CustomTask
+
+
+class Block(nn.Module):
+    """A parameter of its own beside a module's: FSDP2 takes the module's first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.linear = nn.Linear(3, 3)
+        self.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, uses_spare: bool) -> torch.Tensor:
+        x = torch.tanh(self.linear(x)) * self.scale
+        return x + self.spare if uses_spare else x
+
+
+class Model(nn.Module):
+    """Two blocks between parameters of its own; `visits` are the blocks in the order of calls."""
+
+    def __init__(self, visits: tuple[int, ...], uses_spare: bool) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3))
+        self.embedding = nn.Linear(5, 3)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.visits, self.uses_spare = visits, uses_spare
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x) + self.shift
+        for index in self.visits:
+            x = self.blocks[index](x, self.uses_spare)
+        return x
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model(batch).square().sum(), len(batch)
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "all": lambda: Model((0, 1), uses_spare=True),
+    "unused parameters": lambda: Model((0, 1), uses_spare=False),
+    "unused block": lambda: Model((1,), uses_spare=True),
+    "block twice": lambda: Model((0, 1, 0), uses_spare=True),
+}
+
+
+def task_of(kind: str) -> tuple[CustomTask, TrainConfig]:
+    task = CustomTask(build_model=MODELS[kind], loss_function=loss_of, dataset=[0])
+    return task, TrainConfig(task=task, steps=1, global_batch=1, seed=0)
+
+
+def meet(port: int) -> Rendezvous:
+    return Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    leave_replica_group()
+
+
+def lane(engine: Engine, flat: torch.Tensor, batches: list[torch.Tensor]) -> list[bool]:
+    """Computes a lane into `flat`.
+
+    Returns:
+        Of each parameter with a gradient, in the layout's order: whether the first micro-batch put
+        it where it belongs.
+    """
+    engine.collect_in(flat)
+    for batch in batches[:-1]:
+        engine.backward(engine.task.loss(engine.model, batch)[0])
+    in_place = [
+        local_tensor(param.grad).data_ptr() == view.data_ptr()
+        for param, view in zip(engine.layout.params, engine.layout.views(flat), strict=True)
+        if param.grad is not None and view.numel()
+    ]
+    told: list[int] = []
+    engine.backward_at_last(engine.task.loss(engine.model, batches[-1])[0], told.append)
+    assert told == sorted(told) and told[-1] == engine.layout.count
+    assert all(param.grad is None for param in engine.layout.params)
+    return in_place
+
+
+def expected(make: Callable[[], Model], batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients that autograd gives without FSDP."""
+    torch.manual_seed(0)
+    model = make()
+    for batch in batches:
+        loss_of(model, batch)[0].backward()
+    return {
+        name: torch.zeros_like(param) if param.grad is None else param.grad
+        for name, param in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_lane_holds_what_autograd_gives(kind: str, port: int) -> None:
+    """Two lanes of three micro-batches, in buffers with rubbish in them; the second lane leaves the
+    first one's alone."""
+    engine = make_engine(0, meet(port), *task_of(kind))
+    draw = torch.Generator().manual_seed(1)
+    lanes = [[torch.randn(4, 5, generator=draw) for _ in range(3)] for _ in range(2)]
+    flats = [torch.full((engine.layout.count + 7,), 9.0) for _ in lanes]
+    for flat, batches in zip(flats, lanes, strict=True):
+        in_place = lane(engine, flat, batches)
+        assert all(in_place) or kind == "unused parameters"
+        assert any(in_place) and len(in_place) > 4
+    for flat, batches in zip(flats, lanes, strict=True):
+        gradients = dict(zip(engine.layout.names, engine.layout.views(flat), strict=True))
+        for name, value in expected(MODELS[kind], batches).items():
+            torch.testing.assert_close(gradients[name], value, msg=lambda m, n=name: f"{n}: {m}")
+        assert (flat[engine.layout.count :] == 9.0).all()
+
+
+def put_in_place(rank: int, port: int, directory: Path) -> None:
+    """Every rank of 3 x 2. The slices are not equal: 32 rows are 11, 11 and 10."""
+    torch.set_num_threads(1)
+    train = tiny_train(directory / "text", shard=3, tensor=2, global_batch=6)
+    task = train.task.prepare(train, str(directory / "cache"))
+    engine = make_engine(rank, meet(port), task, train)
+    batch = task.train_data().batch(np.arange(2))
+    for rubbish in (9.0, 8.0):
+        flat = torch.full((engine.layout.count,), rubbish)
+        assert all(lane(engine, flat, [batch, batch]))
+        room = sum(view.numel() for view in engine.layout.views(flat))
+        assert flat.count_nonzero() <= room <= engine.layout.count
+    counts = torch.zeros(6, dtype=torch.int64)
+    counts[rank] = engine.layout.count
+    dist.all_reduce(counts)
+    assert len(set(counts.tolist())) == 1
+    leave_replica_group()
+
+
+def test_sharded_gradients_are_in_place_on_every_rank(tmp_path: Path, port: int) -> None:
+    train = tiny_train(write_text(tmp_path / "text"), shard=3, tensor=2, global_batch=6)
+    train.task.prepare(train, str(tmp_path / "cache"))
+    mp.start_processes(put_in_place, args=(port, tmp_path), nprocs=6, start_method="forkserver")
+
+
+class Halves(nn.Module):
+    """Twice the same, of which a batch of one row uses one: over two ranks FSDP2's input has the
+    size of the whole group's output then."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, rows, bias=False), nn.Linear(5, rows, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) if len(x) == 1 else self.first(x) + self.second(x)
+
+
+def use_a_half(rank: int, port: int, rows: int, batches: list[torch.Tensor]) -> None:
+    """Either of two ranks, which have the same batches."""
+    torch.set_num_threads(1)
+    make = functools.partial(Halves, rows)
+    task = CustomTask(build_model=make, loss_function=loss_of, dataset=[0])
+    train = TrainConfig(
+        task=task, steps=1, global_batch=2, seed=0, parallel=ParallelConfig(shard=2)
+    )
+    engine = make_engine(rank, meet(port), task, train)
+    flat = torch.zeros(engine.layout.count)
+    assert not any(lane(engine, flat, batches))
+    views = dict(zip(engine.layout.names, engine.layout.views(flat), strict=True))
+    for name, value in expected(make, batches).items():
+        part = torch.chunk(2 * value, 2)[rank] if rank == 0 or rows > 1 else value[:0]
+        torch.testing.assert_close(views[name], part)
+    assert flat.count_nonzero() == sum(int(view.count_nonzero()) for view in views.values())
+    leave_replica_group()
+
+
+@pytest.mark.parametrize("rows", [3, 1])
+@pytest.mark.parametrize("sizes", [(1,), (1, 2)])
+def test_no_rubbish_beside_slices_that_are_not_in_place(
+    port: int, rows: int, sizes: tuple[int, ...]
+) -> None:
+    """Three rows are two and one, with room for two; of one row rank 1 has only the room."""
+    batches = [torch.ones(size, 5) for size in sizes]
+    mp.start_processes(use_a_half, args=(port, rows, batches), nprocs=2, start_method="forkserver")
+
+
+def test_gradients_in_another_order_are_not_taken(port: int, monkeypatch: Any) -> None:
+    """As a later torch might lay them out: copied within one memory they would be wrong."""
+    groups = backward.groups_in_backward_order
+    monkeypatch.setattr(
+        flat_layout, "groups_in_backward_order", lambda model: [g[::-1] for g in groups(model)]
+    )
+    engine = make_engine(0, meet(port), *task_of("all"))
+    with pytest.raises(AssertionError, match="another order"):
+        lane(engine, torch.zeros(engine.layout.count), [torch.ones(4, 5)])

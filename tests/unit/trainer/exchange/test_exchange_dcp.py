@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+from checkpointing import Reader, load_manifest, open_store
+from tests.support.tiny_checkpoint import KEYS, STEP, Tiny, make_tiny, state_of, write_tiny
+from trainer.errors import ExchangeError
+from trainer.exchange.dcp_export import export_dcp
+from trainer.exchange.dcp_import import import_dcp
+from trainer.exchange.dcp_metadata import read_metadata
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def exported(tiny: Tiny, tmp_path: Path) -> Path:
+    store = write_tiny(tmp_path / "run", tiny)
+    assert export_dcp(Reader(store, load_manifest(store, KEYS, STEP)), tmp_path / "dcp") == []
+    return tmp_path / "dcp"
+
+
+def saved_by_torch(tiny: Tiny, directory: Path, *, flat: bool, wrap: bool) -> Path:
+    """What a user of DCP has: torchtitan's form, or that of PyTorch's tutorials."""
+    optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-2)
+    for name, param in tiny.model.named_parameters():
+        state = {key: tiny.moments[f"{key}/{name}"].clone() for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[param] = {"step": torch.tensor(3.0), **state}
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    optimized = get_optimizer_state_dict(tiny.model, optimizer, options=options)
+    weights: dict[str, Any] = dict(tiny.model.state_dict())
+    state = {
+        **({"model": weights} if wrap else weights),
+        ("optim" if wrap else "optimizer"): optimized,
+        "train_state": {"step": 11 if wrap else torch.tensor(11)},
+        "lr_scheduler": {"last_epoch": 11},
+    }
+    dcp.save(state, checkpoint_id=directory, no_dist=True)
+    return directory
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_dcp_load_finds_everything(tmp_path: Path, tied: bool) -> None:
+    tiny = make_tiny(tied=tied)
+    directory = exported(tiny, tmp_path)
+    fresh = make_tiny(tied=tied, steps=1)
+    optimizer = torch.optim.AdamW(fresh.model.parameters(), lr=0.5, fused=True)
+    for param in fresh.model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights = fresh.model.state_dict()
+    optimized = get_optimizer_state_dict(fresh.model, optimizer, options=options)
+    train_state = {"step": 0}
+    everything = {**weights, "optimizer": optimized, "train_state": train_state}
+    dcp.load(everything, checkpoint_id=directory, no_dist=True)  # strict: every name must be there
+    for name, tensor in tiny.model.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+    for name, _ in tiny.model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimized[f"state.{name}.{key}"], tiny.moments[f"{key}/{name}"])
+        assert float(optimized[f"state.{name}.step"]) == 3.0
+        matrix = dict(tiny.model.named_parameters())[name].dim() == 2
+        assert optimized[f"param_groups.{name}.weight_decay"] == (0.1 if matrix else 0.0)
+        # The seventh of 20 steps: past 2 of warm-up, on the cosine from 1e-2 to 1e-3.
+        wanted = 1e-3 + 9e-3 * 0.5 * (1 + torch.cos(torch.tensor(4 / 17 * torch.pi)).item())
+        assert optimized[f"param_groups.{name}.lr"] == pytest.approx(wanted, rel=1e-6)
+    assert everything["train_state"]["step"] == STEP
+
+
+@pytest.mark.parametrize(("flat", "wrap"), [(True, False), (True, True), (False, True)])
+def test_import_takes_equal_bits(tmp_path: Path, flat: bool, wrap: bool) -> None:
+    tiny = make_tiny()
+    source = saved_by_torch(tiny, tmp_path / "dcp", flat=flat, wrap=wrap)
+    store = open_store(tmp_path / "run")
+    manifest, remarks = import_dcp(store, KEYS, source, step=None)
+    assert manifest.step == 11
+    assert manifest.training_state["optimizer_steps"] == 3
+    assert load_manifest(store, KEYS, 11) == manifest
+    assert remarks == []
+    reader, wanted = Reader(store, manifest), state_of(tiny)
+    assert manifest.tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(reader.read_full(name), tensor), name
+
+
+def test_there_and_back_again(tmp_path: Path) -> None:
+    tiny = make_tiny(tied=True)
+    directory = exported(tiny, tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(tiny.config))
+    store = open_store(tmp_path / "again")
+    manifest, remarks = import_dcp(store, KEYS, directory, step=None, config_path=config)
+    assert manifest.step == STEP
+    assert manifest.training_state["optimizer_steps"] == 3
+    assert manifest.training_state["task"]["model"] == json.loads(config.read_text())
+    assert len(remarks) == 1 and "lm_head.weight" in remarks[0]
+    for name, tensor in state_of(tiny).items():
+        assert torch.equal(Reader(store, manifest).read_full(name), tensor)
+
+
+def test_weights_alone_get_a_new_optimizer(tmp_path: Path) -> None:
+    tiny = make_tiny(steps=1)
+    dcp.save(tiny.model.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    store = open_store(tmp_path / "run")
+    with pytest.raises(ExchangeError, match="--step"):
+        import_dcp(store, KEYS, tmp_path / "dcp", step=None)
+    manifest, (remark,) = import_dcp(store, KEYS, tmp_path / "dcp", step=5)
+    assert "moments" in remark
+    assert manifest.training_state["optimizer_steps"] == 0
+    reader = Reader(store, manifest)
+    for name, param in tiny.model.named_parameters():
+        assert torch.equal(reader.read_full(f"param/{name}"), param)
+        assert not reader.read_full(f"exp_avg/{name}").any()
+
+
+def test_import_refuses_another_model(tmp_path: Path) -> None:
+    tiny = make_tiny(steps=1)
+    dcp.save(tiny.model.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**tiny.config, "num_hidden_layers": 3}))
+    with pytest.raises(ExchangeError, match=r"model\.layers\.2\S+ of the model .* absent"):
+        import_dcp(open_store(tmp_path / "run"), KEYS, tmp_path / "dcp", step=5, config_path=config)
+    assert not (tmp_path / "run").exists()
+
+
+class _Evil:
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.target,)
+
+
+def test_no_pickle_runs(tmp_path: Path) -> None:
+    tiny = make_tiny(steps=1)
+    directory = tmp_path / "dcp"
+    dcp.save(tiny.model.state_dict(), checkpoint_id=directory, no_dist=True)
+    good = (directory / ".metadata").read_bytes()
+    assert len(read_metadata(directory).tensors) == len(tiny.model.state_dict())
+    owned = tmp_path / "owned"
+    (directory / ".metadata").write_bytes(pickle.dumps(_Evil(str(owned))))
+    with pytest.raises(ExchangeError, match=r"names posix\.mkdir.*nothing of it was run"):
+        read_metadata(directory)
+    metadata = pickle.loads(good)
+    info = next(iter(metadata.storage_data.values()))
+    for path in ("../x", "/etc/passwd"):
+        info.relative_path = path
+        (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(ExchangeError, match="outside of the directory"):
+            read_metadata(directory)
+    for raw in (b"", b"hello", good[:-20], pickle.dumps({"a": 1})):
+        (directory / ".metadata").write_bytes(raw)
+        with pytest.raises(ExchangeError, match="not the metadata of a DCP"):
+            read_metadata(directory)
+    (directory / ".metadata").write_bytes(good)
+    (file,) = directory.glob("*.distcp")
+    torch.save(_Evil(str(owned)), file)
+    with pytest.raises(ExchangeError, match=r"distcp: \S+ cannot be read at byte"):
+        import_dcp(open_store(tmp_path / "run"), KEYS, directory, step=5)
+    assert not owned.exists()
+
+
+def test_tensors_in_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.exchange import dcp_export, pieces
+
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 256)
+    monkeypatch.setattr(dcp_export, "_FILE_BYTES", 20_000)
+    tiny = make_tiny(steps=1)
+    directory = exported(tiny, tmp_path)
+    assert len(list(directory.glob("*.distcp"))) > 3
+    chunks = [tensor.chunks for tensor in read_metadata(directory).tensors.values()]
+    assert max(map(len, chunks)) > 8
+    weights = {name: torch.zeros_like(t) for name, t in tiny.model.state_dict().items()}
+    dcp.load(weights, checkpoint_id=directory, no_dist=True)
+    for name, tensor in tiny.model.state_dict().items():
+        assert torch.equal(weights[name], tensor)
+    manifest, _ = import_dcp(open_store(tmp_path / "again"), KEYS, directory, step=None)
+    reader = Reader(open_store(tmp_path / "again"), manifest)
+    for name, tensor in state_of(tiny).items():
+        assert torch.equal(reader.read_full(name), tensor)
+
+
+def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
+    """Also where torch would load it without a word."""
+    tiny = make_tiny(steps=1)
+    directory = tmp_path / "dcp"
+    dcp.save(tiny.model.state_dict(), checkpoint_id=directory, no_dist=True)
+    (file,) = directory.glob("*.distcp")
+    good = file.read_bytes()
+    values = tiny.model.lm_head.weight.detach().numpy().tobytes()
+    at = good.index(values) + 100
+    flipped = good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :]
+    for raw, fact in ((flipped, "CRC32"), (good[: len(good) // 2], "cannot be read at byte")):
+        file.write_bytes(raw)
+        with pytest.raises(ExchangeError, match=rf"__0_0\.distcp: .*{fact}"):
+            import_dcp(open_store(tmp_path / "again"), KEYS, directory, step=3)
+    assert open_store(tmp_path / "again").list("m/") == []

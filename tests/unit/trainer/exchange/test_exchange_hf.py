@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from checkpointing import AlreadyCommittedError, MissingError, Reader, load_manifest, open_store
+from tests.support.tiny_checkpoint import (
+    KEYS,
+    STEP,
+    Tiny,
+    make_tiny,
+    state_of,
+    write_state,
+    write_tiny,
+)
+from trainer.data.text import Document
+from trainer.data.tokenizer import train_tokenizer
+from trainer.errors import ExchangeError
+from trainer.exchange.hf_export import export_hf
+from trainer.exchange.hf_import import import_hf
+
+
+def export(tiny: Tiny, tmp_path: Path, **options: Any) -> tuple[Path, list[str]]:
+    store = write_tiny(tmp_path / "run", tiny)
+    reader = Reader(store, load_manifest(store, KEYS, STEP))
+    return tmp_path / "hf", export_hf(reader, tmp_path / "hf", **options)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_from_pretrained_gives_equal_logits(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tiny = make_tiny(tied=tied)
+    target, remarks = export(tiny, tmp_path, shard_bytes=5000)
+    assert len(list(target.glob("model-*.safetensors"))) > 2
+    assert len(remarks) == 1 and "No tokenizer" in remarks[0]
+    loaded, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert loaded.dtype == torch.float32
+    assert type(loaded) is type(tiny.model)
+    tokens = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, tiny.model(tokens).logits)
+    shared = loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+    assert shared == tied
+    config = json.loads((target / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert "use_cache" not in config
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer: Tokenizer = train_tokenizer(
+        [Document(text="one two three two one", source="here")], 300
+    )
+    file = tmp_path / "tokenizer.json"
+    tokenizer.save(str(file))
+    tiny = make_tiny(steps=1)
+    store = write_tiny(tmp_path / "run", tiny, task={"model": tiny.config, "tokenizer": str(file)})
+    remarks = export_hf(Reader(store, load_manifest(store, KEYS, STEP)), tmp_path / "hf")
+    assert remarks == []
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert loaded("two one")["input_ids"] == tokenizer.encode("two one").ids
+    assert loaded.eos_token == "<|endoftext|>"
+    file.write_text("{}")
+    (remark,) = export_hf(Reader(store, load_manifest(store, KEYS, STEP)), tmp_path / "again")
+    assert str(file) in remark
+
+
+def test_pieces_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.exchange import pieces
+
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 256)
+    largest = 0
+
+    class Watched(Reader):
+        def read(self, *box: Any) -> torch.Tensor:
+            nonlocal largest
+            tensor = super().read(*box)
+            largest = max(largest, tensor.nbytes)
+            return tensor
+
+    tiny = make_tiny(steps=1)
+    store = write_tiny(tmp_path / "run", tiny)
+    export_hf(Watched(store, load_manifest(store, KEYS, STEP)), tmp_path / "hf")
+    assert 0 < largest <= 256
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    for name, param in tiny.model.named_parameters():
+        assert torch.equal(dict(loaded.named_parameters())[name], param)
+
+
+def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
+    tiny = make_tiny(steps=1)
+    store = open_store(tmp_path / "run")
+    write_state(store, state_of(tiny), state={})
+    reader = Reader(store, load_manifest(store, KEYS, STEP))
+    with pytest.raises(ExchangeError, match=r"--config"):
+        export_hf(reader, tmp_path / "hf")
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ExchangeError, match=r"bad.json: not a transformers"):
+        export_hf(reader, tmp_path / "hf", config_path=tmp_path / "bad.json")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config))
+    with pytest.raises(ExchangeError, match="not empty"):
+        export_hf(reader, tmp_path / "full", config_path=tmp_path / "config.json")
+    key = KEYS.segment(rank=0, step=STEP, generation=0, attempt=0, index=0)
+    store.delete(key)
+    with pytest.raises(MissingError, match=key):
+        export_hf(reader, tmp_path / "hf", config_path=tmp_path / "config.json")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.json", "config.json", "full", "run"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_import_takes_the_weights_and_a_new_optimizer(tmp_path: Path, tied: bool) -> None:
+    tiny = make_tiny(tied=tied)
+    tiny.model.save_pretrained(tmp_path / "hf", max_shard_size="5KB")
+    store = open_store(tmp_path / "run")
+    manifest = import_hf(store, KEYS, tmp_path / "hf", step=4)
+    assert load_manifest(store, KEYS, 4) == manifest
+    reader = Reader(store, manifest)
+    wanted = state_of(tiny)
+    assert manifest.tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        zero = not name.startswith("param/")
+        assert torch.equal(reader.read_full(name), torch.zeros_like(tensor) if zero else tensor)
+    assert manifest.training_state["optimizer_steps"] == 0
+    assert manifest.training_state["task"]["model"]["hidden_size"] == 16
+    with pytest.raises(AlreadyCommittedError):
+        import_hf(store, KEYS, tmp_path / "hf", step=4)
+    with pytest.raises(ExchangeError, match="from its seed"):
+        import_hf(store, KEYS, tmp_path / "hf", step=0)
+
+
+def test_import_widens_half_precision(tmp_path: Path) -> None:
+    tiny = make_tiny(steps=1)
+    wanted = {n: p.detach().bfloat16().float() for n, p in tiny.model.named_parameters()}
+    tiny.model.bfloat16().save_pretrained(tmp_path / "hf")
+    store = open_store(tmp_path / "run")
+    reader = Reader(store, import_hf(store, KEYS, tmp_path / "hf", step=1))
+    for name, tensor in wanted.items():
+        assert torch.equal(reader.read_full(f"param/{name}"), tensor)
