@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 
 from benchmarks._checkpoint_peers import BUCKET, Boto, s5cmd_upload
 from benchmarks._checkpoint_state import boxes_of, plan_rows
-from benchmarks._checkpoint_workers import WORKERS, Crew, Setting
+from benchmarks._checkpoint_workers import WORKERS, Setting, Workers
 from checkpointing import (
     Attempt,
     Keys,
@@ -39,7 +39,7 @@ _SAMPLE_S = 0.002
 class Bench:
     """The run, as the measurements see it."""
 
-    crew: Crew
+    workers: Workers
     endpoint: str
     stores: dict[str, S3Config]
     files: list[Path]
@@ -73,8 +73,8 @@ class Saved:
 
 def form(bench: Bench, replicas: int) -> None:
     """Has the workers take their places in so many replicas."""
-    bench.crew.tell("form", replicas)
-    bench.tensors = bench.crew.tell("tensors")[0]
+    bench.workers.tell("form", replicas)
+    bench.tensors = bench.workers.tell("tensors")[0]
     bench.state_bytes = _bytes_of(bench.tensors)
 
 
@@ -102,8 +102,8 @@ def publish(bench: Bench, store: Store, receipts: list[Receipt]) -> Manifest:
 def save_ours(bench: Bench, store: str = "plain") -> Saved:
     """A save of all workers, to its commit."""
     bench.step += 1
-    copied = bench.crew.tell("save", store, bench.step)
-    receipts = bench.crew.hear_uploader(store, WORKERS)
+    copied = bench.workers.tell("save", store, bench.step)
+    receipts = bench.workers.hear_uploader(store, WORKERS)
     bench.manifest = publish(bench, open_store(bench.stores[store]), receipts)
     ended_s = time.monotonic()
     return Saved(
@@ -116,7 +116,7 @@ def save_dcp(bench: Bench, peer: str, wait: bool) -> Saved:
     """A save by DCP; `wait` for `save`, else `async_save`."""
     bench.step += 1
     path = f"dcp/{bench.step}"
-    told = bench.crew.tell("dcp", peer, bench.endpoint, path, wait)
+    told = bench.workers.tell("dcp", peer, bench.endpoint, path, wait)
     begun_s = min(begun for begun, _, _ in told)
     return Saved(
         held_s=max(held for _, held, _ in told),
@@ -169,22 +169,22 @@ def measure(bench: Bench, name: str) -> Saved:
 
 def hold(bench: Bench) -> tuple[float, float]:
     """What a save holds the training for, and a plain copy of as many bytes: the slowest worker."""
-    ours, plain = zip(*bench.crew.tell("copies"), strict=True)
+    ours, plain = zip(*bench.workers.tell("copies"), strict=True)
     return max(ours), max(plain)
 
 
 def first_and_second(bench: Bench) -> dict[str, float]:
     """What the first and the second save set up, in a layout that is new, and the first's peak of
     memory beyond what was there."""
-    with PeakMemory([*bench.crew.worker_pids, bench.crew.uploaders["plain"].pid]) as memory:
+    with PeakMemory([*bench.workers.worker_pids, bench.workers.uploaders["plain"].pid]) as memory:
         numbers: dict[str, float] = {}
         for which in ("first", "second"):
-            bench.crew.tell("announce", "plain")
-            (setting,) = bench.crew.hear_uploader("plain")
+            bench.workers.tell("announce", "plain")
+            (setting,) = bench.workers.hear_uploader("plain")
             assert isinstance(setting, Setting)
             bench.step += 1
-            copied = bench.crew.tell("save", "plain", bench.step)
-            bench.crew.hear_uploader("plain", WORKERS)
+            copied = bench.workers.tell("save", "plain", bench.step)
+            bench.workers.hear_uploader("plain", WORKERS)
             bench.forget()
             parts = {
                 "plan_s": max(one.plan_s for one in copied),
@@ -239,7 +239,7 @@ def without_checksums(bench: Bench) -> dict[str, float]:
     share of both."""
     numbers = {}
     for name, on in (("without", False), ("with", True)):
-        bench.crew.tell_uploader("plain", "checksums", on)
+        bench.workers.tell_uploader("plain", "checksums", on)
         before_s = _uploader_cpu_s(bench)
         numbers[f"{name}_s"] = save_ours(bench).total_s
         numbers[f"{name}_cpu_s"] = _uploader_cpu_s(bench) - before_s
@@ -250,8 +250,8 @@ def without_checksums(bench: Bench) -> dict[str, float]:
 
 
 def _uploader_cpu_s(bench: Bench) -> float:
-    bench.crew.tell_uploader("plain", "cpu")
-    (cpu_s,) = bench.crew.hear_uploader("plain")
+    bench.workers.tell_uploader("plain", "cpu")
+    (cpu_s,) = bench.workers.hear_uploader("plain")
     return float(cpu_s)
 
 
@@ -289,7 +289,7 @@ def peer_heal(bench: Bench) -> dict[str, int]:
     form(bench, 2)
     save_ours(bench)
     before = bench.counts()["requests"]
-    told = bench.crew.tell("heal")
+    told = bench.workers.tell("heal")
     healed = bench.counts()["requests"] - before
     half = WORKERS // 2
     if [digest for digest, _ in told[:half]] != [digest for digest, _ in told[half:]]:
@@ -298,7 +298,7 @@ def peer_heal(bench: Bench) -> dict[str, int]:
     if came < bench.state_bytes:
         raise RuntimeError(f"the heal brought {came} of {bench.state_bytes} bytes")
     assert bench.manifest is not None
-    for boxes in bench.crew.tell("to_read")[half:]:
+    for boxes in bench.workers.tell("to_read")[half:]:
         Reader(open_store(bench.stores["plain"]), bench.manifest).read_many(boxes)
     restored = bench.counts()["requests"] - before - healed
     bench.forget()

@@ -74,7 +74,7 @@ class Copied:
 
 
 class Worker:
-    """One process of the crew; `form` comes first."""
+    """One process of the workers; `form` comes first."""
 
     def __init__(self, number: int, setup: Setup, barrier: Any, uploads: dict[str, Any]) -> None:
         torch.set_num_threads(1)
@@ -376,7 +376,7 @@ def _cpu_s() -> float:
 # -- all of them -----------------------------------------------------------------------------------
 
 
-class Crew(contextlib.AbstractContextManager["Crew"]):
+class Workers(contextlib.AbstractContextManager["Workers"]):
     """The processes, as the benchmark talks to them. They are forked: before any thread is made,
     and before anything imports a boto3 that the peers' is not.
 

@@ -61,7 +61,7 @@ from benchmarks._checkpoint_measure import (
     without_checksums,
 )
 from benchmarks._checkpoint_peers import CREDENTIALS, find_peers, versions
-from benchmarks._checkpoint_workers import TIMEOUT_S, Crew, Setup
+from benchmarks._checkpoint_workers import TIMEOUT_S, Setup, Workers
 from benchmarks._common import (
     end_properly,
     limit_link,
@@ -107,7 +107,7 @@ def run(bench: Bench, rounds: int) -> dict[str, Any]:
     form(bench, 1)
     say(f"{bench.state_bytes / 2**20:.0f} MiB in {len(bench.tensors)} tensors")
     setting = first_and_second(bench)
-    bench.crew.tell("dump", bench.files[0].parent)
+    bench.workers.tell("dump", bench.files[0].parent)
     saves, stalls = run_rounds(bench, rounds)
     checksums = median_of([without_checksums(bench) for _ in range(max(3, rounds))])
     say("reshards, replicas, heal")
@@ -211,12 +211,12 @@ def started(directory: Path, peers: Path, size_mib: int) -> Iterator[Bench]:
             rendezvous=Rendezvous(host="127.0.0.1", port=meeting.port, timeout_s=TIMEOUT_S),
             peers=peers,
         )
-        crew = stack.enter_context(Crew(setup, stores))
+        workers = stack.enter_context(Workers(setup, stores))
         for proxy in proxies.values():  # threads, so after the forks
             stack.enter_context(proxy)
         memory = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_", dir="/dev/shm"))
-        files = [Path(memory) / f"rank{number}" for number in range(len(crew.worker_pids))]
-        yield Bench(crew=crew, endpoint=endpoint, stores=stores, files=files, proxies=proxies)
+        files = [Path(memory) / f"rank{number}" for number in range(len(workers.worker_pids))]
+        yield Bench(workers=workers, endpoint=endpoint, stores=stores, files=files, proxies=proxies)
 
 
 def _start_server(stack: contextlib.ExitStack, directory: Path) -> str:

@@ -62,11 +62,11 @@ class LocalCoordinator(Coordinator):
 
     async def hello(self, identity: Identity) -> None:
         """Registers a worker; no agent is started for its node."""
-        self._crew.started[identity.worker] = identity
+        self._workers.started[identity.worker] = identity
 
     async def node_lost(self, node: str) -> None:
         """What follows when a node's agent is gone."""
-        await self._crew.lose_node(node, "lost by the benchmark")
+        await self._workers.lose_node(node, "lost by the benchmark")
 
 
 class SimulatedWorker:

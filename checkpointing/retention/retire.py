@@ -96,7 +96,7 @@ def retire(
     """
     store, keys = surveyor.store, surveyor.keys
     survey = surveyor.survey()
-    doomed = plan_retention(
+    expired = plan_retention(
         (step for step in survey.steps if step <= up_to_step),
         keep_last,
         keep_every,
@@ -105,7 +105,7 @@ def retire(
         verified=survey.verified,
     )
     deleted = []
-    for step in doomed:
+    for step in expired:
         try:
             survey = _delete(store, keys, step, survey)
         except ProtectedError as error:  # pinned since we looked
@@ -158,9 +158,9 @@ def sweep_orphans(store: Store, keys: Keys, generation: int) -> list[str]:
     """
     written = {key: keys.generation_of(key) for key in store.list(keys.data)}
     mine = [key for key, wrote in written.items() if wrote is not None and wrote < generation]
-    doomed = plan_segments(mine, Surveyor(store=store, keys=keys).survey(), keys)
-    store.delete_many(doomed)
-    return doomed
+    expired = plan_segments(mine, Surveyor(store=store, keys=keys).survey(), keys)
+    store.delete_many(expired)
+    return expired
 
 
 def _refuse_newest(step: int, survey: Survey) -> None:
@@ -194,9 +194,9 @@ def _sweep(surveyor: Surveyor, older_than_step: int) -> list[str]:
     data = [key for key in written if _step(keys, key, default=limit) < limit]
     listed = [key for key in noted if _step(keys, key, default=limit) < limit]
     records = [key for key in listed if not _belongs(keys, key, survey)]
-    doomed = [*plan_segments(data, survey, keys), *records]
-    store.delete_many(doomed)
-    return sorted(doomed)
+    expired = [*plan_segments(data, survey, keys), *records]
+    store.delete_many(expired)
+    return sorted(expired)
 
 
 def _belongs(keys: Keys, key: str, survey: Survey) -> bool:

@@ -6,10 +6,10 @@ step path. All methods run on one event loop, so none needs a lock.
 
     Coordinator ── the calls that others make
       Membership ── decides (`membership/`)
-      Switchboard ── carries it out, wakes those who wait
+      Dispatcher ── carries it out, wakes those who wait
       RunLog ── writes it down
-      Crew, NodeAgents ── who has started, who will go, who is lost; leases
-      TakeUp ── the run after a restart of the coordinator
+      Workers, NodeAgents ── who has started, who will go, who is lost; leases
+      Failover ── the run after a restart of the coordinator
       HealNews, Receipts, Restores, Snapshots, Injections ── what the workers tell of each
       Uploaders ── who writes what the workers have copied
 """
@@ -27,18 +27,18 @@ from typing import Any
 from checkpointing import Receipt, StoreUnavailableError
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.config import CoordinatorConfig
-from elastic.coordinator.dispatcher import Switchboard
-from elastic.coordinator.failover import TakeUp
+from elastic.coordinator.dispatcher import Dispatcher
+from elastic.coordinator.failover import Failover
 from elastic.coordinator.fault_injection import Injections
 from elastic.coordinator.heal_news import HealNews
 from elastic.coordinator.receipts import Receipts
-from elastic.coordinator.replay import recall
+from elastic.coordinator.replay import replay
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.snapshots import Snapshots, start_holder
 from elastic.coordinator.store_keys import sweep_store
 from elastic.coordinator.uploaders import Uploaders
-from elastic.coordinator.workers import Crew
+from elastic.coordinator.workers import Workers
 from elastic.membership.decisions import Effects
 from elastic.membership.machine import Membership
 from elastic.node.snapshot_holder import HeldSnapshot
@@ -75,21 +75,21 @@ class Coordinator:
         host, port, self._store = host_store()
         self._membership.meet = host, port
         self._records = RunLog(config, self._membership)
-        self._board = Switchboard(self._membership, self._records, self._carry_on)
+        self._dispatcher = Dispatcher(self._membership, self._records, self._carry_on)
         self._snapshots = self._make_snapshots()
         self._agents = NodeAgents(config.health, (host, port))
-        self._crew = Crew(
-            config, self._membership, self._board, self._records, self._agents, self._snapshots
+        self._workers = Workers(
+            config, self._membership, self._dispatcher, self._records, self._agents, self._snapshots
         )
         faults = FaultPlan(config.faults, config.slots)
         self._injections = Injections(
-            faults, self._membership, self._board, self._crew, self._records
+            faults, self._membership, self._dispatcher, self._workers, self._records
         )
-        self._heal_news = HealNews(self._membership, self._board, self._crew, self._records)
-        self._receipts = Receipts(config, self._membership, self._board, self._records)
+        self._heal_news = HealNews(self._membership, self._dispatcher, self._workers, self._records)
+        self._receipts = Receipts(config, self._membership, self._dispatcher, self._records)
         self._uploaders = Uploaders(config.paths, config.checkpoint.segment_bytes)
         self._restores = Restores(
-            config, self._membership, self._board, self._records, self._receipts
+            config, self._membership, self._dispatcher, self._records, self._receipts
         )
         self._hellos = 0
         self._raised: dict[str, int | None] = {}
@@ -98,11 +98,11 @@ class Coordinator:
         """Those of them that will be written off."""
         self._start: asyncio.TimerHandle | None = None
         """When the first replicas begin without those that have not come."""
-        self._take_up: TakeUp | None = None
+        self._failover: Failover | None = None
         if anew:
-            self._take_up = self._recall(faults)
+            self._failover = self._replay(faults)
         else:
-            self._board.ready.set()
+            self._dispatcher.ready.set()
         self._records.begin(anew=anew)
 
     def _make_snapshots(self) -> Snapshots:
@@ -116,16 +116,16 @@ class Coordinator:
             timeout_s=self.config.health.collective_timeout_s,
         )
 
-    def _recall(self, faults: FaultPlan) -> TakeUp:
+    def _replay(self, faults: FaultPlan) -> Failover:
         """The run as its records have it, to be taken up where its workers stand."""
-        recalled = recall(self.config.paths, self.config.started.start_step)
-        self._records.restored = recalled.restored
-        self._hellos = recalled.started
-        self._crew.draining_nodes.update(recalled.draining_nodes)
-        faults.count_as_fired(recalled.fired)
-        self._receipts.recall(recalled.committed)
+        replayed = replay(self.config.paths, self.config.started.start_step)
+        self._records.restored = replayed.restored
+        self._hellos = replayed.started
+        self._workers.draining_nodes.update(replayed.draining_nodes)
+        faults.count_as_fired(replayed.fired)
+        self._receipts.replay(replayed.committed)
         snapshots = self._snapshots if self.config.in_memory else None
-        return TakeUp(recalled, self._membership, self._board, self._crew, snapshots)
+        return Failover(replayed, self._membership, self._dispatcher, self._workers, snapshots)
 
     def _carry_on(self, effects: Effects) -> None:
         """What follows from a decision for others than those who wait."""
@@ -133,9 +133,9 @@ class Coordinator:
         if regrouped is not None and regrouped.outcome in ("start", "restore"):
             self._snapshots.went_back(regrouped.step, regrouped.roster.generation)
         if regrouped is not None:
-            self._board.spawn(self._sweep(regrouped.roster.generation - 1))
+            self._dispatcher.spawn(self._sweep(regrouped.roster.generation - 1))
         if effects.signals:
-            self._board.spawn(self._crew.lose_laggards(effects.signals))
+            self._dispatcher.spawn(self._workers.lose_laggards(effects.signals))
 
     async def _sweep(self, generation: int) -> None:
         """Deletes what groups older than `generation` have left in the store."""
@@ -155,23 +155,23 @@ class Coordinator:
         if self._membership.formations.begun == 0:
             loop = asyncio.get_running_loop()
             self._start = loop.call_later(
-                self.config.health.regroup_timeout_s, lambda: self._board.spawn(self._begin())
+                self.config.health.regroup_timeout_s, lambda: self._dispatcher.spawn(self._begin())
             )
 
     async def _begin(self) -> None:
         self._membership.formations.wait_no_longer()
-        await self._board.advance()
+        await self._dispatcher.advance()
 
     @property
-    def _taking_up(self) -> TakeUp | None:
+    def _failing_over(self) -> Failover | None:
         """While a coordinator that was started anew does not know the run yet."""
-        return None if self._board.ready.is_set() else self._take_up
+        return None if self._dispatcher.ready.is_set() else self._failover
 
     async def _gate(self) -> None:
         """Calls that need to know the run wait here until a coordinator started anew knows it."""
-        if (take_up := self._taking_up) is not None:
-            take_up.begin()
-            await self._board.ready.wait()
+        if (failover := self._failing_over) is not None:
+            failover.begin()
+            await self._dispatcher.ready.wait()
 
     # -- workers -----------------------------------------------------------------------------------
 
@@ -184,14 +184,14 @@ class Coordinator:
     async def resume(self, standing: Standing) -> None:
         """A worker that has lost its line to the coordinator says where it stands. One that was
         started anew learns so what it must know, and then goes on as if nothing had happened."""
-        if (take_up := self._taking_up) is not None:
-            await take_up.hear(standing)
+        if (failover := self._failing_over) is not None:
+            await failover.hear(standing)
 
     async def hello(self, identity: Identity) -> None:
         """A worker has started: its process is watched from now on."""
-        take_up = self._taking_up
-        if take_up is not None and take_up.awaits(identity.worker):
-            await take_up.hear(Standing(identity=identity))  # its hello was not answered
+        failover = self._failing_over
+        if failover is not None and failover.awaits(identity.worker):
+            await failover.hear(Standing(identity=identity))  # its hello was not answered
             return
         await self._gate()
         self._hellos += 1
@@ -201,22 +201,24 @@ class Coordinator:
             )
         )
         self._put_off_start()
-        self._crew.watch(identity)
-        if identity.node in self._crew.draining_nodes:
-            await self._crew.drain([identity.worker], "its node is draining", None, identity.node)
+        self._workers.watch(identity)
+        if identity.node in self._workers.draining_nodes:
+            await self._workers.drain(
+                [identity.worker], "its node is draining", None, identity.node
+            )
 
     async def join(self, report: Report) -> Answer:
         """A worker reports what it has and waits for what to do. No worker joins unwatched."""
         await self._gate()
-        await self._crew.until_watched(report.identity.worker)
+        await self._workers.until_watched(report.identity.worker)
         if report.recent:
             self._take_steps(report.recent)
         self._put_off_start()
-        return await self._board.join(report)
+        return await self._dispatcher.join(report)
 
     async def watch(self, worker: str, seen: int) -> Signal | None:
         """Waits for a call to `worker` later than signal `seen`; None when the run is over."""
-        return await self._board.watch(worker, seen)
+        return await self._dispatcher.watch(worker, seen)
 
     async def trouble(self, worker: str, step: int | None, detail: str, of_a_group: bool) -> str:
         """A worker's own code raised. Was it the loss of a peer, or its own fault? An error of a
@@ -235,11 +237,11 @@ class Coordinator:
         if not of_a_group:
             self._raised[worker] = formation
         try:
-            await self._board.until(lambda: membership.replica_broken(worker), patience_s)
+            await self._dispatcher.until(lambda: membership.replica_broken(worker), patience_s)
             if membership.replica_broken(worker) and worker not in self._at_fault:
                 return "peer"
             self._at_fault |= {w for w, formed in self._raised.items() if formed == formation}
-            await self._crew.lose(worker, "user_error", detail, step, formation)
+            await self._workers.lose(worker, "user_error", detail, step, formation)
             return "own"
         finally:
             self._raised.pop(worker, None)
@@ -248,7 +250,7 @@ class Coordinator:
     async def fail(self, error: str) -> None:
         """Ends the run with an error that no retry can mend."""
         await self._gate()
-        await self._board.stop(error)
+        await self._dispatcher.stop(error)
 
     async def record(self, steps: list[events.StepRecord], happened: list[events.Event]) -> bool:
         """Committed steps from the lead worker, events from any; steps known already are passed by.
@@ -261,8 +263,8 @@ class Coordinator:
         for event in happened:
             self._records.note(event)
         if self._membership.stopped is not None:
-            await self._board.advance()
-        return bool(steps) and self._crew.take_save_wish()
+            await self._dispatcher.advance()
+        return bool(steps) and self._workers.take_save_wish()
 
     def _take_steps(self, steps: Sequence[events.StepRecord]) -> None:
         self._records.take_steps(steps)
@@ -292,7 +294,7 @@ class Coordinator:
     async def corrupt(self, worker: str, detail: str) -> None:
         """A worker's state is not that of most replicas: it leaves."""
         await self._gate()
-        await self._crew.lose(worker, "corruption", detail)
+        await self._workers.lose(worker, "corruption", detail)
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -362,12 +364,12 @@ class Coordinator:
         after a step, and those that start on it get no slot."""
         await self._gate()
         left_s = None if deadline is None else deadline - time.time()
-        await self._crew.drain_node(node, left_s, reason)
+        await self._workers.drain_node(node, left_s, reason)
 
     async def drain_worker(self, worker: str, reason: str) -> None:
         """A worker was told to end: it leaves training after a step, and then ends."""
         await self._gate()
-        await self._crew.drain([worker], reason, None, None)
+        await self._workers.drain([worker], reason, None, None)
 
     async def beat(self, node: str, token: str, deaths: list[Death]) -> bool:
         """A node's agent says that the node is there, and which workers died since its last word.
@@ -377,10 +379,11 @@ class Coordinator:
         """
         if not self._agents.renew(node, token):
             return False
-        if deaths and (take_up := self._taking_up) is not None:
-            await take_up.count_dead(deaths)
+        if deaths and (failover := self._failing_over) is not None:
+            await failover.count_dead(deaths)
         if deaths:
-            self._board.spawn(self._lose(deaths))  # it may wait, and the agent's beats must not
+            # It may wait, and the agent's beats must not.
+            self._dispatcher.spawn(self._lose(deaths))
         return True
 
     async def helper_started(self, node: str, helper: str, pid: int) -> None:
@@ -395,7 +398,7 @@ class Coordinator:
 
     async def _lose(self, deaths: list[Death]) -> None:
         for death in deaths:
-            await self._crew.lose(death.worker, death.cause, death.detail)
+            await self._workers.lose(death.worker, death.cause, death.detail)
 
     # -- the driver --------------------------------------------------------------------------------
 
@@ -409,7 +412,7 @@ class Coordinator:
 
     async def over(self) -> None:
         """Returns when the run has ended."""
-        await self._board.until(lambda: self._membership.stopped is not None)
+        await self._dispatcher.until(lambda: self._membership.stopped is not None)
 
     async def hellos(self) -> int:
         """Workers that have started so far."""
@@ -418,7 +421,7 @@ class Coordinator:
     async def ended(self, workers: list[tuple[str, int]]) -> None:
         """Ray Train's controller has seen the end of these, each given by node and process."""
         await self._gate()
-        await self._crew.lose_unwatched(workers)
+        await self._workers.lose_unwatched(workers)
 
     async def end(self, outcome: events.RunOutcome, error: str | None) -> None:
         """Writes the last event and closes the records."""

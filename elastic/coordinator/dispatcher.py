@@ -24,7 +24,7 @@ _NO_GC_S = 3.0
 """A regroup is over by then, or waits for machines."""
 
 
-class Switchboard:
+class Dispatcher:
     """See the module.
 
     Args:

@@ -1,7 +1,7 @@
 """A coordinator that was started anew takes up the run: it asks the workers where they stand.
 
 a call comes, or a worker says where it stands ──► those that the records name are watched
-     ──► all have spoken, or died, or _TAKE_UP_S are over; so with the nodes, asked which snapshots
+     ──► all have spoken, or died, or _FAILOVER_S are over; so with the nodes, asked which snapshots
          their memory holds ──► membership goes on
      ──► `ready`: calls that waited go on, the silent are written off
 """
@@ -10,40 +10,40 @@ from __future__ import annotations
 
 import asyncio
 
-from elastic.coordinator.dispatcher import Switchboard
-from elastic.coordinator.replay import Recall
+from elastic.coordinator.dispatcher import Dispatcher
+from elastic.coordinator.replay import Replay
 from elastic.coordinator.snapshots import Snapshots
-from elastic.coordinator.workers import Crew
+from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
 from elastic.protocol.messages import Death, Identity, Standing
 
-_TAKE_UP_S = 10.0
+_FAILOVER_S = 10.0
 """How long a coordinator that was started anew waits for the workers to say where they stand, and
 for the nodes to say what they hold."""
-_SILENT = f"said nothing for {_TAKE_UP_S:g} s after the coordinator was started anew"
+_SILENT = f"said nothing for {_FAILOVER_S:g} s after the coordinator was started anew"
 
 
-class TakeUp:
+class Failover:
     """See the module.
 
     Args:
-        recalled: what the records say.
+        replayed: what the records say.
         membership: goes on from what the workers say.
-        board: `ready` is set at the end.
-        crew: watches the workers, and loses the silent.
+        dispatcher: `ready` is set at the end.
+        workers: watches the workers, and loses the silent.
         snapshots: looks for what the nodes hold; None where the run takes none.
     """
 
     def __init__(
         self,
-        recalled: Recall,
+        replayed: Replay,
         membership: Membership,
-        board: Switchboard,
-        crew: Crew,
+        dispatcher: Dispatcher,
+        workers: Workers,
         snapshots: Snapshots | None,
     ) -> None:
-        self._recalled, self._membership, self._board = recalled, membership, board
-        self._crew, self._snapshots = crew, snapshots
+        self._replayed, self._membership, self._dispatcher = replayed, membership, dispatcher
+        self._workers, self._snapshots = workers, snapshots
         self._standings: dict[str, Standing] = {}
         self._dead: set[str] = set()
         self._begun = False
@@ -52,62 +52,64 @@ class TakeUp:
         """Begins, at the first call that shows that the run lives."""
         if not self._begun:
             self._begun = True
-            self._board.spawn(self._take_up())
+            self._dispatcher.spawn(self._run())
 
     def awaits(self, worker: str) -> bool:
         """Whether `worker` is one that lived, and is to say where it stands."""
-        return worker in self._recalled.workers
+        return worker in self._replayed.workers
 
     async def hear(self, standing: Standing) -> None:
         """A worker says where it stands."""
         self._standings[standing.identity.worker] = standing
-        self._crew.watch(standing.identity)
+        self._workers.watch(standing.identity)
         self.begin()
-        await self._board.tell()
+        await self._dispatcher.tell()
 
     async def count_dead(self, deaths: list[Death]) -> None:
         """These need not be waited for."""
         self._dead.update(death.worker for death in deaths)
-        await self._board.tell()
+        await self._dispatcher.tell()
 
-    async def _take_up(self) -> None:
+    async def _run(self) -> None:
         """Waits for the workers that lived when the last coordinator was lost; writes off those
         that have died, or do not speak up. Nothing is decided before the nodes have said what they
         hold: the run might go back further than it must."""
-        expected = self._recalled.workers
+        expected = self._replayed.workers
         for worker, joined in expected.items():
             if worker not in self._standings:
-                self._crew.watch(Identity(worker=worker, rank=0, node=joined.node, pid=joined.pid))
+                self._workers.watch(
+                    Identity(worker=worker, rank=0, node=joined.node, pid=joined.pid)
+                )
         await asyncio.gather(
-            self._board.until(
-                lambda: expected.keys() <= self._standings.keys() | self._dead, _TAKE_UP_S
+            self._dispatcher.until(
+                lambda: expected.keys() <= self._standings.keys() | self._dead, _FAILOVER_S
             ),
             self._look_for_snapshots(),
         )
         living = expected.keys() & self._standings.keys()
         self._go_on(living)
-        self._board.ready.set()
+        self._dispatcher.ready.set()
         for worker in expected.keys() - living - self._dead:
-            await self._crew.kill(worker, "crash", _SILENT)
+            await self._workers.kill(worker, "crash", _SILENT)
         for worker in self._standings.keys() - living:
-            self._board.spawn(self._crew.expel(worker))
-        await self._board.advance()
+            self._dispatcher.spawn(self._workers.expel(worker))
+        await self._dispatcher.advance()
 
     async def _look_for_snapshots(self) -> None:
         if self._snapshots is not None:
-            await self._snapshots.look_again(_TAKE_UP_S)
+            await self._snapshots.look_again(_FAILOVER_S)
 
     def _go_on(self, living: set[str]) -> None:
-        recalled = self._recalled
+        replayed = self._replayed
         self._membership.resume(
             [self._standings[worker] for worker in sorted(living)],
-            generation=recalled.generation,
-            restored=recalled.restored,
-            formations=recalled.formations,
-            recorded=recalled.recorded,
-            began=recalled.began,
+            generation=replayed.generation,
+            restored=replayed.restored,
+            formations=replayed.formations,
+            recorded=replayed.recorded,
+            began=replayed.began,
         )
         for worker in self._standings.keys() - living:
             self._membership.lose(worker)  # it was written off before
-        self._crew.retire(recalled.draining & living, dismiss=False)
-        self._crew.retire(recalled.leaving & living, dismiss=True)
+        self._workers.retire(replayed.draining & living, dismiss=False)
+        self._workers.retire(replayed.leaving & living, dismiss=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import time
 
-from elastic.coordinator.dispatcher import Switchboard
+from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.run_log import RunLog
-from elastic.coordinator.workers import Crew
+from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
 from elastic.protocol import events
 from elastic.protocol.faults import FaultPlan
@@ -22,8 +22,8 @@ class Injections:
     Args:
         plan: the faults.
         membership: knows the generation, and the spares.
-        board: workers that a fault hits together wait there for each other.
-        crew: spares are hit through it.
+        dispatcher: workers that a fault hits together wait there for each other.
+        workers: spares are hit through it.
         records: where it is written down.
     """
 
@@ -31,12 +31,12 @@ class Injections:
         self,
         plan: FaultPlan,
         membership: Membership,
-        board: Switchboard,
-        crew: Crew,
+        dispatcher: Dispatcher,
+        workers: Workers,
         records: RunLog,
     ) -> None:
         self._plan, self._membership = plan, membership
-        self._board, self._crew, self._records = board, crew, records
+        self._dispatcher, self._workers, self._records = dispatcher, workers, records
         self._hit: set[str] = set()
 
     async def claim(self, index: int, slot: int, step: int, worker: str) -> bool:
@@ -46,8 +46,8 @@ class Injections:
         if not self._plan.claim(index, slot, membership.generation, settled=membership.settled):
             return False
         self._note(str(self._plan.faults[index]), step, worker)
-        await self._board.tell()
-        await self._board.until(lambda: self._plan.fired(index), _TOGETHER_S)
+        await self._dispatcher.tell()
+        await self._dispatcher.until(lambda: self._plan.fired(index), _TOGETHER_S)
         return True
 
     def hit_spares(self) -> None:
@@ -60,7 +60,7 @@ class Injections:
                 self._hit.add(spare)
                 self._note(str(fault), recorded - 1, spare)
                 number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
-                self._crew.signal(spare, number)
+                self._workers.signal(spare, number)
 
     def _note(self, fault: str, step: int, worker: str) -> None:
         self._records.note(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from elastic.coordinator.dispatcher import Switchboard
+from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.run_log import RunLog
-from elastic.coordinator.workers import Crew
+from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
 from elastic.protocol import events
 
@@ -19,16 +19,16 @@ class HealNews:
 
     Args:
         membership: told of who has the state, and who did not get it.
-        board: carries out what follows.
-        crew: loses a worker that never gets it.
+        dispatcher: carries out what follows.
+        workers: loses a worker that never gets it.
         records: where it is written down.
     """
 
     def __init__(
-        self, membership: Membership, board: Switchboard, crew: Crew, records: RunLog
+        self, membership: Membership, dispatcher: Dispatcher, workers: Workers, records: RunLog
     ) -> None:
-        self._membership, self._board = membership, board
-        self._crew, self._records = crew, records
+        self._membership, self._dispatcher = membership, dispatcher
+        self._workers, self._records = workers, records
         self._received: dict[str, tuple[int, float, int]] = {}
         """Newcomer's worker -> bytes, seconds and steps of its heal, until its replica is whole."""
 
@@ -54,7 +54,7 @@ class HealNews:
                 catch_up_steps=max(behind),
             )
         )
-        await self._board.advance()
+        await self._dispatcher.advance()
 
     async def failed(self, worker: str, reason: str) -> None:
         """A newcomer's worker did not get the state: another source, or, in the end, another
@@ -68,5 +68,5 @@ class HealNews:
             events.HealFailed(time=time.time(), slot=slot, source=source, reason=reason)
         )
         if failures >= _MOST_FAILED_HEALS:
-            await self._crew.kill(worker, "corruption", f"{failures} heals failed: {reason}")
-        await self._board.advance()
+            await self._workers.kill(worker, "corruption", f"{failures} heals failed: {reason}")
+        await self._dispatcher.advance()

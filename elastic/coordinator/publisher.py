@@ -68,7 +68,7 @@ class Publisher:
         self._untold.discard(step)
         self._newest = None
 
-    def recall(self, told: Collection[int]) -> None:
+    def replay(self, told: Collection[int]) -> None:
         """Of a coordinator that was started anew. The one before may have died between a commit and
         its record: then the receipts, handed in once more, complete it once more.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from checkpointing import Receipt
 from elastic.coordinator.config import CoordinatorConfig
-from elastic.coordinator.dispatcher import Switchboard
+from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.publisher import Publisher
 from elastic.coordinator.run_log import RunLog
 from elastic.membership.machine import Membership
@@ -20,7 +20,7 @@ class Receipts:
     Args:
         config: where checkpoints go, and how many are kept.
         membership: told of what is committed.
-        board: carries out what follows.
+        dispatcher: carries out what follows.
         records: where it is written down.
     """
 
@@ -28,11 +28,11 @@ class Receipts:
         self,
         config: CoordinatorConfig,
         membership: Membership,
-        board: Switchboard,
+        dispatcher: Dispatcher,
         records: RunLog,
     ) -> None:
         self._last_step, self._membership = config.groups.steps, membership
-        self._board, self._records = board, records
+        self._dispatcher, self._records = dispatcher, records
         self._publisher = Publisher(
             config.paths,
             config.checkpoint,
@@ -48,9 +48,9 @@ class Receipts:
         """See `Publisher.newest`."""
         return await self._publisher.newest()
 
-    def recall(self, committed: frozenset[int]) -> None:
+    def replay(self, committed: frozenset[int]) -> None:
         """Of a coordinator that was started anew: checkpoints that are in the records."""
-        self._publisher.recall(committed)
+        self._publisher.replay(committed)
 
     def forget(self, step: int) -> None:
         """The checkpoint of `step` was set aside: another one may be committed."""
@@ -86,7 +86,7 @@ class Receipts:
                 seconds=now - started,
             )
         )
-        await self._board.advance()
+        await self._dispatcher.advance()
 
     def _note_lost(self) -> None:
         """Writes down the checkpoints that a later one has passed: a writer of theirs was lost."""
@@ -101,4 +101,4 @@ class Receipts:
         """A checkpoint could not be written. Unless it was the last one, the run goes on."""
         self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
         if step >= self._last_step:
-            await self._board.stop(f"the last checkpoint could not be written: {reason}")
+            await self._dispatcher.stop(f"the last checkpoint could not be written: {reason}")

@@ -11,7 +11,7 @@ from elastic.reporting.event_log import read_events, read_steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recall:
+class Replay:
     """The present start of a run, by its records."""
 
     started: int
@@ -40,7 +40,7 @@ class Recall:
     """Injected faults that went off, as they were ordered."""
 
 
-def recall(paths: RunPaths, start_step: int) -> Recall:
+def replay(paths: RunPaths, start_step: int) -> Replay:
     """Reads the records of a run.
 
     Args:
@@ -52,7 +52,7 @@ def recall(paths: RunPaths, start_step: int) -> Recall:
     drained = [e for e in happened if isinstance(e, events.Draining)]
     rosters = [e for e in happened if isinstance(e, events.RegroupDone)]
     joined = {e.worker: e for e in happened if isinstance(e, events.WorkerJoined)}
-    return Recall(
+    return Replay(
         started=len(joined),
         workers={worker: e for worker, e in joined.items() if worker not in lost},
         draining=frozenset(w for e in drained if e.node is not None for w in e.workers) - lost,

@@ -7,7 +7,7 @@ import time
 
 from checkpointing import CheckpointError, Keys, newest, open_store, set_aside
 from elastic.coordinator.config import CoordinatorConfig
-from elastic.coordinator.dispatcher import Switchboard
+from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.run_log import RunLog
 from elastic.membership.machine import Membership
@@ -20,7 +20,7 @@ class Restores:
     Args:
         config: where the checkpoints are.
         membership: told what is left to go on from.
-        board: ends the run where it cannot go on.
+        dispatcher: ends the run where it cannot go on.
         records: where it is written down.
         receipts: told that the step may be committed again.
     """
@@ -29,11 +29,11 @@ class Restores:
         self,
         config: CoordinatorConfig,
         membership: Membership,
-        board: Switchboard,
+        dispatcher: Dispatcher,
         records: RunLog,
         receipts: Receipts,
     ) -> None:
-        self._config, self._membership, self._board = config, membership, board
+        self._config, self._membership, self._dispatcher = config, membership, dispatcher
         self._records, self._receipts = records, receipts
         self._deciding = asyncio.Lock()
 
@@ -50,7 +50,7 @@ class Restores:
                 return
             self._records.note(events.CheckpointFailed(time=time.time(), step=step, reason=reason))
             if not damaged:
-                await self._board.stop(
+                await self._dispatcher.stop(
                     f"the checkpoint of step {step} cannot be reached: {reason} Nothing was "
                     f"changed; run the same name again once its store answers"
                 )
@@ -58,7 +58,7 @@ class Restores:
             try:
                 await self._give_up(step, reason)
             except CheckpointError as error:
-                await self._board.stop(
+                await self._dispatcher.stop(
                     f"the checkpoint of step {step} cannot be read ({reason}), and cannot be set "
                     f"aside: {error}"
                 )

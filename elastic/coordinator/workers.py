@@ -15,7 +15,7 @@ from ray.exceptions import ActorUnschedulableError
 
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.config import CoordinatorConfig
-from elastic.coordinator.dispatcher import Switchboard
+from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.snapshots import Snapshots
 from elastic.membership.failure import Loss, decide_failure
@@ -27,13 +27,13 @@ from elastic.ray_compat.cluster import live_nodes
 log = logging.getLogger(__name__)
 
 
-class Crew:
+class Workers:
     """See the module.
 
     Args:
         config: bounds and budgets; whether snapshots are taken.
         membership: told of losses and of machines that go.
-        board: carries out what follows.
+        dispatcher: carries out what follows.
         records: where it is written down.
         agents: watch the workers and hold the nodes' leases.
         snapshots: told of the nodes.
@@ -43,12 +43,12 @@ class Crew:
         self,
         config: CoordinatorConfig,
         membership: Membership,
-        board: Switchboard,
+        dispatcher: Dispatcher,
         records: RunLog,
         agents: NodeAgents,
         snapshots: Snapshots,
     ) -> None:
-        self._health, self._membership, self._board = config.health, membership, board
+        self._health, self._membership, self._dispatcher = config.health, membership, dispatcher
         self._records, self._agents = records, agents
         self._snapshots, self._in_memory = snapshots, config.in_memory
         self.started: dict[str, Identity] = {}
@@ -69,11 +69,11 @@ class Crew:
         """A worker's process is watched from now on, by the agent of its node."""
         if not self._checking_leases:
             self._checking_leases = True
-            self._board.spawn(self._check_leases())
+            self._dispatcher.spawn(self._check_leases())
         self.started[identity.worker] = identity
         token = self._agents.start(identity.node, ray.get_runtime_context().current_actor)
         if token is not None:
-            self._board.spawn(self._await_agent(identity.node, token))
+            self._dispatcher.spawn(self._await_agent(identity.node, token))
             if self._in_memory:
                 self._snapshots.node_joined(identity.node)
         self._watches[identity.worker] = self._agents.watch(identity)
@@ -101,7 +101,7 @@ class Crew:
         )
         self.retire(known, dismiss=node is None)
         self._save_wanted |= self._membership.last_copies_go
-        await self._board.advance()
+        await self._dispatcher.advance()
 
     def take_save_wish(self) -> bool:
         """Whether a checkpoint is wanted since this was asked last: the machines that will go hold
@@ -135,17 +135,17 @@ class Crew:
     ) -> None:
         """Writes a worker off, which was in `step`, in replica `formation`, where that is known.
         Twice does no harm."""
-        await self._board.ready.wait()
+        await self._dispatcher.ready.wait()
         membership = self._membership
         slot = membership.slot_name(worker)
         if worker in self._draining and cause in ("crash", "node"):
             cause = "preemption"
         member, identity = membership.lose(worker), self.started.pop(worker, None)
         if identity is None and member is not None:
-            await self._board.advance()
+            await self._dispatcher.advance()
         if identity is None or membership.stopped is not None:
             return
-        self._board.turn_away(worker)
+        self._dispatcher.turn_away(worker)
         self._records.note(
             events.WorkerLost(
                 time=time.time(),
@@ -166,8 +166,8 @@ class Crew:
                 formation=formation,
             )
         )
-        await self._board.advance()
-        await self._board.tell()
+        await self._dispatcher.advance()
+        await self._dispatcher.tell()
 
     def _count(self, loss: Loss) -> None:
         self._losses.append(loss)

@@ -34,7 +34,7 @@ class Observer:
     def __init__(self, coordinator: Any, paths: RunPaths) -> None:
         self._coordinator = coordinator
         self._printer = ProgressPrinter(sys.stderr)
-        self._board = TensorBoardLog(paths.tensorboard)
+        self._dispatcher = TensorBoardLog(paths.tensorboard)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="observer", daemon=True)
         self._thread.start()
@@ -45,7 +45,7 @@ class Observer:
         self._thread.join()
         self._look()
         self._printer.close()
-        self._board.close()
+        self._dispatcher.close()
 
     def _follow(self) -> None:
         while not self._over.wait(_INTERVAL_S):
@@ -58,7 +58,7 @@ class Observer:
         except ray.exceptions.RayError as error:
             log.warning("the coordinator does not answer: %s", error)
             return False
-        for view in (self._printer, self._board):
+        for view in (self._printer, self._dispatcher):
             try:
                 view.update(steps, happened)
             except OSError as error:  # a full disk, or a terminal that is gone: the run goes on

@@ -3,7 +3,7 @@
 Spares, survivors of broken replicas and replacements wait in the pool. Whenever it holds enough for
 a missing replica, or for the successor of one that will leave, one is formed while the others
 train. Where no replica is left whole, the survivors may still hold a whole copy between them: then
-they become one (`salvage.py`).
+they become one (`reassembly.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.places import Places
-from elastic.membership.reassembly import find_copy, plan_salvage
+from elastic.membership.reassembly import find_copy, plan_reassembly
 from elastic.protocol.messages import Report
 from elastic.protocol.roster import Replica, find_room, plan_formations
 
@@ -34,7 +34,7 @@ class Formations:
         """Generation in which the run went back last: what is held of older ones is void."""
         self._start_workers = config.start_workers
         self._broken: list[Replica] = []
-        self._salvaged = False
+        self._reassembled = False
         self._kept = 0  # number of the replica that goes on with what its workers hold
 
     def resume(self, begun: int, broken: Sequence[Replica], *, kept: int, since: int) -> None:
@@ -51,7 +51,7 @@ class Formations:
         longer wait for it: its replacement may take long to come."""
         self._start_workers -= 1
         self._give_up(self._places.lose(worker))
-        self._salvaged = False
+        self._reassembled = False
 
     def retire(self, worker: str) -> None:
         """A worker is to get no place any more."""
@@ -60,7 +60,7 @@ class Formations:
     def _give_up(self, formation: Replica | None) -> None:
         if formation is not None:
             self._broken.append(formation)
-            self._salvaged = False
+            self._reassembled = False
 
     @property
     def oldest(self) -> int:
@@ -106,11 +106,11 @@ class Formations:
             their way here from a replica that is no more.
         """
         places = self._places
-        if self._salvaged or self._kept in places.forming:
+        if self._reassembled or self._kept in places.forming:
             return ()
         if places.absent or any(w not in self._waiting and not places.of(w) for w in members):
             return None
-        self._salvaged = True
+        self._reassembled = True
         if self._state_stands():
             return ()
         candidates = places.idle.union(*(r.workers for r in places.standing.values()))
@@ -125,7 +125,7 @@ class Formations:
 
     def _choose(self, candidates: Iterable[str]) -> list[str]:
         reports = [self._waiting[worker] for worker in sorted(candidates)]
-        return plan_salvage(reports, self._config.workers_per_replica, since=self.since)
+        return plan_reassembly(reports, self._config.workers_per_replica, since=self.since)
 
     @property
     def keeping(self) -> bool:
@@ -143,16 +143,16 @@ class Formations:
     def _room(self) -> int:
         """How many more replicas may form."""
         places, most = self._places, self._config.max_replicas
-        return find_room(replicas=places.whole, doomed=len(places.doomed), max_replicas=most)
+        return find_room(replicas=places.whole, draining=len(places.draining), max_replicas=most)
 
     def _make_room(self) -> None:
         """Successors of replicas that broke may have taken all there is: the youngest goes, as none
         that is left has state. Its workers are free for another one."""
         places = self._places
         while self._room <= 0:
-            doomed = places.doomed
+            draining = places.draining
             others = [*places.standing.values(), *places.forming.values()]
-            youngest = max(others, key=lambda r: (r not in doomed, r.formed))
+            youngest = max(others, key=lambda r: (r not in draining, r.formed))
             if youngest.formed in places.forming:
                 self._broken.append(youngest)
             places.take_apart(youngest.workers)
@@ -162,7 +162,7 @@ class Formations:
         replicas = plan_formations(
             pool=pool,
             taken={r.index for r in (*places.standing.values(), *places.forming.values())},
-            doomed=len(places.doomed),
+            draining=len(places.draining),
             max_replicas=self._config.max_replicas,
             workers_per_replica=self._config.workers_per_replica,
             next_number=self.begun + 1,

@@ -283,7 +283,7 @@ class Membership:
         self._send_away(effects)
         self._free_survivors(effects)
         self._call(effects)
-        if self._salvage(effects):
+        if self._reassemble(effects):
             self._build(self.formations.from_pool(), effects)
             self._conclude(effects)
             if effects.regrouped is not None:  # one that has left made room
@@ -325,7 +325,7 @@ class Membership:
         for replica in self.formations.take_broken():
             self._signal(replica.workers, "fault", effects)
 
-    def _salvage(self, effects: Effects) -> bool:
+    def _reassemble(self, effects: Effects) -> bool:
         """Where no replica with state is left, has one made of the survivors. Returns whether that
         is decided."""
         if self.call != "fault" or self._has_source:
@@ -383,10 +383,10 @@ class Membership:
             effects.short_of = 0 if self.formations.begun == 0 else max(0, needed - here)
             return
         leaving = plan_departures(places, self.heals, self.config.min_replicas)
-        doomed = {replica.formed for replica in leaving}
+        draining = {replica.formed for replica in leaving}
         present = [*places.standing.values(), *places.ready]
-        able = [replica for replica in present if replica.formed not in doomed]
-        if doomed and not self._find_staying(present, able)[0]:
+        able = [replica for replica in present if replica.formed not in draining]
+        if draining and not self._find_staying(present, able)[0]:
             able = present  # those that stay have no state after all
         others = {r.index for r in places.forming.values()} - {r.index for r in able}
         self._regroup(present, number_anew(able, others, self.config.max_replicas), effects)

@@ -49,7 +49,7 @@ class Places:
         return len(self.standing) + len(self.forming)
 
     @property
-    def doomed(self) -> list[Replica]:
+    def draining(self) -> list[Replica]:
         """Standing replicas with a worker that gets no place any more."""
         if not self.retired:
             return []

@@ -10,10 +10,10 @@ from elastic.protocol.roster import Replica
 
 def plan_departures(places: Places, heals: Heals, min_replicas: int) -> list[Replica]:
     """Replicas on machines that will go and that the others can do without."""
-    doomed = places.doomed
-    gone = {replica.formed for replica in doomed} | heals.newcomers
+    draining = places.draining
+    gone = {replica.formed for replica in draining} | heals.newcomers
     remaining = sum(formed not in gone for formed in places.standing)
-    return doomed if remaining >= max(1, min_replicas) else []
+    return draining if remaining >= max(1, min_replicas) else []
 
 
 def all_copies_go(places: Places, heals: Heals) -> bool:

@@ -33,7 +33,9 @@ def find_copy(reports: Iterable[Report], workers_per_replica: int, *, since: int
     return []
 
 
-def plan_salvage(reports: Sequence[Report], workers_per_replica: int, *, since: int) -> list[str]:
+def plan_reassembly(
+    reports: Sequence[Report], workers_per_replica: int, *, since: int
+) -> list[str]:
     """The workers to put together, by rank; none where they do not hold a whole copy.
 
     Args:

@@ -46,7 +46,7 @@ class ProcessWatch:
     def __init__(self, freeze_timeout_s: float) -> None:
         self._freeze_timeout_s = freeze_timeout_s
         self._processes: dict[int, _Process] = {}
-        self._stillborn: list[Death] = []
+        self._already_dead: list[Death] = []
         self._poll = select.epoll()
         self._lock = threading.Lock()  # a pidfd may not be closed, and reused, while one signals it
 
@@ -56,7 +56,7 @@ class ProcessWatch:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
             detail = "its process was gone when the watch began"
-            self._stillborn.append(Death(worker=worker, cause="crash", detail=detail))
+            self._already_dead.append(Death(worker=worker, cause="crash", detail=detail))
             return
         heartbeat = None
         with contextlib.suppress(OSError):
@@ -76,12 +76,12 @@ class ProcessWatch:
         """Ends all processes. Returns the deaths that are news."""
         with self._lock:
             processes = list(self._processes.items())
-            return [death for p in processes for death in _condemn(*p, cause, detail)]
+            return [death for p in processes for death in _kill_and_report(*p, cause, detail)]
 
     def ended(self, timeout_s: float) -> list[Death]:
         """Waits up to `timeout_s` for a process to end. Returns the deaths that are news."""
         ready = self._poll.poll(timeout_s)
-        deaths = [self._stillborn.pop() for _ in range(len(self._stillborn))]
+        deaths = [self._already_dead.pop() for _ in range(len(self._already_dead))]
         for pidfd, _ in ready:
             with self._lock:
                 process = self._processes.pop(pidfd)
@@ -108,7 +108,7 @@ class ProcessWatch:
             if state == "Z":
                 # Its first thread has ended. The pidfd tells only when all have, which takes
                 # seconds where the machine has more to do than it can.
-                deaths += _condemn(pidfd, process, "crash", f"process {process.pid} ended")
+                deaths += _kill_and_report(pidfd, process, "crash", f"process {process.pid} ended")
                 continue
             record = None if process.heartbeat is None else process.heartbeat.read()
             sample = Sample(awake_s=awake_s, state=state, record=record)
@@ -116,7 +116,7 @@ class ProcessWatch:
             verdict = decide_frozen(process.history, self._freeze_timeout_s)
             if verdict is not None:
                 detail = f"process {process.pid} is frozen: {verdict.evidence}{_where(record)}"
-                deaths += _condemn(pidfd, process, "hang", detail)
+                deaths += _kill_and_report(pidfd, process, "hang", detail)
         return deaths
 
 
@@ -125,7 +125,7 @@ def _send(pidfd: int, number: int) -> None:
         signal.pidfd_send_signal(pidfd, number)
 
 
-def _condemn(pidfd: int, process: _Process, cause: Cause, detail: str) -> list[Death]:
+def _kill_and_report(pidfd: int, process: _Process, cause: Cause, detail: str) -> list[Death]:
     """Kills a process and reports it at once: one that is stuck in the kernel may take its time."""
     _send(pidfd, signal.SIGKILL)
     if process.reported:

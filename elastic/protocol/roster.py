@@ -52,16 +52,16 @@ def most_replicas(max_replicas: int) -> int:
     return 2 * max_replicas
 
 
-def find_room(*, replicas: int, doomed: int, max_replicas: int) -> int:
+def find_room(*, replicas: int, draining: int, max_replicas: int) -> int:
     """How many may form beside so many `replicas`. Other arguments: see `plan_formations`."""
-    return min(most_replicas(max_replicas), max_replicas + doomed) - replicas
+    return min(most_replicas(max_replicas), max_replicas + draining) - replicas
 
 
 def plan_formations(
     *,
     pool: Sequence[str],
     taken: Set[int],
-    doomed: int,
+    draining: int,
     max_replicas: int,
     workers_per_replica: int,
     next_number: int,
@@ -71,13 +71,13 @@ def plan_formations(
     Args:
         pool: workers without a slot, neighbours on the network next to each other.
         taken: indices of the replicas that exist or are forming.
-        doomed: how many of them will leave: their successors form beside them.
+        draining: how many of them will leave: their successors form beside them.
         max_replicas: most replicas of the run.
         workers_per_replica: workers in one.
         next_number: number of the first new formation.
     """
     free = [index for index in range(most_replicas(max_replicas)) if index not in taken]
-    room = find_room(replicas=len(taken), doomed=doomed, max_replicas=max_replicas)
+    room = find_room(replicas=len(taken), draining=draining, max_replicas=max_replicas)
     count = max(0, min(room, len(pool) // workers_per_replica))
     return tuple(
         Replica(

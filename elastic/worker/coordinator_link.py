@@ -22,8 +22,8 @@ from elastic.protocol.messages import Answer, Build, Identity, Leave, Report, Ru
 from elastic.protocol.rpc import Call, ask, until_answered
 from elastic.worker.fault_injection import Injection
 from elastic.worker.outbox import Outbox
-from elastic.worker.save_schedule import SaveClock
-from elastic.worker.saver import Saves
+from elastic.worker.save_schedule import SaveSchedule
+from elastic.worker.saver import Saver
 from health.corruption import compare_checksums
 from health.heartbeat import NO_PHASE, NO_STEP, Heartbeat
 from trainer.backend.groups import abort_replica_group
@@ -54,9 +54,9 @@ class CoordinatorLink:
         self._run: Run | None = None
         self._standing = Standing(identity=identity)
         self._heal_news: Call | None = None
-        self._save_clock = SaveClock(job.checkpoint)
-        self.outbox = Outbox(job.coordinator, self._save_clock.ask)
-        self.saves = Saves(job, identity, self.outbox, self._save_clock)
+        self._save_schedule = SaveSchedule(job.checkpoint)
+        self.outbox = Outbox(job.coordinator, self._save_schedule.ask)
+        self.saves = Saver(job, identity, self.outbox, self._save_schedule)
         self.injection = Injection(job, identity.worker)
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -243,7 +243,7 @@ class CoordinatorLink:
             seen = call.serial
             self._called[call.kind] = call.serial
             if call.kind == "fault":
-                self._save_clock.failed()
+                self._save_schedule.failed()
             if call.broken and call.serial > self._settled:  # else it is of the replica before
                 abort_replica_group()
 

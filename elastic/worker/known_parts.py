@@ -9,7 +9,7 @@ from checkpointing import Attempt, KnownPart, TensorSlice
 Parts = Mapping[TensorSlice, KnownPart]
 
 
-class SavedParts:
+class KnownParts:
     """One worker's memory of what it has written. Only the thread of its one save uses it.
 
     A save counts when it is committed, which the coordinator knows. Until a newer one counts, both

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from checkpointing import CheckpointConfig, estimate_mtbf, plan_interval
 
 
-class SaveClock:
+class SaveSchedule:
     """See the module. `wanted` is asked before each commit, and reads plain numbers.
 
     Args:

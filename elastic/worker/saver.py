@@ -24,9 +24,9 @@ from elastic.node.uploader import Upload, hand_in, report_failure, write_and_tel
 from elastic.protocol.job import Job
 from elastic.protocol.messages import Identity, Run
 from elastic.protocol.rpc import RETRY_S, Call, ask
-from elastic.worker.known_parts import SavedParts
+from elastic.worker.known_parts import KnownParts
 from elastic.worker.outbox import Outbox
-from elastic.worker.save_schedule import SaveClock
+from elastic.worker.save_schedule import SaveSchedule
 from trainer.engine.engine import Engine
 from trainer.engine.host_copy import HostBuffer, Share
 from trainer.replication.step_commit import Place, Saving
@@ -35,7 +35,7 @@ _PATIENCE_S = 60.0
 """How long to try again after an uploader has died with a save."""
 
 
-class Saves:
+class Saver:
     """See the module.
 
     Args:
@@ -45,7 +45,7 @@ class Saves:
         clock: when a checkpoint is wanted.
     """
 
-    def __init__(self, job: Job, identity: Identity, outbox: Outbox, clock: SaveClock) -> None:
+    def __init__(self, job: Job, identity: Identity, outbox: Outbox, clock: SaveSchedule) -> None:
         self._job, self._identity, self._outbox = job, identity, outbox
         self._coordinator = job.coordinator
         self._writing: dict[Place, tuple[threading.Thread, HostBuffer]] = {}
@@ -53,7 +53,7 @@ class Saves:
         self._preparing: threading.Thread | None = None
         self._uploader: Any = None
         self._clock = clock
-        self._parts = SavedParts()
+        self._parts = KnownParts()
         self._run_name = {"name": job.paths.root.name, "id": job.identity.id}
         self.receipt: Call | None = None
         """The latest one for the store, as it was handed in."""

@@ -42,7 +42,7 @@ from trainer.loop.steps import TrainLoop
 from trainer.parallel.apply import warm_up
 from trainer.parallel.layout import slot_of
 from trainer.recovery.heal import Newcomer, Source
-from trainer.recovery.heal_channel import Wire
+from trainer.recovery.heal_channel import HealChannel
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.replicas import CrossGroup
 
@@ -83,7 +83,7 @@ class Worker:
         self.position: Progress | None = None
         """Where it is in the run: `progress`, or, without state, how far it follows."""
         self.built = self.generation = 0
-        self.finished = self.salvaged = False
+        self.finished = self.reassembled = False
         job.task.warm_up()
         warm_up()
         # What is there now stays: the collections of `leave_replica` need not look through it.
@@ -209,7 +209,7 @@ class Worker:
             device=self.job.scaling.device,
             max_replicas=most_replicas(self.job.scaling.max_replicas),
         )
-        self.salvaged = self.held is not None
+        self.reassembled = self.held is not None
         if self.held is not None:
             self.engine.adopt(self.held)
             self.held = None
@@ -268,8 +268,8 @@ class Worker:
             return
         loop = self.make_loop(run, cross, progress, None)
         loop.finish_step(run.commit)
-        # At the end, `run` sees to it; in a salvaged replica only some of the workers are here.
-        if progress.step < self.job.train.steps and not self.salvaged:
+        # At the end, `run` sees to it; in a reassembled replica only some of the workers are here.
+        if progress.step < self.job.train.steps and not self.reassembled:
             loop.save_and_evaluate()
 
     def begin_heal(self, run: Run, engine: Engine) -> Source | Newcomer | None:
@@ -280,7 +280,7 @@ class Worker:
         if len(group) == 1:
             return None
         self.link.at_step(run.step, "heal_source" if own == source else "heal_target")
-        wire = Wire(
+        channel = HealChannel(
             self.rendezvous,
             f"heal/{run.generation}/{engine.rank}/{source}",
             rank=group.index(own),
@@ -288,9 +288,9 @@ class Worker:
             device=self.job.scaling.device,
         )
         if own != source:
-            return Newcomer(engine, wire, self.job.train.optimizer.clip_norm)
+            return Newcomer(engine, channel, self.job.train.optimizer.clip_norm)
         assert self.progress is not None
-        return Source(engine, self.progress.skipped_in_a_row, wire)
+        return Source(engine, self.progress.skipped_in_a_row, channel)
 
     def make_loop(
         self,

@@ -297,7 +297,7 @@ def test_a_node_agent_dies(machines: Cluster, start_run: StartRun) -> None:
 
 
 @pytest.fixture
-def doomed_run(machines: Cluster, start_run: StartRun) -> GrowingRun:
+def failing_run(machines: Cluster, start_run: StartRun) -> GrowingRun:
     """A run of two replicas, of which the machine of one, `doomed`, is to go; its coordinator was
     killed after that, and one that was started anew has taken it up."""
     machines.add_node(num_cpus=1)
@@ -318,42 +318,42 @@ def doomed_run(machines: Cluster, start_run: StartRun) -> GrowingRun:
 
 @SOAK
 def test_the_coordinator_is_lost_while_a_machine_is_to_go(
-    machines: Cluster, start_run: StartRun, doomed_run: GrowingRun
+    machines: Cluster, start_run: StartRun, failing_run: GrowingRun
 ) -> None:
     """Ray starts nothing on a machine that it drains, so nobody watches the workers there for the
     new coordinator. They are not lost for that."""
     third = machines.add_node(num_cpus=1)
-    happened = doomed_run.wait_for(successor_has_taken_over)
+    happened = failing_run.wait_for(successor_has_taken_over)
     assert not lost(happened)
     assert [worker.node for worker in joined(happened)][2:] == [third.node_id]
-    weights = doomed_run.finish()
-    rosters = [e for e in doomed_run.events() if isinstance(e, events.RegroupDone)]
+    weights = failing_run.finish()
+    rosters = [e for e in failing_run.events() if isinstance(e, events.RegroupDone)]
     assert not any(e.repeated_steps or e.lost_steps for e in rosters)
     assert weights == undisturbed(start_run)
 
 
 @SOAK
 def test_a_worker_dies_on_a_machine_to_go_after_the_coordinator(
-    machines: Cluster, start_run: StartRun, doomed_run: GrowingRun
+    machines: Cluster, start_run: StartRun, failing_run: GrowingRun
 ) -> None:
     """Ray sees its end."""
-    doomed = doomed_run.doomed
+    doomed = failing_run.doomed
     os.kill(doomed.pid, signal.SIGKILL)
-    happened = doomed_run.wait_for(lambda all_: bool(lost(all_)))
+    happened = failing_run.wait_for(lambda all_: bool(lost(all_)))
     assert [(e.worker, e.cause) for e in lost(happened)] == [(doomed.worker, "preemption")]
     assert lost(happened)[0].detail == f"process {doomed.pid} ended, as Ray saw"
     machines.add_node(num_cpus=1)
-    doomed_run.wait_for_replicas(2, after=len(happened))
-    assert doomed_run.finish() == undisturbed(start_run)
-    assert len(lost(doomed_run.events())) == 1
+    failing_run.wait_for_replicas(2, after=len(happened))
+    assert failing_run.finish() == undisturbed(start_run)
+    assert len(lost(failing_run.events())) == 1
 
 
 @SOAK
 def test_a_run_ends_on_a_machine_to_go_after_the_coordinator(
-    start_run: StartRun, doomed_run: GrowingRun
+    start_run: StartRun, failing_run: GrowingRun
 ) -> None:
     """The uploader there went with the coordinator, and Ray starts no other: the worker writes its
     part of the last checkpoint itself."""
-    assert doomed_run.finish() == undisturbed(start_run)
-    saved = [e for e in doomed_run.events() if isinstance(e, events.CheckpointCommitted)]
-    assert [e.step for e in saved] == [STEPS] and not lost(doomed_run.events())
+    assert failing_run.finish() == undisturbed(start_run)
+    saved = [e for e in failing_run.events() if isinstance(e, events.CheckpointCommitted)]
+    assert [e.step for e in saved] == [STEPS] and not lost(failing_run.events())

@@ -13,16 +13,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import simulation_checks as checks
-
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
 from elastic.protocol.messages import Build, Report, Run, Signal, Stop
+from tests.support import simulation_checks as checks
 from tests.support.simulated_worker import Applied, Channel, Lost, SimWorker
 
 MOST_EVENTS = 20_000
 HESITATION = 0.95
-"""How often something else happens before one that is condemned is killed, if anything can."""
+"""How often something else happens before one that is to be killed is killed, if anything can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +147,7 @@ class World:
         """Calls to join on their way."""
         self.unnoticed: list[str] = []
         """Dead workers that nobody has told the coordinator of."""
-        self.condemned: list[str] = []
+        self.to_kill: list[str] = []
         """Workers written off, to be killed."""
         self.vacant: list[int] = list(range(plan.start_workers))
         """Ranks that Ray will start a worker for."""
@@ -191,7 +190,7 @@ class World:
             events.sort(key=lambda e: self._priorities.setdefault(e[:2], self.rng.random()))
         else:
             self.rng.shuffle(events)
-        if self.condemned and self.rng.random() < HESITATION:
+        if self.to_kill and self.rng.random() < HESITATION:
             events.sort(key=lambda e: e[0] == "execute")
         return any(event[2]() for event in events)
 
@@ -215,7 +214,7 @@ class World:
             yield "join", name, partial(self._join, name)
         for name in self.unnoticed:
             yield "notice", name, partial(self._notice, name)
-        for name in self.condemned:
+        for name in self.to_kill:
             yield "execute", name, partial(self._execute, name)
         for rank in self.vacant:
             yield "arrive", rank, partial(self._arrive, rank)
@@ -286,7 +285,7 @@ class World:
                 self._write_off(self.rng.choice(absent))
 
     def _crash(self) -> None:
-        """The coordinator is lost with all it knows, and started anew: `TakeUp`."""
+        """The coordinator is lost with all it knows, and started anew: `Failover`."""
         self.trace.append("COORDINATOR LOST")
         self.incarnation += 1
         alive = [w for n, w in self.workers.items() if n not in self.dead and not w.done]
@@ -343,7 +342,7 @@ class World:
             if ends:
                 self.going.add(name)
             else:
-                self.condemned.append(name)
+                self.to_kill.append(name)
             if succeeded and not ends:
                 self.succeeded.add(name)
                 self.vacant.append(self.workers[name].rank)
@@ -380,13 +379,13 @@ class World:
             self.vacant.append(worker.rank)
 
     def _write_off(self, name: str) -> None:
-        """As `Crew.lose_laggards`: lost at once, killed a little later."""
+        """As `Workers.lose_laggards`: lost at once, killed a little later."""
         self.trace.append(f"WRITE OFF {name}")
-        self.condemned.append(name)
+        self.to_kill.append(name)
         self._lose(name)
 
     def _execute(self, name: str) -> bool:
-        self.condemned.remove(name)
+        self.to_kill.remove(name)
         self.trace.append(f"execute {name}")
         if name not in self.dead and not self.workers[name].done:
             self.kill(name)
@@ -402,7 +401,7 @@ class World:
 
     def heal_failed(self, worker: SimWorker) -> None:
         if self.membership.heals.failed(worker.name) >= 3:
-            self.condemned.append(worker.name)
+            self.to_kill.append(worker.name)
             self._lose(worker.name)
         self._advance()
 

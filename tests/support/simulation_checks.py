@@ -97,8 +97,8 @@ def check_numbers(world: World, roster: Roster) -> None:
     numbers beyond."""
     most = world.plan.max_replicas
     indices = {replica.index for replica in roster.replicas}
-    doomed = [r for r in roster.replicas if not world.drained.isdisjoint(r.workers)]
-    assert len(indices) <= most + len(doomed) and max(indices) < most_replicas(most)
+    draining = [r for r in roster.replicas if not world.drained.isdisjoint(r.workers)]
+    assert len(indices) <= most + len(draining) and max(indices) < most_replicas(most)
     forming = {replica.index for replica in world.membership.forming}
     assert max(indices) < most or set(range(most)) <= indices | forming, "a number is free"
 

@@ -25,13 +25,13 @@ from isal import isal_zlib
 from trainer.backend.polling import LEFT
 from trainer.engine.engine import Engine
 from trainer.recovery.backlog import Backlog
-from trainer.recovery.heal_channel import Wire
+from trainer.recovery.heal_channel import HealChannel
 from trainer.replication.step_commit import Commit
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 << 20
-"""Large enough for the wire's full speed, small enough to leave soon."""
+"""Large enough for the network's full speed, small enough to leave soon."""
 
 _CATCH_UP_SHARE = 0.5
 """Of a step's time that a newcomer applies kept steps in: its peers wait for it in the reduce."""
@@ -43,14 +43,14 @@ class Source:
     Args:
         engine: the state, at a step boundary now.
         skipped_in_a_row: of its progress.
-        wire: to its newcomers.
+        channel: to its newcomers.
     """
 
-    def __init__(self, engine: Engine, skipped_in_a_row: int, wire: Wire) -> None:
+    def __init__(self, engine: Engine, skipped_in_a_row: int, channel: HealChannel) -> None:
         # The thread gets tensors and not the engine, which it would keep alive.
         self._parts, self._device = _flat_state(engine), engine.device
         self._numbers = engine.state.optimizer_steps, skipped_in_a_row
-        self._wire, self._copied = wire, threading.Event()
+        self._channel, self._copied = channel, threading.Event()
         self._stream = _beside_the_current(self._device)
         threading.Thread(target=self._run, name="heal-source", daemon=True).start()
 
@@ -60,7 +60,7 @@ class Source:
 
     def close(self) -> None:
         """Ends the sending."""
-        self._wire.stop()
+        self._channel.stop()
 
     def _run(self) -> None:
         try:
@@ -69,13 +69,13 @@ class Source:
             finally:
                 self._parts = []
                 self._copied.set()
-            self._wire.open()
+            self._channel.open()
             with torch.cuda.stream(self._stream):  # nothing on a CPU
                 self._send(staged)
         except Exception as error:
             log.warning("a heal was not completed: %s", error)
         finally:
-            self._wire.close()
+            self._channel.close()
 
     def _copy(self) -> torch.Tensor:
         """On CUDA beside what the device computes, on a stream of its own."""
@@ -93,10 +93,10 @@ class Source:
         crc = 0
         for chunk in staged.split(CHUNK_BYTES):
             crc = isal_zlib.crc32(chunk.numpy().data, crc)
-            self._wire.send(chunk.to(self._device))
+            self._channel.send(chunk.to(self._device))
         trailer = torch.tensor([0, *self._numbers], dtype=torch.int64)
         trailer[0] = isal_zlib.crc32(trailer[1:].numpy().data, crc)
-        self._wire.send(trailer.to(self._device))
+        self._channel.send(trailer.to(self._device))
 
 
 class Newcomer:
@@ -104,15 +104,15 @@ class Newcomer:
 
     Args:
         engine: gets the state.
-        wire: from the source.
+        channel: from the source.
         clip_norm: of the optimizer.
         backlog: where the steps are kept.
     """
 
     def __init__(
-        self, engine: Engine, wire: Wire, clip_norm: float, backlog: Backlog | None = None
+        self, engine: Engine, channel: HealChannel, clip_norm: float, backlog: Backlog | None = None
     ) -> None:
-        self._engine, self._wire, self._clip_norm = engine, wire, clip_norm
+        self._engine, self._channel, self._clip_norm = engine, channel, clip_norm
         self._backlog = Backlog() if backlog is None else backlog
         self._placing = threading.Lock()
         self._closed = self._arrived = False
@@ -197,18 +197,18 @@ class Newcomer:
         alive, and with it the sockets by whose end the peers of its replica notice."""
         with self._placing:
             self._closed = True
-        self._wire.stop()
+        self._channel.stop()
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            self._wire.open()
+            self._channel.open()
             with torch.cuda.stream(self._stream):  # nothing on a CPU
                 self._receive()
         except Exception as error:
             self._fail(str(error))
         finally:
-            self._wire.close()
+            self._channel.close()
 
     def _fail(self, reason: str) -> bool:
         """The state will not arrive; the first reason counts. Returns False where it just has."""
@@ -218,7 +218,7 @@ class Newcomer:
             if not self._failed:
                 self._failure = reason
             self._failed = self._closed = True
-        self._wire.stop()
+        self._channel.stop()
         self._backlog.clear()
         return True
 
@@ -235,14 +235,14 @@ class Newcomer:
         buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=self._engine.device)
         for start in range(0, self.bytes, CHUNK_BYTES):
             chunk = buffer[: min(CHUNK_BYTES, self.bytes - start)]
-            self._wire.send(chunk)
+            self._channel.send(chunk)
             crc = isal_zlib.crc32(chunk.cpu().numpy().data, crc)
             with self._while_open():
                 for target, part in _overlaps(state, start, chunk):
                     target.copy_(part)
             self._received = start + chunk.numel()
         trailer = torch.empty(3, dtype=torch.int64, device=self._engine.device)
-        self._wire.send(trailer)
+        self._channel.send(trailer)
         self._accept(trailer.cpu(), crc)
 
     @contextmanager

@@ -13,7 +13,7 @@ from trainer.backend.polling import poll_until
 from trainer.backend.rendezvous import Rendezvous
 
 
-class Wire:
+class HealChannel:
     """The group of one source (rank 0) and its newcomers. Used by one thread; `stop` by any.
 
     Args:
@@ -55,7 +55,7 @@ class Wire:
         work.wait()
 
     def stop(self) -> None:
-        """The thread that uses the wire is to leave it."""
+        """The thread that uses the channel is to leave it."""
         self._stopped.set()
 
     def close(self) -> None:

@@ -319,7 +319,7 @@ SAVES = st.lists(
 def test_every_history_reads_back(
     saves: list[tuple[set[int], str, str]], keep_last: int, segment_bytes: int, still: set[int]
 ) -> None:
-    """Saves of two writers with random changes, some never committed; retention in between."""
+    """Saver of two writers with random changes, some never committed; retention in between."""
     names = [f"t{number}" for number in range(4)]
     sizes = {name: 100 + 200 * number for number, name in enumerate(names)}
     with tempfile.TemporaryDirectory() as folder:

@@ -9,9 +9,9 @@ from typing import Any
 from checkpointing import CheckpointConfig
 from elastic.config import HealthConfig
 from elastic.coordinator.config import CoordinatorConfig
-from elastic.coordinator.dispatcher import Switchboard
-from elastic.coordinator.failover import TakeUp
-from elastic.coordinator.replay import Recall
+from elastic.coordinator.dispatcher import Dispatcher
+from elastic.coordinator.failover import Failover
+from elastic.coordinator.replay import Replay
 from elastic.coordinator.run_log import RunLog
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
@@ -34,7 +34,7 @@ GROUPS = GroupConfig(
 SPARE = Identity(worker="spare", rank=1, node="n", pid=2)
 
 
-class Crew:
+class Workers:
     """Nobody is watched; who is lost is lost at once."""
 
     def __init__(self, membership: Membership) -> None:
@@ -81,10 +81,10 @@ def make_records(root: Path, membership: Membership) -> RunLog:
     return RunLog(config, membership)
 
 
-def recalled() -> Recall:
+def replayed() -> Replay:
     """The only replica's worker is lost, a spare lives; nothing was saved to the store."""
     joined = events.WorkerJoined(time=0.0, worker="spare", node="n", pid=2)
-    return Recall(
+    return Replay(
         started=2,
         workers={"spare": joined},
         draining=frozenset(),
@@ -104,27 +104,27 @@ def report(built: int) -> Report:
     return Report(identity=SPARE, built=built)
 
 
-async def take_up(root: Path) -> None:
+async def failover(root: Path) -> None:
     membership = Membership(GROUPS, generation=0, restore_step=0)
     records = make_records(root, membership)
-    board = Switchboard(membership, records, lambda effects: None)
+    dispatcher = Dispatcher(membership, records, lambda effects: None)
     snapshots = SlowSnapshots(membership)
-    crew: Any = Crew(membership)
+    workers: Any = Workers(membership)
     looking: Any = snapshots
-    work = TakeUp(recalled(), membership, board, crew, looking)
+    work = Failover(replayed(), membership, dispatcher, workers, looking)
     await work.hear(Standing(identity=SPARE))
     await snapshots.asked.wait()
-    await board.tell()
-    assert not board.ready.is_set(), "all workers have spoken, the nodes have not"
+    await dispatcher.tell()
+    assert not dispatcher.ready.is_set(), "all workers have spoken, the nodes have not"
     snapshots.answer.set()
-    await board.ready.wait()
-    build = await board.join(report(built=0))
+    await dispatcher.ready.wait()
+    build = await dispatcher.join(report(built=0))
     assert isinstance(build, Build)
-    run = await board.join(report(built=build.formed))
+    run = await dispatcher.join(report(built=build.formed))
     assert isinstance(run, Run)
     assert (run.restore, run.step, run.source) == (True, SNAPSHOT, "memory")
     records.end("interrupted", None)
 
 
 def test_the_run_goes_back_to_the_snapshot_and_not_to_its_seed(tmp_path: Path) -> None:
-    asyncio.run(take_up(tmp_path))
+    asyncio.run(failover(tmp_path))

@@ -120,7 +120,7 @@ def test_what_a_killed_coordinator_committed_is_told_of_once(tmp_path: Path) -> 
 
     def anew(told: set[int]) -> Publisher:
         publisher = Publisher(paths, CheckpointConfig(), versions={}, newest=6)
-        publisher.recall(told)
+        publisher.replay(told)
         return publisher
 
     first = Publisher(paths, CheckpointConfig(), versions={}, newest=0)

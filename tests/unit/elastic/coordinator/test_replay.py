@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from elastic.coordinator.replay import recall
+from elastic.coordinator.replay import replay
 from elastic.protocol import events
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog
@@ -60,7 +60,7 @@ def test_the_present_start_counts(tmp_path: Path) -> None:
     now += [forming, drain, leave, fault, lost("c")]
     rosters = [regrouped(4.0, 2, 2, "restore"), regrouped(5.0, 3, 4, "repeat")]
     steps = [step(0, 1, 1.1), step(1, 1, 1.2), step(2, 2, 4.1), step(3, 2, 4.2), step(4, 3, 5.1)]
-    known = recall(write(tmp_path, [*before, *now, *rosters], steps), 2)
+    known = replay(write(tmp_path, [*before, *now, *rosters], steps), 2)
     assert known.started == 3
     assert known.workers.keys() == {"a", "b"} and known.workers["a"].node == "n-a"
     assert known.draining == {"b"} and known.draining_nodes == {"n-b"}
@@ -73,7 +73,7 @@ def test_the_present_start_counts(tmp_path: Path) -> None:
 def test_steps_that_were_given_up_do_not_count(tmp_path: Path) -> None:
     steps = [step(n, 1, 1.0 + n) for n in range(6)]
     rosters = [regrouped(0.5, 1, 0, "start"), regrouped(9.0, 2, 4, "restore")]
-    known = recall(write(tmp_path, [started(0.0), *rosters], steps), 0)
+    known = replay(write(tmp_path, [started(0.0), *rosters], steps), 0)
     assert known.recorded == 4
 
 
@@ -81,10 +81,10 @@ def test_a_start_that_went_back_behind_its_first_step(tmp_path: Path) -> None:
     """The checkpoint that it was to go on from was damaged."""
     steps = [*(step(n, 1, 1.0 + n) for n in range(6)), step(4, 3, 9.1)]
     rosters = [regrouped(8.0, 2, 6, "start"), regrouped(9.0, 3, 4, "restore")]
-    known = recall(write(tmp_path, [started(7.0, 6), *rosters], steps), 6)
+    known = replay(write(tmp_path, [started(7.0, 6), *rosters], steps), 6)
     assert (known.recorded, known.restored) == (5, 3)
 
 
 def test_before_the_first_roster_there_is_nothing(tmp_path: Path) -> None:
-    known = recall(write(tmp_path, [started(0.0, 7), joined("a")], []), 7)
+    known = replay(write(tmp_path, [started(0.0, 7), joined("a")], []), 7)
     assert (known.generation, known.recorded, known.formations) == (0, 7, 0)

@@ -13,7 +13,7 @@ import torch
 from checkpointing import CheckpointConfig, Store, list_steps, open_store
 from elastic.config import HealthConfig
 from elastic.coordinator.config import CoordinatorConfig
-from elastic.coordinator.dispatcher import Switchboard
+from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.run_log import RunLog
@@ -78,9 +78,9 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     )
     membership = Membership(groups, generation=GENERATION, restore_step=20)
     records = RunLog(config, membership)
-    board = Switchboard(membership, records, lambda effects: None)
-    receipts = Receipts(config, membership, board, records)
-    restores = Restores(config, membership, board, records, receipts)
+    dispatcher = Dispatcher(membership, records, lambda effects: None)
+    receipts = Receipts(config, membership, dispatcher, records)
+    restores = Restores(config, membership, dispatcher, records, receipts)
     yield Desk(store, paths, membership, receipts, restores)
     records.end("interrupted", None)
 

@@ -11,10 +11,10 @@ import pytest
 
 from checkpointing.config import CheckpointConfig
 from elastic.config import HealthConfig
-from elastic.coordinator import dispatcher as switchboard
+from elastic.coordinator import dispatcher as dispatcher
 from elastic.coordinator import run_log
 from elastic.coordinator.config import CoordinatorConfig
-from elastic.coordinator.dispatcher import Switchboard
+from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.run_log import RunLog
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
@@ -65,7 +65,7 @@ class Desk:
         self.paths = config.paths
         self.membership = Membership(groups, generation=0, restore_step=0)
         self.records = RunLog(config, self.membership)
-        self.board = Switchboard(self.membership, self.records, lambda effects: None)
+        self.dispatcher = Dispatcher(self.membership, self.records, lambda effects: None)
         self.workers = [f"w{rank}" for rank in range(replicas * each)]
         self.built: dict[str, int] = {}
         self.answers: dict[str, asyncio.Task[Answer]] = {}
@@ -94,7 +94,7 @@ class Desk:
             step=step,
             in_step=step is not None,
         )
-        self.answers[worker] = asyncio.create_task(self.board.join(report))
+        self.answers[worker] = asyncio.create_task(self.dispatcher.join(report))
         for _ in range(3):  # the join, and the decision that serves all who came with it
             await asyncio.sleep(0)
 
@@ -102,7 +102,7 @@ class Desk:
         """A worker is gone."""
         self.now = at
         self.membership.lose(worker)
-        await self.board.advance()
+        await self.dispatcher.advance()
 
     def regroups(self) -> list[tuple[str, float, int]]:
         """(kind, time, generation) of the events, without the start's."""
@@ -117,7 +117,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Desk]]:
     desks: list[Desk] = []
     now = SimpleNamespace(time=lambda: desks[0].now)
     monkeypatch.setattr(run_log, "time", now)
-    monkeypatch.setattr(switchboard, "gc", SimpleNamespace(disable=lambda: None, enable=None))
+    monkeypatch.setattr(dispatcher, "gc", SimpleNamespace(disable=lambda: None, enable=None))
     yield desks
     desks[0].records.end("interrupted", None)
 
@@ -227,7 +227,7 @@ def test_a_run_that_ends_gathers_nobody(tmp_path: Path, clock: list[Desk]) -> No
     async def play() -> None:
         await desk.start()
         await desk.lose("w1", at=101.0)
-        await desk.board.stop("enough")
+        await desk.dispatcher.stop("enough")
         await desk.join("w0", at=102.0, step=5)
 
     asyncio.run(play())

@@ -35,7 +35,7 @@ def test_neighbours_in_the_pool_form_the_free_replicas() -> None:
     formed = plan_formations(
         pool=["a", "b", "c", "d", "e"],
         taken={1},
-        doomed=0,
+        draining=0,
         max_replicas=4,
         workers_per_replica=2,
         next_number=7,
@@ -48,12 +48,12 @@ def test_neighbours_in_the_pool_form_the_free_replicas() -> None:
 )
 def test_nothing_forms_without_workers_or_room(pool: list[str], taken: set[int]) -> None:
     assert not plan_formations(
-        pool=pool, taken=taken, doomed=0, max_replicas=2, workers_per_replica=2, next_number=1
+        pool=pool, taken=taken, draining=0, max_replicas=2, workers_per_replica=2, next_number=1
     )
 
 
 @pytest.mark.parametrize(
-    ("taken", "doomed", "numbers"),
+    ("taken", "draining", "numbers"),
     [
         ({0, 1}, 1, [2]),
         ({0, 1}, 2, [2, 3]),
@@ -63,12 +63,12 @@ def test_nothing_forms_without_workers_or_room(pool: list[str], taken: set[int])
     ],
 )
 def test_successors_form_beside_those_that_will_leave(
-    taken: set[int], doomed: int, numbers: list[int]
+    taken: set[int], draining: int, numbers: list[int]
 ) -> None:
     formed = plan_formations(
         pool=["a", "b", "c"],
         taken=taken,
-        doomed=doomed,
+        draining=draining,
         max_replicas=2,
         workers_per_replica=1,
         next_number=1,

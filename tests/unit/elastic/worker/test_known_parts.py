@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from checkpointing import Attempt, KnownPart, TensorSlice
 from checkpointing.format.manifest import SavedSlice, Segment
-from elastic.worker.known_parts import SavedParts
+from elastic.worker.known_parts import KnownParts
 
 SLICE = TensorSlice("param/w", (4,), "uint8", (0,), (4,))
 
@@ -20,7 +20,7 @@ def attempt(step: int, generation: int) -> Attempt:
 
 
 def test_only_the_committed_one_is_compared_with() -> None:
-    saved = SavedParts()
+    saved = KnownParts()
     assert saved.of((2, 1)) == {}
     saved.add(attempt(4, 1), parts(b"4"))
     saved.add(attempt(6, 1), parts(b"lost"))
@@ -31,7 +31,7 @@ def test_only_the_committed_one_is_compared_with() -> None:
 
 
 def test_where_the_coordinator_does_not_know_nothing_is() -> None:
-    saved = SavedParts()
+    saved = KnownParts()
     saved.add(attempt(4, 1), parts(b"4"))
     assert saved.of(None) == {}
     assert saved.of((4, 1)) == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from checkpointing import CheckpointConfig
-from elastic.worker.save_schedule import SaveClock
+from elastic.worker.save_schedule import SaveSchedule
 
 
 @dataclass
@@ -18,11 +18,11 @@ class Hand:
         return self.s
 
 
-def auto_clock(hand: Hand) -> SaveClock:
+def auto_clock(hand: Hand) -> SaveSchedule:
     config = CheckpointConfig(
         every_steps="auto", auto_least_s=10, auto_most_s=200, auto_mtbf_s=10_000
     )
-    return SaveClock(config, hand)
+    return SaveSchedule(config, hand)
 
 
 def test_it_goes_by_what_the_last_save_cost() -> None:
@@ -64,7 +64,7 @@ def test_a_slow_save_is_not_followed_by_one_that_would_be_skipped() -> None:
 
 def test_what_is_asked_for_is_wanted_until_it_is_saved() -> None:
     hand = Hand()
-    clock = SaveClock(CheckpointConfig(every_steps=None), hand)
+    clock = SaveSchedule(CheckpointConfig(every_steps=None), hand)
     hand.s += 1e9
     assert not clock.wanted(), "the clock does not count"
     clock.ask()

@@ -21,7 +21,7 @@ from trainer.parallel.layout import Slot
 from trainer.recovery import heal
 from trainer.recovery.backlog import Backlog
 from trainer.recovery.heal import Newcomer, Source
-from trainer.recovery.heal_channel import Wire
+from trainer.recovery.heal_channel import HealChannel
 from trainer.replication.step_commit import Commit
 from trainer.tasks.custom import CustomTask
 
@@ -58,9 +58,9 @@ def test_kept_steps_are_applied_and_the_gradient_stays(
     pair: tuple[Rendezvous, Engine, Engine], kept: int
 ) -> None:
     meet, giver, taker = pair
-    wires = [Wire(meet, "heal", rank=rank, size=2, device="cpu") for rank in range(2)]
-    source = Source(giver, 0, wires[0])
-    newcomer = Newcomer(taker, wires[1], clip_norm=0.5)
+    channels = [HealChannel(meet, "heal", rank=rank, size=2, device="cpu") for rank in range(2)]
+    source = Source(giver, 0, channels[0])
+    newcomer = Newcomer(taker, channels[1], clip_norm=0.5)
     source.await_copy()
     for step in range(kept):
         for engine in (giver, taker):
@@ -105,7 +105,7 @@ def test_a_state_that_comes_too_slowly_is_a_failed_heal(
     the next generation begins it, starts from nothing."""
     meet, giver, taker = pair
     before = taker.state.digest()
-    late = Wire(meet, "first", rank=1, size=2, device="cpu")
+    late = HealChannel(meet, "first", rank=1, size=2, device="cpu")
     newcomer = Newcomer(taker, late, clip_norm=0.5, backlog=small_backlog(taker, 2))
     for step in range(2):
         step_both(giver, newcomer, taker, step)
@@ -123,9 +123,9 @@ def test_a_state_that_comes_too_slowly_is_a_failed_heal(
     assert not newcomer.finish() and not newcomer.caught_up
     assert taker.state.digest() == before
 
-    wires = [Wire(meet, "second", rank=rank, size=2, device="cpu") for rank in range(2)]
-    source = Source(giver, 0, wires[0])
-    newcomer = Newcomer(taker, wires[1], clip_norm=0.5, backlog=small_backlog(taker, 2))
+    channels = [HealChannel(meet, "second", rank=rank, size=2, device="cpu") for rank in range(2)]
+    source = Source(giver, 0, channels[0])
+    newcomer = Newcomer(taker, channels[1], clip_norm=0.5, backlog=small_backlog(taker, 2))
     source.await_copy()
     step_both(giver, newcomer, taker, 4)
     wait_until(newcomer.finish)
@@ -138,9 +138,9 @@ def test_a_full_backlog_is_worked_off_once_the_state_is_there(
     pair: tuple[Rendezvous, Engine, Engine],
 ) -> None:
     meet, giver, taker = pair
-    wires = [Wire(meet, "heal", rank=rank, size=2, device="cpu") for rank in range(2)]
-    source = Source(giver, 0, wires[0])
-    newcomer = Newcomer(taker, wires[1], clip_norm=0.5, backlog=small_backlog(taker, 2))
+    channels = [HealChannel(meet, "heal", rank=rank, size=2, device="cpu") for rank in range(2)]
+    source = Source(giver, 0, channels[0])
+    newcomer = Newcomer(taker, channels[1], clip_norm=0.5, backlog=small_backlog(taker, 2))
     wait_until(lambda: newcomer.caught_up)
     for step in range(5):
         step_both(giver, newcomer, taker, step)
@@ -151,7 +151,7 @@ def test_a_full_backlog_is_worked_off_once_the_state_is_there(
     newcomer.close()
 
 
-class BadWire(Wire):
+class BadChannel(HealChannel):
     """The first chunks arrive whole; what becomes of the next one is the test's affair."""
 
     def __init__(self, meet: Rendezvous, rank: int, spoil: Callable[[torch.Tensor], None]) -> None:
@@ -182,8 +182,10 @@ def test_half_a_state_does_not_count(
     monkeypatch.setattr(heal, "CHUNK_BYTES", 16)
     meet, giver, taker = pair
     # What the source sends is a copy of its own: it counts the checksum before it is spoilt.
-    source = Source(giver, 0, BadWire(meet, 0, spoil))
-    newcomer = Newcomer(taker, Wire(meet, "bad", rank=1, size=2, device="cpu"), clip_norm=0.5)
+    source = Source(giver, 0, BadChannel(meet, 0, spoil))
+    newcomer = Newcomer(
+        taker, HealChannel(meet, "bad", rank=1, size=2, device="cpu"), clip_norm=0.5
+    )
     step_both(giver, newcomer, taker, 0)
     reasons: list[str] = []
     wait_until(lambda: bool(reasons) or reasons.extend(filter(None, [newcomer.take_failure()])))
@@ -192,8 +194,8 @@ def test_half_a_state_does_not_count(
     source.close()
     newcomer.close()
 
-    wires = [Wire(meet, "good", rank=rank, size=2, device="cpu") for rank in range(2)]
-    source, newcomer = Source(giver, 0, wires[0]), Newcomer(taker, wires[1], clip_norm=0.5)
+    channels = [HealChannel(meet, "good", rank=rank, size=2, device="cpu") for rank in range(2)]
+    source, newcomer = Source(giver, 0, channels[0]), Newcomer(taker, channels[1], clip_norm=0.5)
     source.await_copy()
     step_both(giver, newcomer, taker, 1)
     wait_until(newcomer.finish)
