@@ -13,9 +13,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import simulation_checks as checks
-
 from elastic.protocol.messages import Answer, Build, Identity, Leave, Report, Run, Standing, Stop
+from tests.support import simulation_checks as checks
 from trainer.replication.step_commit import Commit
 
 if TYPE_CHECKING:
