@@ -66,14 +66,14 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig) -> None:
         anew = started_anew()
         self.config = config = _as_stored(config) if anew else config
+        host, port, self._store = host_store()
         self._membership = Membership(
             config.groups,
             generation=config.generation,
             restore_step=config.restore_step,
             snapshot_step=0 if config.snapshot is None else config.snapshot.step,
+            meet=(host, port),
         )
-        host, port, self._store = host_store()
-        self._membership.meet = host, port
         self._records = RunLog(config, self._membership)
         self._dispatcher = Dispatcher(self._membership, self._records, self._carry_on)
         self._snapshots = self._make_snapshots()

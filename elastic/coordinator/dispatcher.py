@@ -131,13 +131,13 @@ class Dispatcher:
         except Exception:
             # A bug here must end the run with its traceback, not leave everybody waiting.
             error = f"the coordinator failed:\n{traceback.format_exc()}"
-            self._membership.stopped = Stop(error=error)
+            self._membership.stop(error)
             return self._membership.advance()
 
     async def stop(self, error: str) -> None:
         """Ends the run with an error that no retry can mend."""
         if self._membership.stopped is None:
-            self._membership.stopped = Stop(error=error)
+            self._membership.stop(error)
             await self.advance()
 
     # -- news --------------------------------------------------------------------------------------

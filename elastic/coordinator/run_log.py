@@ -10,7 +10,6 @@ from elastic.coordinator.config import CoordinatorConfig
 from elastic.membership.decisions import Effects, Regrouped
 from elastic.membership.machine import Membership
 from elastic.protocol import events
-from elastic.protocol.messages import Stop
 from elastic.reporting.event_log import EventLog
 from trainer.loop.samples import LedgerError
 
@@ -59,23 +58,19 @@ class RunLog:
                 self._check_ledger(step)
                 self._append(self._step_log, step)
                 self._steps.append(step)
-                membership.recorded = step.step + 1
-                membership.reached = max(membership.reached, step.step + 1)
+                membership.record(step.step)
 
     def _append(self, log: EventLog, record: events.Event | events.StepRecord) -> None:
         try:
             log.append(record)
         except OSError as error:
-            self._stop(f"the run's records cannot be written: {error}")
+            self._membership.stop(f"the run's records cannot be written: {error}")
 
     def _check_ledger(self, step: events.StepRecord) -> None:
         try:
             self._config.ledger.check(step.step, step.sample_digests)
         except LedgerError as error:
-            self._stop(str(error))
-
-    def _stop(self, error: str) -> None:
-        self._membership.stopped = self._membership.stopped or Stop(error=error)
+            self._membership.stop(str(error))
 
     def arrives(self, worker: str) -> None:
         """A worker joins; told before membership is. One that was called has let go of its step."""
@@ -137,7 +132,7 @@ class RunLog:
         """Writes the last event and closes the records."""
         membership = self._membership
         finished = membership.stopped is not None and membership.stopped.error is None
-        self._stop(f"the run was {outcome}")
+        membership.stop(f"the run was {outcome}")
         if finished and self._digests:
             self._note_compared(equal=True)
         if finished:

@@ -21,7 +21,7 @@ from elastic.coordinator.snapshots import Snapshots
 from elastic.membership.failure import Loss, decide_failure
 from elastic.membership.machine import Membership
 from elastic.protocol import events
-from elastic.protocol.messages import Identity, Signal, Stop
+from elastic.protocol.messages import Identity, Signal
 from elastic.ray_compat.cluster import live_nodes
 
 log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class Workers:
         self._losses.append(loss)
         error = decide_failure(self._losses, self._health)
         if error is not None:
-            self._membership.stopped = Stop(error=error)
+            self._membership.stop(error)
 
     async def kill(self, worker: str, cause: events.Cause, detail: str) -> None:
         """Ends a worker's process and writes it off."""

@@ -56,10 +56,17 @@ class Membership:
         generation: the last generation that anything was written under, 0 for a new run.
         restore_step: step of the newest checkpoint, 0 without one; updated by `checkpointed`.
         snapshot_step: step of the newest readable snapshot, 0 without one; see `snapshotted`.
+        meet: host and port of the store where process groups meet.
     """
 
     def __init__(
-        self, config: GroupConfig, *, generation: int, restore_step: int, snapshot_step: int = 0
+        self,
+        config: GroupConfig,
+        *,
+        generation: int,
+        restore_step: int,
+        snapshot_step: int = 0,
+        meet: tuple[str, int] = ("", 0),
     ) -> None:
         self.config, self.generation = config, generation
         self.restore_step, self.snapshot_step = restore_step, snapshot_step
@@ -71,13 +78,12 @@ class Membership:
         self.roster = Roster(generation=generation, replicas=(), lanes={})
         self.call: Call | None = "start"
         self.stopped: Stop | None = None
-        self.meet = ("", 0)
-        """Host and port of the store where process groups meet."""
+        self._meet = meet
         self._unreadable: str | None = None
         self.calls, self.heals = Calls(), Heals()
         self._places = Places(self.waiting.keys())
         self.formations = Formations(config, self._places, self.waiting)
-        self._leaving = self._finishing = self._dismissed = False
+        self._leaving = self._dismissed = False
         self._lost: set[str] = set()
         self._torn: set[str] = set()  # see `Resumption`
         self._away: dict[str, Stop | Leave] = {}  # wait, and are to be sent away
@@ -103,7 +109,6 @@ class Membership:
         if self._places.stands(worker):
             at_work = not report.finished and (report.in_step or self.call is None)
             self._leaving |= at_work or (report.step is None and worker not in self.heals.behind)
-            self._finishing |= report.finished
 
     def lose(self, worker: str) -> Identity | None:
         """A worker is gone, for good. Returns who it was, None where it was no member."""
@@ -127,6 +132,15 @@ class Membership:
         self.formations.retire(worker)
         if dismiss:
             self._going.add(worker)
+
+    def record(self, step: int) -> None:
+        """`step` is committed and in the records."""
+        self.recorded = step + 1
+        self.reached = max(self.reached, step + 1)
+
+    def stop(self, error: str) -> None:
+        """The run ends with `error`, where it has not ended already."""
+        self.stopped = self.stopped or Stop(error=error)
 
     def caught_up(self, worker: str) -> Replica | None:
         """A newcomer's worker has the state. Returns its replica where it was the last of it."""
@@ -300,6 +314,11 @@ class Membership:
             and all(self.waiting[w].finished for r in places.standing.values() for w in r.workers)
         )
 
+    @property
+    def _some_finished(self) -> bool:
+        """Whether somebody with a slot is done: the others are about to be."""
+        return any(r.finished and self._places.stands(w) for w, r in self.waiting.items())
+
     def _dismiss(self, effects: Effects) -> None:
         """The run is over: those at work may wait for one that is gone."""
         if not self._dismissed:
@@ -350,7 +369,7 @@ class Membership:
                     rank=rank,
                     step=self.reached,
                     keep=keep,
-                    meet=self.meet,
+                    meet=self._meet,
                     serial=self.calls.settled(worker),
                 )
                 del self.waiting[worker]
@@ -360,7 +379,7 @@ class Membership:
         if self.call in (None, "boundary") and (broken or self._leaving):
             effects.called = "fault"
             self._signal_roster("fault", effects)
-        elif self.call is None and not self._finishing:
+        elif self.call is None and not self._some_finished:
             least = self.config.min_replicas
             effects.called = decide_planned(self._places, self.heals, least)
             if effects.called is not None:
@@ -404,7 +423,7 @@ class Membership:
         )
         step, outcome = resolution.step, resolution.outcome
         if step == 0 and outcome == "restore" and self._unreadable is not None:
-            self.stopped = Stop(error=self._unreadable)  # never silently from the seed
+            self.stop(self._unreadable)  # never silently from the seed
             return
         lost = max(0, self.reached - step) if outcome == "restore" else 0
         if not staying:
@@ -448,7 +467,7 @@ class Membership:
             restore=restore,
             source="memory" if restore and step > self.restore_step else "store",
             recorded=self.recorded,
-            meet=self.meet,
+            meet=self._meet,
         )
 
     def _seat(self) -> None:
@@ -457,7 +476,7 @@ class Membership:
         for worker in workers:
             del self.waiting[worker]
         self._places.seat(self.roster.replicas)
-        self.call, self._leaving, self._finishing = None, False, False
+        self.call, self._leaving = None, False
 
     def _signal(self, workers: Iterable[str], kind: SignalKind, effects: Effects) -> None:
         """Calls those of `workers` that are at work."""

@@ -56,52 +56,51 @@ def plan_resumption(
         workers_per_replica: workers in a whole replica.
         max_replicas: most replicas of the run.
     """
-    groups: dict[int, list[Standing]] = defaultdict(list)
-    for each in standings:
-        if each.formed:
-            groups[each.formed].append(each)
-    formations = [_Formation(group, workers_per_replica) for group in groups.values()]
+    formations = _formations(standings, workers_per_replica)
     generation = max((f.generation for f in formations), default=0)
     # Replicas of the newest roster keep their index, whoever was formed later: they may have got it
     # from a younger one that left.
-    formations.sort(key=lambda f: (f.whole and f.generation == generation, f.first.formed))
-    last = {f.first.replica: f for f in formations}
+    formations.sort(key=lambda f: (f.whole and f.generation == generation, f.formed))
+    last = {f.index: f for f in formations}
     # One that is whole, and whose index another one has, had left, or was given up.
-    left = [f for f in formations if f.whole and last[f.first.replica] is not f]
-    placed = [f for f in formations if f.generation and f not in left]
-    placed.sort(key=lambda f: f.first.position)
+    left = [f for f in formations if f.whole and last[f.index] is not f]
+    placed = sorted(
+        (f for f in formations if f.generation and f not in left), key=lambda f: f.first.position
+    )
     newest = [f for f in placed if f.generation == generation]
     consistent = bool(newest) and all(
         f.whole and f.proven and f.first.replicas == len(newest) for f in newest
     )
     if consistent:
         placed = newest  # the others had left before
-    roster = Roster(
-        generation=generation,
-        replicas=tuple(f.replica for f in placed),
-        lanes={f.replica.index: f.first.lanes for f in placed} if consistent else {},
-    )
-    new = [f for f in newest if f.first.source is not None]
-    forming = [
-        f
-        for f in formations
-        if f.whole and f.built and not f.generation and f not in left
-        if f.first.replica < max_replicas
-    ]
-    numbers = {f.first.formed for f in (*placed, *forming)}
     standing = [f for f in placed if f.whole]
+    forming = [f for f in formations if f not in left and f.forms and f.index < max_replicas]
+    taken = {f.formed for f in (*placed, *forming)}
+    new = [f for f in newest if f.first.source is not None]
     return Resumption(
-        roster=roster,
+        roster=Roster(
+            generation=generation,
+            replicas=tuple(f.replica for f in placed),
+            lanes={f.index: f.first.lanes for f in placed} if consistent else {},
+        ),
         standing=tuple(f.replica for f in standing),
         forming=tuple(f.replica for f in forming),
-        broken=tuple(f.replica for f in formations if f.first.formed not in numbers),
-        kept=max((f.first.formed for f in forming if f.first.kept), default=0),
-        doubtful=frozenset(f.first.formed for f in standing if f.generation < generation),
+        broken=tuple(f.replica for f in formations if f.formed not in taken),
+        kept=max((f.formed for f in forming if f.first.kept), default=0),
+        doubtful=frozenset(f.formed for f in standing if f.generation < generation),
         torn=frozenset(s.identity.worker for f in formations if f.torn for s in f.members),
         behind={s.identity.worker: s.formed for f in new for s in f.members if s.behind},
         heals=tuple((f.first.position, f.first.source or 0) for f in new),
         consistent=consistent,
     )
+
+
+def _formations(standings: Sequence[Standing], size: int) -> list[_Formation]:
+    groups: dict[int, list[Standing]] = defaultdict(list)
+    for each in standings:
+        if each.formed:
+            groups[each.formed].append(each)
+    return [_Formation(group, size) for group in groups.values()]
 
 
 class _Formation:
@@ -110,14 +109,15 @@ class _Formation:
     def __init__(self, members: Sequence[Standing], size: int) -> None:
         self.members = members
         self.first = max(members, key=lambda standing: standing.generation)
+        self.formed, self.index = self.first.formed, self.first.replica
         self.generation = self.first.generation
         self.proven = all(standing.proven for standing in members)
-        self.built = all(standing.built for standing in members)
         self.torn = any(s.generation != self.generation for s in members)
         self.whole = len(members) == size and not self.torn
+        self.forms = self.whole and not self.generation and all(s.built for s in members)
         names = {standing.rank: standing.identity.worker for standing in members}
         self.replica = Replica(
-            index=self.first.replica,
-            formed=self.first.formed,
+            index=self.index,
+            formed=self.formed,
             workers=tuple(names.get(rank, f"lost rank {rank}") for rank in range(size)),
         )

@@ -290,8 +290,12 @@ class World:
         self.incarnation += 1
         alive = [w for n, w in self.workers.items() if n not in self.dead and not w.done]
         before = self.membership
-        self.membership = Membership(self.config, generation=0, restore_step=max(self.saved))
-        self.membership.meet = ("", self.incarnation)
+        self.membership = Membership(
+            self.config,
+            generation=0,
+            restore_step=max(self.saved),
+            meet=("", self.incarnation),
+        )
         self._set_snapshot(self.snapshot)
         self.posted.clear()
         self._lose_answers()
@@ -425,8 +429,7 @@ class World:
         """As `RunLog.take_steps`."""
         for step, generation in steps:
             if self.membership.awaits(step, generation):
-                self.membership.recorded = step + 1
-                self.membership.reached = max(self.membership.reached, step + 1)
+                self.membership.record(step)
                 self.log.append(step)
 
     def left(self, worker: SimWorker, stop: Stop) -> None:

@@ -293,7 +293,7 @@ def test_survivors_of_two_replicas_make_one() -> None:
 def test_when_all_die_the_run_goes_back_to_the_checkpoint() -> None:
     group = Group(replicas=2, each=1)
     group.start("a0", "b1")
-    group.membership.recorded = group.membership.reached = 7
+    group.membership.record(6)
     group.checkpointed(4)
     group.lose("a0")
     group.lose("b1")
@@ -317,7 +317,7 @@ def test_when_all_die_the_newer_of_snapshot_and_checkpoint_counts(
 ) -> None:
     group = Group(replicas=1)
     group.start("a0")
-    group.membership.recorded = group.membership.reached = 7
+    group.membership.record(6)
     group.checkpointed(4)
     group.membership.snapshotted(6)
     group.membership.snapshotted(snapshot)
@@ -898,14 +898,14 @@ def test_records_of_an_older_roster_are_missed_only_where_the_newest_goes_on_fro
     """A worker that alone saw a commit may come only when a roster has stood without it."""
     group = Group(replicas=2)
     group.start("a0", "b1")
-    group.membership.recorded = 5
+    group.membership.record(4)
     group.join("a0", step=6, last=commit(5))
     assert not group.membership.awaits(4, 1) and group.membership.awaits(5, 1)
     effects = group.join("b1", step=5, in_step=True, last=commit(4))
     assert effects.regrouped is not None and effects.regrouped.step == 6
     awaits = group.membership.awaits
     assert awaits(5, 1) and not awaits(6, 1) and awaits(5, 2) and awaits(6, 2)
-    group.membership.recorded = 4
+    group.membership.record(3)
     assert not awaits(5, 1), "there is a gap before it"
     group.membership.formations.since = 2
     assert not awaits(4, 1), "the run went back after it"
@@ -970,7 +970,7 @@ def test_at_the_end_nobody_is_left_waiting_for_one_that_is_gone(error: str | Non
     group = Group(replicas=2, each=1, start=1)
     group.start("a0")
     group.join("b1")
-    group.membership.stopped = Stop(error=error)
+    group.membership.stop(error)
     effects = group.join("c2")
     assert effects.answers == {"c2": Stop(error=error)}
     assert signals(effects) == {"a0": "fault", "b1": "fault"}
