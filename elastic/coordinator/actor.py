@@ -61,7 +61,7 @@ _PEER_LOSS_PATIENCE_S = 1.0
 
 
 class Coordinator:
-    """See the module. An async Ray actor; the driver makes it and all workers know it."""
+    """An async Ray actor; the driver makes it and all workers know it."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         anew = started_anew()

@@ -25,7 +25,7 @@ _NO_GC_S = 3.0
 
 
 class Dispatcher:
-    """See the module.
+    """Answers, calls and wakes the workers, as membership decides.
 
     Args:
         membership: decides.

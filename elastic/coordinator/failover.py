@@ -24,7 +24,7 @@ _SILENT = f"said nothing for {_FAILOVER_S:g} s after the coordinator was started
 
 
 class Failover:
-    """See the module.
+    """Hears the workers and the nodes, then lets membership go on from what they say.
 
     Args:
         replayed: what the records say.

@@ -17,7 +17,7 @@ _TOGETHER_S = 5.0
 
 
 class Injections:
-    """See the module.
+    """Lets each injected fault fire once, and hits together who is to be hit together.
 
     Args:
         plan: the faults.

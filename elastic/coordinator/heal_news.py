@@ -15,7 +15,7 @@ _MOST_FAILED_HEALS = 3
 
 
 class HealNews:
-    """See the module.
+    """Takes in how heals end: with the state there, or failed.
 
     Args:
         membership: told of who has the state, and who did not get it.

@@ -15,7 +15,7 @@ from elastic.protocol import events
 
 
 class Receipts:
-    """See the module.
+    """Takes the receipts of saves and says what became of each checkpoint.
 
     Args:
         config: where checkpoints go, and how many are kept.

@@ -15,7 +15,7 @@ from elastic.protocol import events
 
 
 class Restores:
-    """See the module.
+    """Gives up checkpoints that no worker can read.
 
     Args:
         config: where the checkpoints are.

@@ -15,7 +15,7 @@ from trainer.loop.samples import LedgerError
 
 
 class RunLog:
-    """See the module. A record that cannot be written ends the run.
+    """Steps and events on their way to the files. A record that cannot be written ends the run.
 
     Args:
         config: where the records go, which samples each step must take, the first event.

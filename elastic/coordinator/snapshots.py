@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Snapshots:
-    """See the module. All methods run on the coordinator's event loop.
+    """The run's snapshots. All methods run on the coordinator's event loop.
 
     Args:
         paths: the run directory, after which the folders in memory are named.

@@ -13,7 +13,7 @@ from elastic.ray_compat.cluster import start_actor
 
 
 class Uploaders:
-    """See the module. All methods are immediate.
+    """One uploader a node, started when first asked for. All methods are immediate.
 
     Args:
         paths: where checkpoints and snapshots go.

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Workers:
-    """See the module.
+    """Everybody who has started, with what is known of their processes and machines.
 
     Args:
         config: bounds and budgets; whether snapshots are taken.

@@ -8,7 +8,7 @@ from elastic.protocol.messages import Signal, SignalKind, Standing
 
 
 class Calls:
-    """See the module. Every worker's signals are numbered on their own; an answer to `join` settles
+    """Every worker's signals are numbered on their own; an answer to `join` settles
     those before it."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from elastic.protocol.roster import Replica, find_room, plan_formations
 
 
 class Formations:
-    """See the module.
+    """The replicas that form, and those that were given up.
 
     Args:
         config: sizes.

@@ -8,7 +8,7 @@ from elastic.protocol.roster import Replica, Roster, plan_heals
 
 
 class Heals:
-    """The heals of one roster. See the module."""
+    """The heals of one roster: who gets the state from whom, and who has it by now."""
 
     def __init__(self) -> None:
         self.pairs: tuple[tuple[int, int], ...] = ()

@@ -49,7 +49,7 @@ Call = Literal["start", "fault", "boundary"]
 
 
 class Membership:
-    """See the module. All methods are immediate.
+    """Takes in facts and says what follows. All methods are immediate.
 
     Args:
         config: sizes.

@@ -13,7 +13,7 @@ from elastic.protocol.roster import Replica
 
 
 class Places:
-    """See the module.
+    """Who has a place in which replica, standing or forming.
 
     Args:
         here: the workers that wait in `join`: a view that changes as they come and go.

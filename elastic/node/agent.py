@@ -44,7 +44,7 @@ _MOST_UNANSWERED = 2
 
 
 class NodeAgent:
-    """See the module. The coordinator makes one per node.
+    """Watches a node's workers and renews its lease. The coordinator makes one per node.
 
     Args:
         coordinator: handle of the coordinator actor.

@@ -37,7 +37,7 @@ class _Process:
 
 
 class ProcessWatch:
-    """See the module.
+    """Watches worker processes: by pidfd for their end, by heartbeat for a freeze.
 
     Args:
         freeze_timeout_s: how long a heartbeat may stand still.

@@ -82,7 +82,7 @@ class Upload:
 
 
 class Uploader:
-    """See the module. The coordinator makes one per node.
+    """Writes what the workers of a node have copied. The coordinator makes one per node.
 
     Args:
         coordinator: gets the receipts.

@@ -56,7 +56,8 @@ class SeatedWorker(Worker):
 
 
 class ElasticWorkerGroup(WorkerGroup):
-    """See the module. All methods but the starting threads' run on the controller's event loop."""
+    """Starts and ends workers one by one. All methods but the starting threads' run on the
+    controller's event loop."""
 
     def __init__(
         self, train_run_context: Any, worker_group_context: Any, callbacks: Any = None

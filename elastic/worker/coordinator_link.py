@@ -38,7 +38,7 @@ CORRUPT_EXIT_CODE = 71
 
 
 class CoordinatorLink:
-    """See the module.
+    """What the loop tells goes out by threads; what it asks lies in plain attributes.
 
     Args:
         identity: who this worker is.

@@ -16,7 +16,7 @@ from trainer.loop.phases import Phase
 
 
 class Injection:
-    """See the module.
+    """Hits this worker where an injected fault is placed.
 
     Args:
         job: holds the faults.

@@ -27,7 +27,7 @@ _RECENT_MOST = 500
 
 
 class Outbox:
-    """See the module. `step` and `event` only queue; the rest may wait for the coordinator.
+    """`step` and `event` only queue; the rest may wait for the coordinator.
 
     Args:
         coordinator: the run's coordinator actor.

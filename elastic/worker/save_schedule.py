@@ -14,7 +14,7 @@ from checkpointing import CheckpointConfig, estimate_mtbf, plan_interval
 
 
 class SaveSchedule:
-    """See the module. `wanted` is asked before each commit, and reads plain numbers.
+    """`wanted` is asked before each commit, and reads plain numbers.
 
     Args:
         config: whether the clock counts, and its bounds.

@@ -36,7 +36,7 @@ _PATIENCE_S = 60.0
 
 
 class Saver:
-    """See the module.
+    """Copies the share that is due, and has it written while the training goes on.
 
     Args:
         job: what the run is about.

@@ -21,7 +21,7 @@ from trainer.replication.buckets import plan_buckets
 
 
 class FlatLayout:
-    """See the module.
+    """The places of all trainable local slices in one flat buffer.
 
     Args:
         model: this worker's part, materialized.

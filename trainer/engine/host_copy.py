@@ -46,7 +46,8 @@ class Share:
 
 
 class HostBuffer:
-    """See the module. All of it is touched, and pinned for `device`, when this returns.
+    """Memory for a worker's share. All of it is touched, and pinned for `device`, when this
+    returns.
 
     Args:
         size_bytes: room for one share.

@@ -35,7 +35,7 @@ class HeldState:
 
 
 class WorkerState:
-    """See the module.
+    """The named tensors of one worker: its slices of the parameters and their moments.
 
     Args:
         leaves: what the optimizer works on, by the parameter's name: its local slice.

@@ -25,7 +25,7 @@ workers where 95% are in use."""
 
 
 class Backlog:
-    """See the module.
+    """Steps in their order, each with its gradient in host memory.
 
     Args:
         free_bytes: kept in any case.
