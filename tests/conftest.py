@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,19 @@ def _same_random_numbers() -> None:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left_in_native_code() -> Iterator[None]:
+    """One that comes back from there while the interpreter ends aborts the whole session."""
+    yield
+    if "trainer.backend.rendezvous" not in sys.modules:
+        return
+    sys.modules["trainer.backend.rendezvous"].close_connections()
+    for thread in threading.enumerate():
+        if thread.name in ("store-connection", "make-groups"):
+            thread.join(timeout=1)
+            assert not thread.is_alive(), f"{thread.name} is still making a connection"
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +68,14 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what the chosen tier leaves out, and how to run it."""
+    for tier in ("slow", "soak"):
+        items = terminalreporter.stats.get("deselected", [])
+        count = sum(item.get_closest_marker(tier) is not None for item in items)
+        if count:
+            terminalreporter.write_line(
+                f"left out: {count} {tier} tests; make test-{tier} runs them"
+            )

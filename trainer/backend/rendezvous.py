@@ -6,9 +6,10 @@ connections are made ahead, by a thread, and a regroup only takes one.
 
 from __future__ import annotations
 
-import functools
+import atexit
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +20,13 @@ from trainer.backend.polling import poll_until
 
 _AHEAD = 3
 """A regroup takes one connection for the groups across replicas and perhaps one for a heal."""
+
+_TRY_S = 5.0
+"""Bound on one attempt to connect, which nothing can interrupt; longer than a name service that
+answers takes."""
+
+THREAD = "store-connection"
+"""Name of the threads that connect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +66,12 @@ class _Connections:
     """Connections to one store, some of them made ahead."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
-        self._host, self._port, self._timeout = host, port, timedelta(seconds=timeout_s)
+        self._host, self._port, self._timeout_s = host, port, timeout_s
         self._ready: queue.SimpleQueue[TCPStore | RuntimeError] = queue.SimpleQueue()
         self._shared: TCPStore | None = None
         self._sharing = threading.Lock()
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
         for _ in range(_AHEAD):
             self._make_another()
 
@@ -81,19 +91,55 @@ class _Connections:
                 self._shared = self.take(leave_now, timeout_s)
             return self._shared
 
+    def close(self) -> None:
+        """Makes no more connections. Returns when no thread is making one."""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join()
+
     def _make_another(self) -> None:
-        threading.Thread(target=self._make, name="store-connection", daemon=True).start()
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=self._make, name=THREAD, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _make(self) -> None:
-        try:
-            store = TCPStore(self._host, self._port, is_master=False, timeout=self._timeout)
-            self._ready.put(store)
-        except Exception as error:
-            self._ready.put(RuntimeError(f"no connection to {self._host}:{self._port}: {error}"))
+        deadline_s = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                self._ready.put(self._connect(min(_TRY_S, self._timeout_s)))
+                return
+            except Exception as error:
+                if self._closed.is_set() or time.monotonic() > deadline_s:
+                    where = f"{self._host}:{self._port}"
+                    self._ready.put(RuntimeError(f"no connection to {where}: {error}"))
+                    return
+
+    def _connect(self, timeout_s: float) -> TCPStore:
+        bound = timedelta(seconds=timeout_s)
+        store = TCPStore(self._host, self._port, is_master=False, timeout=bound)
+        store.set_timeout(timedelta(seconds=self._timeout_s))
+        return store
 
 
-@functools.lru_cache(maxsize=2)
+_open: dict[tuple[str, int, float], _Connections] = {}
+
+
 def _connections(host: str, port: int, timeout_s: float) -> _Connections:
     """This process's connections to the store at an address. The store moves when the coordinator
     is started anew."""
-    return _Connections(host, port, timeout_s)
+    place = (host, port, timeout_s)
+    if place not in _open:
+        _open[place] = _Connections(*place)
+    return _open[place]
+
+
+@atexit.register
+def close_connections() -> None:
+    """Ends the threads that make connections ahead, within `_TRY_S`.
+
+    One that came back from native code while the interpreter is torn down would abort the process,
+    which looks like a crash. Tests that have a store in their own process call it too.
+    """
+    while _open:
+        _open.popitem()[1].close()
