@@ -73,7 +73,7 @@ def decide_step(reports: Sequence[Report], *, stored: int, first: bool) -> Resol
     """Where everybody goes on.
 
     A step that one of the living saw committed is applied by all: whoever passed the commit knows
-    that every worker holds the complete gradient (design.md, "The step and its commit").
+    that every worker holds the complete gradient (docs/architecture.md, "A step and its commit").
 
     Args:
         reports: of the workers with state, if a whole replica has it.

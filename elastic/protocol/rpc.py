@@ -17,7 +17,7 @@ Call = tuple[Any, tuple[Any, ...]]
 def ask(method: Any, *args: Any) -> Any:
     """Calls an actor's `method` until it is answered, as often as its process is started anew.
 
-    What is asked must bear being done twice: an answer may be lost after the deed.
+    What is asked must be idempotent: an answer may be lost after the deed.
 
     Raises:
         ray.exceptions.RayError: the actor has died for good, or the method raised.

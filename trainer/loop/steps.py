@@ -8,8 +8,8 @@
 A worker that passes the commit knows that every worker holds the complete gradient of the step.
 Nothing before the commit changes the weights, so an interrupted step leaves no trace. Where the
 reduce fails because another replica is gone, the worker still enters the commit inside its own
-replica, saying so: no healthy replica ever blocks in itself. Design: design.md, "The step and its
-commit".
+replica, saying so: no healthy replica ever blocks in itself. Design: docs/architecture.md, "A
+step and its commit".
 """
 
 from __future__ import annotations

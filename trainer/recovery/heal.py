@@ -7,8 +7,8 @@
 Nobody waits for anybody: the source's step waits for the copy alone, which is made while forward
 and backward compute. Each (shard, tensor) heals from the same one of a healthy replica, in parallel
 and over a group of its own. Each transfer carries a checksum. A heal that is so slow that the host
-cannot keep the steps meanwhile has failed, and begins again. Design: design.md, "Inside a replica
-ordinary PyTorch".
+cannot keep the steps meanwhile has failed, and begins again. Design:
+docs/decisions/012-heal-without-stalling.md.
 """
 
 from __future__ import annotations

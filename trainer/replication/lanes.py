@@ -3,8 +3,8 @@
 Floating-point addition is commutative but not associative, so a sum is reproducible exactly when
 its tree is. The tree over lanes [lo, hi) splits at the largest power of two below its length;
 nothing about workers enters it. A replica adds the subtrees it holds whole and sends one buffer for
-each; whoever owns a piece of the gradient adds the rest in the same tree. Design: design.md, "The
-same bits at any size"; the idea for plain data parallelism: EasyScale, SC'23.
+each; whoever owns a piece of the gradient adds the rest in the same tree. Design:
+docs/decisions/003-exact-reduction.md; the idea for plain data parallelism: EasyScale, SC'23.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ cross-replica reduce did not come through; `boundary` that a worker has heard of
 `save` that a worker asks for a checkpoint after this step, beside those that are due; `busy` that a
 worker is still writing an earlier one. So all know what is saved, and what is skipped, with no word
 more.
-Design: design.md, "The step and its commit".
+Design: docs/architecture.md, "A step and its commit".
 """
 
 from __future__ import annotations
