@@ -35,9 +35,9 @@ def _no_thread_left_in_native_code() -> Iterator[None]:
         return
     sys.modules["trainer.backend.rendezvous"].close_connections()
     for thread in threading.enumerate():
-        if thread.name in ("store-connection", "make-groups"):
-            thread.join(timeout=1)
-            assert not thread.is_alive(), f"{thread.name} is still making a connection"
+        if thread.name in ("store-connection", "make-groups", "heal-source", "heal-target"):
+            thread.join(timeout=2)
+            assert not thread.is_alive(), f"{thread.name} is still in a process group"
 
 
 @pytest.fixture(scope="session")
