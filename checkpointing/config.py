@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from checkpointing.errors import CheckpointConfigError
+from checkpointing.field_types import settle_types
 from checkpointing.format.layout import SEGMENT_BYTES
 from checkpointing.stores.s3.config import S3Config
 
@@ -60,6 +61,11 @@ class CheckpointConfig:
     `S3Config` where a URL is not enough. None: the run's directory."""
 
     def __post_init__(self) -> None:
+        wrong = settle_types(self)
+        if wrong is not None:
+            raise CheckpointConfigError(
+                f"checkpoint.{wrong.field}", wrong.value, wrong.fact, wrong.fix
+            )
         if self.fixed_steps is not None:
             _at_least("every_steps", self.fixed_steps, 1)
         if self.memory_every is not None:
@@ -68,10 +74,10 @@ class CheckpointConfig:
         if self.keep_every is not None:
             _at_least("keep_every", self.keep_every, 1)
         _at_least("segment_bytes", self.segment_bytes, _MIN_SEGMENT_BYTES)
-        self._check_resume()
         self._check_keep_every()
         self._check_auto()
-        self._check_store()
+        if isinstance(self.store, str):
+            S3Config(url=self.store)
 
     @property
     def fixed_steps(self) -> int | None:
@@ -85,27 +91,10 @@ class CheckpointConfig:
         where = self.store if isinstance(self.store, S3Config) else S3Config(url=self.store)
         return where.below(run)
 
-    def _check_store(self) -> None:
-        if isinstance(self.store, str):
-            S3Config(url=self.store)
-        elif self.store is not None and not isinstance(self.store, S3Config):
-            raise CheckpointConfigError(
-                "checkpoint.store", self.store, "not a store", "Write 's3://BUCKET/PREFIX'"
-            )
-
-    def _check_resume(self) -> None:
-        if self.resume not in get_args(Resume):
-            raise CheckpointConfigError(
-                "checkpoint.resume",
-                self.resume,
-                "not a known mode",
-                f"Write one of {', '.join(map(repr, get_args(Resume)))}",
-            )
-
     def _check_auto(self) -> None:
         for field in ("auto_least_s", "auto_most_s", "auto_mtbf_s"):
             value = getattr(self, field)
-            if not isinstance(value, int | float) or not value > 0:
+            if not value > 0:
                 raise CheckpointConfigError(
                     f"checkpoint.{field}", value, "not a positive number", "Write seconds"
                 )
@@ -137,8 +126,8 @@ class CheckpointConfig:
             )
 
 
-def _at_least(field: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def _at_least(field: str, value: int, least: int) -> None:
+    if value < least:
         raise CheckpointConfigError(
             f"checkpoint.{field}",
             value,

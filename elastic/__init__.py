@@ -7,6 +7,8 @@ node agent, which imports this package too, carries neither torch nor transforme
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -69,6 +71,26 @@ __all__ = [
     "TrainerError",
     "parse_faults",
 ]
+
+
+def _refuse_shadowed_packages() -> None:
+    """Raises ImportError where a file or folder of the user has the name of a package of this
+    project, such as a `trainer.py` beside the script. Finds the packages, imports none of them."""
+    ours = Path(__file__).resolve().parent.parent
+    for package in ("trainer", "checkpointing", "health"):
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:
+            continue
+        found = Path(spec.origin).resolve()
+        if found != ours / package / "__init__.py":
+            other = found.parent if found.name == "__init__.py" else found
+            raise ImportError(
+                f"{other} hides ElasticTrainer's package {package!r} in {ours}: Python finds it "
+                f"first. Rename {other.name}."
+            )
+
+
+_refuse_shadowed_packages()
 
 
 def __getattr__(name: str) -> object:

@@ -17,6 +17,7 @@ from checkpointing import CheckpointConfig, Snapshot
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordinator.actor import MOST_CALLS, Coordinator
 from elastic.coordinator.config import CoordinatorConfig
+from elastic.driver.arguments import check_arguments
 from elastic.driver.coordinator_watch import CoordinatorWatch
 from elastic.driver.observer import Observer, conclude
 from elastic.driver.resources import wait_for_workers
@@ -61,14 +62,16 @@ class ElasticTrainer:
         train: what to learn: task (model, loss, data), optimizer, steps, global batch, parallel
             layout.
         scaling: how many replicas and spares, on what device.
-        run_config: Ray Train's own: `name` and `storage_path` are used. Running the same name again
-            continues it.
+        run_config: Ray Train's own: `name`, `storage_path`, `worker_runtime_env` and
+            `logging_config` are used; another field that is set is refused. Running the same name
+            again continues it.
         checkpoint: when to save, and whether to resume.
         health: timeouts and budgets.
         faults: faults to inject, to show recovery (`elastic.parse_faults`).
 
     Raises:
-        ConfigError: for a number that can be checked at once; `fit` checks the rest.
+        ConfigError: for an argument of another type, a field of `run_config` that is not used, or a
+            number that can be checked at once; `fit` checks the rest.
     """
 
     def __init__(
@@ -81,6 +84,14 @@ class ElasticTrainer:
         health: HealthConfig | None = None,
         faults: tuple[Fault, ...] = (),
     ) -> None:
+        check_arguments(
+            train=train,
+            scaling=scaling,
+            run_config=run_config,
+            checkpoint=checkpoint,
+            health=health,
+            faults=faults,
+        )
         self.train = train
         self.scaling = scaling or ScalingConfig()
         self.run_config = run_config or RunConfig()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.config import ParallelConfig
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,9 @@ class ScalingConfig:
     wait_s: float = 60.0
     """How long to wait at the start for the resources of the smallest layout."""
 
+    def __post_init__(self) -> None:
+        check_types(self, "scaling")
+
     def check(self, parallel: ParallelConfig) -> None:
         """Raises ConfigError where the numbers contradict each other."""
         if self.max_replicas < 1:
@@ -41,8 +44,6 @@ class ScalingConfig:
             )
         if self.spares < 0:
             raise ConfigError("scaling.spares", self.spares, "negative", "Use 0 or more")
-        if self.device not in ("cpu", "cuda"):
-            raise ConfigError("scaling.device", self.device, "unknown", "Use 'cpu' or 'cuda'")
         if self.cpus_per_worker < 0 or (self.cpus_per_worker == 0 and self.device == "cpu"):
             raise ConfigError(
                 "scaling.cpus_per_worker", self.cpus_per_worker, "no CPU", "Use a positive number"
@@ -95,6 +96,9 @@ class HealthConfig:
     node_timeout_s: float = 5.0
     """A node that was not heard for this long is lost; cut off from the coordinator for as long, it
     ends its workers itself."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "health")
 
     def check(self) -> None:
         """Raises ConfigError where a bound is not positive, or two contradict each other."""

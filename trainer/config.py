@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,9 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping
     off."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "train.optimizer")
 
     def check(self) -> None:
         """Raises ConfigError where a value is out of its range."""
@@ -59,6 +62,9 @@ class ParallelConfig:
     """Fully sharded data parallel degree (FSDP2)."""
     tensor: int = 1
     """Tensor parallel degree, with sequence parallelism between the blocks."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "train.parallel")
 
     @property
     def workers(self) -> int:
@@ -96,6 +102,9 @@ class TrainConfig:
     eval_samples: int = 256
     """Held-out samples that an evaluation looks at, at most."""
 
+    def __post_init__(self) -> None:
+        check_types(self, "train")
+
     def lane_samples(self, lanes: int) -> int:
         """Samples of one step in one lane on one shard rank."""
         return self.global_batch // (lanes * self.parallel.shard)
@@ -124,12 +133,6 @@ class TrainConfig:
         ]:
             if value < 1:
                 raise ConfigError(f"train.{name}", value, "must be at least 1", "Use 1 or more")
-        if self.precision not in ("float32", "bfloat16"):
-            raise ConfigError(
-                "train.precision", self.precision, "unknown", "Use 'float32' or 'bfloat16'"
-            )
-        if self.reduction not in ("exact", "fast"):
-            raise ConfigError("train.reduction", self.reduction, "unknown", "Use 'exact' or 'fast'")
         self._check_batch(lanes)
         self.optimizer.check()
 

@@ -14,6 +14,8 @@ cross Ray: each keeps its constructor arguments in `args`.
 
 from __future__ import annotations
 
+from checkpointing.field_types import settle_types
+
 
 class TrainerError(Exception):
     """Base of all errors of the `trainer` package."""
@@ -35,6 +37,14 @@ class ConfigError(TrainerError):
 
     def __str__(self) -> str:
         return f"{self.field} = {self.value!r}: {self.fact}. {self.fix}."
+
+
+def check_types(config: object, where: str) -> None:
+    """Raises ConfigError where a field of the dataclass `config`, which the user writes as
+    `where`, has not its declared type."""
+    wrong = settle_types(config)
+    if wrong is not None:
+        raise ConfigError(f"{where}.{wrong.field}", wrong.value, wrong.fact, wrong.fix)
 
 
 class NonFiniteError(TrainerError):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, check_types
 
 Format = Literal["auto", "text", "jsonl", "parquet"]
 
@@ -56,15 +56,10 @@ class DataConfig:
     """Tokens per token file."""
 
     def __post_init__(self) -> None:
-        given = (self.paths,) if isinstance(self.paths, str | os.PathLike) else self.paths
-        object.__setattr__(self, "paths", tuple(os.fspath(path) for path in given))
+        if isinstance(self.paths, str | os.PathLike):
+            object.__setattr__(self, "paths", (self.paths,))
+        check_types(self, "train.data")
         self._require("paths", len(self.paths) > 0, "nothing to read", "Name a file or a directory")
-        self._require(
-            "format",
-            self.format in get_args(Format),
-            "not a known format",
-            f"Use one of {', '.join(get_args(Format))}",
-        )
         self._require(
             "vocab_size",
             self.vocab_size >= MIN_VOCAB_SIZE,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, check_types
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,6 +30,9 @@ class ModelConfig:
     """A directory with `config.json`, and weights where `pretrained` is set."""
     pretrained: bool = False
     """Start from the safetensors weights in `path`, instead of from seeded ones."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "train.task.model")
 
     def resolve(self, vocab_size: int) -> dict[str, Any]:
         """The complete transformers configuration as a plain dict, checked.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import TrainConfig
 from trainer.data.config import DataConfig
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, check_types
 from trainer.models.hf import ModelConfig, build_on_meta, weights
 from trainer.parallel.check import check_tensor_parallel
 
@@ -31,6 +31,9 @@ class CausalLM:
     """Tokens in a sample."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Which model; a small Llama unless said otherwise."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "train.task")
 
     def prepare(self, train: TrainConfig, cache_dir: str) -> PreparedCausalLM:
         """See Task."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import TrainConfig
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, check_types
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,23 @@ class CustomTask:
     """Held-out samples of the same kind."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Facts for the run's records, JSON values."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "train.task")
+        for name in ("build_model", "loss_function"):
+            value = getattr(self, name)
+            if not callable(value):
+                raise ConfigError(
+                    f"train.task.{name}", value, "it cannot be called", "Give a function"
+                )
+        # A model can be called too. Its class can make one; this must not import torch.
+        if hasattr(self.build_model, "named_parameters") and not isinstance(self.build_model, type):
+            raise ConfigError(
+                "train.task.build_model",
+                type(self.build_model).__name__,
+                "it is a model, not a function that makes one: every worker makes its own",
+                "Give a function without arguments that returns the model",
+            )
 
     def prepare(self, train: TrainConfig, cache_dir: str) -> CustomTask:
         """See Task."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 from urllib.parse import urlsplit
 
 from checkpointing.errors import CheckpointConfigError
+from checkpointing.field_types import settle_types
 
 Encryption = Literal["AES256", "aws:kms"]
 
@@ -64,6 +65,12 @@ class S3Config:
     """No try for an object begins after this; then the save or the load fails."""
 
     def __post_init__(self) -> None:
+        wrong = settle_types(self)
+        if wrong is not None:
+            shown = "..." if wrong.field.endswith("url") else wrong.value  # it may hold a password
+            raise CheckpointConfigError(
+                f"checkpoint.store.{wrong.field}", shown, wrong.fact, wrong.fix
+            )
         self._check_url()
         self._check_endpoint()
         self._check_encryption()
@@ -115,9 +122,6 @@ class S3Config:
             raise _wrong("endpoint_url", "...", "not http(s)://HOST[:PORT]", "that, and no user")
 
     def _check_encryption(self) -> None:
-        if self.encryption is not None and self.encryption not in get_args(Encryption):
-            known = " or ".join(map(repr, get_args(Encryption)))
-            raise _wrong("encryption", self.encryption, "unknown", known)
         if self.kms_key_id is not None and self.encryption != "aws:kms":
             raise _wrong(
                 "kms_key_id", self.kms_key_id, "only aws:kms uses one", "encryption='aws:kms' too"

@@ -34,7 +34,6 @@ def test_the_defaults_are_sound() -> None:
             "scaling.min_replicas = 0: not between 1 and max_replicas = 2. Use 1 to 2.",
         ),
         ({"spares": -1}, "scaling.spares = -1: negative. Use 0 or more."),
-        ({"device": "tpu"}, "scaling.device = 'tpu': unknown. Use 'cpu' or 'cuda'."),
         (
             {"cpus_per_worker": 0},
             "scaling.cpus_per_worker = 0: no CPU. Use a positive number.",
@@ -52,8 +51,8 @@ def test_a_number_that_cannot_work_is_named(settings: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(HealthConfig)])
-@pytest.mark.parametrize("value", [0, -1.5])
-def test_every_bound_of_health_must_be_positive(name: str, value: float) -> None:
+@pytest.mark.parametrize("value", [0, -1])
+def test_every_bound_of_health_must_be_positive(name: str, value: int) -> None:
     with pytest.raises(ConfigError) as caught:
         HealthConfig(**{name: value}).check()  # type: ignore[arg-type]
     assert str(caught.value) == f"health.{name} = {value}: not positive. Use a positive number."

@@ -1,0 +1,58 @@
+"""What `ElasticTrainer` is given: our own configurations, and of Ray Train's what is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.train import RunConfig
+
+from checkpointing import CheckpointConfig
+from elastic.config import HealthConfig, ScalingConfig
+from elastic.protocol.faults import Fault
+from trainer.config import TrainConfig
+from trainer.errors import ConfigError
+
+_WANTED: dict[str, tuple[Any, str]] = {
+    "train": (TrainConfig, "elastic.TrainConfig"),
+    "scaling": (ScalingConfig | None, "elastic.ScalingConfig"),
+    "run_config": (RunConfig | None, "ray.train.RunConfig"),
+    "checkpoint": (CheckpointConfig | None, "elastic.CheckpointConfig"),
+    "health": (HealthConfig | None, "elastic.HealthConfig"),
+    "faults": (tuple | list, "what elastic.parse_faults returns"),
+}
+
+_UNUSED = {
+    "storage_filesystem": "Use a storage_path that is mounted, and checkpoint="
+    "CheckpointConfig(store=...) for checkpoints on S3",
+    "failure_config": "Failures are governed by health=HealthConfig(...)",
+    "checkpoint_config": "Checkpoints are governed by checkpoint=elastic.CheckpointConfig(...)",
+    "callbacks": "Follow a run by its event log, its report and TensorBoard",
+}
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Raises ConfigError for an argument of another type, and for a field of `run_config` that is
+    set, but would be ignored."""
+    for name, value in arguments.items():
+        kind, wanted = _WANTED[name]
+        if not isinstance(value, kind):
+            raise _wrong_argument(name, value, wanted)
+    for fault in arguments["faults"]:
+        if not isinstance(fault, Fault):
+            raise _wrong_argument("faults", fault, _WANTED["faults"][1])
+    if arguments["run_config"] is not None:
+        _check_unused(arguments["run_config"])
+
+
+def _wrong_argument(name: str, value: object, wanted: str) -> ConfigError:
+    kind = type(value)
+    given = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    return ConfigError(name, value, f"of type {given}, not {wanted}", f"Use {wanted}")
+
+
+def _check_unused(run_config: RunConfig) -> None:
+    default = RunConfig()
+    for field, fix in _UNUSED.items():
+        value = getattr(run_config, field)
+        if value != getattr(default, field):
+            raise ConfigError(f"run_config.{field}", value, "it would be ignored", fix)

@@ -1,0 +1,87 @@
+"""What `ElasticTrainer` is given by mistake is refused at once, and never ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray.train
+
+import elastic
+from elastic import ConfigError, ElasticTrainer, TrainConfig
+
+TRAIN = TrainConfig(task=None, steps=1, global_batch=1)
+
+
+class Callback(ray.train.UserCallback):
+    """One that would never be called."""
+
+
+def refusal(**arguments: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        ElasticTrainer(**{"train": TRAIN, **arguments})
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("train", {}, "elastic.TrainConfig"),
+        ("scaling", {}, "elastic.ScalingConfig"),
+        ("scaling", ray.train.ScalingConfig(), "elastic.ScalingConfig"),
+        ("checkpoint", ray.train.CheckpointConfig(), "elastic.CheckpointConfig"),
+        ("health", 3, "elastic.HealthConfig"),
+        ("run_config", {"name": "run"}, "ray.train.RunConfig"),
+        ("faults", "kill:0@3", "what elastic.parse_faults returns"),
+        ("faults", ("kill:0@3",), "what elastic.parse_faults returns"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(name: str, value: object, fix: str) -> None:
+    error = refusal(**{name: value})
+    assert error.field == name
+    assert error.fix == f"Use {fix}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("failure_config", ray.train.FailureConfig(max_failures=3)),
+        ("checkpoint_config", ray.train.CheckpointConfig(num_to_keep=2)),
+        ("callbacks", [Callback()]),
+        ("storage_filesystem", object()),
+    ],
+)
+def test_a_field_of_run_config_that_would_be_ignored_is_refused(field: str, value: object) -> None:
+    changed: Any = {field: value}
+    error = refusal(run_config=ray.train.RunConfig(name="run", **changed))
+    assert error.field == f"run_config.{field}"
+    assert error.value is value
+
+
+def test_the_other_fields_of_run_config_are_used() -> None:
+    run_config = ray.train.RunConfig(
+        name="run",
+        storage_path="/tmp/runs",
+        failure_config=ray.train.FailureConfig(),
+        worker_runtime_env={"env_vars": {"A": "1"}},
+        logging_config=ray.train.LoggingConfig(log_level="ERROR"),
+    )
+    assert ElasticTrainer(TRAIN, run_config=run_config).run_config is run_config
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "field"),
+    [
+        (elastic.ScalingConfig, {"max_replicas": "2"}, "scaling.max_replicas"),
+        (elastic.ScalingConfig, {"spares": True}, "scaling.spares"),
+        (elastic.ScalingConfig, {"device": "tpu"}, "scaling.device"),
+        (elastic.HealthConfig, {"max_hangs": -1.5}, "health.max_hangs"),
+        (elastic.HealthConfig, {"node_timeout_s": "5"}, "health.node_timeout_s"),
+    ],
+)
+def test_a_setting_of_a_wrong_type_is_refused(
+    make: Any, changes: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(**changes)
+    assert caught.value.field == field
