@@ -21,6 +21,7 @@ from trainer.config import TrainConfig
 from trainer.engine.flat_layout import FlatLayout
 from trainer.engine.schedule import learning_rate
 from trainer.engine.state import MOMENTS, HeldState, WorkerState
+from trainer.models.family import HUGGING_FACE
 from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
     fill,
@@ -72,7 +73,7 @@ class Engine:
         self.model: nn.Module = parallelize(
             model,
             mesh,
-            plan=getattr(model, "tp_plan", None) or {},
+            family=getattr(task, "family", HUGGING_FACE),
             compute_dtype=getattr(torch, train.precision),
         )
         self._slices = local_slices(
