@@ -71,9 +71,9 @@ def train_plain(index: int, port: int, task: Any, train: Any) -> None:
 
     from trainer.engine.schedule import learning_rate
     from trainer.loop.samples import lane_ids
+    from trainer.models.family import HUGGING_FACE
     from trainer.parallel.apply import fill, local_slices, materialize
     from trainer.parallel.layout import slot_of
-    from trainer.parallel.tensor import decoder_layers
 
     torch.set_num_threads(1)
     shard, settings = train.parallel.shard, train.optimizer
@@ -81,7 +81,7 @@ def train_plain(index: int, port: int, task: Any, train: Any) -> None:
     dist.init_process_group("gloo", store=store, rank=index, world_size=REPLICAS * shard)
     mesh = init_device_mesh("cpu", (REPLICAS, shard), mesh_dim_names=("replicate", "shard"))
     model, source = task.build(train.seed)
-    for name in decoder_layers(model):
+    for name in HUGGING_FACE.blocks(model):
         fully_shard(model.get_submodule(name), mesh=mesh)
     fully_shard(model, mesh=mesh)
     replica, rank = divmod(index, shard)

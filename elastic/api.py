@@ -47,6 +47,7 @@ from elastic.ray_compat.placement import Wanted
 from elastic.ray_compat.trainer import ElasticRayTrainer
 from elastic.worker.worker import train_worker
 from trainer.config import TrainConfig
+from trainer.engine.build import build_model
 from trainer.engine.state import state_table
 from trainer.loop.samples import Ledger
 from trainer.tasks.task import PreparedTask, default_cache_dir
@@ -124,7 +125,7 @@ class ElasticTrainer:
             self._find_origin(paths, identity, snapshot, None)  # before data is prepared for hours
             cache = default_cache_dir(local_path(self.run_config))
             task = self.train.task.prepare(self.train, cache)
-            model = state_table(task.build(self.train.seed)[0])
+            model = state_table(build_model(task, self.train)[0])
             origin = self._find_origin(paths, identity, snapshot, model)
             if origin.manifest is not None:
                 check_continues(origin.manifest, self.train, task)

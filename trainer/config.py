@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.errors import ConfigError, check_types
+
+if TYPE_CHECKING:
+    from trainer.models.converter import ModelConverter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,9 @@ class TrainConfig:
     """How one replica is split over workers."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW, clipping and the learning-rate schedule."""
+    converters: tuple[ModelConverter, ...] = ()
+    """What changes the model before it is split over workers, in order; see
+    `trainer.models.converter`."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Number format of the computation; parameters, reductions and optimizer state stay float32."""
     reduction: Literal["exact", "fast"] = "exact"

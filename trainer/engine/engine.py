@@ -18,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.backend.groups import Device, check_replica_group, torch_device
 from trainer.config import TrainConfig
+from trainer.engine.build import build_model
 from trainer.engine.flat_layout import FlatLayout
 from trainer.engine.schedule import learning_rate
 from trainer.engine.state import MOMENTS, HeldState, WorkerState
+from trainer.models.family import HUGGING_FACE
 from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
     fill,
@@ -67,12 +69,12 @@ class Engine:
         self._padding, self._workers = max_replicas, train.parallel.workers
         self.task, self.train_config, self.slot, self.mesh = task, train, slot, mesh
         self.device = torch_device(device)
-        model, source = task.build(train.seed)
+        model, source = build_model(task, train)
         self._source: WeightSource | None = source
         self.model: nn.Module = parallelize(
             model,
             mesh,
-            plan=getattr(model, "tp_plan", None) or {},
+            family=getattr(task, "family", HUGGING_FACE),
             compute_dtype=getattr(torch, train.precision),
         )
         self._slices = local_slices(
@@ -155,7 +157,7 @@ class Engine:
         The engine may hold something already: a newcomer whose source died in the middle of a heal
         starts from the seed where nobody else has the state.
         """
-        source = self._source or self.task.build(self.train_config.seed)[1]
+        source = self._source or build_model(self.task, self.train_config)[1]
         self.state.await_copy()
         fill(self.model, self._slices, source)
         for name, tensor in self.state.tensors().items():

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from checkpointing import TensorSlice
+from trainer.models.family import ModelFamily
 from trainer.models.init import WeightSource
 from trainer.parallel.layout import Slot, local_box
-from trainer.parallel.tensor import apply_tensor_parallel, decoder_layers
+from trainer.parallel.tensor import apply_tensor_parallel
 
 
 def warm_up() -> None:
@@ -25,7 +26,7 @@ def warm_up() -> None:
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, *, plan: dict[str, str], compute_dtype: torch.dtype
+    model: nn.Module, mesh: DeviceMesh, *, family: ModelFamily, compute_dtype: torch.dtype
 ) -> nn.Module:
     """Makes `model` (parameters on meta) tensor parallel and fully sharded over the replica's mesh,
     in place.
@@ -36,15 +37,15 @@ def parallelize(
     Args:
         model: the whole model.
         mesh: 2-D, shard x tensor.
-        plan: transformers tensor-parallel plan; used where the tensor degree is above 1.
+        family: knows the model's blocks, and its plan where the tensor degree is above 1.
         compute_dtype: number format of forward and backward; reductions stay float32.
     """
     assert mesh.mesh_dim_names is not None
     shard_mesh, tensor_mesh = (mesh[name] for name in mesh.mesh_dim_names)
     if tensor_mesh.size() > 1:
-        apply_tensor_parallel(model, tensor_mesh, plan)
+        apply_tensor_parallel(model, tensor_mesh, family)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for name in decoder_layers(model):
+    for name in family.blocks(model):
         fully_shard(model.get_submodule(name), mesh=shard_mesh, mp_policy=policy)
     fully_shard(model, mesh=shard_mesh, mp_policy=policy)
     for module in model.modules():

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.errors import ConfigError
+from trainer.models.family import ModelFamily, family_of
 
 SUPPORTED_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"})
 """Entries of a transformers tensor-parallel plan that `parallel/tensor.py` carries out."""
@@ -20,7 +21,8 @@ def check_tensor_parallel(config: Mapping[str, Any], model: Any, degree: int, se
     """
     if degree == 1:
         return
-    why = _why_not_split(model)
+    family = family_of(config["model_type"])
+    why = _why_not_split(model, family)
     if why:
         raise ConfigError(
             "train.parallel.tensor",
@@ -28,16 +30,7 @@ def check_tensor_parallel(config: Mapping[str, Any], model: Any, degree: int, se
             f"{config['model_type']} cannot be split over tensor ranks here: {why}",
             "Use tensor = 1 and a larger shard degree",
         )
-    divided = {
-        name: config[name]
-        for name in (
-            "num_attention_heads",
-            "num_key_value_heads",
-            "intermediate_size",
-            "vocab_size",
-        )
-        if isinstance(config.get(name), int)
-    }
+    divided = {name: config[name] for name in family.divided if isinstance(config.get(name), int)}
     for name, size in {**divided, "seq_len": seq_len}.items():
         if size % degree:
             raise ConfigError(
@@ -48,17 +41,17 @@ def check_tensor_parallel(config: Mapping[str, Any], model: Any, degree: int, se
             )
 
 
-def _why_not_split(model: Any) -> str | None:
+def _why_not_split(model: Any, family: ModelFamily) -> str | None:
     """What keeps the model from tensor parallelism, None where nothing does."""
     from trainer.parallel.tensor import unsplit_modules  # torch: not for every import of a task
 
-    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    plan = family.tensor_plan(model)
     if not plan:
         return "transformers has no plan for it"
     unknown = sorted(set(plan.values()) - SUPPORTED_STYLES)
     if unknown:
         return f"its plan uses {', '.join(unknown)}"
-    unsplit = unsplit_modules(model, plan)
+    unsplit = unsplit_modules(model, family)
     if unsplit:
         return f"its plan leaves out {', '.join(unsplit[:4])}{' and others' * (len(unsplit) > 4)}"
     return None

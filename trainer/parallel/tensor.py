@@ -27,6 +27,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from trainer.models.family import HUGGING_FACE, ModelFamily
+
 SEQUENCE = Shard(1)
 DIVIDING = (ColwiseParallel, RowwiseParallel, SequenceParallel)
 """Styles that take charge of a module's own parameters; the others only move its inputs."""
@@ -93,14 +95,14 @@ class GatherSequence(ParallelStyle):
         return module
 
 
-def tensor_styles(model: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle]:
+def tensor_styles(model: nn.Module, family: ModelFamily = HUGGING_FACE) -> dict[str, ParallelStyle]:
     """Which parallel style each module gets.
 
     Args:
         model: a transformers decoder model.
-        plan: its `tp_plan`, patterns of module names -> style names (`hf.SUPPORTED_STYLES`).
+        family: knows its plan and its blocks.
     """
-    layers = decoder_layers(model)
+    plan, layers = family.tensor_plan(model), family.blocks(model)
     norms = _norms(model, layers)
     embeddings = cast(Any, model).get_input_embeddings()  # some plans leave them out
     styles: dict[str, ParallelStyle] = {}
@@ -124,11 +126,11 @@ def tensor_styles(model: nn.Module, plan: dict[str, str]) -> dict[str, ParallelS
     return styles
 
 
-def unsplit_modules(model: nn.Module, plan: dict[str, str]) -> list[str]:
+def unsplit_modules(model: nn.Module, family: ModelFamily = HUGGING_FACE) -> list[str]:
     """Modules whose place in the scheme is unknown: norms, and modules with parameters of their
     own, that `tensor_styles` does not divide. Their gradients might cover a part of the sequence
     only, so a model with any cannot be split."""
-    styles = tensor_styles(model, plan)
+    styles = tensor_styles(model, family)
     return [
         name
         for name, module in model.named_modules()
@@ -137,35 +139,16 @@ def unsplit_modules(model: nn.Module, plan: dict[str, str]) -> list[str]:
     ]
 
 
-def decoder_layers(model: nn.Module) -> list[str]:
-    """Names of the repeated blocks: the elements of the longest ModuleList, or [] where there is
-    none."""
-    lists = [(len(m), name) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    if not lists:
-        return []
-    count, name = max(lists, key=lambda entry: entry[0])
-    return [f"{name}.{index}" for index in range(count)]
-
-
-def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, family: ModelFamily) -> None:
     """Makes `model` tensor parallel over the 1-D `mesh`, in place. Tied parameters stay tied.
 
     All ranks of the replica call it, with the parameters on the meta device.
     """
-    tied = _tied_names(model)
-    parallelize_module(model, mesh, tensor_styles(model, plan))
+    tied = family.tied(model)
+    parallelize_module(model, mesh, tensor_styles(model, family))
     for first, other in tied:
         owner, leaf = other.rsplit(".", 1)
         setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
-
-
-def _tied_names(model: nn.Module) -> list[tuple[str, str]]:
-    seen: dict[int, str] = {}
-    return [
-        (seen[id(param)], name)
-        for name, param in model.named_parameters(remove_duplicate=False)
-        if seen.setdefault(id(param), name) != name
-    ]
 
 
 def _norms(model: nn.Module, layers: list[str]) -> set[str]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import TrainConfig
 from trainer.data.config import DataConfig
 from trainer.errors import ConfigError, check_types
-from trainer.models.hf import ModelConfig, build_on_meta, weights
+from trainer.models.family import HUGGING_FACE, ModelFamily, family_of
+from trainer.models.hf import ModelConfig
 from trainer.parallel.check import check_tensor_parallel
 
 if TYPE_CHECKING:
@@ -49,10 +50,11 @@ class CausalLM:
         config = self.model.resolve(self.data.vocab_size if self.data.tokenizer is None else 0)
         data = prepare(self.data, cache_dir)
         config = self.model.resolve(data.vocab_size)
-        model = build_on_meta(config)
+        family = family_of(config["model_type"])
+        model = family.build_on_meta(config)
         check_tensor_parallel(config, model, train.parallel.tensor, self.seq_len)
         pretrained = self.model.path if self.model.pretrained else None
-        weights(config, model, train.seed, pretrained)
+        family.weights(config, model, train.seed, pretrained)
         # Raises where there is too little text for one sample.
         TokenDataset(data.train, self.seq_len)
         return PreparedCausalLM(
@@ -61,6 +63,7 @@ class CausalLM:
             train_path=data.train,
             eval_path=data.val,
             pretrained=pretrained,
+            family=family,
             info={
                 "tokenizer": data.tokenizer,
                 "vocab_size": data.vocab_size,
@@ -90,15 +93,18 @@ class PreparedCausalLM:
     """Directory of the initial weights; None: seeded ones."""
     info: Mapping[str, Any]
     """Facts for the run's records."""
+    family: ModelFamily = HUGGING_FACE
+    """What the workers must know of the architecture; found on the driver, it comes with the
+    task."""
 
     def warm_up(self) -> None:
         """See PreparedTask. Imports transformers and the model's code."""
-        build_on_meta(self.config)
+        self.family.build_on_meta(self.config)
 
     def build(self, seed: int) -> tuple[nn.Module, WeightSource]:
         """See PreparedTask."""
-        model = build_on_meta(self.config)
-        return model, weights(self.config, model, seed, self.pretrained)
+        model = self.family.build_on_meta(self.config)
+        return model, self.family.weights(self.config, model, seed, self.pretrained)
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Cross-entropy summed over all targets; `batch` is int64 of shape (samples, seq_len +

@@ -18,11 +18,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from trainer.models.family import HUGGING_FACE
 from trainer.models.hf import ModelConfig, build_on_meta
 from trainer.parallel.tensor import (
     GatherSequence,
-    _tied_names,
-    decoder_layers,
     tensor_styles,
     unsplit_modules,
 )
@@ -57,8 +56,7 @@ def llama(tied: bool = False) -> nn.Module:
 
 @functools.cache
 def styles() -> dict[str, ParallelStyle]:
-    plan: Any = llama().tp_plan
-    return tensor_styles(llama(), plan)
+    return tensor_styles(llama())
 
 
 def in_layers(*names: str) -> list[str]:
@@ -123,25 +121,25 @@ def test_the_first_block_splits_the_sequence() -> None:
 
 
 def test_the_decoder_layers_are_the_longest_list() -> None:
-    assert decoder_layers(llama()) == ["model.layers.0", "model.layers.1"]
+    assert HUGGING_FACE.blocks(llama()) == ["model.layers.0", "model.layers.1"]
     model = nn.Module()
     model.short = nn.ModuleList([nn.Linear(1, 1)])
     model.body = nn.Module()
     model.body.blocks = nn.ModuleList([nn.Linear(1, 1) for _ in range(3)])
-    assert decoder_layers(model) == [f"body.blocks.{index}" for index in range(3)]
+    assert HUGGING_FACE.blocks(model) == [f"body.blocks.{index}" for index in range(3)]
 
 
 def test_a_model_without_a_list_has_no_decoder_layers() -> None:
-    assert decoder_layers(nn.Sequential(nn.Linear(1, 1), nn.ReLU())) == []
+    assert HUGGING_FACE.blocks(nn.Sequential(nn.Linear(1, 1), nn.ReLU())) == []
 
 
 def test_tied_parameters_are_found() -> None:
-    assert _tied_names(llama()) == []
-    assert _tied_names(llama(tied=True)) == [("model.embed_tokens.weight", "lm_head.weight")]
+    assert HUGGING_FACE.tied(llama()) == []
+    assert HUGGING_FACE.tied(llama(tied=True)) == [("model.embed_tokens.weight", "lm_head.weight")]
 
 
 def styled(model: Any) -> dict[str, ParallelStyle]:
-    return tensor_styles(model, model.tp_plan)
+    return tensor_styles(model)
 
 
 def names_with(model: nn.Module, kind: type[ParallelStyle]) -> set[str]:
@@ -156,7 +154,7 @@ def test_embeddings_that_the_plan_leaves_out_are_split_by_rows(tied: bool) -> No
     assert isinstance(style, RowwiseParallel)
     assert style.input_layouts == (Replicate(),)
     assert style.output_layouts == (Replicate(),)
-    assert unsplit_modules(model, model.tp_plan) == []
+    assert unsplit_modules(model) == []
 
 
 def test_a_norm_is_known_by_its_place_whatever_its_name() -> None:
@@ -176,14 +174,14 @@ def test_nothing_is_left_over_in_a_model_that_can_be_split(architecture: str) ->
     owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     divided = (ColwiseParallel, RowwiseParallel, SequenceParallel)
     assert owners <= {name for kind in divided for name in names_with(model, kind)}
-    assert unsplit_modules(model, model.tp_plan) == []
+    assert unsplit_modules(model) == []
 
 
 def changed(change: Callable[[Any], object]) -> list[str]:
     """What is left over in a Llama after `change`."""
     model: Any = tiny()
     change(model)
-    return unsplit_modules(model, model.tp_plan)
+    return unsplit_modules(model)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,30 @@
+"""The model to train: what the task builds, after the run's converters."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from trainer.config import TrainConfig
+from trainer.errors import ConfigError
+from trainer.models.init import WeightSource
+from trainer.tasks.task import PreparedTask
+
+
+def build_model(task: PreparedTask, train: TrainConfig) -> tuple[nn.Module, WeightSource]:
+    """The converted model with its parameters on the meta device, and where their values come from.
+    The driver and all workers call it with the same arguments.
+
+    Raises:
+        ConfigError: the converters leave nothing to train.
+    """
+    model, source = task.build(train.seed)
+    for converter in train.converters:
+        model, source = converter.convert(model, source)
+    if train.converters and not any(param.requires_grad for param in model.parameters()):
+        raise ConfigError(
+            "train.converters",
+            train.converters,
+            "they leave no trainable parameters",
+            "Keep some trainable",
+        )
+    return model, source
