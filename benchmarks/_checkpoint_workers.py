@@ -38,7 +38,7 @@ from trainer.engine.engine import Engine
 from trainer.engine.host_copy import HostBuffer
 from trainer.parallel.layout import slot_of
 from trainer.recovery.heal import Newcomer, Source
-from trainer.recovery.heal_channel import Wire
+from trainer.recovery.heal_channel import HealChannel
 
 WORKERS = 4
 TIMEOUT_S = 600.0
@@ -245,7 +245,7 @@ class Worker:
         healthy = self.engine.slot.replica == 0
         meet = self._setup.rendezvous
         prefix = f"{self._formed}/heal/{self.engine.slot.shard}"
-        wire = Wire(meet, prefix, rank=int(not healthy), size=2, device="cpu")
+        wire = HealChannel(meet, prefix, rank=int(not healthy), size=2, device="cpu")
         talk, came = meet.store(f"{prefix}/talk"), 0
         if healthy:
             source = Source(self.engine, 0, wire)

@@ -37,7 +37,7 @@ from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.layout import slot_of
 from trainer.recovery.heal import Newcomer, Source
-from trainer.recovery.heal_channel import Wire
+from trainer.recovery.heal_channel import HealChannel
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit
@@ -167,7 +167,7 @@ class Replica:
 
     def begin_heal(self, name: str) -> Source | Newcomer:
         """The two parts of a heal."""
-        wire = Wire(self.rendezvous, f"heal/{name}", rank=self.rank, size=2, device="cpu")
+        wire = HealChannel(self.rendezvous, f"heal/{name}", rank=self.rank, size=2, device="cpu")
         if self.rank == 0:
             return Source(self.engine, 0, wire)
         return Newcomer(self.engine, wire, self.train.optimizer.clip_norm)
