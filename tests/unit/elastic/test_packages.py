@@ -51,9 +51,9 @@ def test_other_files_beside_the_script_hide_nothing(tmp_path: Path) -> None:
 
 def test_annotations_and_all_folders_are_installed() -> None:
     settings = read_configuration(str(ROOT / "pyproject.toml"), expand=False)["tool"]["setuptools"]
+    assert "py.typed" in settings["package-data"]["*"]
     for package in PACKAGES:
         assert (ROOT / package / "py.typed").is_file()
-        assert "py.typed" in settings["package-data"][package]
     found = set(find_packages(str(ROOT), include=settings["packages"]["find"]["include"]))
     with_code = {
         ".".join(file.parent.relative_to(ROOT).parts)
