@@ -34,7 +34,7 @@ KMS = {"kms:GenerateDataKey", "kms:Decrypt"}  # for multipart uploads and reads 
 def operations() -> set[str]:
     """Names of operations of boto3's S3 client among the strings in the code."""
     known = set(boto3.client("s3", region_name="us-east-1").meta.method_to_api_mapping)
-    files = (ROOT / "checkpointing" / "stores").glob("*.py")
+    files = (ROOT / "checkpointing" / "stores").rglob("*.py")
     strings = {
         node.value
         for file in files

@@ -72,7 +72,7 @@ def test_processes_of_a_node_share_it(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(pace, "SHARED", tmp_path)
     here, other = (Pacer(pace.shared_file(what)) for what in ("server bucket", "server other"))
     code = (
-        "import sys, pathlib; from checkpointing.stores import pace;"
+        "import sys, pathlib; from checkpointing.stores.s3 import pace;"
         "pace.SHARED = pathlib.Path(sys.argv[1]);"
         "pace.shared_pacer(pace.shared_file('server bucket')).slower()"
     )
