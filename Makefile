@@ -7,7 +7,7 @@ READY := .venv/.ready
 ARGS ?= --fault kill@60 --resume never
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-soak check bench clean
+.PHONY: help demo test test-slow test-soak check docs bench clean
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ check: $(READY)  ## format, lint, types, import rules
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(READY)  ## the manual as a site in build/docs; a warning is an error
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
 
 bench: $(READY)  ## every benchmark; each prints one JSON object as its last line
 	@set -e; found=; for file in benchmarks/[!_]*.py; do \

@@ -1,0 +1,55 @@
+"""The front page is short and true, and no page links to what is not there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from elastic import ElasticTrainer
+from tests.support import ROOT
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
+
+
+def targets(page: Path) -> list[str]:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = re.findall(r"\]\(([^)\s]+)\)", text)
+    return [target for target in found if "://" not in target]
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub and MyST make them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in targets(page):
+        file, _, anchor = target.partition("#")
+        there = (page.parent / file) if file else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+def test_the_check_sees_links() -> None:
+    assert "docs/quickstart.md" in targets(ROOT / "README.md")
+
+
+def test_the_front_page_is_one_screen() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_example_of_the_front_page_constructs_a_trainer() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    construction, _, rest = example.partition("result = trainer.fit()")
+    names: dict[str, object] = {}
+    exec(construction, names)
+    assert isinstance(names["trainer"], ElasticTrainer) and rest.strip()
