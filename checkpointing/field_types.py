@@ -54,7 +54,7 @@ def settle_types(config: Any) -> Mismatch | None:
             return Mismatch(
                 field=name,
                 value=value,
-                fact=f"of type {_type_name(value)}, not {wanted}",
+                fact=f"of type {type_name(value)}, not {wanted}",
                 fix=f"Use {wanted}",
             )
         object.__setattr__(config, name, plain)
@@ -117,7 +117,8 @@ def _plain(value: object) -> object:
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-def _type_name(value: object) -> str:
+def type_name(value: object) -> str:
+    """The type of `value` as an error shows it: with its module, where that is not Python's own."""
     kind = type(value)
     home = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{home}{kind.__qualname__}"

@@ -7,6 +7,7 @@ from typing import Any
 from ray.train import RunConfig
 
 from checkpointing import CheckpointConfig
+from checkpointing.field_types import type_name
 from elastic.config import HealthConfig, ScalingConfig
 from elastic.protocol.faults import Fault
 from trainer.config import TrainConfig
@@ -45,9 +46,7 @@ def check_arguments(**arguments: Any) -> None:
 
 
 def _wrong_argument(name: str, value: object, wanted: str) -> ConfigError:
-    kind = type(value)
-    given = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    return ConfigError(name, value, f"of type {given}, not {wanted}", f"Use {wanted}")
+    return ConfigError(name, value, f"of type {type_name(value)}, not {wanted}", f"Use {wanted}")
 
 
 def _check_unused(run_config: RunConfig) -> None:
