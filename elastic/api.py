@@ -8,7 +8,6 @@ import platform
 import secrets
 import time
 from importlib.metadata import version
-from typing import Any
 
 import ray
 from ray.train import Checkpoint, Result, RunConfig, TrainingFailedError
@@ -36,9 +35,10 @@ from elastic.errors import RunFailedError
 from elastic.membership.decisions import GroupConfig
 from elastic.node.snapshot_survey import clear_snapshots, find_snapshot
 from elastic.protocol import events
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.faults import Fault, check_faults
 from elastic.protocol.job import Job
-from elastic.protocol.rpc import ask
+from elastic.protocol.rpc import Remote
 from elastic.protocol.run_identity import RunIdentity, StateTable, identify, record_identity
 from elastic.protocol.run_paths import RunPaths
 from elastic.providers.notices import DrainWatch, tell_coordinator
@@ -135,14 +135,14 @@ class ElasticTrainer:
             set_others_aside(paths, origin.stored, identity, model)
             remove_orphans(paths, last_generation(paths, origin.manifest) + 1)
             config = self._coordinator_config(paths, origin, plan, task)
-            coordinator = start_actor(
-                Coordinator, config, max_concurrency=MOST_CALLS, restarts=True
+            coordinator = start_actor(Coordinator, max_concurrency=MOST_CALLS, restarts=True)(
+                config
             )
             try:
                 with CoordinatorWatch(coordinator):
                     result = self._run(coordinator, paths, identity, task, plan)
             finally:
-                ray.kill(coordinator)
+                ray.kill(coordinator.handle)
             if self.checkpoint.memory_every is not None:
                 clear_snapshots(paths)  # the run is finished, and its end is in the store
             return result
@@ -223,7 +223,7 @@ class ElasticTrainer:
 
     def _run(
         self,
-        coordinator: Any,
+        coordinator: Remote[CoordinatorApi],
         paths: RunPaths,
         identity: RunIdentity,
         task: PreparedTask,
@@ -265,7 +265,7 @@ class ElasticTrainer:
         finally:
             watch.close()
             with contextlib.suppress(ray.exceptions.RayError):
-                ask(coordinator.end, outcome, error)
+                coordinator.call(CoordinatorApi.end, outcome, error)
             with contextlib.suppress(OSError):
                 observer.close()
             report = conclude(paths)
@@ -283,13 +283,13 @@ class ElasticTrainer:
         )
 
     @staticmethod
-    def _wait(trainer: ElasticRayTrainer, coordinator: Any) -> str | None:
+    def _wait(trainer: ElasticRayTrainer, coordinator: Remote[CoordinatorApi]) -> str | None:
         """Waits for the end of the run. Returns why it failed, None where it is finished."""
         try:
             trainer.fit()
         except (TrainingFailedError, ray.exceptions.RayError) as failure:
             try:
-                verdict = ask(coordinator.verdict)
+                verdict = coordinator.call(CoordinatorApi.verdict)
             except ray.exceptions.RayError as gone:
                 return f"the coordinator died ({gone}); run the same name again to continue"
             # A worker lost just before the end is not replaced any more: that is no failure.

@@ -4,11 +4,12 @@ Workers wait in `join` for an answer and in `watch` for a call; node agents repo
 worker reports committed steps; the replica that saves hands in receipts. Nothing of this is on the
 step path. All methods run on one event loop, so none needs a lock.
 
-    Coordinator ── the calls that others make
+    Coordinator ── takes the calls that others make, each to the part that it is about
       Membership ── decides (`membership/`)
       Dispatcher ── carries it out, wakes those who wait
       RunLog ── writes it down
-      Workers, NodeAgents ── who has started, who will go, who is lost; leases
+      Arrivals, Workers, NodeAgents ── who has started, who will go, who is lost; leases
+      UserErrors ── whose fault an exception is
       Failover ── the run after a restart of the coordinator
       HealNews, Receipts, Restores, Snapshots, Injections ── what the workers tell of each
       Uploaders ── who writes what the workers have copied
@@ -17,15 +18,17 @@ step path. All methods run on one event loop, so none needs a lock.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from checkpointing import Receipt, StoreUnavailableError
 from elastic.coordinator.agents import NodeAgents
+from elastic.coordinator.arrivals import Arrivals
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.failover import Failover
@@ -38,14 +41,17 @@ from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.snapshots import Snapshots, start_holder
 from elastic.coordinator.store_keys import sweep_store
 from elastic.coordinator.uploaders import Uploaders
+from elastic.coordinator.user_errors import UserErrors
 from elastic.coordinator.workers import Workers
 from elastic.membership.decisions import Effects
 from elastic.membership.machine import Membership
-from elastic.node.snapshot_holder import HeldSnapshot
 from elastic.protocol import events
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.faults import FaultPlan
 from elastic.protocol.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
+from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import find_checkpoint
+from elastic.protocol.saves import HeldSnapshot, UploaderApi
 from elastic.ray_compat.cluster import host_store, started_anew
 
 log = logging.getLogger(__name__)
@@ -56,12 +62,26 @@ MOST_CALLS = 100_000
 _STORE_RETRY_S = 2.0
 """Before a store that refuses is asked again; it has retries of its own."""
 
-_PEER_LOSS_PATIENCE_S = 1.0
-"""A peer's death is known within milliseconds of the exception that it causes."""
+_Args = ParamSpec("_Args")
+_Reply = TypeVar("_Reply")
 
 
-class Coordinator:
-    """An async Ray actor; the driver makes it and all workers know it."""
+def _when_known(
+    call: Callable[Concatenate[Coordinator, _Args], Coroutine[Any, Any, _Reply]],
+) -> Callable[Concatenate[Coordinator, _Args], Coroutine[Any, Any, _Reply]]:
+    """A call that waits until a coordinator started anew knows the run."""
+
+    @functools.wraps(call)
+    async def gated(self: Coordinator, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Reply:
+        await self.known()
+        return await call(self, *args, **kwargs)
+
+    return gated
+
+
+class Coordinator(CoordinatorApi):
+    """An async Ray actor; the driver makes it and all workers know it. `CoordinatorApi` says what
+    each call means."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         anew = started_anew()
@@ -91,13 +111,16 @@ class Coordinator:
         self._restores = Restores(
             config, self._membership, self._dispatcher, self._records, self._receipts
         )
-        self._hellos = 0
-        self._raised: dict[str, int | None] = {}
-        """Worker whose own code raised, and it is not settled why -> its formation."""
-        self._at_fault: set[str] = set()
-        """Those of them that will be written off."""
-        self._start: asyncio.TimerHandle | None = None
-        """When the first replicas begin without those that have not come."""
+        self._arrivals = Arrivals(
+            self._membership,
+            self._dispatcher,
+            self._workers,
+            self._records,
+            config.health.regroup_timeout_s,
+        )
+        self._user_errors = UserErrors(
+            config.health, self._membership, self._dispatcher, self._workers
+        )
         self._failover: Failover | None = None
         if anew:
             self._failover = self._replay(faults)
@@ -120,7 +143,7 @@ class Coordinator:
         """The run as its records have it, to be taken up where its workers stand."""
         replayed = replay(self.config.paths, self.config.started.start_step)
         self._records.restored = replayed.restored
-        self._hellos = replayed.started
+        self._arrivals.hellos = replayed.started
         self._workers.draining_nodes.update(replayed.draining_nodes)
         faults.count_as_fired(replayed.fired)
         self._receipts.replay(replayed.committed)
@@ -147,118 +170,53 @@ class Coordinator:
         except RuntimeError as error:  # it costs memory, and no more
             log.warning("the store was not swept: %s", error)
 
-    def _put_off_start(self) -> None:
-        """At the start all workers are waited for, as long as they come: neighbours then get into
-        one replica."""
-        if self._start is not None:
-            self._start.cancel()
-        if self._membership.formations.begun == 0:
-            loop = asyncio.get_running_loop()
-            self._start = loop.call_later(
-                self.config.health.regroup_timeout_s, lambda: self._dispatcher.spawn(self._begin())
-            )
-
-    async def _begin(self) -> None:
-        self._membership.formations.wait_no_longer()
-        await self._dispatcher.advance()
-
     @property
     def _failing_over(self) -> Failover | None:
         """While a coordinator that was started anew does not know the run yet."""
         return None if self._dispatcher.ready.is_set() else self._failover
 
-    async def _gate(self) -> None:
-        """Calls that need to know the run wait here until a coordinator started anew knows it."""
+    async def known(self) -> None:
+        """Waits until a coordinator that was started anew knows the run, and sees to it that it
+        will."""
         if (failover := self._failing_over) is not None:
             failover.begin()
             await self._dispatcher.ready.wait()
 
     # -- workers -----------------------------------------------------------------------------------
 
-    async def expect(self, workers: int) -> None:
-        """The controller has machines for so many of the first workers, and is about to start them:
-        no others are waited for."""
-        await self._gate()
-        self._membership.formations.expect(workers)
-
-    async def resume(self, standing: Standing) -> None:
-        """A worker that has lost its line to the coordinator says where it stands. One that was
-        started anew learns so what it must know, and then goes on as if nothing had happened."""
-        if (failover := self._failing_over) is not None:
-            await failover.hear(standing)
-
     async def hello(self, identity: Identity) -> None:
-        """A worker has started: its process is watched from now on."""
         failover = self._failing_over
         if failover is not None and failover.awaits(identity.worker):
             await failover.hear(Standing(identity=identity))  # its hello was not answered
             return
-        await self._gate()
-        self._hellos += 1
-        self._records.note(
-            events.WorkerJoined(
-                time=time.time(), worker=identity.worker, node=identity.node, pid=identity.pid
-            )
-        )
-        self._put_off_start()
-        self._workers.watch(identity)
-        if identity.node in self._workers.draining_nodes:
-            await self._workers.drain(
-                [identity.worker], "its node is draining", None, identity.node
-            )
+        await self.known()
+        await self._arrivals.hello(identity)
 
+    async def resume(self, standing: Standing) -> None:
+        if (failover := self._failing_over) is not None:
+            await failover.hear(standing)
+
+    @_when_known
     async def join(self, report: Report) -> Answer:
-        """A worker reports what it has and waits for what to do. No worker joins unwatched."""
-        await self._gate()
         await self._workers.until_watched(report.identity.worker)
         if report.recent:
             self._take_steps(report.recent)
-        self._put_off_start()
+        self._arrivals.put_off_start()
         return await self._dispatcher.join(report)
 
     async def watch(self, worker: str, seen: int) -> Signal | None:
-        """Waits for a call to `worker` later than signal `seen`; None when the run is over."""
         return await self._dispatcher.watch(worker, seen)
 
+    @_when_known
     async def trouble(self, worker: str, step: int | None, detail: str, of_a_group: bool) -> str:
-        """A worker's own code raised. Was it the loss of a peer, or its own fault? An error of a
-        process group may be the first sign of the loss of a whole node, which takes longer to show.
-        Workers of one replica that raise errors of their own at the same time are each at fault:
-        the first to be written off explains no other.
+        return await self._user_errors.settle(worker, step, detail, of_a_group)
 
-        Returns:
-            "peer": join again; "own": the worker is written off and must exit.
-        """
-        await self._gate()
-        membership = self._membership
-        node_s = self.config.health.node_timeout_s + _PEER_LOSS_PATIENCE_S
-        patience_s = node_s if of_a_group else _PEER_LOSS_PATIENCE_S
-        formation = membership.formation_of(worker)
-        if not of_a_group:
-            self._raised[worker] = formation
-        try:
-            await self._dispatcher.until(lambda: membership.replica_broken(worker), patience_s)
-            if membership.replica_broken(worker) and worker not in self._at_fault:
-                return "peer"
-            self._at_fault |= {w for w, formed in self._raised.items() if formed == formation}
-            await self._workers.lose(worker, "user_error", detail, step, formation)
-            return "own"
-        finally:
-            self._raised.pop(worker, None)
-            self._at_fault.discard(worker)
-
+    @_when_known
     async def fail(self, error: str) -> None:
-        """Ends the run with an error that no retry can mend."""
-        await self._gate()
         await self._dispatcher.stop(error)
 
+    @_when_known
     async def record(self, steps: list[events.StepRecord], happened: list[events.Event]) -> bool:
-        """Committed steps from the lead worker, events from any; steps known already are passed by.
-
-        Returns:
-            Whether the lead is to have a checkpoint written.
-        """
-        await self._gate()
         self._take_steps(steps)
         for event in happened:
             self._records.note(event)
@@ -270,66 +228,54 @@ class Coordinator:
         self._records.take_steps(steps)
         self._injections.hit_spares()
 
+    @_when_known
     async def claim_fault(self, index: int, slot: int, step: int, worker: str) -> bool:
-        """Whether injected fault `index` hits the worker in `slot` now."""
-        await self._gate()
         return await self._injections.claim(index, slot, step, worker)
 
+    @_when_known
     async def caught_up(self, worker: str, size: int, seconds: float, steps: int) -> None:
-        """A newcomer's worker has received `size` bytes of state, in `seconds`, and made up for
-        `steps` steps."""
-        await self._gate()
         await self._heal_news.caught_up(worker, size, seconds, steps)
 
+    @_when_known
     async def heal_failed(self, worker: str, reason: str) -> None:
-        """A newcomer's worker did not get the state."""
-        await self._gate()
         await self._heal_news.failed(worker, reason)
 
     async def compare(self, slot: str, digest: str) -> None:
-        """A worker's state at the end: the workers in `slot` of all replicas must agree."""
         if not self._records.compare(slot, digest):
             await self.fail(f"replicas differ at the end of the run in {slot}: this is a bug")
 
+    @_when_known
     async def corrupt(self, worker: str, detail: str) -> None:
-        """A worker's state is not that of most replicas: it leaves."""
-        await self._gate()
         await self._workers.lose(worker, "corruption", detail)
 
-    # -- checkpoints -------------------------------------------------------------------------------
+    # -- saves -------------------------------------------------------------------------------------
 
-    async def uploader(self, node: str) -> Any:
-        """The actor that writes the saves of the workers on `node`."""
+    async def uploader(self, node: str) -> Remote[UploaderApi]:
         return self._uploaders.of(node)
 
+    @_when_known
     async def receipt(
         self, receipt: Receipt, training_state: dict[str, Any], started: float, writers: int
     ) -> None:
-        """A part of a checkpoint is written; the receipt of the last of `writers` commits it."""
-        await self._gate()
         await self._receipts.take(receipt, training_state, started, writers)
 
+    @_when_known
     async def save_failed(self, step: int, reason: str) -> None:
-        """A checkpoint could not be written. Unless it was the last one, the run goes on."""
-        await self._gate()
         await self._receipts.failed(step, reason)
 
     async def saved(self, step: int) -> bool:
-        """Whether a checkpoint of `step` is committed."""
         return self._receipts.saved(step)
 
     async def newest_saved(self) -> tuple[int, int] | None:
-        """Step and generation of the checkpoint that the next one may refer to, if any."""
         return await self._receipts.newest()
 
+    @_when_known
     async def checkpoint_failed(
         self, step: int, generation: int, reason: str, damaged: bool
     ) -> None:
-        """The workers of a roster cannot read the checkpoint of `step`: `damaged`, or out of
-        reach."""
-        await self._gate()
         await self._restores.failed(step, generation, reason, damaged)
 
+    @_when_known
     async def snapshot_part(
         self,
         receipt: Receipt,
@@ -338,93 +284,72 @@ class Coordinator:
         started: float,
         writers: int,
     ) -> None:
-        """One of `writers` parts of a snapshot is written to the memory of `node`."""
-        await self._gate()
         await self._snapshots.take(receipt, training_state, node, started, writers)
 
+    @_when_known
     async def snapshot_skipped(self, step: int, reason: str) -> None:
-        """A part of a snapshot could not be written; the run goes on."""
-        await self._gate()
         await self._snapshots.skipped(step, reason)
 
+    @_when_known
     async def snapshot(self, step: int) -> HeldSnapshot | None:
-        """Where the snapshot of `step` lies; None where it is not to be had any more."""
-        await self._gate()
         return self._snapshots.find(step)
 
+    @_when_known
     async def snapshot_failed(self, step: int, reason: str) -> None:
-        """A worker could not read the snapshot of `step`."""
-        await self._gate()
         await self._snapshots.failed(step, reason)
 
     # -- machines ----------------------------------------------------------------------------------
 
-    async def drain(self, node: str, deadline: float | None, reason: str) -> None:
-        """A machine will go, by `deadline` in seconds since the epoch: its workers leave training
-        after a step, and those that start on it get no slot."""
-        await self._gate()
-        left_s = None if deadline is None else deadline - time.time()
-        await self._workers.drain_node(node, left_s, reason)
-
-    async def drain_worker(self, worker: str, reason: str) -> None:
-        """A worker was told to end: it leaves training after a step, and then ends."""
-        await self._gate()
-        await self._workers.drain([worker], reason, None, None)
-
     async def beat(self, node: str, token: str, deaths: list[Death]) -> bool:
-        """A node's agent says that the node is there, and which workers died since its last word.
-
-        Returns:
-            False: the node was written off; the agent ends its workers and leaves.
-        """
         if not self._agents.renew(node, token):
             return False
         if deaths and (failover := self._failing_over) is not None:
             await failover.count_dead(deaths)
         if deaths:
             # It may wait, and the agent's beats must not.
-            self._dispatcher.spawn(self._lose(deaths))
+            self._dispatcher.spawn(self._workers.lose_all(deaths))
         return True
 
     async def helper_started(self, node: str, helper: str, pid: int) -> None:
-        """A helper of a node has started, as process `pid`: it is watched from now on."""
         self._agents.watch_helper(node, helper, pid)
 
     async def helper_killed(self, node: str, helper: str, detail: str) -> None:
-        """A helper was frozen, and its node's agent has killed it."""
         self._records.note(
             events.HelperKilled(time=time.time(), node=node, helper=helper, detail=detail)
         )
 
-    async def _lose(self, deaths: list[Death]) -> None:
-        for death in deaths:
-            await self._workers.lose(death.worker, death.cause, death.detail)
+    @_when_known
+    async def drain(self, node: str, deadline: float | None, reason: str) -> None:
+        left_s = None if deadline is None else deadline - time.time()
+        await self._workers.drain_node(node, left_s, reason)
+
+    @_when_known
+    async def drain_worker(self, worker: str, reason: str) -> None:
+        await self._workers.drain([worker], reason, None, None)
 
     # -- the driver --------------------------------------------------------------------------------
 
+    @_when_known
+    async def expect(self, workers: int) -> None:
+        self._membership.formations.expect(workers)
+
+    async def hellos(self) -> int:
+        return self._arrivals.hellos
+
+    @_when_known
+    async def ended(self, workers: list[tuple[str, int]]) -> None:
+        await self._workers.lose_unwatched(workers)
+
     async def observe(self) -> tuple[list[events.StepRecord], list[events.Event]]:
-        """Step records and events since the last call; the files keep them all."""
         return self._records.observe()
 
     async def verdict(self) -> Stop | None:
-        """How the run ended; None while it goes on."""
         return self._membership.stopped
 
     async def over(self) -> None:
-        """Returns when the run has ended."""
         await self._dispatcher.until(lambda: self._membership.stopped is not None)
 
-    async def hellos(self) -> int:
-        """Workers that have started so far."""
-        return self._hellos
-
-    async def ended(self, workers: list[tuple[str, int]]) -> None:
-        """Ray Train's controller has seen the end of these, each given by node and process."""
-        await self._gate()
-        await self._workers.lose_unwatched(workers)
-
     async def end(self, outcome: events.RunOutcome, error: str | None) -> None:
-        """Writes the last event and closes the records."""
         self._records.end(outcome, error)
 
 

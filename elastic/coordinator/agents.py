@@ -6,14 +6,16 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import dataclass
-from typing import Any
 
+from ray import ObjectRef
 from ray.exceptions import ActorUnschedulableError
 
 from elastic.config import HealthConfig
 from elastic.node.agent import NodeAgent
 from elastic.node.beats import BeatListener, key_of, open_socket
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.messages import Identity
+from elastic.protocol.rpc import Remote
 from elastic.ray_compat.cluster import start_actor
 from health.lease import AwakeClock, decide_lost_nodes
 
@@ -26,7 +28,7 @@ class _Agent:
     """Tells it from others that the node may have had."""
     key: bytes
     """Stands for the token in its datagrams."""
-    handle: Any
+    handle: Remote[NodeAgent]
     """The actor."""
 
 
@@ -55,7 +57,7 @@ class NodeAgents:
             lambda: BeatListener(self.renew_by_key), sock=self._socket
         )
 
-    def start(self, node: str, coordinator: Any) -> str | None:
+    def start(self, node: str, coordinator: Remote[CoordinatorApi]) -> str | None:
         """Starts the node's agent where it has none. Its lease begins with its first beat.
 
         Returns:
@@ -64,37 +66,34 @@ class NodeAgents:
         if node in self._agents:
             return None
         token = f"{self._coordinator}-{uuid.uuid4().hex}"
-        handle = start_actor(
-            NodeAgent,
+        handle = start_actor(NodeAgent, node=node, max_concurrency=8)(
             coordinator,
             node,
             token,
             self._address,
             (self._address[0], self._socket.getsockname()[1]),
             self._health,
-            node=node,
-            max_concurrency=8,
         )
         agent = _Agent(token=token, key=key_of(token), handle=handle)
         self._agents[node] = agent
         self._nodes[agent.key] = node
         return token
 
-    def watch(self, identity: Identity) -> Any:
+    def watch(self, identity: Identity) -> ObjectRef[None]:
         """Has a worker watched. Returns what to await until it is."""
-        return self._agents[identity.node].handle.watch.remote(identity)
+        return self._agents[identity.node].handle.send(NodeAgent.watch, identity)
 
     def signal(self, identity: Identity, number: int) -> None:
         """Sends a signal to a worker's process, where its node has an agent."""
         agent = self._agents.get(identity.node)
         if agent is not None:
-            agent.handle.signal.remote(identity.worker, number)
+            agent.handle.send(NodeAgent.signal, identity.worker, number)
 
     def watch_helper(self, node: str, helper: str, pid: int) -> None:
         """Has a helper (`nodes/helpers.py`) watched for as long as its node's agent lasts."""
         agent = self._agents.get(node)
         if agent is not None:
-            agent.handle.watch_helper.remote(helper, pid)
+            agent.handle.send(NodeAgent.watch_helper, helper, pid)
 
     async def outlive(self, node: str) -> str:
         """Waits for the end of the node's agent. Returns what became of it.
@@ -103,7 +102,7 @@ class NodeAgents:
             ActorUnschedulableError: Ray starts none there.
         """
         try:
-            await self._agents[node].handle.wait.remote()
+            await self._agents[node].handle.send(NodeAgent.wait)
         except ActorUnschedulableError:
             raise
         except Exception as error:

@@ -16,19 +16,24 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import ray
 
 from checkpointing import Manifest, Receipt, Snapshot, SnapshotIndex, plan_other_node
+from elastic.coordinator.own_handle import own_handle
 from elastic.membership.machine import Membership
-from elastic.node.snapshot_holder import MOST_CALLS, HeldSnapshot, SnapshotHolder
+from elastic.node.snapshot_holder import MOST_CALLS, SnapshotHolder
 from elastic.node.snapshot_survey import find_snapshot
 from elastic.protocol import events
+from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
+from elastic.protocol.saves import HeldSnapshot
 from elastic.ray_compat.cluster import start_actor
 
 log = logging.getLogger(__name__)
+
+_Args = ParamSpec("_Args")
 
 
 class Snapshots:
@@ -48,7 +53,7 @@ class Snapshots:
         self,
         paths: RunPaths,
         membership: Membership,
-        start_holder: Callable[[str], Any],
+        start_holder: Callable[[str], Remote[SnapshotHolder]],
         note: Callable[[events.Event], None],
         *,
         versions: Mapping[str, str],
@@ -59,7 +64,7 @@ class Snapshots:
         self._start_holder = start_holder
         self._versions, self._timeout_s = versions, timeout_s
         self._nodes: set[str] = set()
-        self._holders: dict[str, Any] = {}
+        self._holders: dict[str, Remote[SnapshotHolder]] = {}
         self._copying: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._begin(found)
 
@@ -127,16 +132,18 @@ class Snapshots:
             )
         )
         holders = snapshot.nodes | (before.nodes if before is not None else set())
-        await self._on_all(holders, "settle", snapshot.manifest)
+        await self._on_all(holders, SnapshotHolder.settle, snapshot.manifest)
 
     async def skipped(self, step: int, reason: str) -> None:
         """A part could not be written: the snapshot of `step` will not be. Makes room again."""
         self._note(events.SnapshotSkipped(time=time.time(), step=step, reason=reason))
-        await self._on_all(self._nodes, "sweep", step, self._kept())
+        await self._on_all(self._nodes, SnapshotHolder.sweep, step, self._kept())
 
     async def _copy(self, node: str, other: str, receipt: Receipt) -> bool:
         async with self._copying[other]:  # two nodes full of copies of each other would both wait
-            return await self._call(other, "copy", self._holder(node), receipt.segments)
+            return await self._call(
+                other, SnapshotHolder.copy, self._holder(node), receipt.segments
+            )
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -159,7 +166,7 @@ class Snapshots:
         if self._index.whole is not None and self._index.whole.step == step:
             self._index.forget()
             self._update()
-            await self._on_all(self._nodes, "sweep", step, None)
+            await self._on_all(self._nodes, SnapshotHolder.sweep, step, None)
 
     def went_back(self, step: int, generation: int) -> None:
         """See `SnapshotIndex.went_back`."""
@@ -175,22 +182,34 @@ class Snapshots:
     def _kept(self) -> Manifest | None:
         return None if self._index.whole is None else self._index.whole.manifest
 
-    def _holder(self, node: str) -> Any:
+    def _holder(self, node: str) -> Remote[SnapshotHolder]:
         if node not in self._holders:
             self._holders[node] = self._start_holder(node)
         return self._holders[node]
 
-    async def _on_all(self, nodes: Iterable[str], method: str, *args: Any) -> None:
+    async def _on_all(
+        self,
+        nodes: Iterable[str],
+        method: Callable[Concatenate[SnapshotHolder, _Args], None],
+        *args: _Args.args,
+        **kwargs: _Args.kwargs,
+    ) -> None:
         live = [node for node in nodes if node in self._nodes]
-        await asyncio.gather(*(self._call(node, method, *args) for node in live))
+        await asyncio.gather(*(self._call(node, method, *args, **kwargs) for node in live))
 
-    async def _call(self, node: str, method: str, *args: Any) -> bool:
+    async def _call(
+        self,
+        node: str,
+        method: Callable[Concatenate[SnapshotHolder, _Args], None],
+        *args: _Args.args,
+        **kwargs: _Args.kwargs,
+    ) -> bool:
         """Calls a holder. Returns whether it did what was asked."""
         try:
-            call = getattr(self._holder(node), method).remote(*args)
+            call = self._holder(node).send(method, *args, **kwargs)
             await asyncio.wait_for(call, self._timeout_s)
         except Exception as error:
-            log.warning("%s on the snapshot holder of node %s: %s", method, node, error)
+            log.warning("%s on the snapshot holder of node %s: %s", method.__name__, node, error)
             if isinstance(error, ray.exceptions.RayActorError):
                 self._holders.pop(node, None)  # the next call starts another one
             elif isinstance(error, ray.exceptions.ActorUnschedulableError):
@@ -199,7 +218,7 @@ class Snapshots:
         return True
 
 
-def start_holder(folder: Path, node: str) -> Any:
+def start_holder(folder: Path, node: str) -> Remote[SnapshotHolder]:
     """Starts the snapshot holder of `node`. Called within the coordinator, which has it watched.
 
     Args:
@@ -209,7 +228,5 @@ def start_holder(folder: Path, node: str) -> Any:
     Returns:
         The holder's handle.
     """
-    coordinator = ray.get_runtime_context().current_actor
-    return start_actor(
-        SnapshotHolder, coordinator, folder, node, node=node, max_concurrency=MOST_CALLS
-    )
+    start = start_actor(SnapshotHolder, node=node, max_concurrency=MOST_CALLS)
+    return start(own_handle(), folder, node)

@@ -3,11 +3,9 @@ for."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import ray
-
+from elastic.coordinator.own_handle import own_handle
 from elastic.node.uploader import MOST_CALLS, Uploader
+from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.cluster import start_actor
 
@@ -22,20 +20,13 @@ class Uploaders:
 
     def __init__(self, paths: RunPaths, segment_bytes: int) -> None:
         self._paths, self._segment_bytes = paths, segment_bytes
-        self._handles: dict[str, Any] = {}
+        self._handles: dict[str, Remote[Uploader]] = {}
 
-    def of(self, node: str) -> Any:
+    def of(self, node: str) -> Remote[Uploader]:
         """The uploader of `node`. Ray starts it anew where its process dies, and ends it with the
         coordinator."""
         if node not in self._handles:
             self._handles[node] = start_actor(
-                Uploader,
-                ray.get_runtime_context().current_actor,
-                self._paths,
-                node,
-                self._segment_bytes,
-                node=node,
-                max_concurrency=MOST_CALLS,
-                restarts=True,
-            )
+                Uploader, node=node, max_concurrency=MOST_CALLS, restarts=True
+            )(own_handle(), self._paths, node, self._segment_bytes)
         return self._handles[node]

@@ -8,20 +8,21 @@ import logging
 import signal
 import time
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 import ray
+from ray import ObjectRef
 from ray.exceptions import ActorUnschedulableError
 
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
+from elastic.coordinator.own_handle import own_handle
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.snapshots import Snapshots
 from elastic.membership.failure import Loss, decide_failure
 from elastic.membership.machine import Membership
 from elastic.protocol import events
-from elastic.protocol.messages import Identity, Signal
+from elastic.protocol.messages import Death, Identity, Signal
 from elastic.ray_compat.cluster import live_nodes
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Workers:
         self.draining_nodes: set[str] = set()
         """Machines that will go."""
         self._draining: set[str] = set()
-        self._watches: dict[str, Any] = {}
+        self._watches: dict[str, ObjectRef[None]] = {}
         self._unwatched: set[str] = set()
         self._ended: set[tuple[str, int]] = set()
         """Node and process of workers whose end Ray has seen."""
@@ -71,7 +72,7 @@ class Workers:
             self._checking_leases = True
             self._dispatcher.spawn(self._check_leases())
         self.started[identity.worker] = identity
-        token = self._agents.start(identity.node, ray.get_runtime_context().current_actor)
+        token = self._agents.start(identity.node, own_handle())
         if token is not None:
             self._dispatcher.spawn(self._await_agent(identity.node, token))
             if self._in_memory:
@@ -168,6 +169,11 @@ class Workers:
         )
         await self._dispatcher.advance()
         await self._dispatcher.tell()
+
+    async def lose_all(self, deaths: Iterable[Death]) -> None:
+        """Writes off workers of which an agent has told."""
+        for death in deaths:
+            await self.lose(death.worker, death.cause, death.detail)
 
     def _count(self, loss: Loss) -> None:
         self._losses.append(loss)

@@ -12,9 +12,10 @@ import math
 import threading
 import time
 from types import TracebackType
-from typing import Any
 
 from elastic.node.process_watch import ProcessWatch
+from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.rpc import Remote
 from elastic.ray_compat.cluster import process_here
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class CoordinatorWatch:
         coordinator: the run's coordinator actor.
     """
 
-    def __init__(self, coordinator: Any) -> None:
+    def __init__(self, coordinator: Remote[CoordinatorApi]) -> None:
         self._coordinator = coordinator
         self._processes = ProcessWatch(freeze_timeout_s=math.inf)
         self._watched: int | None = None

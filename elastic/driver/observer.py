@@ -6,11 +6,11 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from typing import Any
 
 import ray
 
-from elastic.protocol.rpc import ask
+from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events, read_steps
 from elastic.reporting.picture import draw
@@ -31,7 +31,7 @@ class Observer:
         paths: the run directory.
     """
 
-    def __init__(self, coordinator: Any, paths: RunPaths) -> None:
+    def __init__(self, coordinator: Remote[CoordinatorApi], paths: RunPaths) -> None:
         self._coordinator = coordinator
         self._printer = ProgressPrinter(sys.stderr)
         self._dispatcher = TensorBoardLog(paths.tensorboard)
@@ -54,7 +54,7 @@ class Observer:
 
     def _look(self) -> bool:
         try:
-            steps, happened = ask(self._coordinator.observe)
+            steps, happened = self._coordinator.call(CoordinatorApi.observe)
         except ray.exceptions.RayError as error:
             log.warning("the coordinator does not answer: %s", error)
             return False

@@ -23,14 +23,16 @@ import socket
 import threading
 import time
 import traceback
-from typing import Any
 
 import ray
+from ray import ObjectRef
 
 from elastic.config import HealthConfig
 from elastic.node.beats import BeatSender
 from elastic.node.process_watch import ProcessWatch
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.messages import Death, Identity
+from elastic.protocol.rpc import Remote
 from elastic.providers.notices import SpotWatch, on_ec2, tell_coordinator
 from elastic.ray_compat.cluster import drain_node
 from health.lease import AwakeClock, Reach, decide_cut_off
@@ -47,7 +49,7 @@ class NodeAgent:
     """Watches a node's workers and renews its lease. The coordinator makes one per node.
 
     Args:
-        coordinator: handle of the coordinator actor.
+        coordinator: the run's.
         node: Ray's id of this node.
         token: tells this agent from others that the node may have had.
         address: host and port on which the coordinator's process listens.
@@ -57,7 +59,7 @@ class NodeAgent:
 
     def __init__(
         self,
-        coordinator: Any,
+        coordinator: Remote[CoordinatorApi],
         node: str,
         token: str,
         address: tuple[str, int],
@@ -71,7 +73,7 @@ class NodeAgent:
         self._beats = BeatSender(beats, token)
         self._clock = AwakeClock(_SAMPLE_INTERVAL_S)
         self._deaths: list[Death] = []
-        self._call: Any = None
+        self._call: ObjectRef[bool] | None = None
         self._told = 0
         """Deaths in that call."""
         self._called_s = 0.0
@@ -130,7 +132,9 @@ class NodeAgent:
         self._helpers.ended(timeout_s=0)
         for death in self._helpers.frozen(now_s):
             if death.cause == "hang":
-                self._coordinator.helper_killed.remote(self._node, death.worker, death.detail)
+                self._coordinator.send(
+                    CoordinatorApi.helper_killed, self._node, death.worker, death.detail
+                )
 
     def _renew(self, now_s: float) -> None:
         """Takes the answers that have come, and beats or calls where it is time."""
@@ -143,7 +147,9 @@ class NodeAgent:
         unheard = beat and self._beats.unanswered > _MOST_UNANSWERED
         if self._call is None and (self._deaths or unheard):
             self._told, self._called_s = len(self._deaths), now_s
-            self._call = self._coordinator.beat.remote(self._node, self._token, self._deaths)
+            self._call = self._coordinator.send(
+                CoordinatorApi.beat, self._node, self._token, self._deaths
+            )
         silent_s = now_s - self._heard_s
         if silent_s > self._health.node_timeout_s and not self._run_over:
             self._fence(silent_s, now_s)

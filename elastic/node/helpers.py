@@ -8,17 +8,17 @@ frozen answers nothing, for ever; so the node's agent watches it as it watches w
 from __future__ import annotations
 
 import os
-from typing import Any
 
-from elastic.protocol.rpc import ask
+from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.rpc import Remote
 
 
-def announce(coordinator: Any, node: str, helper: str) -> None:
+def announce(coordinator: Remote[CoordinatorApi], node: str, helper: str) -> None:
     """Has this process watched by the agent of its node. Each helper calls it once, as it starts.
 
     Args:
-        coordinator: handle of the coordinator actor.
+        coordinator: the run's.
         node: Ray's id of this node.
         helper: what it is, in words.
     """
-    ask(coordinator.helper_started, node, helper, os.getpid())
+    coordinator.call(CoordinatorApi.helper_started, node, helper, os.getpid())

@@ -8,10 +8,8 @@ it keeps lies in tmpfs (`checkpointing/snapshots/host_memory.py`) and outlives i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -28,6 +26,9 @@ from checkpointing import (
 )
 from checkpointing.format.segment import first_bad_block
 from elastic.node.helpers import announce
+from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.rpc import Remote
+from elastic.protocol.saves import HeldSnapshot, HolderApi
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ MOST_CALLS = 32
 """Calls at once in a holder: reads of other nodes, and one copy."""
 
 
-class SnapshotHolder:
+class SnapshotHolder(HolderApi):
     """Keeps a node's parts of snapshots. The coordinator makes one per node.
 
     Args:
@@ -48,11 +49,11 @@ class SnapshotHolder:
         node: Ray's id of this node.
     """
 
-    def __init__(self, coordinator: Any, folder: Path, node: str) -> None:
+    def __init__(self, coordinator: Remote[CoordinatorApi], folder: Path, node: str) -> None:
         self._folder, self._node = folder, node
         announce(coordinator, node, "snapshot holder")
 
-    def copy(self, source: Any, segments: tuple[Segment, ...]) -> None:
+    def copy(self, source: Remote[HolderApi], segments: tuple[Segment, ...]) -> None:
         """Takes segments over from `source`, the holder of another node, and checks them.
 
         Raises:
@@ -65,7 +66,7 @@ class SnapshotHolder:
             store.put(segment.key, _arriving(source, segment))
 
     def read(self, key: str, start: int, length: int) -> bytes:
-        """`length` bytes of a segment. Raises MissingError."""
+        """See HolderApi."""
         return open_memory(self._folder, self._node).get_range(key, start, length)
 
     def settle(self, manifest: Manifest) -> None:
@@ -75,16 +76,6 @@ class SnapshotHolder:
     def sweep(self, step: int, keep: Manifest | None) -> None:
         """See `sweep_snapshots`."""
         sweep_snapshots(open_memory(self._folder, self._node), step, keep)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldSnapshot:
-    """A snapshot and how to reach it; a worker gets it from the coordinator."""
-
-    manifest: Manifest
-    """What it holds."""
-    holders: Mapping[str, Mapping[str, Any]]
-    """Segment key -> node -> its holder."""
 
 
 class HeldSegments:
@@ -119,13 +110,15 @@ class HeldSegments:
                 log.warning("%s cannot be read on %s", key, reasons[-1])
         raise StoreUnavailableError(key, None, "; ".join(reasons) or "no node has it")
 
-    def _read(self, node: str, holder: Any, key: str, start: int, length: int) -> bytes:
+    def _read(
+        self, node: str, holder: Remote[HolderApi], key: str, start: int, length: int
+    ) -> bytes:
         if node == self._node:
             return open_memory(self._folder, node).get_range(key, start, length)
         return b"".join(_chunks(holder, key, start, start + length))
 
 
-def _arriving(source: Any, segment: Segment) -> Iterator[bytes]:
+def _arriving(source: Remote[HolderApi], segment: Segment) -> Iterator[bytes]:
     """The bytes of a segment on another node, each block checked."""
     step = max(1, CHUNK_BYTES // segment.block_bytes) * segment.block_bytes
     for start in range(0, segment.size_bytes, step):
@@ -135,9 +128,9 @@ def _arriving(source: Any, segment: Segment) -> Iterator[bytes]:
         yield data
 
 
-def _chunks(holder: Any, key: str, start: int, stop: int) -> Iterator[bytes]:
+def _chunks(holder: Remote[HolderApi], key: str, start: int, stop: int) -> Iterator[bytes]:
     for at in range(start, stop, CHUNK_BYTES):
-        call = holder.read.remote(key, at, min(CHUNK_BYTES, stop - at))
+        call = holder.send(HolderApi.read, key, at, min(CHUNK_BYTES, stop - at))
         yield ray.get(call, timeout=CHUNK_TIMEOUT_S)
 
 

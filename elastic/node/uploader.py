@@ -17,17 +17,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
 
 from checkpointing import (
     Attempt,
     Keys,
-    KnownPart,
     Receipt,
-    TensorSlice,
     Written,
     check_room,
     open_memory,
@@ -36,8 +31,10 @@ from checkpointing import (
     write_shared,
 )
 from elastic.node.helpers import announce
-from elastic.protocol.rpc import ask
+from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
+from elastic.protocol.saves import Upload, UploaderApi
 from trainer.engine.shared_copy import CopyGoneError, open_copy
 from trainer.replication.step_commit import Place
 
@@ -53,35 +50,7 @@ NICENESS = 10
 """Where training and uploads want the same core, the training gets it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Upload:
-    """A worker's part of a save, ready to be written."""
-
-    place: Place
-    """Where to."""
-    pid: int
-    """Process that holds the copy."""
-    fd: int
-    """Descriptor of the buffer in that process."""
-    number: int
-    """Of the copy in it."""
-    attempt: Attempt
-    """Who writes what."""
-    writers: int
-    """Parts of this save."""
-    slices: tuple[TensorSlice, ...]
-    """What is in the copy, placed as `plan_places` has it."""
-    still: frozenset[str] = frozenset()
-    """Names of tensors that training does not change."""
-    known: Mapping[TensorSlice, KnownPart] = field(default_factory=dict)
-    """What this worker's parts of the newest committed checkpoint were."""
-    training_state: dict[str, Any]
-    """What lies beside the tensors."""
-    begun_at: float
-    """When it was copied, in seconds since the epoch."""
-
-
-class Uploader:
+class Uploader(UploaderApi):
     """Writes what the workers of a node have copied. The coordinator makes one per node.
 
     Args:
@@ -91,7 +60,13 @@ class Uploader:
         segment_bytes: bound on the tensor bytes in one file.
     """
 
-    def __init__(self, coordinator: Any, paths: RunPaths, node: str, segment_bytes: int) -> None:
+    def __init__(
+        self,
+        coordinator: Remote[CoordinatorApi],
+        paths: RunPaths,
+        node: str,
+        segment_bytes: int,
+    ) -> None:
         self._coordinator, self._paths = coordinator, paths
         self._node, self._segment_bytes = node, segment_bytes
         self._lock, self._writing = threading.Lock(), dict[_Part, Future[Written | None]]()
@@ -99,14 +74,7 @@ class Uploader:
         announce(coordinator, node, "uploader")
 
     def write(self, upload: Upload) -> Written | None:
-        """Writes a part and hands in its receipt. Doing it twice does no harm; asked a second time
-        while it is at it, as by a worker whose connection broke, it does it once: the worker uses
-        its buffer again when one of its calls has ended.
-
-        Returns:
-            What was written; None where it could not be, which the coordinator knows, or where the
-            copy is gone.
-        """
+        """See UploaderApi."""
         part = upload.place, upload.pid, upload.number, upload.attempt
         with self._lock:
             if (begun := self._writing.get(part)) is None:
@@ -128,7 +96,11 @@ class Uploader:
 
 
 def write_and_tell(
-    upload: Upload, coordinator: Any, paths: RunPaths, node: str, segment_bytes: int
+    upload: Upload,
+    coordinator: Remote[CoordinatorApi],
+    paths: RunPaths,
+    node: str,
+    segment_bytes: int,
 ) -> Written | None:
     """Writes a part, and hands in its receipt or says why there is none.
 
@@ -151,8 +123,7 @@ def write_and_tell(
     except Exception as error:
         report_failure(coordinator, upload.place, step, f"{type(error).__name__}: {error}")
         return None
-    method, args = hand_in(coordinator, upload, written.receipt, node)
-    ask(method, *args)
+    hand_in(coordinator, upload, written.receipt, node)
     return written
 
 
@@ -194,16 +165,21 @@ def write_part(upload: Upload, paths: RunPaths, node: str, segment_bytes: int) -
 
 
 def hand_in(
-    coordinator: Any, upload: Upload, receipt: Receipt, node: str
-) -> tuple[Any, tuple[Any, ...]]:
-    """The call by which the coordinator gets the receipt of a part."""
+    coordinator: Remote[CoordinatorApi], upload: Upload, receipt: Receipt, node: str
+) -> None:
+    """Tells the coordinator that a part is written."""
     state, begun_at, writers = upload.training_state, upload.begun_at, upload.writers
     if upload.place == "store":
-        return coordinator.receipt, (receipt, state, begun_at, writers)
-    return coordinator.snapshot_part, (receipt, state, node, begun_at, writers)
+        coordinator.call(CoordinatorApi.receipt, receipt, state, begun_at, writers)
+    else:
+        coordinator.call(CoordinatorApi.snapshot_part, receipt, state, node, begun_at, writers)
 
 
-def report_failure(coordinator: Any, place: Place, step: int, reason: str) -> None:
+def report_failure(
+    coordinator: Remote[CoordinatorApi], place: Place, step: int, reason: str
+) -> None:
     """Tells the coordinator that a part of a save will not be there."""
-    failed = coordinator.save_failed if place == "store" else coordinator.snapshot_skipped
-    ask(failed, step, reason)
+    if place == "store":
+        coordinator.call(CoordinatorApi.save_failed, step, reason)
+    else:
+        coordinator.call(CoordinatorApi.snapshot_skipped, step, reason)

@@ -7,7 +7,9 @@ from typing import Any
 
 from checkpointing import CheckpointConfig
 from elastic.config import HealthConfig, ScalingConfig
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.faults import Fault
+from elastic.protocol.rpc import Remote
 from elastic.protocol.run_identity import RunIdentity
 from elastic.protocol.run_paths import RunPaths
 from trainer.config import TrainConfig
@@ -37,8 +39,8 @@ class Job:
     """Random number of this start, in the keys of all it saves: no other start writes there."""
     faults: tuple[Fault, ...]
     """Faults to inject."""
-    coordinator: Any
-    """Handle of the coordinator actor."""
+    coordinator: Remote[CoordinatorApi]
+    """The run's coordinator."""
 
     @property
     def slots(self) -> int:

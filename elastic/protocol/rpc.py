@@ -1,45 +1,86 @@
-"""Calls to the coordinator that wait through its restarts."""
+"""Typed calls to actors.
+
+Ray's own handle has any method with any arguments. `Remote` is one that knows the actor's methods:
+a misspelled call, or one with a wrong argument, is a type error.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import ray
+from ray import ObjectRef
 
 RETRY_S = 0.1
 
-Call = tuple[Any, tuple[Any, ...]]
-"""(method of an actor, arguments): what may have to be asked once more."""
+_Methods = TypeVar("_Methods", covariant=True)
+_Args = ParamSpec("_Args")
+_Answer = TypeVar("_Answer")
 
 
-def ask(method: Any, *args: Any) -> Any:
-    """Calls an actor's `method` until it is answered, as often as its process is started anew.
-
-    What is asked must be idempotent: an answer may be lost after the deed.
-
-    Raises:
-        ray.exceptions.RayError: the actor has died for good, or the method raised.
-    """
-    return until_answered(lambda: method.remote(*args))
-
-
-def until_answered(call: Callable[[], Any]) -> Any:
-    """As `ask`, for a call whose arguments may change from one try to the next.
+class Remote(Generic[_Methods]):
+    """The handle of an actor that has the methods of a class or protocol. It may cross Ray.
 
     Args:
-        call: makes the call; returns its ObjectRef.
+        handle: Ray's.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def call(
+        self,
+        method: Callable[Concatenate[_Methods, _Args], Coroutine[Any, Any, _Answer]],
+        *args: _Args.args,
+        **kwargs: _Args.kwargs,
+    ) -> _Answer:
+        """Calls an async `method` until it is answered, as often as the actor's process is started
+        anew. It must be idempotent: an answer may be lost after the deed.
+
+        Raises:
+            ray.exceptions.RayError: the actor has died for good, or the method raised.
+        """
+        return until_answered(lambda: self.send(method, *args, **kwargs))
+
+    @overload
+    def send(
+        self,
+        method: Callable[Concatenate[_Methods, _Args], Coroutine[Any, Any, _Answer]],
+        *args: _Args.args,
+        **kwargs: _Args.kwargs,
+    ) -> ObjectRef[_Answer]: ...
+
+    @overload
+    def send(
+        self,
+        method: Callable[Concatenate[_Methods, _Args], _Answer],
+        *args: _Args.args,
+        **kwargs: _Args.kwargs,
+    ) -> ObjectRef[_Answer]: ...
+
+    def send(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> ObjectRef[Any]:
+        """Calls `method` once and waits for nothing. Returns what its answer comes in."""
+        answer: ObjectRef[Any] = getattr(self.handle, method.__name__).remote(*args, **kwargs)
+        return answer
+
+
+def until_answered(send: Callable[[], ObjectRef[_Answer]]) -> _Answer:
+    """As `Remote.call`, for a call whose arguments may change from one try to the next.
+
+    Args:
+        send: makes the call.
     """
     while True:
         try:
-            return ray.get(call())
+            return ray.get(send())
         except ray.exceptions.ActorUnavailableError:
             time.sleep(RETRY_S)
 
 
-def restarting(answer: Any) -> bool:
-    """Whether the call that `answer` (an ObjectRef, ready) belongs to was lost in a restart."""
+def restarting(answer: ObjectRef[Any]) -> bool:
+    """Whether the call that `answer` (ready) belongs to was lost in a restart."""
     try:
         ray.get(answer)
     except ray.exceptions.ActorUnavailableError:

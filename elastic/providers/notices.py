@@ -21,9 +21,9 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from elastic.protocol.rpc import ask
+from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.rpc import Remote
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +78,11 @@ class DrainWatch:
                 self._tell(node, deadline_ms / 1000 if deadline_ms else None, "Ray drains the node")
 
 
-def tell_coordinator(coordinator: Any) -> Tell:
+def tell_coordinator(coordinator: Remote[CoordinatorApi]) -> Tell:
     """A `Tell` for a coordinator actor. It waits through a restart of the coordinator."""
 
     def tell(node: str, deadline_s: float | None, reason: str) -> None:
-        ask(coordinator.drain, node, deadline_s, reason)
+        coordinator.call(CoordinatorApi.drain, node, deadline_s, reason)
 
     return tell
 

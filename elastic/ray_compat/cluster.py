@@ -4,41 +4,53 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import ray
 from ray._private.state import available_resources_per_node, state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from elastic.protocol.rpc import Remote
+
 log = logging.getLogger(__name__)
+
+_Args = ParamSpec("_Args")
+_Actor = TypeVar("_Actor")
 
 
 def start_actor(
-    cls: type,
-    *args: Any,
+    cls: Callable[_Args, _Actor],
+    *,
     node: str | None = None,
     max_concurrency: int,
     restarts: bool = False,
-) -> Any:
-    """Starts an actor that takes no CPU slot, on `node` (Ray's id) or on this process's own.
+) -> Callable[_Args, Remote[_Actor]]:
+    """An actor that takes no CPU slot, on `node` (Ray's id) or on this process's own.
 
     Args:
         cls: the actor's class.
-        args: for its constructor.
         node: where it lives; it never moves.
         max_concurrency: calls that may be pending in it.
         restarts: whether it is started anew when its process dies.
+
+    Returns:
+        What starts it; it takes what the class takes.
     """
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": max_concurrency}
     if restarts:
         options["max_restarts"] = -1
     place = on_node(node or ray.get_runtime_context().get_node_id())
-    return ray.remote(**options)(cls).options(scheduling_strategy=place).remote(*args)
+
+    def start(*args: _Args.args, **kwargs: _Args.kwargs) -> Remote[_Actor]:
+        actor: Any = ray.remote(**options)(cls)
+        return Remote(actor.options(scheduling_strategy=place).remote(*args, **kwargs))
+
+    return start
 
 
-def process_here(actor: Any) -> int | None:
+def process_here(actor: Remote[object]) -> int | None:
     """The process of an actor on this process's own node; None where it is elsewhere, or starts."""
-    row = state.actor_table(actor._actor_id.hex())
+    row = state.actor_table(actor.handle._actor_id.hex())
     if row.get("State") != "ALIVE":
         return None
     here = row["Address"]["NodeID"] == ray.get_runtime_context().get_node_id()

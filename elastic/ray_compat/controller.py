@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import ray
+from ray import ObjectRef
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
@@ -16,7 +17,8 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus,
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import TrainingFailedError
 
-from elastic.protocol.rpc import ask, restarting
+from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.rpc import Remote, restarting
 from elastic.providers.notices import catch_sigterm
 from elastic.ray_compat.placement import FutileStarts, Wanted
 from elastic.ray_compat.workers import ElasticWorkerGroup, SeatedWorker
@@ -49,7 +51,7 @@ class ElasticBackendConfig(BackendConfig):
         coordinator: is told how many workers the run starts with.
     """
 
-    def __init__(self, wanted: Wanted, coordinator: Any) -> None:
+    def __init__(self, wanted: Wanted, coordinator: Remote[CoordinatorApi]) -> None:
         self.wanted, self.coordinator = wanted, coordinator
 
     @property
@@ -61,11 +63,11 @@ class ElasticBackendConfig(BackendConfig):
 class CoordinatorDecides(FailurePolicy):
     """The run goes on until the coordinator says that it is over, or nothing starts any more."""
 
-    def __init__(self, coordinator: Any) -> None:
+    def __init__(self, coordinator: Remote[CoordinatorApi]) -> None:
         super().__init__(FailureConfig(max_failures=-1))
         self._coordinator = coordinator
         self._futile = FutileStarts()
-        self._over: Any = None
+        self._over: ObjectRef[None] | None = None
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         """See FailurePolicy. Asked where the first workers do not start, and at the end."""
@@ -81,7 +83,10 @@ class CoordinatorDecides(FailurePolicy):
             others: whether others are at work: then a machine where nothing starts does no harm.
         """
         try:
-            verdict, hellos = ask(self._coordinator.verdict), ask(self._coordinator.hellos)
+            verdict, hellos = (
+                self._coordinator.call(CoordinatorApi.verdict),
+                self._coordinator.call(CoordinatorApi.hellos),
+            )
         except ray.exceptions.RayError:
             return True
         self._futile.count(hellos=hellos, newest=newest, launches=launches)
@@ -92,12 +97,12 @@ class CoordinatorDecides(FailurePolicy):
         """Tells the coordinator of workers that have ended: not all nodes have an agent."""
         known = [(worker.metadata.node_id, worker.metadata.pid) for worker in ended]
         with contextlib.suppress(ray.exceptions.RayError):  # then the run ends
-            ask(self._coordinator.ended, known)
+            self._coordinator.call(CoordinatorApi.ended, known)
 
     def over(self) -> bool:
         """Whether the coordinator has ended the run, or died. Costs no call."""
         if self._over is None:
-            self._over = self._coordinator.over.remote()
+            self._over = self._coordinator.send(CoordinatorApi.over)
         if not ray.wait([self._over], timeout=0)[0]:
             return False
         if restarting(self._over):

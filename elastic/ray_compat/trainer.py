@@ -19,7 +19,8 @@ from ray.train.v2._internal.callbacks.placement_group_callback import (
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from elastic.protocol.rpc import RETRY_S, restarting
+from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.rpc import RETRY_S, Remote, restarting
 from elastic.ray_compat.cluster import on_node
 from elastic.ray_compat.controller import (
     CoordinatorDecides,
@@ -54,7 +55,7 @@ class ElasticRayTrainer(DataParallelTrainer):
         train_worker: Callable[[dict[str, Any]], None],
         *,
         job: Any,
-        coordinator: Any,
+        coordinator: Remote[CoordinatorApi],
         workers: int,
         wanted: Wanted,
         resources_per_worker: dict[str, float],
@@ -110,10 +111,10 @@ class ElasticRayTrainer(DataParallelTrainer):
             signal.signal(signal.SIGINT, before)
 
     def _wait_for(self, controller: Any) -> Result:
-        running, over = controller.run.remote(), self._coordinator.over.remote()
+        running, over = controller.run.remote(), self._coordinator.send(CoordinatorApi.over)
         while over in ray.wait([running, over], num_returns=1)[0] and restarting(over):
             time.sleep(RETRY_S)
-            over = self._coordinator.over.remote()
+            over = self._coordinator.send(CoordinatorApi.over)
         if not ray.wait([running], timeout=END_PATIENCE_S)[0]:
             ray.kill(controller)
         ray.get(running)

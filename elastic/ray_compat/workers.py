@@ -28,7 +28,8 @@ from ray.train.v2._internal.execution.worker_group.execution_group import Replic
 from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from elastic.protocol.rpc import ask
+from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.rpc import Remote
 from elastic.ray_compat.cluster import draining_nodes
 from elastic.ray_compat.groups import PlacementGroups
 from elastic.ray_compat.placement import (
@@ -72,7 +73,7 @@ class ElasticWorkerGroup(WorkerGroup):
         context = self._worker_group_context
         config: Any = self._train_run_context.backend_config
         self._wanted: Wanted = config.wanted
-        self._coordinator: Any = config.coordinator
+        self._coordinator: Remote[CoordinatorApi] = config.coordinator
         self._groups = PlacementGroups(self._train_run_context.run_id, context.resources_per_worker)
         self._ranks: dict[Seat, int] = {}
         self._new_ranks = itertools.count(context.num_workers)
@@ -101,7 +102,7 @@ class ElasticWorkerGroup(WorkerGroup):
         seats = [(name, bundle) for name, size in self._groups for bundle in range(size)]
         for seat in seats:
             self._pauses.begun(seat, time.monotonic())
-        ask(self._coordinator.expect, len(seats))
+        self._coordinator.call(CoordinatorApi.expect, len(seats))
         workers: list[Any] = WorkerGroup._assign_worker_ranks(
             self._hire(seats, self._launch(len(seats))), replica_group_size=1
         )

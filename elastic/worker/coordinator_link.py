@@ -10,16 +10,27 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
+from ray import ObjectRef
 
 from elastic.protocol import events
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.job import Job
-from elastic.protocol.messages import Answer, Build, Identity, Leave, Report, Run, Standing
-from elastic.protocol.rpc import Call, ask, until_answered
+from elastic.protocol.messages import (
+    Answer,
+    Build,
+    Identity,
+    Leave,
+    Report,
+    Run,
+    Signal,
+    Standing,
+)
+from elastic.protocol.rpc import until_answered
 from elastic.worker.fault_injection import Injection
 from elastic.worker.outbox import Outbox
 from elastic.worker.save_schedule import SaveSchedule
@@ -53,7 +64,8 @@ class CoordinatorLink:
         self._settled = 0
         self._run: Run | None = None
         self._standing = Standing(identity=identity)
-        self._heal_news: Call | None = None
+        self._heal_news: Callable[[], ObjectRef[None]] | None = None
+        """Sends what became of this worker's heal: once more to another coordinator."""
         self._save_schedule = SaveSchedule(job.checkpoint)
         self.outbox = Outbox(job.coordinator, self._save_schedule.ask)
         self.saves = Saver(job, identity, self.outbox, self._save_schedule)
@@ -73,7 +85,7 @@ class CoordinatorLink:
         # replaced by one of its survivors, they do when they have built that.
         if self._run is None or self._run.rank == 0 or not report.built:
             report = replace(report, recent=recent)
-        answer: Answer = ask(self._coordinator.join, report)
+        answer = self._coordinator.call(CoordinatorApi.join, report)
         # First of all: the next coordinator may be asking where this worker stands.
         self._take_on(answer)
         self._settled = getattr(answer, "serial", self._settled)
@@ -95,20 +107,21 @@ class CoordinatorLink:
         """Reports an exception. Returns whether it was only the loss of a peer, of which one from a
         process group is a sign."""
         worker = self._identity.worker
-        return ask(self._coordinator.trouble, worker, step, detail, of_a_group) == "peer"
+        call, trouble = self._coordinator.call, CoordinatorApi.trouble
+        return call(trouble, worker, step, detail, of_a_group) == "peer"
 
     def fail(self, error: str) -> None:
         """Ends the whole run."""
         self.outbox.flush()
-        ask(self._coordinator.fail, error)
+        self._coordinator.call(CoordinatorApi.fail, error)
 
     def terminating(self) -> None:
         """This process was sent SIGTERM: it will be killed soon."""
-        ask(self._coordinator.drain_worker, self._identity.worker, "SIGTERM")
+        self._coordinator.call(CoordinatorApi.drain_worker, self._identity.worker, "SIGTERM")
 
     def compare(self, slot: str, digest: str) -> None:
         """Hands in this worker's state digest at the end of the run."""
-        ask(self._coordinator.compare, slot, digest)
+        self._coordinator.call(CoordinatorApi.compare, slot, digest)
 
     # -- Link: read by the loop --------------------------------------------------------------------
 
@@ -159,14 +172,21 @@ class CoordinatorLink:
         """See Link."""
         self._standing = replace(self._standing, behind=False)
         seconds = time.monotonic() - newcomer.started_at
-        news = self._identity.worker, newcomer.bytes, seconds, newcomer.steps_behind
-        self._heal_news = self._coordinator.caught_up, news
-        self._coordinator.caught_up.remote(*news)
+        worker, size, steps = self._identity.worker, newcomer.bytes, newcomer.steps_behind
+        self._tell_of_heal(
+            lambda: self._coordinator.send(CoordinatorApi.caught_up, worker, size, seconds, steps)
+        )
 
     def heal_failed(self, reason: str) -> None:
         """See Link."""
-        self._heal_news = self._coordinator.heal_failed, (self._identity.worker, reason)
-        self._coordinator.heal_failed.remote(self._identity.worker, reason)
+        worker = self._identity.worker
+        self._tell_of_heal(
+            lambda: self._coordinator.send(CoordinatorApi.heal_failed, worker, reason)
+        )
+
+    def _tell_of_heal(self, send: Callable[[], ObjectRef[None]]) -> None:
+        self._heal_news = send
+        send()
 
     def compared(self, step: int, checksums: list[int | None]) -> None:
         """See Link. A worker that differs from most leaves; its replica heals from another one."""
@@ -183,7 +203,7 @@ class CoordinatorLink:
         if self._run.position in found.outliers:
             detail = f"its state before step {step} differs from most replicas': {shown}"
             self.outbox.flush()
-            ask(self._coordinator.corrupt, worker, detail)
+            self._coordinator.call(CoordinatorApi.corrupt, worker, detail)
             os._exit(CORRUPT_EXIT_CODE)
         if not found.decided and self._run.position == 0:
             self.fail(
@@ -232,7 +252,7 @@ class CoordinatorLink:
         seen = 0
         while not self._closed.is_set():
             try:
-                call = ray.get(self._coordinator.watch.remote(self._identity.worker, seen))
+                call = ray.get(self._next_call(seen))
             except ray.exceptions.ActorUnavailableError:
                 self._reintroduce()
                 continue
@@ -247,23 +267,27 @@ class CoordinatorLink:
             if call.broken and call.serial > self._settled:  # else it is of the replica before
                 abort_replica_group()
 
+    def _next_call(self, seen: int) -> ObjectRef[Signal | None]:
+        return self._coordinator.send(CoordinatorApi.watch, self._identity.worker, seen)
+
     def _reintroduce(self) -> None:
         """The coordinator was lost: tells the one that is started in its place what it must
         know."""
         try:
-            until_answered(lambda: self._coordinator.resume.remote(self._stands_now()))
+            until_answered(self._resume)
         except ray.exceptions.RayError:
             return
         threading.Thread(target=self._tell_again, name="tell-again", daemon=True).start()
 
-    def _stands_now(self) -> Standing:
-        """It may change until somebody is there to hear it."""
-        return replace(self._standing, serial=max(self._settled, *self._called.values()))
+    def _resume(self) -> ObjectRef[None]:
+        """Where this worker stands may change until somebody is there to hear it."""
+        standing = replace(self._standing, serial=max(self._settled, *self._called.values()))
+        return self._coordinator.send(CoordinatorApi.resume, standing)
 
     def _tell_again(self) -> None:
         """Repeats what the coordinator that was lost may not have heard, or have told nobody."""
         with contextlib.suppress(ray.exceptions.RayError):
-            for call in (self._heal_news, self.saves.receipt):
-                if call is not None:
-                    method, args = call
-                    ask(method, *args)
+            if self._heal_news is not None:
+                until_answered(self._heal_news)
+            if self.saves.hand_in_again is not None:
+                self.saves.hand_in_again()

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import signal
 
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.faults import InjectedError, flip_bit
 from elastic.protocol.job import Job
-from elastic.protocol.rpc import ask
 from trainer.engine.engine import Engine
 from trainer.loop.phases import Phase
 
@@ -44,7 +44,9 @@ class Injection:
 
     def _fire(self, index: int, step: int) -> None:
         fault = self._job.faults[index]
-        if not ask(self._job.coordinator.claim_fault, index, self.slot, step, self._worker):
+        assert self.slot is not None
+        claim = CoordinatorApi.claim_fault
+        if not self._job.coordinator.call(claim, index, self.slot, step, self._worker):
             return
         if fault.kind == "raise":
             raise InjectedError(str(fault))

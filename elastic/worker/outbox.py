@@ -10,13 +10,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import ray
 
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.events import Event, StepRecord
 from elastic.protocol.messages import Answer, Run
-from elastic.protocol.rpc import ask
+from elastic.protocol.rpc import Remote
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,9 @@ class Outbox:
         save_wanted: called where the coordinator answers the lead that it wants a checkpoint.
     """
 
-    def __init__(self, coordinator: Any, save_wanted: Callable[[], None]) -> None:
+    def __init__(
+        self, coordinator: Remote[CoordinatorApi], save_wanted: Callable[[], None]
+    ) -> None:
         self._coordinator, self._save_wanted = coordinator, save_wanted
         self._steps: deque[StepRecord] = deque(maxlen=_RECORDS_KEPT)
         self._events: deque[Event] = deque()
@@ -71,7 +73,8 @@ class Outbox:
         with self._sending:
             steps = list(self._steps) if self._lead else []
             happened = list(self._events)
-            if (steps or happened) and ask(self._coordinator.record, steps, happened):
+            record = CoordinatorApi.record
+            if (steps or happened) and self._coordinator.call(record, steps, happened):
                 self._save_wanted()
             for queue, sent in ((self._steps, steps), (self._events, happened)):
                 for _ in sent:

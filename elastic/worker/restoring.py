@@ -20,9 +20,9 @@ from checkpointing import (
     open_store,
 )
 from elastic.node.snapshot_holder import HeldSegments
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.job import Job
 from elastic.protocol.messages import Run
-from elastic.protocol.rpc import ask
 from elastic.protocol.run_identity import check_own
 from trainer.engine.engine import Engine
 from trainer.loop.link import Progress
@@ -86,7 +86,7 @@ def open_checkpoint(job: Job, step: int, node: str) -> Saved:
 
 
 def _open_snapshot(job: Job, step: int, node: str) -> Saved:
-    held = ask(job.coordinator.snapshot, step)
+    held = job.coordinator.call(CoordinatorApi.snapshot, step)
     if held is None:
         raise NotCommittedError(step, "the nodes that held the snapshot are gone")
     segments = HeldSegments(held, job.paths.memory, node)
@@ -97,6 +97,9 @@ def _tell(job: Job, run: Run, error: CheckpointError) -> None:
     """Returns when the coordinator goes by it, so that the next roster is given another state."""
     coordinator, reason = job.coordinator, str(error)
     if run.source == "memory":
-        ask(coordinator.snapshot_failed, run.step, reason)
+        coordinator.call(CoordinatorApi.snapshot_failed, run.step, reason)
     else:
-        ask(coordinator.checkpoint_failed, run.step, run.generation, reason, is_damage(error))
+        damaged = is_damage(error)
+        coordinator.call(
+            CoordinatorApi.checkpoint_failed, run.step, run.generation, reason, damaged
+        )

@@ -12,18 +12,21 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
 import torch
 
 from checkpointing import Attempt, Written
-from elastic.node.uploader import Upload, hand_in, report_failure, write_and_tell
+from elastic.node.uploader import hand_in, report_failure, write_and_tell
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.job import Job
 from elastic.protocol.messages import Identity, Run
-from elastic.protocol.rpc import RETRY_S, Call, ask
+from elastic.protocol.rpc import RETRY_S, Remote
+from elastic.protocol.saves import Upload, UploaderApi
 from elastic.worker.known_parts import KnownParts
 from elastic.worker.outbox import Outbox
 from elastic.worker.save_schedule import SaveSchedule
@@ -51,12 +54,12 @@ class Saver:
         self._writing: dict[Place, tuple[threading.Thread, HostBuffer]] = {}
         self._buffers: list[HostBuffer] = []
         self._preparing: threading.Thread | None = None
-        self._uploader: Any = None
+        self._uploader: Remote[UploaderApi] | None = None
         self._clock = clock
         self._parts = KnownParts()
         self._run_name = {"name": job.paths.root.name, "id": job.identity.id}
-        self.receipt: Call | None = None
-        """The latest one for the store, as it was handed in."""
+        self.hand_in_again: Callable[[], None] | None = None
+        """Hands in the latest receipt for the store once more."""
 
     # -- asked by the loop -------------------------------------------------------------------------
 
@@ -76,7 +79,7 @@ class Saver:
         """Begins to save the state before `step` to `places`. All workers with state call it."""
         if step >= self._job.train.steps:
             self.wait()
-            if ask(self._coordinator.saved, step):
+            if self._coordinator.call(CoordinatorApi.saved, step):
                 return
         places = [place for place in places if not self._is_busy(place)]
         if not places:
@@ -133,7 +136,7 @@ class Saver:
 
     def _find_uploader(self) -> None:
         with contextlib.suppress(ray.exceptions.RayError):
-            self._uploader = ask(self._coordinator.uploader, self._identity.node)
+            self._uploader = self._coordinator.call(CoordinatorApi.uploader, self._identity.node)
 
     def _make_buffers(self, size_bytes: int, device: torch.device) -> None:
         wanted = 1 if self._job.checkpoint.memory_every is None else 2
@@ -174,7 +177,7 @@ class Saver:
         try:
             self._outbox.flush()  # a checkpoint must not count before its steps are in the records
             if upload.place == "store":
-                known = self._parts.of(ask(self._coordinator.newest_saved))
+                known = self._parts.of(self._coordinator.call(CoordinatorApi.newest_saved))
                 upload = replace(upload, known=known)
             written = self._upload(upload)
         except Exception as error:
@@ -183,19 +186,22 @@ class Saver:
             return
         if written is not None and upload.place == "store":
             self._parts.add(upload.attempt, written.parts)
-            receipt = written.receipt
-            self.receipt = hand_in(self._coordinator, upload, receipt, self._identity.node)
+            # The uploader has handed it in; a coordinator started anew may have to hear it again.
+            self.hand_in_again = partial(
+                hand_in, self._coordinator, upload, written.receipt, self._identity.node
+            )
             self._clock.written(write_s=time.time() - upload.begun_at)
 
     def _upload(self, upload: Upload) -> Written | None:
         """Has the node's uploader write; where that dies, the one that takes its place."""
         until_s: float | None = None
         while True:
-            uploader = self._uploader or ask(self._coordinator.uploader, self._identity.node)
+            uploader = self._uploader or self._coordinator.call(
+                CoordinatorApi.uploader, self._identity.node
+            )
             self._uploader = uploader
             try:
-                written: Written | None = ray.get(uploader.write.remote(upload))
-                return written
+                return ray.get(uploader.send(UploaderApi.write, upload))
             except ray.exceptions.ActorUnschedulableError:
                 if upload.place == "memory":
                     raise  # nor is there anybody who could hand it out

@@ -24,10 +24,10 @@ import ray
 import torch
 
 from elastic.errors import RunFailedError
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.job import Job
 from elastic.protocol.messages import Build, Identity, Leave, Report, Run, Stop
 from elastic.protocol.roster import most_replicas
-from elastic.protocol.rpc import ask
 from elastic.providers.notices import on_sigterm
 from elastic.worker.coordinator_link import CoordinatorLink
 from elastic.worker.restoring import restore
@@ -73,7 +73,7 @@ class Worker:
             pid=os.getpid(),
             heartbeat_fd=heartbeat.fd,
         )
-        ask(job.coordinator.hello, self.identity)
+        job.coordinator.call(CoordinatorApi.hello, self.identity)
         self.link = CoordinatorLink(self.identity, job, heartbeat)
         on_sigterm(self.link.terminating)
         self.engine: Engine | None = None

@@ -1,0 +1,61 @@
+"""Whose fault an exception in a worker is: a lost peer's, or its own."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from elastic.config import HealthConfig
+from elastic.coordinator.dispatcher import Dispatcher
+from elastic.coordinator.workers import Workers
+from elastic.membership.machine import Membership
+
+_PEER_LOSS_PATIENCE_S = 1.0
+"""A peer's death is known within milliseconds of the exception that it causes."""
+
+
+class UserErrors:
+    """Settles what each exception was.
+
+    Args:
+        health: how long the loss of a node takes to show.
+        membership: knows which replicas are broken.
+        dispatcher: wakes those who wait for news.
+        workers: loses those at fault.
+    """
+
+    def __init__(
+        self,
+        health: HealthConfig,
+        membership: Membership,
+        dispatcher: Dispatcher,
+        workers: Workers,
+    ) -> None:
+        self._node_s = health.node_timeout_s + _PEER_LOSS_PATIENCE_S
+        self._membership, self._dispatcher, self._workers = membership, dispatcher, workers
+        self._raised: dict[str, int | None] = {}
+        """Worker whose own code raised, and it is not settled why -> its formation."""
+        self._at_fault: set[str] = set()
+        """Those of them that will be written off."""
+
+    async def settle(
+        self, worker: str, step: int | None, detail: str, of_a_group: bool
+    ) -> Literal["peer", "own"]:
+        """See `WorkerCalls.trouble`. An error of a process group may be the first sign of the loss
+        of a whole node, which takes longer to show. Workers of one replica that raise errors of
+        their own at the same time are each at fault: the first to be written off explains no
+        other."""
+        membership = self._membership
+        patience_s = self._node_s if of_a_group else _PEER_LOSS_PATIENCE_S
+        formation = membership.formation_of(worker)
+        if not of_a_group:
+            self._raised[worker] = formation
+        try:
+            await self._dispatcher.until(lambda: membership.replica_broken(worker), patience_s)
+            if membership.replica_broken(worker) and worker not in self._at_fault:
+                return "peer"
+            self._at_fault |= {w for w, formed in self._raised.items() if formed == formation}
+            await self._workers.lose(worker, "user_error", detail, step, formation)
+            return "own"
+        finally:
+            self._raised.pop(worker, None)
+            self._at_fault.discard(worker)

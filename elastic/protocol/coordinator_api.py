@@ -1,0 +1,166 @@
+"""What others may ask of the coordinator (`elastic/coordinator/actor.py`), by who asks.
+
+Make each call by `Remote[CoordinatorApi]`. `Remote.call` repeats a call where the coordinator is
+started anew, so all of them are idempotent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from checkpointing import Receipt
+from elastic.protocol.events import Event, RunOutcome, StepRecord
+from elastic.protocol.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
+from elastic.protocol.rpc import Remote
+from elastic.protocol.saves import HeldSnapshot, UploaderApi
+
+
+class WorkerCalls(Protocol):
+    """Calls that workers make while they train."""
+
+    async def hello(self, identity: Identity) -> None:
+        """A worker has started: its process is watched from now on."""
+
+    async def resume(self, standing: Standing) -> None:
+        """A worker that has lost its line to the coordinator says where it stands. One that was
+        started anew learns so what it must know, and then goes on as if nothing had happened."""
+
+    async def join(self, report: Report) -> Answer:
+        """A worker reports what it has and waits for what to do. No worker joins unwatched."""
+
+    async def watch(self, worker: str, seen: int) -> Signal | None:
+        """Waits for a call to `worker` later than signal `seen`; None when the run is over."""
+
+    async def trouble(self, worker: str, step: int | None, detail: str, of_a_group: bool) -> str:
+        """A worker's own code raised, with `of_a_group` an error of a process group. Was it the
+        loss of a peer, or its own fault?
+
+        Returns:
+            "peer": join again; "own": the worker is written off and must exit.
+        """
+
+    async def fail(self, error: str) -> None:
+        """Ends the run with an error that no retry can mend."""
+
+    async def record(self, steps: list[StepRecord], happened: list[Event]) -> bool:
+        """Committed steps from the lead worker, events from any; steps known already are passed by.
+
+        Returns:
+            Whether the lead is to have a checkpoint written.
+        """
+
+    async def claim_fault(self, index: int, slot: int, step: int, worker: str) -> bool:
+        """Whether injected fault `index` hits the worker in `slot` now."""
+
+    async def caught_up(self, worker: str, size: int, seconds: float, steps: int) -> None:
+        """A newcomer's worker has received `size` bytes of state, in `seconds`, and made up for
+        `steps` steps."""
+
+    async def heal_failed(self, worker: str, reason: str) -> None:
+        """A newcomer's worker did not get the state."""
+
+    async def compare(self, slot: str, digest: str) -> None:
+        """A worker's state at the end: the workers in `slot` of all replicas must agree."""
+
+    async def corrupt(self, worker: str, detail: str) -> None:
+        """A worker's state is not that of most replicas: it leaves."""
+
+
+class SaveCalls(Protocol):
+    """Calls about checkpoints and snapshots, from workers and uploaders."""
+
+    async def uploader(self, node: str) -> Remote[UploaderApi]:
+        """The actor that writes the saves of the workers on `node`."""
+
+    async def receipt(
+        self, receipt: Receipt, training_state: dict[str, Any], started: float, writers: int
+    ) -> None:
+        """A part of a checkpoint is written; the receipt of the last of `writers` commits it."""
+
+    async def save_failed(self, step: int, reason: str) -> None:
+        """A checkpoint could not be written. Unless it was the last one, the run goes on."""
+
+    async def saved(self, step: int) -> bool:
+        """Whether a checkpoint of `step` is committed."""
+
+    async def newest_saved(self) -> tuple[int, int] | None:
+        """Step and generation of the checkpoint that the next one may refer to, if any."""
+
+    async def checkpoint_failed(
+        self, step: int, generation: int, reason: str, damaged: bool
+    ) -> None:
+        """The workers of a roster cannot read the checkpoint of `step`: `damaged`, or out of
+        reach."""
+
+    async def snapshot_part(
+        self,
+        receipt: Receipt,
+        training_state: dict[str, Any],
+        node: str,
+        started: float,
+        writers: int,
+    ) -> None:
+        """One of `writers` parts of a snapshot is written to the memory of `node`."""
+
+    async def snapshot_skipped(self, step: int, reason: str) -> None:
+        """A part of a snapshot could not be written; the run goes on."""
+
+    async def snapshot(self, step: int) -> HeldSnapshot | None:
+        """Where the snapshot of `step` lies; None where it is not to be had any more."""
+
+    async def snapshot_failed(self, step: int, reason: str) -> None:
+        """A worker could not read the snapshot of `step`."""
+
+
+class NodeCalls(Protocol):
+    """Calls about machines, from node agents, helpers, and those who hear that a machine goes."""
+
+    async def beat(self, node: str, token: str, deaths: list[Death]) -> bool:
+        """A node's agent says that the node is there, and which workers died since its last word.
+
+        Returns:
+            False: the node was written off; the agent ends its workers and leaves.
+        """
+
+    async def helper_started(self, node: str, helper: str, pid: int) -> None:
+        """A helper of a node has started, as process `pid`: it is watched from now on."""
+
+    async def helper_killed(self, node: str, helper: str, detail: str) -> None:
+        """A helper was frozen, and its node's agent has killed it."""
+
+    async def drain(self, node: str, deadline: float | None, reason: str) -> None:
+        """A machine will go, by `deadline` in seconds since the epoch: its workers leave training
+        after a step, and those that start on it get no slot."""
+
+    async def drain_worker(self, worker: str, reason: str) -> None:
+        """A worker was told to end: it leaves training after a step, and then ends."""
+
+
+class DriverCalls(Protocol):
+    """Calls that the driver and Ray Train's controller make."""
+
+    async def expect(self, workers: int) -> None:
+        """The controller has machines for so many of the first workers, and is about to start them:
+        no others are waited for."""
+
+    async def hellos(self) -> int:
+        """Workers that have started so far."""
+
+    async def ended(self, workers: list[tuple[str, int]]) -> None:
+        """Ray Train's controller has seen the end of these, each given by node and process."""
+
+    async def observe(self) -> tuple[list[StepRecord], list[Event]]:
+        """Step records and events since the last call; the files keep them all."""
+
+    async def verdict(self) -> Stop | None:
+        """How the run ended; None while it goes on."""
+
+    async def over(self) -> None:
+        """Returns when the run has ended."""
+
+    async def end(self, outcome: RunOutcome, error: str | None) -> None:
+        """Writes the last event and closes the records."""
+
+
+class CoordinatorApi(WorkerCalls, SaveCalls, NodeCalls, DriverCalls, Protocol):
+    """All of them."""
