@@ -30,8 +30,9 @@ from checkpointing import Attempt, Keys, S3Config, open_store, plan_places, writ
 from checkpointing.format import segment
 from checkpointing.stores.s3 import upload as upload_module
 from elastic import ParallelConfig, TrainConfig
-from elastic.node.uploader import MOST_CALLS, NICENESS, Upload, write_part
+from elastic.node.uploader import MOST_CALLS, NICENESS, write_part
 from elastic.protocol.run_paths import RunPaths
+from elastic.protocol.saves import Upload
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine

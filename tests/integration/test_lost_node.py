@@ -128,30 +128,21 @@ def test_a_node_without_an_answer_ends_its_workers_where_the_coordinators_machin
     deaf = socket.socket(type=socket.SOCK_DGRAM)
     deaf.bind(("127.0.0.1", 0))
     with deaf, coordinators_port(reach) as address:
-        coordinator = start_actor(DeafCoordinator, max_concurrency=100)
-        agent = start_actor(
-            NodeAgent,
-            coordinator,
-            node,
-            "token",
-            address,
-            deaf.getsockname(),
-            HEALTH,
-            node=node,
-            max_concurrency=8,
-        )
+        coordinator = start_actor(DeafCoordinator, max_concurrency=100)()
+        start_agent = start_actor(NodeAgent, node=node, max_concurrency=8)
+        agent = start_agent(coordinator, node, "token", address, deaf.getsockname(), HEALTH)
         identity = Identity(worker="w0", rank=0, node=node, pid=sleeper.pid)
-        ray.get(agent.watch.remote(identity))
+        ray.get(agent.send(NodeAgent.watch, identity))
         if reach != "silent":
             with pytest.raises(subprocess.TimeoutExpired):
                 sleeper.wait(3 * NODE_TIMEOUT_S)
             sleeper.kill()
         assert sleeper.wait(DEADLINE_S) == -signal.SIGKILL
-        coordinator.listen.remote()
-        wait_until(lambda: ray.get(coordinator.all_told.remote()) != [])
-        (death,) = ray.get(coordinator.all_told.remote())
-        ray.kill(agent)
-        ray.kill(coordinator)
+        coordinator.send(DeafCoordinator.listen)
+        wait_until(lambda: ray.get(coordinator.send(DeafCoordinator.all_told)) != [])
+        (death,) = ray.get(coordinator.send(DeafCoordinator.all_told))
+        ray.kill(agent.handle)
+        ray.kill(coordinator.handle)
     assert (death.worker, death.cause) == ("w0", "node" if reach == "silent" else "crash")
 
 
@@ -173,26 +164,17 @@ def test_a_node_whose_datagrams_are_not_answered_calls_until_they_are(cluster: N
         mailbox.settimeout(DEADLINE_S)
         listener.connection_made(Through(mailbox))
         address = mailbox.getsockname()
-        coordinator = start_actor(DeafCoordinator, max_concurrency=100)
-        ray.get(coordinator.listen.remote())
-        agent = start_actor(
-            NodeAgent,
-            coordinator,
-            node,
-            "token",
-            address,
-            address,
-            health,
-            node=node,
-            max_concurrency=8,
-        )
-        wait_until(lambda: ray.get(coordinator.called.remote()) > 2)
-        unheard = ray.get(coordinator.called.remote())
+        coordinator = start_actor(DeafCoordinator, max_concurrency=100)()
+        ray.get(coordinator.send(DeafCoordinator.listen))
+        start_agent = start_actor(NodeAgent, node=node, max_concurrency=8)
+        agent = start_agent(coordinator, node, "token", address, address, health)
+        wait_until(lambda: ray.get(coordinator.send(DeafCoordinator.called)) > 2)
+        unheard = ray.get(coordinator.send(DeafCoordinator.called))
         for _ in range(unheard + 2):  # those that led to these calls, and the first two
             listener.datagram_received(*mailbox.recvfrom(100))
         for _ in range(6):
             listener.datagram_received(*mailbox.recvfrom(100))
-        calls = ray.get(coordinator.called.remote()) - unheard
-        ray.kill(agent)
-        ray.kill(coordinator)
+        calls = ray.get(coordinator.send(DeafCoordinator.called)) - unheard
+        ray.kill(agent.handle)
+        ray.kill(coordinator.handle)
     assert calls <= 2, "one may have been under way; without answers there are six"

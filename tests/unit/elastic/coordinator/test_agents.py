@@ -17,7 +17,7 @@ HEALTH = HealthConfig(node_beat_s=1.0, node_timeout_s=5.0)
 
 @pytest.fixture
 def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeAgents]:
-    monkeypatch.setattr(module, "start_actor", lambda *args, **options: object())
+    monkeypatch.setattr(module, "start_actor", lambda *_, **__: lambda *_: object())
     known = NodeAgents(HEALTH, ("127.0.0.1", 1))
     yield known
     known._socket.close()

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from checkpointing import Attempt, Receipt, Written
-from elastic.node.uploader import Upload, Uploader
+from elastic.node.uploader import Uploader
 from elastic.protocol.run_paths import RunPaths
+from elastic.protocol.saves import Upload
 
 DEADLINE_S = 30.0
 UPLOAD = Upload(
