@@ -46,6 +46,7 @@ from elastic.coordinator.workers import Workers
 from elastic.membership.decisions import Effects
 from elastic.membership.machine import Membership
 from elastic.protocol import events
+from elastic.protocol.causes import CORRUPTION
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.faults import FaultPlan
 from elastic.protocol.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
@@ -246,7 +247,7 @@ class Coordinator(CoordinatorApi):
 
     @_when_known
     async def corrupt(self, worker: str, detail: str) -> None:
-        await self._workers.lose(worker, "corruption", detail)
+        await self._workers.lose(worker, CORRUPTION, detail)
 
     # -- saves -------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from elastic.coordinator.replay import Replay
 from elastic.coordinator.snapshots import Snapshots
 from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
+from elastic.protocol.causes import CRASH
 from elastic.protocol.messages import Death, Identity, Standing
 
 _FAILOVER_S = 10.0
@@ -90,7 +91,7 @@ class Failover:
         self._go_on(living)
         self._dispatcher.ready.set()
         for worker in expected.keys() - living - self._dead:
-            await self._workers.kill(worker, "crash", _SILENT)
+            await self._workers.kill(worker, CRASH, _SILENT)
         for worker in self._standings.keys() - living:
             self._dispatcher.spawn(self._workers.expel(worker))
         await self._dispatcher.advance()

@@ -9,6 +9,7 @@ from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
 from elastic.protocol import events
+from elastic.protocol.causes import CORRUPTION
 
 _MOST_FAILED_HEALS = 3
 """Heals of one replica that fail with nobody lost, before its worker is taken for the cause."""
@@ -68,5 +69,5 @@ class HealNews:
             events.HealFailed(time=time.time(), slot=slot, source=source, reason=reason)
         )
         if failures >= _MOST_FAILED_HEALS:
-            await self._workers.kill(worker, "corruption", f"{failures} heals failed: {reason}")
+            await self._workers.kill(worker, CORRUPTION, f"{failures} heals failed: {reason}")
         await self._dispatcher.advance()

@@ -8,6 +8,7 @@ from elastic.config import HealthConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
+from elastic.protocol.causes import USER_ERROR
 
 _PEER_LOSS_PATIENCE_S = 1.0
 """A peer's death is known within milliseconds of the exception that it causes."""
@@ -54,7 +55,7 @@ class UserErrors:
             if membership.replica_broken(worker) and worker not in self._at_fault:
                 return "peer"
             self._at_fault |= {w for w, formed in self._raised.items() if formed == formation}
-            await self._workers.lose(worker, "user_error", detail, step, formation)
+            await self._workers.lose(worker, USER_ERROR, detail, step, formation)
             return "own"
         finally:
             self._raised.pop(worker, None)

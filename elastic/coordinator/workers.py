@@ -22,6 +22,7 @@ from elastic.coordinator.snapshots import Snapshots
 from elastic.membership.failure import Loss, decide_failure
 from elastic.membership.machine import Membership
 from elastic.protocol import events
+from elastic.protocol.causes import CRASH, HANG, NODE, PREEMPTION, Cause, entry_of
 from elastic.protocol.messages import Death, Identity, Signal
 from elastic.ray_compat.cluster import live_nodes
 
@@ -129,7 +130,7 @@ class Workers:
     async def lose(
         self,
         worker: str,
-        cause: events.Cause,
+        cause: Cause,
         detail: str,
         step: int | None = None,
         formation: int | None = None,
@@ -139,8 +140,8 @@ class Workers:
         await self._dispatcher.ready.wait()
         membership = self._membership
         slot = membership.slot_name(worker)
-        if worker in self._draining and cause in ("crash", "node"):
-            cause = "preemption"
+        if worker in self._draining and entry_of(cause).by_departure:
+            cause = PREEMPTION
         member, identity = membership.lose(worker), self.started.pop(worker, None)
         if identity is None and member is not None:
             await self._dispatcher.advance()
@@ -181,7 +182,7 @@ class Workers:
         if error is not None:
             self._membership.stop(error)
 
-    async def kill(self, worker: str, cause: events.Cause, detail: str) -> None:
+    async def kill(self, worker: str, cause: Cause, detail: str) -> None:
         """Ends a worker's process and writes it off."""
         self.signal(worker, signal.SIGKILL)
         await self.lose(worker, cause, detail)
@@ -204,13 +205,13 @@ class Workers:
         await asyncio.sleep(timeout_s)
         detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
         for worker in self._membership.calls.laggards(called):
-            await self.kill(worker, "hang", detail)
+            await self.kill(worker, HANG, detail)
 
     async def lose_node(self, node: str, detail: str) -> None:
         """Writes off all workers of a node."""
         self._snapshots.node_lost(node)
         for worker in self._on(node):
-            await self.lose(worker, "node", detail)
+            await self.lose(worker, NODE, detail)
 
     async def lose_unwatched(self, ended: Collection[tuple[str, int]]) -> None:
         """Writes off those of the workers that have `ended`, each by node and process, whose nodes
@@ -218,7 +219,7 @@ class Workers:
         self._ended.update(ended)
         for worker, identity in list(self.started.items()):
             if identity.node in self._unwatched and (identity.node, identity.pid) in self._ended:
-                await self.lose(worker, "crash", f"process {identity.pid} ended, as Ray saw")
+                await self.lose(worker, CRASH, f"process {identity.pid} ended, as Ray saw")
 
     async def _await_agent(self, node: str, token: str) -> None:
         """Ends when the node's agent does: its workers are lost with it.

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import get_args
 
 from elastic.config import HealthConfig
-from elastic.protocol.events import Cause
+from elastic.protocol.causes import Budget, Cause, entry_of
 
-_BUDGETS: dict[Cause, str] = {
-    "crash": "max_crashes",
-    "node": "max_crashes",
-    "corruption": "max_crashes",
-    "user_error": "max_crashes",
-    "hang": "max_hangs",
-    "preemption": "max_preemptions",
-}
-"""Cause -> the field of HealthConfig that bounds it."""
+_MISSING = set(get_args(Budget)) - {field.name for field in fields(HealthConfig)}
+if _MISSING:
+    raise TypeError(f"budgets of causes that HealthConfig lacks: {sorted(_MISSING)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +39,8 @@ def decide_failure(losses: Sequence[Loss], health: HealthConfig) -> str | None:
     if not losses:
         return None
     last = losses[-1]
-    if last.cause == "user_error":
+    entry = entry_of(last.cause)
+    if entry.of_user_code:
         same = [
             loss
             for loss in losses
@@ -60,16 +56,15 @@ def decide_failure(losses: Sequence[Loss], health: HealthConfig) -> str | None:
                 f"user code failed {tries} times {where} "
                 f"(health.max_same_step_errors = {health.max_same_step_errors}):\n{last.detail}"
             )
-    budget = _BUDGETS[last.cause]
-    limit: int = getattr(health, budget)
+    limit: int = getattr(health, entry.budget)
     stuck = {
-        ("together", loss.formation) if loss.cause == "user_error" else ("alone", number)
+        ("together", loss.formation) if entry_of(loss.cause).of_user_code else ("alone", number)
         for number, loss in enumerate(losses)
-        if loss.committed == last.committed and _BUDGETS[loss.cause] == budget
+        if loss.committed == last.committed and entry_of(loss.cause).budget == entry.budget
     }
     if len(stuck) >= limit:
         return (
             f"{len(stuck)} workers were lost with {last.committed} steps committed and no progress "
-            f"(health.{budget} = {limit}); the last one: {last.cause}, {last.detail}"
+            f"(health.{entry.budget} = {limit}); the last one: {last.cause}, {last.detail}"
         )
     return None

@@ -30,6 +30,7 @@ from ray import ObjectRef
 from elastic.config import HealthConfig
 from elastic.node.beats import BeatSender
 from elastic.node.process_watch import ProcessWatch
+from elastic.protocol.causes import HANG, NODE
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.messages import Death, Identity
 from elastic.protocol.rpc import Remote
@@ -131,7 +132,7 @@ class NodeAgent:
     def _end_frozen_helpers(self, now_s: float) -> None:
         self._helpers.ended(timeout_s=0)
         for death in self._helpers.frozen(now_s):
-            if death.cause == "hang":
+            if death.cause == HANG:
                 self._coordinator.send(
                     CoordinatorApi.helper_killed, self._node, death.worker, death.detail
                 )
@@ -187,13 +188,13 @@ class NodeAgent:
                 f"its node could not reach the coordinator for {silent_s:.1f} s "
                 f"(health.node_timeout_s = {timeout_s:g})"
             )
-            self._deaths += self._processes.kill_all("node", detail)
+            self._deaths += self._processes.kill_all(NODE, detail)
         if cut_off or reach == "answers":
             self._heard_s = now_s
 
     def _leave(self) -> None:
         """The node was written off: ends its workers and this actor."""
-        self._processes.kill_all("node", "its node was written off")
+        self._processes.kill_all(NODE, "its node was written off")
         os._exit(0)
 
 

@@ -16,7 +16,7 @@ import signal
 import threading
 from dataclasses import dataclass
 
-from elastic.protocol.events import Cause
+from elastic.protocol.causes import CRASH, HANG, Cause
 from elastic.protocol.messages import Death
 from health.diagnosis import History, Sample, decide_frozen, observe
 from health.heartbeat import NO_STEP, HeartbeatReader, Record
@@ -56,7 +56,7 @@ class ProcessWatch:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
             detail = "its process was gone when the watch began"
-            self._already_dead.append(Death(worker=worker, cause="crash", detail=detail))
+            self._already_dead.append(Death(worker=worker, cause=CRASH, detail=detail))
             return
         heartbeat = None
         with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ class ProcessWatch:
                 process.heartbeat.close()
             if not process.reported:
                 detail = f"process {process.pid} ended"
-                deaths.append(Death(worker=process.worker, cause="crash", detail=detail))
+                deaths.append(Death(worker=process.worker, cause=CRASH, detail=detail))
         return deaths
 
     def frozen(self, awake_s: float) -> list[Death]:
@@ -108,7 +108,7 @@ class ProcessWatch:
             if state == "Z":
                 # Its first thread has ended. The pidfd tells only when all have, which takes
                 # seconds where the machine has more to do than it can.
-                deaths += _kill_and_report(pidfd, process, "crash", f"process {process.pid} ended")
+                deaths += _kill_and_report(pidfd, process, CRASH, f"process {process.pid} ended")
                 continue
             record = None if process.heartbeat is None else process.heartbeat.read()
             sample = Sample(awake_s=awake_s, state=state, record=record)
@@ -116,7 +116,7 @@ class ProcessWatch:
             verdict = decide_frozen(process.history, self._freeze_timeout_s)
             if verdict is not None:
                 detail = f"process {process.pid} is frozen: {verdict.evidence}{_where(record)}"
-                deaths += _kill_and_report(pidfd, process, "hang", detail)
+                deaths += _kill_and_report(pidfd, process, HANG, detail)
         return deaths
 
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-Cause = Literal["crash", "hang", "user_error", "node", "preemption", "corruption"]
+from elastic.protocol.causes import Cause
+
 RegroupReason = Literal["fault", "grow", "heal", "drain"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
 RunOutcome = Literal["finished", "failed", "interrupted"]

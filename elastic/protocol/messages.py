@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from elastic.protocol.events import Cause, StepRecord
+from elastic.protocol.causes import Cause
+from elastic.protocol.events import StepRecord
 from trainer.replication.step_commit import Commit
 
 Source = Literal["store", "memory"]

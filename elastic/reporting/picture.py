@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from elastic.protocol.causes import known_causes
 from elastic.protocol.events import Evaluated, Event, StepRecord
 from elastic.reporting.incidents import Incident
 from elastic.reporting.report import Report
@@ -23,13 +24,8 @@ WIDTH_PX, HEIGHT_PX, DPI = 1200, 700, 100
 
 _INK, _QUIET, _GRID = "#1f2933", "#6b7785", "#e4e8ed"
 _LOSS, _VALIDATION, _REPLICAS = "#1f5fa8", "#d9820a", "#3a8f5c"
-_CAUSES = {
-    "crash": "#c8322b",
-    "hang": "#8a4fbf",
-    "node": "#7a4a21",
-    "user_error": "#c22f7e",
-}
-_MIXED_CAUSES = "#c8322b"
+_MIXED = "#c8322b"
+"""Colour of an incident of several causes."""
 _MAX_LABELS = 12
 _LABEL_WIDTH = 0.02
 """Width of an upright label, as a share of the axes' width."""
@@ -106,11 +102,12 @@ def _draw_replicas(axes: Axes, report: Report, steps: Sequence[StepRecord]) -> N
 def _draw_incidents(loss: Axes, replicas: Axes, incidents: Sequence[Incident]) -> None:
     """A line at each incident, with what happened beside it; many share a legend instead."""
     many = len(incidents) > _MAX_LABELS
+    known = {name: entry.color for name, entry in known_causes().items()}
     left, right = loss.get_xlim()
     label_end_x = [left] * len(_LABEL_TOPS)
     seen: set[str] = set()
     for incident in incidents:
-        color = _CAUSES.get(incident.cause, _MIXED_CAUSES)
+        color = known.get(incident.cause, _MIXED)
         line_style = "-" if incident.regrouped else ":"
         width = 0.7 if many else 1.3
         new = many and incident.cause not in seen

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from elastic.protocol.causes import known_causes
 from elastic.protocol.events import (
     CheckpointCommitted,
     Evaluated,
@@ -159,6 +160,7 @@ def report_text(report: Report) -> str:
     ]
     if report.incidents:
         lines += ["", *_table(_INCIDENT_COLUMNS, [_incident_row(i) for i in report.incidents])]
+        lines += ["", *_explained(report.incidents)]
     return "\n".join(lines) + "\n"
 
 
@@ -241,6 +243,13 @@ def _incident_row(incident: Incident) -> tuple[str, ...]:
         _whole(incident.catch_up_steps),
         str(incident.lost_steps + incident.repeated_steps),
     )
+
+
+def _explained(incidents: Sequence[Incident]) -> list[str]:
+    """What the causes in the table mean."""
+    known = known_causes()
+    found = dict.fromkeys(cause for i in incidents for cause in i.cause.split(", "))
+    return [f"{cause}: {known[cause].text}" for cause in found if cause in known]
 
 
 def _some(names: Sequence[str], most: int = 2) -> str:

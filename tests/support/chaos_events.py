@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from elastic.protocol.causes import Cause
 from elastic.protocol.events import (
-    Cause,
     CoordinatorStarted,
     Draining,
     FaultFired,
@@ -55,10 +55,10 @@ def fired(time: float, fault: str, worker: str) -> FaultFired:
 
 
 def lost(
-    time: float, worker: str, cause: Cause = "crash", *, detail: str = "", node: str = "n"
+    time: float, worker: str, cause: str = "crash", *, detail: str = "", node: str = "n"
 ) -> WorkerLost:
     return WorkerLost(
-        time=time, worker=worker, node=node, pid=1, slot=None, cause=cause, detail=detail
+        time=time, worker=worker, node=node, pid=1, slot=None, cause=Cause(cause), detail=detail
     )
 
 

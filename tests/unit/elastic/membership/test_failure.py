@@ -5,7 +5,7 @@ import itertools
 
 from elastic.config import HealthConfig
 from elastic.membership.failure import Loss, decide_failure
-from elastic.protocol.events import Cause
+from elastic.protocol.causes import Cause
 
 HEALTH = HealthConfig(max_same_step_errors=2, max_crashes=4, max_hangs=2)
 
@@ -14,9 +14,9 @@ _formations = itertools.count()
 
 
 def loss(
-    cause: Cause = "crash", step: int | None = None, committed: int = 0, detail: str = "killed"
+    cause: str = "crash", step: int | None = None, committed: int = 0, detail: str = "killed"
 ) -> Loss:
-    return Loss(cause=cause, step=step, committed=committed, detail=detail)
+    return Loss(cause=Cause(cause), step=step, committed=committed, detail=detail)
 
 
 def user_error(step: int | None, committed: int = 0, formation: int | None = None) -> Loss:

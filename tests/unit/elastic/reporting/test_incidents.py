@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from elastic.protocol.causes import Cause
 from elastic.protocol.events import (
-    Cause,
     Event,
     FaultFired,
     RegroupCalled,
@@ -46,12 +46,12 @@ def lost(
     time: float,
     worker: str = "w1",
     replica: int | None = 1,
-    cause: Cause = "crash",
+    cause: str = "crash",
     node: str = "n1",
 ) -> WorkerLost:
     slot = None if replica is None else f"replica {replica} shard 0 tensor 0"
     return WorkerLost(
-        time=time, worker=worker, node=node, pid=7, slot=slot, cause=cause, detail="gone"
+        time=time, worker=worker, node=node, pid=7, slot=slot, cause=Cause(cause), detail="gone"
     )
 
 

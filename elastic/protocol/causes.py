@@ -1,0 +1,109 @@
+"""Why a worker is lost: the one table of causes.
+
+Decisions and pictures read a cause's entry, never its name; so a cause is added here, or from
+outside by `register_cause`, and nowhere else. Every process of a run that meets an added cause must
+know it: those are found as entry points of the group `elastictrainer.causes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Literal, NewType, get_args
+
+Cause = NewType("Cause", str)
+"""Name of a registered cause; it goes into events and reports."""
+
+Budget = Literal["max_crashes", "max_hangs", "max_preemptions"]
+"""Fields of HealthConfig that bound losses without progress."""
+
+PLUGINS = "elastictrainer.causes"
+"""Entry points of this group name modules that register causes as they are imported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CauseEntry:
+    """What follows from a cause."""
+
+    text: str
+    """What has happened, for those who read a report."""
+    budget: Budget
+    """Bounds the losses of this cause, and of others with the same budget, without progress."""
+    color: str
+    """Of its marks in `run.png`, as matplotlib has it."""
+    by_departure: bool = False
+    """On a machine that was announced to go, it is a preemption: the machine went."""
+    of_user_code: bool = False
+    """User code raised: workers of one replica that raise together are one loss, and the same step
+    in another replica is a bug that ends the run (`health.max_same_step_errors`)."""
+
+
+_ENTRIES: dict[str, CauseEntry] = {}
+
+
+def register_cause(name: str, entry: CauseEntry) -> Cause:
+    """Adds a cause.
+
+    Returns:
+        What to lose workers for.
+
+    Raises:
+        ValueError: the name is taken by another entry, or its budget is none.
+    """
+    if _ENTRIES.get(name, entry) != entry:
+        raise ValueError(f"a cause {name!r} is registered already: {_ENTRIES[name]}")
+    if entry.budget not in get_args(Budget):
+        raise ValueError(f"cause {name!r}: no budget {entry.budget!r}; use one of {Budget}")
+    _ENTRIES[name] = entry
+    return Cause(name)
+
+
+def known_causes() -> dict[str, CauseEntry]:
+    """Name -> entry, those of plugins included."""
+    _load_plugins()
+    return dict(_ENTRIES)
+
+
+def entry_of(cause: str) -> CauseEntry:
+    """The entry of a cause. One that this process does not know, as from the log of another
+    version, is taken for a crash."""
+    if cause not in _ENTRIES:
+        _load_plugins()
+    return _ENTRIES.get(cause, _ENTRIES[CRASH])
+
+
+def _load_plugins() -> None:
+    for plugin in entry_points(group=PLUGINS):
+        plugin.load()
+
+
+CRASH = register_cause(
+    "crash",
+    CauseEntry(text="its process ended", budget="max_crashes", color="#c8322b", by_departure=True),
+)
+HANG = register_cause(
+    "hang",
+    CauseEntry(text="it was frozen or stuck, and killed", budget="max_hangs", color="#8a4fbf"),
+)
+NODE = register_cause(
+    "node",
+    CauseEntry(
+        text="its machine was lost", budget="max_crashes", color="#7a4a21", by_departure=True
+    ),
+)
+PREEMPTION = register_cause(
+    "preemption",
+    CauseEntry(
+        text="its machine was taken away, as announced",
+        budget="max_preemptions",
+        color="#b8860b",
+    ),
+)
+USER_ERROR = register_cause(
+    "user_error",
+    CauseEntry(text="user code raised", budget="max_crashes", color="#c22f7e", of_user_code=True),
+)
+CORRUPTION = register_cause(
+    "corruption",
+    CauseEntry(text="its state was not that of the others", budget="max_crashes", color="#23787a"),
+)

@@ -1,0 +1,95 @@
+"""The table of causes, and one that is added from outside the package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from matplotlib.colors import is_color_like
+
+from elastic.config import HealthConfig
+from elastic.membership.failure import Loss, decide_failure
+from elastic.protocol.causes import (
+    CRASH,
+    Budget,
+    CauseEntry,
+    entry_of,
+    known_causes,
+    register_cause,
+)
+from tests.support import ROOT
+
+OVERHEATED = CauseEntry(text="its GPU was too hot", budget="max_hangs", color="#ff7f0e")
+
+PLUGIN = """
+from elastic.protocol.causes import CauseEntry, register_cause
+OVERHEATED = register_cause(
+    "overheated",
+    CauseEntry(text="its GPU was too hot", budget="max_hangs", color="#ff7f0e"),
+)
+"""
+
+PROGRAM = """
+from elastic.config import HealthConfig
+from elastic.membership.failure import Loss, decide_failure
+from elastic.protocol.causes import Cause, entry_of
+
+loss = Loss(cause=Cause("overheated"), step=3, committed=3, detail="98 C")
+print(decide_failure([loss], HealthConfig(max_hangs=1)))
+print(entry_of("overheated").color, entry_of("overheated").text)
+"""
+
+
+def test_every_entry_can_be_drawn_and_has_a_budget() -> None:
+    budgets = {field.name for field in fields(HealthConfig)}
+    assert set(get_args(Budget)) <= budgets
+    entries = known_causes().values()
+    assert all(is_color_like(entry.color) and entry.text for entry in entries)
+    assert len({entry.color for entry in entries}) == len(entries)
+
+
+def test_a_cause_of_a_plugin_is_known_in_every_process(tmp_path: Path) -> None:
+    """An installed package with an entry point, as pip would leave it."""
+    (tmp_path / "overheating.py").write_text(PLUGIN)
+    info = tmp_path / "overheating-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: overheating\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[elastictrainer.causes]\noverheating = overheating\n")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    ended, entry = done.stdout.strip().splitlines()
+    assert "(health.max_hangs = 1); the last one: overheated, 98 C" in ended
+    assert entry == "#ff7f0e its GPU was too hot"
+
+
+def test_a_cause_that_is_not_known_here_is_taken_for_a_crash() -> None:
+    assert entry_of("of another version") == entry_of(CRASH)
+
+
+def test_a_wrong_entry_fails_at_once() -> None:
+    with pytest.raises(ValueError, match="no budget 'max_heat'"):
+        register_cause("hot", CauseEntry(text="hot", budget="max_heat", color="red"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="registered already"):
+        register_cause("crash", OVERHEATED)
+    assert "hot" not in known_causes()
+
+
+def test_user_code_counts_replicas_and_others_count_workers() -> None:
+    health = HealthConfig(max_crashes=2, max_same_step_errors=9)
+    together = [
+        Loss(cause=cause, step=None, committed=1, detail="", formation=1)
+        for cause in [register_cause("user_error", entry_of("user_error"))] * 3
+    ]
+    assert decide_failure(together, health) is None
+    apart = [Loss(cause=CRASH, step=None, committed=1, detail="", formation=1)] * 2
+    assert decide_failure(apart, health) is not None
