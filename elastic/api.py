@@ -41,7 +41,8 @@ from elastic.protocol.job import Job
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_identity import RunIdentity, StateTable, identify, record_identity
 from elastic.protocol.run_paths import RunPaths
-from elastic.providers.notices import DrainWatch, tell_coordinator
+from elastic.providers.ray_drain import DrainWatch
+from elastic.providers.tell import tell_coordinator
 from elastic.ray_compat.cluster import draining_nodes, start_actor
 from elastic.ray_compat.placement import Wanted
 from elastic.ray_compat.trainer import ElasticRayTrainer

@@ -34,7 +34,8 @@ from elastic.protocol.causes import HANG, NODE
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.messages import Death, Identity
 from elastic.protocol.rpc import Remote
-from elastic.providers.notices import SpotWatch, on_ec2, tell_coordinator
+from elastic.providers.node_watches import start_watches
+from elastic.providers.tell import tell_coordinator
 from elastic.ray_compat.cluster import drain_node
 from health.lease import AwakeClock, Reach, decide_cut_off
 
@@ -82,8 +83,7 @@ class NodeAgent:
         self._heard_s = 0.0
         """Awake time up to which the coordinator is known to have been in reach."""
         self._run_over = False
-        if on_ec2():
-            self._spot = SpotWatch(node, self._announce)
+        self._watches = start_watches(node, self._announce)
         threading.Thread(target=self._run, name="node-agent", daemon=True).start()
 
     def _announce(self, node: str, deadline_s: float | None, reason: str) -> None:

@@ -19,7 +19,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.rpc import Remote, restarting
-from elastic.providers.notices import catch_sigterm
+from elastic.providers.sigterm import catch_sigterm
 from elastic.ray_compat.placement import FutileStarts, Wanted
 from elastic.ray_compat.workers import ElasticWorkerGroup, SeatedWorker
 

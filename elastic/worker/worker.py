@@ -28,7 +28,7 @@ from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.job import Job
 from elastic.protocol.messages import Build, Identity, Leave, Report, Run, Stop
 from elastic.protocol.roster import most_replicas
-from elastic.providers.notices import on_sigterm
+from elastic.providers.sigterm import on_sigterm
 from elastic.worker.coordinator_link import CoordinatorLink
 from elastic.worker.restoring import restore
 from health.heartbeat import Heartbeat

@@ -20,7 +20,7 @@ from ray.core.generated import autoscaler_pb2
 
 from checkpointing import Keys, Reader, newest, open_store, params_sha256
 from elastic.protocol import events
-from elastic.providers.notices import METADATA_VARIABLE
+from elastic.providers.ec2_spot import METADATA_VARIABLE
 from elastic.reporting.event_log import read_events, read_steps
 from tests.support import ROOT
 from tests.support.fakes.metadata import serve_metadata

@@ -22,6 +22,7 @@ from elastic.protocol.causes import (
     register_cause,
 )
 from tests.support import ROOT
+from tests.support.plugins import install_plugin
 
 OVERHEATED = CauseEntry(text="its GPU was too hot", budget="max_hangs", color="#ff7f0e")
 
@@ -53,12 +54,8 @@ def test_every_entry_can_be_drawn_and_has_a_budget() -> None:
 
 
 def test_a_cause_of_a_plugin_is_known_in_every_process(tmp_path: Path) -> None:
-    """An installed package with an entry point, as pip would leave it."""
-    (tmp_path / "overheating.py").write_text(PLUGIN)
-    info = tmp_path / "overheating-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: overheating\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[elastictrainer.causes]\noverheating = overheating\n")
+    plugin = {"elastictrainer.causes": {"overheating": "overheating"}}
+    install_plugin(tmp_path, "overheating", PLUGIN, plugin)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=ROOT,

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic.providers.notices import METADATA_VARIABLE, DrainWatch, SpotWatch, on_ec2
+from elastic.providers.ec2_spot import METADATA_VARIABLE, SpotWatch, on_ec2
+from elastic.providers.ray_drain import DrainWatch
 from tests.support import ROOT
 from tests.support.fakes.metadata import Metadata, serve_metadata
+from tests.support.plugins import install_plugin
 
 Told = queue.Queue[tuple[str, float | None, str]]
 WAIT_S = 20.0
@@ -48,7 +50,7 @@ def test_each_draining_node_is_told_of_once_with_its_deadline() -> None:
 
 SIGTERM_PROGRAM = """
 import signal, sys, threading
-from elastic.providers.notices import catch_sigterm, on_sigterm
+from elastic.providers.sigterm import catch_sigterm, on_sigterm
 catch_sigterm()
 if sys.argv[1] == "early":
     signal.raise_signal(signal.SIGTERM)
@@ -113,3 +115,70 @@ def test_ec2_is_recognised_by_its_firmware(monkeypatch: pytest.MonkeyPatch, tmp_
     assert on_ec2((str(vendor),))
     monkeypatch.setenv(METADATA_VARIABLE, "http://127.0.0.1:9")
     assert on_ec2(())
+
+
+PLUGIN = """
+import os, threading, time
+from pathlib import Path
+
+
+class FileWatch:
+    def __init__(self, node, tell):
+        self._over = threading.Event()
+        threading.Thread(target=self._look, args=(node, tell), daemon=True).start()
+
+    def _look(self, node, tell):
+        while not self._over.wait(0.01):
+            if Path(os.environ["NOTICE"]).exists():
+                tell(node, 1_700_000_000.0, Path(os.environ["NOTICE"]).read_text())
+                return
+
+    def close(self):
+        self._over.set()
+
+
+def not_here(node, tell):
+    return None
+
+
+def broken(node, tell):
+    raise OSError("no such service")
+"""
+
+PROGRAM = """
+import queue
+from elastic.providers.node_watches import start_watches
+
+told = queue.SimpleQueue()
+watches = start_watches("n1", lambda *notice: told.put(notice))
+print([type(watch).__name__ for watch in watches], flush=True)
+print(*told.get(timeout=20), flush=True)
+for watch in watches:
+    watch.close()
+"""
+
+
+def test_a_watch_of_a_plugin_is_started_on_a_node_and_a_broken_one_is_left_out(
+    tmp_path: Path,
+) -> None:
+    names = {name: f"notices_in_files:{name}" for name in ("FileWatch", "broken", "not_here")}
+    install_plugin(tmp_path, "notices_in_files", PLUGIN, {"elastictrainer.providers": names})
+    notice = tmp_path / "notice"
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": f"{ROOT}:{tmp_path}",
+        "NOTICE": str(notice),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "['FileWatch']\n"
+    notice.write_text("the rack is moved")
+    out, err = process.communicate(timeout=WAIT_S)
+    assert out == "n1 1700000000.0 the rack is moved\n"
+    assert "'broken' for notices about node n1 does not start" in err

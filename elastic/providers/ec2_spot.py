@@ -1,11 +1,4 @@
-"""Notices that a machine or a worker is about to be taken away, from wherever they come.
-
-- `DrainWatch`: Ray's drain API, by which autoscalers, KubeRay and `ray drain-node` announce it.
-- `on_sigterm`: schedulers such as Slurm and Kubernetes send SIGTERM some time before SIGKILL.
-- `SpotWatch`: EC2 announces a spot interruption on the machine itself, two minutes ahead.
-
-Each tells of it once, by a callback, from a thread of its own.
-"""
+"""EC2 announces a spot interruption on the machine itself, two minutes ahead."""
 
 from __future__ import annotations
 
@@ -13,17 +6,13 @@ import contextlib
 import json
 import logging
 import os
-import queue
-import signal
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.rpc import Remote
+from elastic.providers.tell import Tell
 
 log = logging.getLogger(__name__)
 
@@ -35,84 +24,10 @@ _TOKEN_TTL_S = 21_600
 _ANSWER_TIMEOUT_S = 1.0
 _ABANDONED_AFTER = 10
 
-_terms: queue.SimpleQueue[int] = queue.SimpleQueue()  # its `put` may be used in signal handlers
 
-Tell = Callable[[str, float | None, str], None]
-"""Called with Ray's id of the node, the deadline (s since the epoch; None: unknown), the reason."""
-
-
-class DrainWatch:
-    """Asks Ray once a second which nodes it drains, and tells of each once.
-
-    Args:
-        look: node -> deadline, ms since the epoch, 0: none given (`ray_compat.draining_nodes`).
-        tell: called from the watch's thread, once per node.
-        interval_s: between two looks.
-    """
-
-    def __init__(
-        self, look: Callable[[], Mapping[str, int]], tell: Tell, *, interval_s: float = 1.0
-    ) -> None:
-        self._look, self._tell, self._interval_s = look, tell, interval_s
-        self._known: set[str] = set()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="drain-watch", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ends the watch."""
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(self._interval_s):
-            try:
-                self._take(self._look())
-            except Exception as error:  # Ray may be unreachable for a while
-                log.warning("draining nodes are looked for again: %s", error)
-
-    def _take(self, draining: Mapping[str, int]) -> None:
-        for node, deadline_ms in draining.items():
-            if node not in self._known:
-                self._known.add(node)
-                self._tell(node, deadline_ms / 1000 if deadline_ms else None, "Ray drains the node")
-
-
-def tell_coordinator(coordinator: Remote[CoordinatorApi]) -> Tell:
-    """A `Tell` for a coordinator actor. It waits through a restart of the coordinator."""
-
-    def tell(node: str, deadline_s: float | None, reason: str) -> None:
-        coordinator.call(CoordinatorApi.drain, node, deadline_s, reason)
-
-    return tell
-
-
-# -- SIGTERM ---------------------------------------------------------------------------------------
-
-
-def catch_sigterm() -> None:
-    """From now on SIGTERM is a notice: this process goes on until `on_sigterm`'s callback acts.
-
-    Ray's own handler would end it at once. Call it on the process's main thread; in a Ray Train
-    worker that is where `Backend.on_start` runs what it executes.
-    """
-    signal.signal(signal.SIGTERM, lambda number, _: _terms.put(number))
-
-
-def on_sigterm(callback: Callable[[], None]) -> None:
-    """Calls `callback` on a thread of its own at the first SIGTERM, even if that has come already.
-
-    Needs `catch_sigterm` in this process. Call it once.
-    """
-
-    def wait() -> None:
-        _terms.get()
-        callback()
-
-    threading.Thread(target=wait, name="sigterm", daemon=True).start()
-
-
-# -- EC2 spot interruptions ------------------------------------------------------------------------
+def watch_spot(node: str, tell: Tell) -> SpotWatch | None:
+    """Watches for an interruption of this node, where it is an EC2 instance. A `Watcher`."""
+    return SpotWatch(node, tell) if on_ec2() else None
 
 
 def on_ec2(files: tuple[str, ...] = _VENDOR_FILES) -> bool:

@@ -1,0 +1,32 @@
+"""SIGTERM, which schedulers such as Slurm and Kubernetes send some time before SIGKILL."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from collections.abc import Callable
+
+_terms: queue.SimpleQueue[int] = queue.SimpleQueue()  # its `put` may be used in signal handlers
+
+
+def catch_sigterm() -> None:
+    """From now on SIGTERM is a notice: this process goes on until `on_sigterm`'s callback acts.
+
+    Ray's own handler would end it at once. Call it on the process's main thread; in a Ray Train
+    worker that is where `Backend.on_start` runs what it executes.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: _terms.put(number))
+
+
+def on_sigterm(callback: Callable[[], None]) -> None:
+    """Calls `callback` on a thread of its own at the first SIGTERM, even if that has come already.
+
+    Needs `catch_sigterm` in this process. Call it once.
+    """
+
+    def wait() -> None:
+        _terms.get()
+        callback()
+
+    threading.Thread(target=wait, name="sigterm", daemon=True).start()
