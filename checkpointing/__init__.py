@@ -66,7 +66,15 @@ from checkpointing.snapshots.host_memory import (
     take_stock,
 )
 from checkpointing.snapshots.index import Snapshot, SnapshotIndex, find_newest, plan_other_node
-from checkpointing.stores import RangeSource, Store, open_store
+from checkpointing.stores import (
+    RangeSource,
+    Store,
+    StoreKind,
+    StorePlace,
+    is_local,
+    open_store,
+    place_of,
+)
 from checkpointing.stores.s3.config import S3Config
 from checkpointing.write.assignment import plan_writers
 from checkpointing.write.byte_writer import Attempt, write_shared
@@ -116,6 +124,8 @@ __all__ = [
     "Stock",
     "Store",
     "StoreError",
+    "StoreKind",
+    "StorePlace",
     "StoreUnavailableError",
     "Survey",
     "Surveyor",
@@ -133,6 +143,7 @@ __all__ = [
     "delete_checkpoint",
     "estimate_mtbf",
     "find_newest",
+    "is_local",
     "is_sound",
     "list_steps",
     "load_manifest",
@@ -144,6 +155,7 @@ __all__ = [
     "params_sha256",
     "pin",
     "pinned_steps",
+    "place_of",
     "plan_interval",
     "plan_other_node",
     "plan_places",

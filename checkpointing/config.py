@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from checkpointing.errors import CheckpointConfigError
+from checkpointing.errors import CheckpointConfigError, StoreError
 from checkpointing.field_types import settle_types
 from checkpointing.format.layout import SEGMENT_BYTES
+from checkpointing.stores import StorePlace, place_of
 from checkpointing.stores.s3.config import S3Config
 
 Resume = Literal["auto", "never", "must"]
@@ -56,9 +57,10 @@ class CheckpointConfig:
     segment_bytes: int = SEGMENT_BYTES
     """Bound on the tensor bytes in one file of a checkpoint."""
 
-    store: str | S3Config | None = None
-    """Where checkpoints go: `s3://BUCKET/PREFIX`, below which every run has its name, or an
-    `S3Config` where a URL is not enough. None: the run's directory."""
+    store: str | S3Config | StorePlace | None = None
+    """Where checkpoints go: `s3://BUCKET/PREFIX`, a directory, or a URL of an installed kind of
+    store; below it every run has its name. An `S3Config` where a URL is not enough. None: the run's
+    directory."""
 
     def __post_init__(self) -> None:
         wrong = settle_types(self)
@@ -76,20 +78,26 @@ class CheckpointConfig:
         _at_least("segment_bytes", self.segment_bytes, _MIN_SEGMENT_BYTES)
         self._check_keep_every()
         self._check_auto()
-        if isinstance(self.store, str):
-            S3Config(url=self.store)
+        self.place("")
 
     @property
     def fixed_steps(self) -> int | None:
         """Steps between checkpoints, where that is a number."""
         return None if self.every_steps == "auto" else self.every_steps
 
-    def s3(self, run: str) -> S3Config | None:
-        """The store of the checkpoints of `run` on S3; None where they lie in its directory."""
-        if self.store is None:
-            return None
-        where = self.store if isinstance(self.store, S3Config) else S3Config(url=self.store)
-        return where.below(run)
+    def place(self, run: str) -> StorePlace | None:
+        """The store of the checkpoints of `run`; None where they lie in its directory."""
+        if self.store is None or isinstance(self.store, StorePlace):
+            return self.store and self.store.below(run)
+        try:
+            return place_of(self.store).below(run)
+        except StoreError as error:
+            raise CheckpointConfigError(
+                "checkpoint.store",
+                error.where,
+                error.fact,
+                "docs/extending.md has how to add a kind",
+            ) from error
 
     def _check_auto(self) -> None:
         for field in ("auto_least_s", "auto_most_s", "auto_mtbf_s"):

@@ -9,6 +9,7 @@ from checkpointing import (
     NotCommittedError,
     Store,
     StoreError,
+    is_local,
     list_steps,
     newest,
     open_store,
@@ -19,32 +20,32 @@ _FOLDER = "checkpoints"
 
 
 def open_run(name: str) -> Store:
-    """The checkpoints of a run. `name`: its directory, its checkpoint directory, or a URL. On S3 a
-    run has nothing else below its URL.
+    """The checkpoints of a run. `name`: its directory, its checkpoint directory, or a URL. Below
+    the URL of a store that is no directory a run has nothing else.
 
     Raises:
         StoreError: there are none, or the store cannot be opened.
     """
-    places = [name] if _is_s3(name) else [_below(name), name]
+    places = [_below(name), name] if is_local(name) else [name]
     for place in places:
         store = open_store(place)
         if store.list(Keys().commits):
             return store
-    nor = "" if _is_s3(name) else f", nor in {places[0]}"
+    nor = f", nor in {places[0]}" if is_local(name) else ""
     raise StoreError(name, f"there are no checkpoints in it{nor}; name a run's directory or URL")
 
 
 def open_run_to_fill(name: str) -> Store:
     """The checkpoints of a run that may not have begun: `name` as for `open_run`."""
     bare = open_store(name)
-    is_folder = _is_s3(name) or name.rstrip("/").endswith(f"/{_FOLDER}") or name == _FOLDER
+    is_folder = not is_local(name) or name.rstrip("/").endswith(f"/{_FOLDER}") or name == _FOLDER
     return bare if is_folder or bare.list(Keys().commits) else open_store(_below(name))
 
 
 def run_directory_of(name: str) -> Path | None:
     """The directory of a run on this machine's file systems; None for a store elsewhere, or a
     checkpoint directory on its own."""
-    if "://" in name and not name.startswith("file://"):
+    if not is_local(name):
         return None
     path = Path(name.removeprefix("file://")).expanduser().absolute()
     return path.parent if path.name == _FOLDER else path
@@ -65,10 +66,6 @@ def find_step(store: Store, step: int | None) -> int:
     if step not in steps:
         raise NotCommittedError(step, f"the run has {', '.join(map(str, steps)) or 'none'}")
     return step
-
-
-def _is_s3(name: str) -> bool:
-    return name.startswith("s3://")
 
 
 def _below(name: str) -> str:

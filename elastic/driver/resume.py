@@ -22,10 +22,10 @@ from checkpointing import (
     Manifest,
     MissingError,
     NotCommittedError,
-    S3Config,
     Snapshot,
     Store,
     StoreError,
+    StorePlace,
     is_sound,
     list_steps,
     load_manifest,
@@ -67,14 +67,14 @@ def run_directory(run_config: RunConfig, checkpoint: CheckpointConfig) -> Iterat
         )
     paths = RunPaths(
         root=Path(local_path(run_config), str(run_config.name)).absolute(),
-        store=checkpoint.s3(str(run_config.name)),
+        store=checkpoint.place(str(run_config.name)),
     )
     with ExitStack() as held:
         try:
             paths.root.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(hold_run(paths))
             if paths.store is not None:
-                _check_s3(paths.store, checkpoint.resume)
+                _check_place(paths.store, checkpoint.resume)
             aside = paths.set_aside() if checkpoint.resume == "never" else None
             if paths.store is None:
                 _check_store(open_store(paths.checkpoints))
@@ -95,7 +95,7 @@ def _check_store(store: Store) -> None:
     store.delete_many(store.list(PROBE))  # of drivers that were killed in that check
 
 
-def _check_s3(store: S3Config, resume: Resume) -> None:
+def _check_place(store: StorePlace, resume: Resume) -> None:
     """Raises ConfigError where checkpoints cannot be written, or those there could not stay."""
     try:
         opened = open_store(store)
@@ -106,14 +106,14 @@ def _check_s3(store: S3Config, resume: Resume) -> None:
             "checkpoint.store",
             str(store),
             f"it cannot be used: {error}",
-            "See examples/aws/README.md",
+            "Check that every node may write there; for S3 see examples/aws/README.md",
         ) from error
     if resume == "never" and steps:
         raise ConfigError(
             "checkpoint.resume",
             resume,
-            f"{store} has checkpoints of an earlier run, up to step {steps[-1]}, and objects on S3 "
-            f"cannot be set aside",
+            f"{store} has checkpoints of an earlier run, up to step {steps[-1]}, and what lies "
+            f"there cannot be set aside",
             "Use another run_config.name, or delete them",
         )
 
@@ -202,7 +202,7 @@ def check_found(paths: RunPaths, resume: Resume, origin: Origin) -> None:
 
 
 def _to_begin_anew(paths: RunPaths) -> str:
-    """What to change: objects on S3 cannot be set aside."""
+    """What to change: what lies in a store elsewhere cannot be set aside."""
     other = "another run_config.name"
     return other if paths.store is not None else f"{other} or resume='never'"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from checkpointing import Keys, Manifest, S3Config, memory_folder, newest, open_store
+from checkpointing import Keys, Manifest, StorePlace, memory_folder, newest, open_store
 from trainer.errors import ConfigError
 
 
@@ -18,11 +18,11 @@ class RunPaths:
 
     root: Path
     """`storage_path/name`; checkpoints lie in `checkpoints`, the rest beside it."""
-    store: S3Config | None = None
+    store: StorePlace | None = None
     """Where checkpoints lie instead, if they do."""
 
     @property
-    def checkpoints(self) -> Path | S3Config:
+    def checkpoints(self) -> Path | StorePlace:
         """The checkpoint store, for `open_store`."""
         return self.root / "checkpoints" if self.store is None else self.store
 

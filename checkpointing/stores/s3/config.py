@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from checkpointing.errors import CheckpointConfigError
 from checkpointing.field_types import settle_types
+from checkpointing.stores.protocols import StorePlace
 
 Encryption = Literal["AES256", "aws:kms"]
 
@@ -24,7 +25,7 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class S3Config:
+class S3Config(StorePlace):
     """A bucket and a prefix in it, with everything that a request needs besides credentials.
 
     Raises:

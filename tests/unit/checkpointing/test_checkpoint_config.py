@@ -49,11 +49,12 @@ def test_accepts_no_checkpoints_and_multiples() -> None:
 
 
 def test_every_run_has_its_place_in_the_store() -> None:
-    assert CheckpointConfig().s3("run") is None
+    assert CheckpointConfig().place("run") is None
     for store in ("s3://bucket/base", S3Config(url="s3://bucket/base/")):
-        assert CheckpointConfig(store=store).s3("run") == S3Config(url="s3://bucket/base/run")
-    for wrong in ("/a/path", "gs://bucket/x", "s3://"):
-        with pytest.raises(CheckpointConfigError, match=r"checkpoint\.store\.url = .*Write s3://"):
+        assert CheckpointConfig(store=store).place("run") == S3Config(url="s3://bucket/base/run")
+    assert str(CheckpointConfig(store="/a/path").place("run")) == "/a/path/run"
+    for wrong in ("gs://bucket/x", "s3://"):
+        with pytest.raises(CheckpointConfigError, match=r"checkpoint\.store.* = .*rite s3://"):
             CheckpointConfig(store=wrong)
 
 

@@ -129,8 +129,9 @@ def test_what_means_the_same_becomes_what_json_knows(
         ),
         (
             {"store": 3},
-            "checkpoint.store = 3: of type int, not a text or a S3Config or None. "
-            "Use a text or a S3Config or None.",
+            "checkpoint.store = 3: of type int, not a text or a S3Config or a "
+            "StorePlace or None. "
+            "Use a text or a S3Config or a StorePlace or None.",
         ),
     ],
 )

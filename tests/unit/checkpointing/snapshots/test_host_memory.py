@@ -26,7 +26,7 @@ from checkpointing import (
     write_slices,
 )
 from checkpointing.snapshots import host_memory
-from checkpointing.stores import LocalStore
+from checkpointing.stores.local import LocalStore
 
 NODE, OTHER = "node-a", "node-b"
 
