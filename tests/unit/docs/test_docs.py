@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
+import elastic
+from docs.fields import insert_tables, table
 from elastic import ElasticTrainer
 from tests.support import ROOT
 
@@ -53,3 +56,26 @@ def test_the_example_of_the_front_page_constructs_a_trainer() -> None:
     names: dict[str, object] = {}
     exec(construction, names)
     assert isinstance(names["trainer"], ElasticTrainer) and rest.strip()
+
+
+CONFIGS = [
+    value for name in elastic.__all__ if dataclasses.is_dataclass(value := getattr(elastic, name))
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+def test_the_reference_has_every_setting(config: type) -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    if config.__name__ == "Fault":  # users write faults as text, see parse_faults
+        return
+    shown = table(config.__module__, config.__name__)
+    assert shown in insert_tables(page), "the page does not ask for the table"
+    names = re.findall(r"^\| `(\w+)`", shown, flags=re.MULTILINE)
+    assert names == [field.name for field in dataclasses.fields(config)]
+
+
+def test_a_setting_without_a_text_fails_the_build() -> None:
+    with pytest.raises(ValueError, match=r"Undocumented\.steps has no text below it"):
+        table("tests.unit.docs.undocumented", "Undocumented")
+    with pytest.raises(ValueError, match="has no class Missing"):
+        table("elastic.config", "Missing")
