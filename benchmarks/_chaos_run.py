@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
-from ray.core.generated import autoscaler_pb2
 
 from benchmarks._chaos import (
     HEALTH,
@@ -39,6 +37,7 @@ from checkpointing import CheckpointConfig
 from elastic.protocol import events
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events, read_steps
+from tests.support.draining import announce_drain
 from tests.support.paced import paced_task
 from tests.support.tiny import Outcome, fit, tiny_train, tiny_trainer
 
@@ -92,9 +91,7 @@ class Machines:
     def drain(self) -> str:
         """Ray is told that the newest will go, as autoscalers do. Returns its id."""
         node_id = str(self._nodes[-1][1].node_id)
-        deadline_ms = int((time.time() + 600) * 1000)
-        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        GcsClient(address=self.cluster.address).drain_node(node_id, reason, "soak", deadline_ms)
+        announce_drain(self.cluster.address, node_id)
         return node_id
 
     def close(self) -> None:

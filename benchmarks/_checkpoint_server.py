@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
 from pathlib import Path
-from typing import BinaryIO
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -186,7 +186,7 @@ class Handler(BaseHTTPRequestHandler):
             self.shelf.count("part", received=body.size_bytes)
             return self.begin(200, 0, {"ETag": new_etag()})
         source = self.headers.get("x-amz-copy-source")
-        bodies = (body,)
+        bodies: tuple[Body, ...] = (body,)
         if source is not None:
             found = self.shelf.objects.get(unquote(source).lstrip("/"))
             if found is None:
@@ -335,7 +335,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(status, xml("Error", f"<Code>{code}</Code><Message>{code}</Message>"))
 
 
-def chunk_sizes(file: BinaryIO) -> Iterator[int]:
+def chunk_sizes(file: BufferedIOBase) -> Iterator[int]:
     """The sizes of an aws-chunked body's runs; between two of them it reads what frames them."""
     while size := int(file.readline().partition(b";")[0], 16):
         yield size

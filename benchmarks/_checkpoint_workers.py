@@ -117,7 +117,8 @@ class Worker:
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Every tensor of the state: its whole shape, and its dtype."""
-        return {name: tuple(part.info) for name, part in self.engine.state.slices().items()}
+        slices = self.engine.state.slices().items()
+        return {name: (part.info.shape, part.info.dtype) for name, part in slices}
 
     def share_bytes(self) -> int:
         """What this worker writes of a save."""
@@ -390,7 +391,8 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         barrier = FORK.Barrier(WORKERS)
         self._uploads = {name: FORK.Queue() for name in stores}
         self._receipts = {name: FORK.Queue() for name in stores}
-        self._orders, self._processes = [], []
+        self._orders: list[Any] = []
+        self._processes: list[Any] = []
         for number in range(WORKERS):
             here, there = FORK.Pipe()
             self._orders.append(here)

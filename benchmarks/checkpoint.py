@@ -191,7 +191,7 @@ def run_rounds(
 @contextlib.contextmanager
 def started(directory: Path, peers: Path, size_mib: int) -> Iterator[Bench]:
     """The server, the proxies before it, the processes of the run, and room for files."""
-    from benchmarks._checkpoint_measure import FaultServer
+    from tests.support.fakes.s3_faults import FaultServer
 
     meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with contextlib.ExitStack() as stack:

@@ -223,7 +223,8 @@ def heartbeats(nodes: int, seconds: float) -> dict[str, float]:
     """Heartbeats of `nodes` nodes by datagram, and then by call."""
     import ray
 
-    actor: Any = ray.remote(num_cpus=0, max_concurrency=100_000)(Beats).remote()
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100_000}
+    actor: Any = ray.remote(**options)(Beats).remote()
     sent = by_datagram(actor, nodes, seconds)
     called = by_call(actor, nodes, seconds)
     ray.kill(actor)

@@ -28,8 +28,8 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from benchmarks._common import median_of, print_result, say, show_table
-from benchmarks._link import QuietLink
 from elastic import CustomTask, ParallelConfig, TrainConfig
+from tests.support.quiet_link import QuietLink
 from trainer.backend.groups import make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine

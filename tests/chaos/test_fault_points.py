@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,7 +55,12 @@ def undisturbed(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFact
     @functools.cache
     def run(shard: int, tensor: int, steps: int) -> Outcome:
         name = f"{shard}x{tensor}-{steps}"
-        settings = {"shard": shard, "tensor": tensor, "lanes": LANES, "steps": steps}
+        settings: dict[str, Any] = {
+            "shard": shard,
+            "tensor": tensor,
+            "lanes": LANES,
+            "steps": steps,
+        }
         return fit(tiny_trainer(text, storage, name=name, replicas=1, **settings))
 
     return lambda layout, steps: run(layout.shard, layout.tensor, steps)

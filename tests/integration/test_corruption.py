@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def test_a_flipped_bit_is_found_before_it_spreads(
 ) -> None:
     """It flips between the reduction of a step and the comparison after it: no gradient is computed
     with it, and the run ends with the same bits."""
-    sizes = {"lanes": 3, "global_batch": 12, "steps": STEPS}
+    sizes: dict[str, Any] = {"lanes": 3, "global_batch": 12, "steps": STEPS}
     whole = fit(tiny_trainer(text, tmp_path, name="whole", replicas=1, **sizes))
     broken = fit(
         tiny_trainer(

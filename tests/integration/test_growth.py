@@ -14,15 +14,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
-from ray.core.generated import autoscaler_pb2
 
 from checkpointing import Keys, Reader, newest, open_store, params_sha256
 from elastic.protocol import events
+from elastic.protocol.events import Event
 from elastic.providers.ec2_spot import METADATA_VARIABLE
 from elastic.reporting.event_log import read_events, read_steps
 from tests.support import ROOT
+from tests.support.draining import announce_drain
 from tests.support.fakes.metadata import serve_metadata
 from tests.support.growing_run import STEPS
 from tests.support.watching import actor_beside, wait_until
@@ -61,11 +61,11 @@ class GrowingRun:
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
             )
 
-    def events(self) -> list[events.Event]:
+    def events(self) -> list[Event]:
         path = self.root / "events.jsonl"
         return read_events(path) if path.exists() else []
 
-    def wait_for(self, happened: Callable[[list[events.Event]], bool]) -> list[events.Event]:
+    def wait_for(self, happened: Callable[[list[Event]], bool]) -> list[Event]:
         """Waits until the events so far satisfy `happened`."""
         deadline = time.monotonic() + PATIENCE_S
         while not happened(self.events()):
@@ -74,7 +74,7 @@ class GrowingRun:
             time.sleep(0.1)
         return self.events()
 
-    def wait_for_replicas(self, count: int, *, after: int = 0) -> list[events.Event]:
+    def wait_for_replicas(self, count: int, *, after: int = 0) -> list[Event]:
         """Waits for a roster of `count` replicas later than event number `after`."""
         return self.wait_for(
             lambda all_: any(
@@ -125,11 +125,11 @@ def undisturbed(start: StartRun, shard: int = 1) -> str:
     return run.finish()
 
 
-def joined(all_: list[events.Event]) -> list[events.WorkerJoined]:
+def joined(all_: list[Event]) -> list[events.WorkerJoined]:
     return [e for e in all_ if isinstance(e, events.WorkerJoined)]
 
 
-def lost(all_: list[events.Event]) -> list[events.WorkerLost]:
+def lost(all_: list[Event]) -> list[events.WorkerLost]:
     return [e for e in all_ if isinstance(e, events.WorkerLost)]
 
 
@@ -207,16 +207,6 @@ def test_below_the_minimum_it_says_what_is_missing_and_waits(
     assert weights == undisturbed(start_run)
 
 
-def drain(cluster: Cluster, node_id: str) -> None:
-    """Announces that a node will be taken away in ten minutes, as autoscalers do."""
-    deadline_ms = int((time.time() + 600) * 1000)
-    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    accepted, why_not = GcsClient(address=cluster.address).drain_node(
-        node_id, reason, "a test", deadline_ms
-    )
-    assert accepted, why_not
-
-
 @contextlib.contextmanager
 def taken_cpu(cluster: Cluster, node_id: str) -> Iterator[None]:
     """Another job has a CPU of the node meanwhile."""
@@ -240,7 +230,7 @@ def trains_whole(event: events.Event) -> bool:
     )
 
 
-def successor_has_taken_over(all_: list[events.Event]) -> bool:
+def successor_has_taken_over(all_: list[Event]) -> bool:
     """Whether two replicas train after the others have left the machine."""
     called = (i for i, e in enumerate(all_) if getattr(e, "reason", None) == "drain")
     left = next(called, len(all_))
@@ -261,7 +251,7 @@ def test_a_machine_that_will_go_is_left_with_nothing_repeated(
             run = start_run(minimum=minimum)
             before = len(run.wait_for(lambda all_: any(map(trains_whole, all_))))
         if notice == "ray":
-            drain(machines, second.node_id)
+            announce_drain(machines.address, second.node_id)
         else:
             metadata.notice = spot_notice()
         third = machines.add_node(num_cpus=1)
@@ -305,7 +295,7 @@ def failing_run(machines: Cluster, start_run: StartRun) -> GrowingRun:
     run = start_run(minimum=2)
     before = run.wait_for(lambda all_: any(map(trains_whole, all_)))
     (run.doomed,) = [worker for worker in joined(before) if worker.node == second.node_id]
-    drain(machines, second.node_id)
+    announce_drain(machines.address, second.node_id)
     run.wait_for(lambda all_: any(isinstance(e, events.Draining) for e in all_))
     (first,) = [e for e in before if isinstance(e, events.CoordinatorStarted)]
     os.kill(first.pid, signal.SIGKILL)

@@ -15,6 +15,7 @@ from benchmarks._chaos_run import find_left_behind
 from checkpointing import CheckpointConfig, Keys, Reader, load_manifest, open_store, params_sha256
 from checkpointing.format.layout import rank_of
 from tests.support.gated_run import HALF, STEPS, gated_trainer, saved_weights
+from tests.support.tiny import numbers_of
 from tests.support.watching import events_of, wait_until
 
 
@@ -49,7 +50,7 @@ def killed(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     killer = threading.Thread(target=kill)
     killer.start()
-    report = gated_trainer(str(storage), str(gate), 2).fit().metrics
+    report = numbers_of(gated_trainer(str(storage), str(gate), 2).fit())
     killer.join()
     assert report["outcome"] == "finished" and len(found) == 1
     return root
@@ -78,7 +79,7 @@ def test_both_helpers_are_frozen(killed: Path, tmp_path: Path) -> None:
     freezer = threading.Thread(target=freeze)
     freezer.start()
     both = CheckpointConfig(every_steps=HALF, memory_every=HALF)
-    report = gated_trainer(str(tmp_path), str(gate), 2, checkpoint=both).fit().metrics
+    report = numbers_of(gated_trainer(str(tmp_path), str(gate), 2, checkpoint=both).fit())
     freezer.join()
     assert report["outcome"] == "finished" and not events_of(root, "worker_lost")
     assert committed(root) == [HALF, STEPS] and weights_of(root) == weights_of(killed)
@@ -104,7 +105,9 @@ def test_a_writer_dies_before_the_last_copy(killed: Path, tmp_path: Path) -> Non
     """Replica 1 shares the last save and is lost before it has copied: replica 0 writes it all."""
     (tmp_path / "gate").touch()
     faults = f"kill@{STEPS}.checkpoint:1"
-    report = gated_trainer(str(tmp_path), str(tmp_path / "gate"), 2, faults=faults).fit().metrics
+    report = numbers_of(
+        gated_trainer(str(tmp_path), str(tmp_path / "gate"), 2, faults=faults).fit()
+    )
     root = tmp_path / "gated"
     assert (report["outcome"], report["faults_fired"]) == ("finished", 1)
     assert committed(root)[-1] == STEPS  # that of HALF may have waited for the uploader to start

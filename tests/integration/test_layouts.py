@@ -64,7 +64,8 @@ def single_process(
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device="cpu")
     model.load_state_dict(values, strict=False)
-    model.tie_weights()
+    network: Any = model
+    network.tie_weights()
     for name, buffer in model.named_buffers():
         buffer.data.copy_(buffers[name])
     o = train.optimizer
@@ -75,11 +76,12 @@ def single_process(
         {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
-    data, losses = task.train_data(), []
+    data: Any = task.train_data()
+    losses = []
     for step in range(train.steps):
         ids = sample_ids(train.seed, step * train.global_batch, train.global_batch, len(data))
         batch = data.batch(ids)
-        logits = model(input_ids=batch[:, :-1]).logits
+        logits = network(input_ids=batch[:, :-1]).logits
         loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)
@@ -122,9 +124,8 @@ def test_layout_agrees_with_a_plain_loop(
     got = full_parameters(results[: shard * tensor])
     assert got.keys() == parameters.keys()
     for name, value in parameters.items():
-        torch.testing.assert_close(
-            got[name], value, rtol=1e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        message = f"{name}: {{}}".format
+        torch.testing.assert_close(got[name], value, rtol=1e-3, atol=2e-4, msg=message)
 
 
 def test_the_number_of_replicas_does_not_change_a_bit(lab: Lab) -> None:

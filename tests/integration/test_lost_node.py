@@ -22,7 +22,9 @@ from checkpointing import CheckpointConfig
 from elastic import HealthConfig
 from elastic.node.agent import NodeAgent
 from elastic.node.beats import BeatListener, key_of
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.messages import Identity
+from elastic.protocol.rpc import Remote
 from elastic.ray_compat.cluster import start_actor
 from health.lease import Reach
 from tests.support.deaf_coordinator import DeafCoordinator
@@ -129,8 +131,10 @@ def test_a_node_without_an_answer_ends_its_workers_where_the_coordinators_machin
     deaf.bind(("127.0.0.1", 0))
     with deaf, coordinators_port(reach) as address:
         coordinator = start_actor(DeafCoordinator, max_concurrency=100)()
+        # It has the one call that an agent makes.
+        api: Remote[CoordinatorApi] = Remote(coordinator.handle)
         start_agent = start_actor(NodeAgent, node=node, max_concurrency=8)
-        agent = start_agent(coordinator, node, "token", address, deaf.getsockname(), HEALTH)
+        agent = start_agent(api, node, "token", address, deaf.getsockname(), HEALTH)
         identity = Identity(worker="w0", rank=0, node=node, pid=sleeper.pid)
         ray.get(agent.send(NodeAgent.watch, identity))
         if reach != "silent":
@@ -152,7 +156,7 @@ class Through(asyncio.DatagramTransport):
     def __init__(self, mailbox: socket.socket) -> None:
         self.mailbox = mailbox
 
-    def sendto(self, data: bytes, addr: tuple[str, int]) -> None:
+    def sendto(self, data: Any, addr: Any = None) -> None:
         self.mailbox.sendto(data, addr)
 
 
@@ -165,9 +169,11 @@ def test_a_node_whose_datagrams_are_not_answered_calls_until_they_are(cluster: N
         listener.connection_made(Through(mailbox))
         address = mailbox.getsockname()
         coordinator = start_actor(DeafCoordinator, max_concurrency=100)()
+        # It has the one call that an agent makes.
+        api: Remote[CoordinatorApi] = Remote(coordinator.handle)
         ray.get(coordinator.send(DeafCoordinator.listen))
         start_agent = start_actor(NodeAgent, node=node, max_concurrency=8)
-        agent = start_agent(coordinator, node, "token", address, address, health)
+        agent = start_agent(api, node, "token", address, address, health)
         wait_until(lambda: ray.get(coordinator.send(DeafCoordinator.called)) > 2)
         unheard = ray.get(coordinator.send(DeafCoordinator.called))
         for _ in range(unheard + 2):  # those that led to these calls, and the first two

@@ -13,7 +13,7 @@ from elastic import ScalingConfig
 from tests.support.gated_run import saved_weights
 from tests.support.growing_run import STEPS as LONG
 from tests.support.growing_run import growing_trainer
-from tests.support.tiny import fit, tiny_trainer
+from tests.support.tiny import fit, numbers_of, tiny_trainer
 from tests.support.watching import events_of, steps_of, wait_until
 
 STEPS, NOTICE_AFTER = 150, 5
@@ -63,7 +63,7 @@ def test_a_spare_takes_over_from_the_only_worker_with_nothing_repeated(
     teller = threading.Thread(target=tell)
     teller.start()
     sizes = ScalingConfig(max_replicas=1, spares=1)
-    report = growing_trainer(str(tmp_path), str(gate), sizes, 1).fit().metrics
+    report = numbers_of(growing_trainer(str(tmp_path), str(gate), sizes, 1).fit())
     teller.join()
     assert report["outcome"] == "finished"
     first, successor, *_ = events_of(root, "replica_forming")

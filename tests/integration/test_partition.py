@@ -16,8 +16,9 @@ import pytest
 from checkpointing import Keys, Reader, load_manifest, open_store, params_sha256
 from elastic.protocol import events
 from elastic.reporting.event_log import read_events, read_steps
+from tests.support import ROOT
 from tests.support.growing_run import STEPS
-from tests.support.hosts import HEAD, ROOT, Hosts, requires_hosts
+from tests.support.hosts import HEAD, Hosts, requires_hosts
 from tests.support.partition_run import NODE_TIMEOUT_S
 
 PROGRAM = ROOT / "tests/support/partition_run.py"

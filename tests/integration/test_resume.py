@@ -24,7 +24,7 @@ from elastic import ConfigError, ElasticTrainer
 from elastic.driver.resume import run_directory
 from tests.support import ROOT
 from tests.support.gated_run import HALF, gated_trainer
-from tests.support.tiny import Outcome, fit, tiny_task, tiny_trainer
+from tests.support.tiny import Outcome, fit, numbers_of, tiny_task, tiny_trainer
 
 DEADLINE_S = 120.0
 
@@ -81,7 +81,7 @@ def test_stopped_at_half_and_started_again(
     assert json.loads((root / "report.json").read_text())["outcome"] == "interrupted"
     gate.touch()
     result = gated_trainer(str(tmp_path), str(gate), after).fit()
-    assert result.metrics["outcome"] == "finished"
+    assert numbers_of(result)["outcome"] == "finished"
     starts = [
         json.loads(line)["start_step"]
         for line in (root / "events.jsonl").read_text().splitlines()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import ROOT, Network, ip_of, requires_hosts
+from tests.support import ROOT
+from tests.support.hosts import Network, ip_of, requires_hosts
 
 PROGRAM = ROOT / "tests/support/replica_over_hosts.py"
 DEADLINE_S = 100.0

@@ -27,6 +27,7 @@ from elastic.node.snapshot_survey import find_snapshot
 from elastic.protocol.run_paths import RunPaths
 from tests.support import ROOT
 from tests.support.gated_run import HALF, gated_trainer, in_memory, saved_weights
+from tests.support.tiny import numbers_of
 from tests.support.watching import events_of, wait_until
 
 DEADLINE_S = 120.0
@@ -99,7 +100,7 @@ def test_the_only_replica_is_killed(
         str(tmp_path), str(gate), 1, checkpoint=only_half, shard=shard, spares=1, faults=KILL
     )
     with gate_after_snapshot(gate, memory):
-        report = trainer.fit().metrics
+        report = numbers_of(trainer.fit())
     assert (report["outcome"], report["faults_fired"]) == ("finished", 1)
     assert restored(tmp_path) == [HALF]
     assert report["lost_steps"] <= 1
@@ -125,7 +126,7 @@ def test_the_coordinator_dies_with_the_only_worker(
 
     trainer = gated_trainer(str(tmp_path), str(gate), 1, checkpoint=in_memory(HALF), spares=1)
     with gate_after_snapshot(gate, memory, kill_both):
-        report = trainer.fit().metrics
+        report = numbers_of(trainer.fit())
     assert report["outcome"] == "finished"
     assert [e["anew"] for e in events_of(root, "coordinator_started")] == [False, True]
     assert restored(tmp_path) == [HALF]
@@ -146,7 +147,7 @@ def test_a_damaged_snapshot_is_not_trusted(
         str(tmp_path), str(gate), 1, checkpoint=only_half, spares=1, faults=KILL
     )
     with gate_after_snapshot(gate, memory, damage):
-        report = trainer.fit().metrics
+        report = numbers_of(trainer.fit())
     assert (report["outcome"], report["faults_fired"]) == ("finished", 1)
     (failed,) = events_of(tmp_path / "gated", "snapshot_failed")
     assert failed["step"] == HALF and "CRC32" in failed["reason"]
@@ -176,7 +177,7 @@ def test_the_controller_is_killed(undisturbed: Undisturbed, tmp_path: Path, memo
     failed = pytest.raises(RunFailedError, match="run the same name again to continue")
     with gate_after_snapshot(gate, memory, kill_controller), failed:
         start().fit()
-    assert start().fit().metrics["outcome"] == "finished"
+    assert numbers_of(start().fit())["outcome"] == "finished"
     started = events_of(tmp_path / "gated", "run_started")
     assert [event["start_step"] for event in started] == [0, HALF]
     assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed(1)
@@ -208,7 +209,9 @@ def test_the_driver_and_the_whole_cluster_are_killed(
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     assert list(memory.iterdir()), "it outlives every process"
     gate.touch()
-    report = gated_trainer(str(tmp_path), str(gate), 1, checkpoint=in_memory(HALF)).fit().metrics
+    report = numbers_of(
+        gated_trainer(str(tmp_path), str(gate), 1, checkpoint=in_memory(HALF)).fit()
+    )
     assert report["outcome"] == "finished"
     started = events_of(tmp_path / "gated", "run_started")
     assert [event["start_step"] for event in started] == [0, HALF]

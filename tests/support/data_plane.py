@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from checkpointing import Attempt, Keys, Receipt, write_shared
+from tests.support.quiet_link import QuietLink
 from trainer.backend.groups import (
     Device,
     leave_replica_group,
@@ -34,7 +35,7 @@ from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.lanes import deal_lanes
 from trainer.replication.replicas import CrossGroup
-from trainer.replication.step_commit import Commit, Place, Saving
+from trainer.replication.step_commit import Commit, Place
 from trainer.tasks.task import PreparedTask
 
 
@@ -50,23 +51,14 @@ class DictStore:
 
 
 @dataclass
-class QuietLink:
-    """A Link for a run that nothing happens to."""
+class SavingLink(QuietLink):
+    """Keeps what happens, and saves to memory."""
 
     commits: list[Commit] = field(default_factory=list)
     evaluations: list[tuple[int, float, int]] = field(default_factory=list)
     replicas: int = 0
     """Share the writing of saves; 0: nothing is saved."""
     saved: tuple[Receipt, dict[str, bytes]] | None = None
-
-    def leave_now(self) -> bool:
-        return False
-
-    def leave_at_boundary(self) -> bool:
-        return False
-
-    def at_step(self, step: int, phase: str) -> None:
-        pass
 
     def committed(self, commit: Commit, lr: float, applied: bool) -> None:
         self.commits.append(commit)
@@ -77,7 +69,8 @@ class QuietLink:
         """Writes this worker's share from a copy, to memory."""
         if not self.replicas:
             return
-        share, store = engine.state.share(engine.slot.replica, self.replicas), DictStore()
+        share = engine.state.share(engine.slot.replica, self.replicas)
+        store: Any = DictStore()
         buffer = HostBuffer(share.size_bytes, share.device)
         engine.state.copy_to(buffer, share)
         rank = engine.slot.replica * engine.train_config.parallel.workers + engine.rank
@@ -86,12 +79,6 @@ class QuietLink:
                 store, Keys(), Attempt(rank=rank, step=step, generation=1), share.slices, memory
             )
         self.saved = receipt, store.objects
-
-    def saving(self) -> Saving:
-        return Saving()
-
-    def save_skipped(self, step: int, places: Sequence[Place]) -> None:
-        pass
 
     def evaluated(self, step: int, loss: float, tokens: int) -> None:
         self.evaluations.append((step, loss, tokens))
@@ -211,7 +198,7 @@ def train_at(
         device=device,
         leave_now=lambda: False,
     )
-    link, progress = QuietLink(replicas=replicas if saves else 0), Progress()
+    link, progress = SavingLink(replicas=replicas if saves else 0), Progress()
     loop = TrainLoop(
         engine,
         cross,

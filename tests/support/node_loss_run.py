@@ -25,6 +25,7 @@ from elastic.protocol.events import ReplicaForming, WorkerJoined
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
 from tests.support.gated_run import HALF, gated_trainer, in_memory
+from tests.support.tiny import numbers_of
 
 DEADLINE_S = 120.0
 
@@ -65,7 +66,7 @@ def main(storage: Path) -> None:
     trainer = gated_trainer(
         str(storage), str(gate), 1, checkpoint=in_memory(HALF), shard=2, spares=1
     )
-    metrics = trainer.fit().metrics
+    metrics = numbers_of(trainer.fit())
     thief.join()
     print(json.dumps({name: metrics[name] for name in ("outcome", "lost_steps")}))
     ray.shutdown()

@@ -230,6 +230,7 @@ class World:
         return True
 
     def _state_arrives(self, worker: SimWorker) -> bool:
+        assert worker.source is not None
         if worker.source[1] in self.dead or worker.heal_failed:
             return False
         if self.flake():

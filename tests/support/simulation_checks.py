@@ -85,8 +85,8 @@ def check_roster(
     sources = {run.position: dict(run.heals).get(run.position) for run in runs.values()}
     for run in runs.values():
         source = sources[run.position]
-        replica = roster.replicas[run.position].workers
-        needs_state = not run.restore and any(steps[w] is None for w in replica)
+        workers = roster.replicas[run.position].workers
+        needs_state = not run.restore and any(steps[w] is None for w in workers)
         assert needs_state == (source is not None)
         assert source is None or sources[source] is None, "a source without state"
         assert source is None or not run.lanes[run.position], "lanes without state"

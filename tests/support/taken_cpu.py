@@ -6,6 +6,7 @@ python tests/support/taken_cpu.py ADDRESS NODE
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import ray
 
@@ -14,7 +15,7 @@ from elastic.ray_compat.cluster import on_node
 if __name__ == "__main__":
     address, node = sys.argv[1:]
     ray.init(address=address, log_to_driver=False)
-    holder = ray.remote(num_cpus=1)(type("Holder", (), {}))
+    holder: Any = ray.remote(num_cpus=1)(type("Holder", (), {}))
     actor = holder.options(scheduling_strategy=on_node(node)).remote()
     ray.get(actor.__ray_ready__.remote())
     print("taken", flush=True)

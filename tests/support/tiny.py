@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ray.train import RunConfig
+from ray.train import Result, RunConfig
 
 from checkpointing import CheckpointConfig, Keys, Reader, newest, open_store, params_sha256
 from elastic import (
@@ -117,10 +117,16 @@ class Outcome:
     """report.json."""
 
 
+def numbers_of(result: Result) -> dict[str, Any]:
+    """The numbers of a run's report."""
+    assert result.metrics is not None
+    return result.metrics
+
+
 def fit(trainer: ElasticTrainer) -> Outcome:
     """Runs `trainer` to its end."""
     result = trainer.fit()
-    return outcome_of(trainer, Path(str(result.path)), result.metrics["task"]["train_path"])
+    return outcome_of(trainer, Path(str(result.path)), numbers_of(result)["task"]["train_path"])
 
 
 def outcome_of(trainer: ElasticTrainer, root: Path, tokens: str) -> Outcome:

@@ -22,6 +22,7 @@ import threading
 import time
 import zlib
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -359,7 +360,7 @@ def _flip(body: bytes) -> bytes:
     return body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
 
 
-def _digests_match(headers: http.client.HTTPMessage, body: bytes) -> bool:
+def _digests_match(headers: Message[str, str], body: bytes) -> bool:
     """S3 checks these; moto does not."""
     found = {
         "x-amz-checksum-crc32": zlib.crc32(body).to_bytes(4, "big"),

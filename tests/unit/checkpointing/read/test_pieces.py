@@ -209,7 +209,7 @@ def test_without_a_table_whole_blocks_are_read(tmp_path: Path) -> None:
         KEYS,
         Attempt(rank=0, step=STEP, generation=0),
         [part],
-        memoryview(tensor.numpy()).cast("B"),
+        tensor.numpy().data.cast("B"),
         piece_bytes=None,
     )
     made = commit(

@@ -12,7 +12,7 @@ import pytest
 
 from checkpointing import CorruptError, S3Config, Store, open_store
 from checkpointing.stores.s3.upload import Part, gather
-from tests.support.fakes.s3_faults import FaultServer
+from tests.support.fakes.s3_faults import FaultServer, Kind
 
 MIB = 1 << 20
 
@@ -63,7 +63,7 @@ def test_a_part_is_sent_from_its_beginning_only() -> None:
 @pytest.mark.parametrize("size", [MIB, 12 * MIB], ids=["put", "part"])
 def test_bodies_carry_our_crc_and_no_hash(s3: Store, faults: FaultServer, size: int) -> None:
     data = bytes(range(256)) * (size // 256)
-    kind = "put" if size == MIB else "part"
+    kind: Kind = "put" if size == MIB else "part"
     spoiled = faults.inject("reset", kind=kind)
     pieces = [memoryview(data)[: MIB // 3], memoryview(data)[MIB // 3 :]]
     assert s3.put("x", pieces) == size

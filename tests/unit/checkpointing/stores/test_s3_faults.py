@@ -24,7 +24,7 @@ from checkpointing import (
     open_store,
 )
 from checkpointing.stores.s3.pace import shared_file, shared_pacer
-from tests.support.fakes.s3_faults import FaultServer
+from tests.support.fakes.s3_faults import FaultServer, Kind
 from tests.support.fakes.s3_server import forget_pace
 
 MIB = 1 << 20
@@ -53,7 +53,7 @@ CURABLE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("fault", CURABLE)
 @pytest.mark.parametrize("kind", ["put", "part"])
 def test_uploads_are_repeated(
-    fault: str, kind: str, s3: Store, config: S3Config, faults: FaultServer
+    fault: str, kind: Kind, s3: Store, config: S3Config, faults: FaultServer
 ) -> None:
     data = LARGE if kind == "part" else b"small"
     rule = faults.inject(**CURABLE[fault], kind=kind, times=2)
@@ -374,7 +374,8 @@ def test_owner_and_encryption_go_with_the_requests(config: S3Config, faults: Fau
             assert headers["x-amz-server-side-encryption"] == "aws:kms"
             assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "alias/ours"
     assert {h["x-amz-expected-bucket-owner"] for h in faults.headers()} == {"123456789012"}
-    for kind in ("put", "part"):
+    kinds: tuple[Kind, ...] = ("put", "part")
+    for kind in kinds:
         assert all("x-amz-checksum-crc32" in headers for headers in faults.headers(kind))
 
 

@@ -11,6 +11,7 @@ from elastic import HealthConfig
 from elastic.coordinator import agents as module
 from elastic.coordinator.agents import NodeAgents
 from elastic.node.beats import key_of
+from elastic.protocol.rpc import Remote
 
 HEALTH = HealthConfig(node_beat_s=1.0, node_timeout_s=5.0)
 
@@ -24,7 +25,7 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeAgents]:
 
 
 def started(agents: NodeAgents, node: str) -> str:
-    token = agents.start(node, coordinator=None)
+    token = agents.start(node, coordinator=Remote(None))
     assert token is not None
     return token
 

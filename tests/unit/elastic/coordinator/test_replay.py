@@ -5,6 +5,7 @@ from typing import Any
 
 from elastic.coordinator.replay import replay
 from elastic.protocol import events
+from elastic.protocol.causes import CRASH
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog
 
@@ -28,7 +29,7 @@ def joined(worker: str) -> events.WorkerJoined:
 
 def lost(worker: str) -> events.WorkerLost:
     return events.WorkerLost(
-        time=2.0, worker=worker, node="n", pid=1, slot=None, cause="crash", detail=""
+        time=2.0, worker=worker, node="n", pid=1, slot=None, cause=CRASH, detail=""
     )
 
 

@@ -59,12 +59,15 @@ def test_a_field_of_run_config_that_would_be_ignored_is_refused(field: str, valu
 
 
 def test_the_other_fields_of_run_config_are_used() -> None:
+    more: dict[str, Any] = {
+        "worker_runtime_env": {"env_vars": {"A": "1"}},
+        "logging_config": ray.train.LoggingConfig(log_level="ERROR"),
+    }
     run_config = ray.train.RunConfig(
         name="run",
         storage_path="/tmp/runs",
         failure_config=ray.train.FailureConfig(),
-        worker_runtime_env={"env_vars": {"A": "1"}},
-        logging_config=ray.train.LoggingConfig(log_level="ERROR"),
+        **more,
     )
     assert ElasticTrainer(TRAIN, run_config=run_config).run_config is run_config
 

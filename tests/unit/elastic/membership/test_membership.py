@@ -970,7 +970,7 @@ def test_at_the_end_nobody_is_left_waiting_for_one_that_is_gone(error: str | Non
     group = Group(replicas=2, each=1, start=1)
     group.start("a0")
     group.join("b1")
-    group.membership.stop(error)
+    group.membership.stopped = Stop(error=error)
     effects = group.join("c2")
     assert effects.answers == {"c2": Stop(error=error)}
     assert signals(effects) == {"a0": "fault", "b1": "fault"}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from elastic.membership.resumption import Resumption, plan_resumption
 from elastic.protocol.messages import Identity, Standing
@@ -9,7 +10,7 @@ from elastic.protocol.roster import Replica
 
 def standing(worker: str, formed: int, rank: int, **more: object) -> Standing:
     identity = Identity(worker=worker, rank=int(worker[1:]), node="n", pid=1)
-    known: dict[str, object] = {
+    known: dict[str, Any] = {
         "replica": formed - 1,
         "position": formed - 1,
         "generation": 3,

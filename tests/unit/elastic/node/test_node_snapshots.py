@@ -10,6 +10,7 @@ import torch
 
 from checkpointing import Snapshot, load_manifest, open_store
 from elastic.coordinator.snapshots import Snapshots
+from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from tests.support.tiny_checkpoint import KEYS, write_state
 
@@ -34,7 +35,7 @@ def test_a_node_that_is_written_off_and_comes_back_has_its_snapshot(tmp_path: Pa
     known = Snapshots(
         RunPaths(root=tmp_path),
         told,
-        lambda node: object(),
+        lambda node: Remote(None),
         lambda event: None,
         versions={},
         found=found,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elastic.node.process_watch import ProcessWatch
+from elastic.protocol.causes import CRASH, HANG, NODE
 from elastic.protocol.messages import Death
 from tests.support import ROOT
 
@@ -75,7 +76,7 @@ def test_a_process_that_ends_is_reported_once(start: Start) -> None:
     watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start("")
     watch.watch("w0", process.pid, fd)
     process.kill()
-    expected = Death(worker="w0", cause="crash", detail=f"process {process.pid} ended")
+    expected = Death(worker="w0", cause=CRASH, detail=f"process {process.pid} ended")
     assert deaths(watch) == [expected]
     assert stays_quiet(watch, 0.3)
 
@@ -84,7 +85,7 @@ def test_a_process_that_was_gone_is_reported() -> None:
     watch, process = ProcessWatch(FREEZE_TIMEOUT_S), subprocess.Popen(["true"])
     process.wait()
     watch.watch("w0", process.pid, None)
-    expected = Death(worker="w0", cause="crash", detail="its process was gone when the watch began")
+    expected = Death(worker="w0", cause=CRASH, detail="its process was gone when the watch began")
     assert deaths(watch) == [expected]
 
 
@@ -99,7 +100,7 @@ def test_a_stopped_process_is_killed_and_reported_with_what_it_did(
     where = "; it was in phase backward of step 4" if heartbeat else ""
     expected = Death(
         worker="w0",
-        cause="hang",
+        cause=HANG,
         detail=f"process {process.pid} is frozen: stopped by a signal "
         f"(state T in 2 samples){where}",
     )
@@ -126,9 +127,9 @@ def test_all_are_killed_where_the_node_is_cut_off(start: Start) -> None:
     processes = [start("") for _ in range(2)]
     for index, (process, fd) in enumerate(processes):
         watch.watch(f"w{index}", process.pid, fd)
-    cut_off = watch.kill_all("node", "cut off")
-    assert cut_off == [Death(worker=f"w{i}", cause="node", detail="cut off") for i in range(2)]
-    assert watch.kill_all("node", "cut off") == []
+    cut_off = watch.kill_all(NODE, "cut off")
+    assert cut_off == [Death(worker=f"w{i}", cause=NODE, detail="cut off") for i in range(2)]
+    assert watch.kill_all(NODE, "cut off") == []
     assert [process.wait(DEADLINE_S) for process, _ in processes] == [-signal.SIGKILL] * 2
     assert stays_quiet(watch, 0.3)
 
@@ -139,7 +140,7 @@ def test_a_signal_reaches_the_named_worker_only(start: Start) -> None:
     watch.watch("w0", first.pid, first_fd)
     watch.watch("w1", second.pid, second_fd)
     watch.signal("w1", signal.SIGTERM)
-    expected = Death(worker="w1", cause="crash", detail=f"process {second.pid} ended")
+    expected = Death(worker="w1", cause=CRASH, detail=f"process {second.pid} ended")
     assert deaths(watch) == [expected]
     assert first.poll() is None
     watch.signal("w1", signal.SIGTERM)  # gone: nothing to do
@@ -154,4 +155,4 @@ def test_a_process_whose_threads_take_their_time_to_end_has_crashed(start: Start
     process.stdin.write(b"\n")
     process.stdin.flush()
     detail = f"process {process.pid} ended"
-    assert deaths(watch) == [Death(worker="w", cause="crash", detail=detail)]
+    assert deaths(watch) == [Death(worker="w", cause=CRASH, detail=detail)]

@@ -12,6 +12,7 @@ import pytest
 
 from checkpointing import Attempt, Receipt, Written
 from elastic.node.uploader import Uploader
+from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.saves import Upload
 
@@ -46,7 +47,7 @@ class Gated(Uploader):
     """Writes nothing; a first write waits for a second call."""
 
     def __init__(self) -> None:
-        super().__init__(None, RunPaths(root=Path("/none")), "node", 1)
+        super().__init__(Remote(None), RunPaths(root=Path("/none")), "node", 1)
         self._writing = self.seen = Seen()
         self.began = threading.Event()
         self.written: list[int] = []

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.protocol.causes import CRASH
 from elastic.protocol.events import (
     Event,
     RegroupDone,
@@ -27,7 +28,7 @@ from elastic.reporting import event_log
 from elastic.reporting.event_log import EventLog, RecordError, read_events, read_steps
 
 LOST = WorkerLost(
-    time=5.0, worker="w3", node="n1", pid=42, slot="replica 1 shard 0 tensor 0", cause="crash",
+    time=5.0, worker="w3", node="n1", pid=42, slot="replica 1 shard 0 tensor 0", cause=CRASH,
     detail="exit code -9",
 )  # fmt: skip
 DONE = RegroupDone(

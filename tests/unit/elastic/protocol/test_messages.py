@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from elastic.protocol import messages
+from elastic.protocol.causes import HANG
 from elastic.protocol.events import StepRecord
 from elastic.protocol.messages import (
     Build,
@@ -51,11 +52,11 @@ ALL = [
         recorded=4, meet=("h", 1), serial=9,
     ),
     ORDER,
-    Death(worker="w0-abc", cause="hang", detail="stopped"),
+    Death(worker="w0-abc", cause=HANG, detail="stopped"),
     Stop(error=None),
     Stop(error="user code failed"),
     Signal(serial=1, kind="boundary"),
-    Death(worker="w0-abc", cause="hang", detail="stopped by a signal"),
+    Death(worker="w0-abc", cause=HANG, detail="stopped by a signal"),
 ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ def fill(paths: RunPaths, text: str) -> None:
 
 def test_everything_of_a_run_lies_in_its_directory(paths: RunPaths) -> None:
     inside = [paths.checkpoints, paths.events, paths.steps, paths.tensorboard]
-    assert {path.parent for path in inside} == {paths.root}
+    assert {Path(str(path)).parent for path in inside} == {paths.root}
     assert len(set(inside)) == len(inside)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
+from elastic.protocol.causes import CRASH
 from elastic.protocol.events import (
     Evaluated,
     Event,
@@ -28,7 +29,7 @@ def run_with(step_count: int, crashes: int) -> tuple[list[Event], list[StepRecor
         at = 2.2 + i
         events += [
             WorkerLost(time=at, worker="w", node="n", pid=1, slot="replica 1 shard 0 tensor 0",
-                       cause="crash", detail=""),
+                       cause=CRASH, detail=""),
             RegroupCalled(time=at + 0.1, generation=i + 2, reason="fault"),
             RegroupDone(time=at + 0.2, generation=i + 2, step=2 + i, replicas=1, lanes={},
                         renumbered={}, outcome="repeat", lost_steps=0, repeated_steps=1),

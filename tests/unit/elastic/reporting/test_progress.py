@@ -4,6 +4,7 @@ import io
 
 import pytest
 
+from elastic.protocol.causes import CRASH
 from elastic.protocol.events import (
     CheckpointCommitted,
     Event,
@@ -26,7 +27,7 @@ STARTED = RunStarted(
     time=99.0, name="r", layout={"replicas": 2}, steps=100, start_step=0, versions={}
 )
 LOST = WorkerLost(
-    time=103.0, worker="w3", node="n1", pid=4, slot="replica 1 shard 0 tensor 0", cause="crash",
+    time=103.0, worker="w3", node="n1", pid=4, slot="replica 1 shard 0 tensor 0", cause=CRASH,
     detail="exit code -9",
 )  # fmt: skip
 DONE = RegroupDone(

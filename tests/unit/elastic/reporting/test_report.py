@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic.driver.observer import conclude
+from elastic.protocol.causes import CRASH
 from elastic.protocol.events import (
     CheckpointCommitted,
     Evaluated,
@@ -49,7 +50,7 @@ def start(time: float, start_step: int = 0) -> list[Event]:
     return [
         RunStarted(time=time, name="run", layout=LAYOUT, steps=11, start_step=start_step,
                    versions={"torch": "2.13.0"}),
-        RegroupCalled(time=time, generation=1, reason="start"),
+        RegroupCalled(time=time, generation=1, reason="fault"),
         RegroupDone(time=time + 1, generation=1, step=start_step, replicas=2, lanes={},
                     renumbered={}, outcome="start", lost_steps=0, repeated_steps=0),
     ]  # fmt: skip
@@ -61,7 +62,7 @@ def crash(time: float, generation: int, step: int, lost_steps: int = 0) -> list[
     return [
         FaultFired(time=time - 0.25, fault=f"kill@{step}", step=step, worker="w1"),
         WorkerLost(time=time, worker="w1", node="n", pid=1, slot="replica 1 shard 0 tensor 0",
-                   cause="crash", detail="gone"),
+                   cause=CRASH, detail="gone"),
         RegroupCalled(time=time + 0.25, generation=generation, reason="fault"),
         RegroupGathered(time=time + 0.625, generation=generation),
         RegroupDone(time=time + 0.75, generation=generation, step=step, replicas=1, lanes={},
@@ -119,7 +120,7 @@ def test_jitter_does_not_count_against_an_undisturbed_run() -> None:
 
 
 def test_a_lost_spare_costs_nothing() -> None:
-    spare = WorkerLost(time=104.5, worker="s", node="n", pid=1, slot=None, cause="crash", detail="")
+    spare = WorkerLost(time=104.5, worker="s", node="n", pid=1, slot=None, cause=CRASH, detail="")
     report = build_report([*start(100.0), spare], steps_at(103, 104, 105.2, 106.2, 107.2))
     assert report.effective_time == 1.0
     assert len(report.incidents) == 1

@@ -67,7 +67,7 @@ def train_or_die(
     del result  # its frames hold the replica
     gc.collect()
     leave_replica_group()
-    in_flight = c10d._get_work_registry_size()  # type: ignore[attr-defined]
+    in_flight = c10d._get_work_registry_size()
     store.set(f"rank {rank} left", "")
     store.wait([f"rank {other} left" for other in SURVIVORS], timedelta(seconds=2 * TIMEOUT_S))
     assert (in_flight, noticed_s < NOTICED_S) == (0, True), (in_flight, noticed_s)

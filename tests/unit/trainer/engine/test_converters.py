@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from trainer.backend.groups import leave_replica_group, make_replica_group
@@ -19,6 +20,7 @@ from trainer.engine.build import build_model
 from trainer.engine.engine import Engine
 from trainer.engine.state import state_table
 from trainer.errors import ConfigError
+from trainer.models.converter import ModelConverter
 from trainer.models.init import FullWeights, WeightSource
 from trainer.parallel.layout import Slot
 from trainer.tasks.custom import CustomTask
@@ -90,7 +92,7 @@ TASK = CustomTask(
 
 
 @pytest.fixture
-def group() -> Iterator[dist.DeviceMesh]:
+def group() -> Iterator[DeviceMesh]:
     """A replica of one worker."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
@@ -98,7 +100,7 @@ def group() -> Iterator[dist.DeviceMesh]:
     leave_replica_group()
 
 
-def trained(mesh: dist.DeviceMesh, *converters: object) -> dict[str, torch.Tensor]:
+def trained(mesh: DeviceMesh, *converters: ModelConverter) -> dict[str, torch.Tensor]:
     """The state after two steps."""
     train = TrainConfig(task=TASK, steps=2, global_batch=1, seed=5, converters=converters)
     engine = Engine(
@@ -118,7 +120,7 @@ def trained(mesh: dist.DeviceMesh, *converters: object) -> dict[str, torch.Tenso
     return {name: tensor.clone() for name, tensor in engine.state.tensors().items()}
 
 
-def test_recomputed_blocks_learn_the_same_bits(group: dist.DeviceMesh) -> None:
+def test_recomputed_blocks_learn_the_same_bits(group: DeviceMesh) -> None:
     plain, wrapped = trained(group), trained(group, Recompute())
     assert {name.replace("block.", "") for name in wrapped} == set(plain)
     for name, tensor in wrapped.items():
@@ -126,7 +128,7 @@ def test_recomputed_blocks_learn_the_same_bits(group: dist.DeviceMesh) -> None:
         assert torch.equal(tensor, plain[name.replace("block.", "")])
 
 
-def test_frozen_parameters_stay_and_have_no_moments(group: dist.DeviceMesh) -> None:
+def test_frozen_parameters_stay_and_have_no_moments(group: DeviceMesh) -> None:
     state = trained(group, Freeze("0."))
     source = TASK.build(5)[1]
     assert torch.equal(state["param/0.weight"], source.read("0.weight", (3, 3), (0, 0), (3, 3)))
@@ -134,7 +136,7 @@ def test_frozen_parameters_stay_and_have_no_moments(group: dist.DeviceMesh) -> N
     assert "exp_avg/0.weight" not in state and "exp_avg/1.weight" in state
 
 
-def test_a_converter_brings_the_values_of_its_own_parameters(group: dist.DeviceMesh) -> None:
+def test_a_converter_brings_the_values_of_its_own_parameters(group: DeviceMesh) -> None:
     state = trained(group, Adapter())
     assert torch.equal(state["param/extra"], torch.full((2,), 7.0))
 

@@ -31,12 +31,12 @@ def saved_by_torch(tiny: Tiny, directory: Path, *, flat: bool, wrap: bool) -> Pa
     """What a user of DCP has: torchtitan's form, or that of PyTorch's tutorials."""
     optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-2)
     for name, param in tiny.model.named_parameters():
-        state = {key: tiny.moments[f"{key}/{name}"].clone() for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[param] = {"step": torch.tensor(3.0), **state}
+        moments = {key: tiny.moments[f"{key}/{name}"].clone() for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[param] = {"step": torch.tensor(3.0), **moments}
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     optimized = get_optimizer_state_dict(tiny.model, optimizer, options=options)
     weights: dict[str, Any] = dict(tiny.model.state_dict())
-    state = {
+    state: dict[str, Any] = {
         **({"model": weights} if wrap else weights),
         ("optim" if wrap else "optimizer"): optimized,
         "train_state": {"step": 11 if wrap else torch.tensor(11)},
@@ -57,7 +57,7 @@ def test_dcp_load_finds_everything(tmp_path: Path, tied: bool) -> None:
     optimizer.step()
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights = fresh.model.state_dict()
-    optimized = get_optimizer_state_dict(fresh.model, optimizer, options=options)
+    optimized: dict[str, Any] = get_optimizer_state_dict(fresh.model, optimizer, options=options)
     train_state = {"step": 0}
     everything = {**weights, "optimizer": optimized, "train_state": train_state}
     dcp.load(everything, checkpoint_id=directory, no_dist=True)  # strict: every name must be there

@@ -39,7 +39,8 @@ def test_from_pretrained_gives_equal_logits(tmp_path: Path, tied: bool) -> None:
     target, remarks = export(tiny, tmp_path, shard_bytes=5000)
     assert len(list(target.glob("model-*.safetensors"))) > 2
     assert len(remarks) == 1 and "No tokenizer" in remarks[0]
-    loaded, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    pair: Any = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    loaded, report = pair
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert loaded.dtype == torch.float32
     assert type(loaded) is type(tiny.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,11 @@ def watched(model: Stack, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor
     for step in range(2):
         said: list[tuple[int, list[list[torch.Tensor | None]]]] = []
         value = loss(model, torch.randn(5, 4, generator=torch.Generator().manual_seed(step)))
-        with watch.backward(lambda n, said=said: said.append((n, gradients(model)))):
+
+        def say(n: int, said: list[Any] = said) -> None:
+            said.append((n, gradients(model)))
+
+        with watch.backward(say):
             value.backward()
         final = gradients(model)
         for finished, seen in said:

@@ -188,7 +188,12 @@ def test_half_a_state_does_not_count(
     )
     step_both(giver, newcomer, taker, 0)
     reasons: list[str] = []
-    wait_until(lambda: bool(reasons) or reasons.extend(filter(None, [newcomer.take_failure()])))
+
+    def failed() -> bool:
+        reasons.extend(filter(None, [newcomer.take_failure()]))
+        return bool(reasons)
+
+    wait_until(failed)
     assert ("CRC-32" in reasons[0]) == (spoil is flip)
     assert not newcomer.finish() and not newcomer.caught_up
     source.close()

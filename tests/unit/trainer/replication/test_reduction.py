@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,7 +46,7 @@ def held_by(lanes: tuple[int, ...], gradients: list[torch.Tensor]) -> dict[Node,
 
 def at_every_replica(
     rendezvous: Rendezvous,
-    dealt: list[tuple[int, ...]],
+    dealt: Sequence[tuple[int, ...]],
     act: Callable[[CrossGroup], object],
     leave_now: Callable[[], bool] = lambda: False,
     make: type[CrossGroup] = CrossGroup,
