@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from isal import isal_zlib
 
 from benchmarks._checkpoint_peers import CREDENTIALS, dcp_writer
 from benchmarks._checkpoint_state import make_task
 from checkpointing import Attempt, Keys, S3Config, open_store, plan_places, write_shared
 from checkpointing.format import segment
+from checkpointing.format.crc32 import crc32
 from checkpointing.stores.s3 import upload as upload_module
 from elastic import ParallelConfig, TrainConfig
 from elastic.node.uploader import MOST_CALLS, NICENESS, write_part
@@ -332,18 +332,13 @@ def _plan(config: S3Config, upload: Upload) -> Setting:
 
 def _checksums(on: bool) -> None:
     """Makes every CRC32 of the writing path 0 from now on, or what it is."""
-    plain: Any = isal_zlib if on else _NoChecksums
     modules: list[Any] = [segment, upload_module]
     for module in modules:
-        module.isal_zlib = plain
+        module.crc32 = crc32 if on else _no_checksum
 
 
-class _NoChecksums:
-    """In the place of isal_zlib."""
-
-    @staticmethod
-    def crc32(data: Any, value: int = 0) -> int:
-        return 0
+def _no_checksum(data: Any, value: int = 0) -> int:
+    return 0
 
 
 def run_uploader(config: S3Config, uploads: Any, receipts: Any) -> None:

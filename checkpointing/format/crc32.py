@@ -1,10 +1,44 @@
-"""The CRC32 of a run of bytes, from the CRC32s of its pieces and without the bytes."""
+"""CRC32s, and the one of a run of bytes from those of its pieces, without the bytes.
+
+By isal, at 10 GB/s; on a machine without it, such as a bare one with a GPU, by zlib, with the same
+values.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
-from isal import isal_zlib
+__all__ = ["combine_by_zlib", "crc32", "crc32_combine", "join_all", "join_crcs"]
+
+_POLYNOMIAL = 0xEDB88320
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials modulo that of CRC32; bit 31 stands for x^0."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+def combine_by_zlib(first: int, second: int, size_bytes: int) -> int:
+    """The CRC32 of two runs of bytes, of which the second has `size_bytes`."""
+    power, square = 1 << 31, 1 << 23  # x^0 and x^8: a byte shifts the first by eight
+    while size_bytes:
+        if size_bytes & 1:
+            power = _times(power, square)
+        square = _times(square, square)
+        size_bytes >>= 1
+    return _times(power, first) ^ second
+
+
+try:
+    from isal.isal_zlib import crc32, crc32_combine
+except ImportError:
+    crc32, crc32_combine = zlib.crc32, combine_by_zlib
 
 
 def join_crcs(
@@ -33,6 +67,6 @@ def join_all(crcs: Sequence[int], piece_bytes: int, size_bytes: int) -> int:
     """The CRC32 of `size_bytes` from those of its pieces, of which the last may be short."""
     joined, left = 0, size_bytes
     for crc in crcs:
-        joined = isal_zlib.crc32_combine(joined, crc, min(left, piece_bytes))
+        joined = crc32_combine(joined, crc, min(left, piece_bytes))
         left -= piece_bytes
     return joined

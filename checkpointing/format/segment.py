@@ -19,10 +19,8 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
-from isal import isal_zlib
-
 from checkpointing.format.boxes import TensorSlice
-from checkpointing.format.crc32 import join_all, join_crcs
+from checkpointing.format.crc32 import crc32, join_all, join_crcs
 from checkpointing.format.dtypes import DTYPES, item_bytes
 from checkpointing.format.manifest import CrcTable
 
@@ -139,7 +137,7 @@ class CheckedStream:
             # Asked for when all before it has been counted, so the CRCs are complete.
             data = pack_crcs(self._crcs)
             self.table = CrcTable(
-                begin=self.size_bytes, piece_bytes=self._piece_bytes, crc32=isal_zlib.crc32(data)
+                begin=self.size_bytes, piece_bytes=self._piece_bytes, crc32=crc32(data)
             )
             yield data
 
@@ -176,7 +174,7 @@ def with_crcs(
                 crcs.append(0)
                 room = block_bytes
             piece, data = data[:room], data[room:]
-            crcs[-1] = isal_zlib.crc32(piece, crcs[-1])
+            crcs[-1] = crc32(piece, crcs[-1])
             room -= len(piece)
         yield chunk
 
@@ -188,6 +186,6 @@ def first_bad_block(data: bytes, crcs: Sequence[int], block_bytes: int) -> int |
     """
     view = memoryview(data)
     for block, crc in enumerate(crcs):
-        if isal_zlib.crc32(view[block * block_bytes : (block + 1) * block_bytes]) != crc:
+        if crc32(view[block * block_bytes : (block + 1) * block_bytes]) != crc:
             return block
     return None

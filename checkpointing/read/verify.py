@@ -20,10 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from isal import isal_zlib
-
 from checkpointing.errors import CorruptError, MissingError, SliceError, StoreError
 from checkpointing.format.coverage import check_coverage
+from checkpointing.format.crc32 import crc32
 from checkpointing.format.dtypes import DTYPES
 from checkpointing.format.layout import Keys
 from checkpointing.format.manifest import Manifest, SavedSlice, Segment
@@ -215,7 +214,7 @@ def _check_table(store: Store, segment: Segment) -> Finding | None:
         data = store.get_range(segment.key, table.begin, segment.size_bytes - table.begin)
     except StoreError as error:
         return Finding(key=segment.key, check="unreadable", fact=str(error))
-    if isal_zlib.crc32(data) != table.crc32:
+    if crc32(data) != table.crc32:
         fact = f"bytes {table.begin} to {segment.size_bytes} are not the table that was written"
         return Finding(key=segment.key, check="table", fact=fact)
     told = crcs_told_by(data, table, segment.block_bytes)

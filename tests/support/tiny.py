@@ -1,21 +1,19 @@
 """A run small enough for tests: a two-layer Llama on generated text, and what is compared of its
-outcome."""
+outcome. Imports without Ray: tests on a machine with a GPU and without Ray use the task."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from ray.train import Result, RunConfig
 
 from checkpointing import CheckpointConfig, Keys, Reader, newest, open_store, params_sha256
 from elastic import (
     CausalLM,
     DataConfig,
-    ElasticTrainer,
     HealthConfig,
     ModelConfig,
     OptimizerConfig,
@@ -27,6 +25,11 @@ from elastic import (
 from elastic.reporting.event_log import read_steps
 from trainer.data import TokenDataset
 from trainer.loop.samples import samples_sha256
+
+if TYPE_CHECKING:
+    from ray.train import Result
+
+    from elastic import ElasticTrainer
 
 SEQ_LEN = 16
 SETTINGS = {
@@ -91,6 +94,10 @@ def tiny_trainer(
     **changes: Any,
 ) -> ElasticTrainer:
     """A run of the tiny task; `changes` go to `tiny_train`."""
+    from ray.train import RunConfig
+
+    from elastic import ElasticTrainer
+
     return ElasticTrainer(
         train or tiny_train(text, **changes),
         scaling=ScalingConfig(

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from isal import isal_zlib
 
+from checkpointing.format.crc32 import crc32
 from trainer.backend.polling import LEFT
 from trainer.engine.engine import Engine
 from trainer.recovery.backlog import Backlog
@@ -92,10 +92,10 @@ class Source:
     def _send(self, staged: torch.Tensor) -> None:
         crc = 0
         for chunk in staged.split(CHUNK_BYTES):
-            crc = isal_zlib.crc32(chunk.numpy().data, crc)
+            crc = crc32(chunk.numpy().data, crc)
             self._channel.send(chunk.to(self._device))
         trailer = torch.tensor([0, *self._numbers], dtype=torch.int64)
-        trailer[0] = isal_zlib.crc32(trailer[1:].numpy().data, crc)
+        trailer[0] = crc32(trailer[1:].numpy().data, crc)
         self._channel.send(trailer.to(self._device))
 
 
@@ -236,7 +236,7 @@ class Newcomer:
         for start in range(0, self.bytes, CHUNK_BYTES):
             chunk = buffer[: min(CHUNK_BYTES, self.bytes - start)]
             self._channel.send(chunk)
-            crc = isal_zlib.crc32(chunk.cpu().numpy().data, crc)
+            crc = crc32(chunk.cpu().numpy().data, crc)
             with self._while_open():
                 for target, part in _overlaps(state, start, chunk):
                     target.copy_(part)
@@ -255,7 +255,7 @@ class Newcomer:
             yield
 
     def _accept(self, trailer: torch.Tensor, crc: int) -> None:
-        crc = isal_zlib.crc32(trailer[1:].numpy().data, crc)
+        crc = crc32(trailer[1:].numpy().data, crc)
         sent_crc, optimizer_steps, skipped = trailer.tolist()
         if crc != sent_crc:
             raise RuntimeError(f"the state's CRC-32 is {crc:08x}, its source sent {sent_crc:08x}")

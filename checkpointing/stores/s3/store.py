@@ -21,9 +21,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from isal import isal_zlib
-
 from checkpointing.errors import StoreError, StoreUnavailableError
+from checkpointing.format.crc32 import crc32
 from checkpointing.stores.keys import PROBE
 from checkpointing.stores.s3.client import Deadline, S3Client, nothing
 from checkpointing.stores.s3.config import S3Config
@@ -66,7 +65,7 @@ class S3Store:
                     Body=data,
                     IfNoneMatch="*",
                     Metadata={WRITER: mark},
-                    **checksum(isal_zlib.crc32(data)),
+                    **checksum(crc32(data)),
                     **self._client.encryption(),
                 )
             except Refused as error:

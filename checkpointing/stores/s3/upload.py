@@ -17,9 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from isal import isal_zlib
-
 from checkpointing.errors import CheckpointError, StoreError
+from checkpointing.format.crc32 import crc32
 from checkpointing.stores.s3.client import Deadline, S3Client, nothing
 from checkpointing.stores.s3.config import MAX_PARTS
 from checkpointing.stores.s3.errors import Refused
@@ -94,7 +93,7 @@ class Part:
             return self._crc32
         crc = 0
         for piece in self._pieces:
-            crc = isal_zlib.crc32(piece, crc)
+            crc = crc32(piece, crc)
         return crc
 
     def read(self, _: int = -1) -> memoryview | bytes:
