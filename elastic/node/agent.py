@@ -96,7 +96,7 @@ class NodeAgent:
         self._processes.watch(identity.worker, identity.pid, identity.heartbeat_fd)
 
     def watch_helper(self, helper: str, pid: int) -> None:
-        """Watches a helper of this node (`nodes/helpers.py`) from now on. It is killed where it is
+        """Watches a helper of this node (`elastic/node/helpers.py`) from now on. It is killed where it is
         frozen; where it ends, those who wait for it know."""
         self._helpers.watch(helper, pid, heartbeat_fd=None)
 
