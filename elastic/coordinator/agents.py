@@ -90,7 +90,7 @@ class NodeAgents:
             agent.handle.send(NodeAgent.signal, identity.worker, number)
 
     def watch_helper(self, node: str, helper: str, pid: int) -> None:
-        """Has a helper (`elastic/node/helpers.py`) watched for as long as its node's agent lasts."""
+        """Has a helper (`elastic/node/helpers.py`) watched while its node's agent lasts."""
         agent = self._agents.get(node)
         if agent is not None:
             agent.handle.send(NodeAgent.watch_helper, helper, pid)

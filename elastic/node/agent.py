@@ -96,8 +96,9 @@ class NodeAgent:
         self._processes.watch(identity.worker, identity.pid, identity.heartbeat_fd)
 
     def watch_helper(self, helper: str, pid: int) -> None:
-        """Watches a helper of this node (`elastic/node/helpers.py`) from now on. It is killed where it is
-        frozen; where it ends, those who wait for it know."""
+        """Watches a helper of this node (`elastic/node/helpers.py`) from now on.
+
+        It is killed where it is frozen; where it ends, those who wait for it know."""
         self._helpers.watch(helper, pid, heartbeat_fd=None)
 
     def signal(self, worker: str, number: int) -> None:
