@@ -45,6 +45,7 @@ from elastic.coordinator.user_errors import UserErrors
 from elastic.coordinator.workers import Workers
 from elastic.membership.decisions import Effects
 from elastic.membership.machine import Membership
+from elastic.membership.progress import Progress
 from elastic.protocol import events
 from elastic.protocol.causes import CORRUPTION
 from elastic.protocol.coordinator_api import CoordinatorApi
@@ -90,9 +91,11 @@ class Coordinator(CoordinatorApi):
         host, port, self._store = host_store()
         self._membership = Membership(
             config.groups,
-            generation=config.generation,
-            restore_step=config.restore_step,
-            snapshot_step=0 if config.snapshot is None else config.snapshot.step,
+            Progress(
+                generation=config.generation,
+                restore_step=config.restore_step,
+                snapshot_step=0 if config.snapshot is None else config.snapshot.step,
+            ),
             meet=(host, port),
         )
         self._records = RunLog(config, self._membership)
@@ -132,7 +135,7 @@ class Coordinator(CoordinatorApi):
     def _make_snapshots(self) -> Snapshots:
         return Snapshots(
             self.config.paths,
-            self._membership,
+            self._membership.progress,
             partial(start_holder, self.config.paths.memory),
             self._records.note,
             versions=self.config.started.versions,

@@ -42,8 +42,8 @@ class Injections:
     async def claim(self, index: int, slot: int, step: int, worker: str) -> bool:
         """Whether injected fault `index` hits the worker in `slot` now. Workers that a fault hits
         together get their answers together."""
-        membership = self._membership
-        if not self._plan.claim(index, slot, membership.generation, settled=membership.settled):
+        generation = self._membership.progress.generation
+        if not self._plan.claim(index, slot, generation, settled=self._membership.settled):
             return False
         self._note(str(self._plan.faults[index]), step, worker)
         await self._dispatcher.tell()
@@ -53,9 +53,9 @@ class Injections:
     def hit_spares(self) -> None:
         """Hits the spares whose faults are due with the steps recorded so far. Each hits another
         one: what became of the first may not be known yet."""
-        recorded = self._membership.recorded
+        recorded = self._membership.progress.recorded
         for fault in self._plan.claim_for_spares(recorded):
-            spare = next((s for s in self._membership.spares if s not in self._hit), None)
+            spare = next((s for s in self._membership.places.idle if s not in self._hit), None)
             if spare is not None:
                 self._hit.add(spare)
                 self._note(str(fault), recorded - 1, spare)

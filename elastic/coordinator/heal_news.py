@@ -37,9 +37,11 @@ class HealNews:
         """A newcomer's worker has received `size` bytes of state, in `seconds`, and made up for
         `steps` steps."""
         self._received[worker] = (size, seconds, steps)
-        source = self._membership.source_of(worker)
         replica = self._membership.caught_up(worker)
-        if replica is None or source is None:
+        if replica is None:
+            return
+        source = self._membership.heals.source_of(replica.formed)
+        if source is None:
             return
         # Some may have told a coordinator that was lost since.
         found = [self._received.pop(w) for w in replica.workers if w in self._received]
@@ -47,7 +49,7 @@ class HealNews:
         self._records.note(
             events.ReplicaHealed(
                 time=time.time(),
-                generation=self._membership.generation,
+                generation=self._membership.progress.generation,
                 replica=replica.index,
                 source=source,
                 bytes=sum(sizes),
@@ -61,7 +63,8 @@ class HealNews:
         """A newcomer's worker did not get the state: another source, or, in the end, another
         newcomer."""
         membership = self._membership
-        slot, source = membership.slot_name(worker), membership.source_of(worker)
+        slot, formed = membership.slot_name(worker), membership.places.formation_of(worker)
+        source = None if formed is None else membership.heals.source_of(formed)
         failures = membership.heals.failed(worker)
         if slot is None or source is None or failures == 0:
             return

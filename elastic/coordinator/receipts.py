@@ -64,7 +64,7 @@ class Receipts:
         After a restore the records lack the steps that were lost. A late checkpoint of those steps,
         by a worker that was cut off or slow, must not become one to restore from.
         """
-        ahead = self._membership.ahead(receipt.step, receipt.generation)
+        ahead = self._membership.progress.ahead(receipt.step, receipt.generation)
         if ahead or receipt.generation < self._records.restored:
             return
         try:
@@ -76,7 +76,7 @@ class Receipts:
             return
         self._note_lost()
         now = time.time()
-        self._membership.checkpointed(receipt.step)
+        self._membership.progress.checkpointed(receipt.step)
         self._records.note(
             events.CheckpointCommitted(
                 time=now,

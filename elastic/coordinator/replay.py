@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from elastic.protocol import events
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events, read_steps
+
+_Event = TypeVar("_Event")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,28 +51,37 @@ def replay(paths: RunPaths, start_step: int) -> Replay:
         start_step: where this start of the run began.
     """
     happened = _this_start(read_events(paths.events))
-    lost = {e.worker for e in happened if isinstance(e, events.WorkerLost)}
-    drained = [e for e in happened if isinstance(e, events.Draining)]
-    rosters = [e for e in happened if isinstance(e, events.RegroupDone)]
-    joined = {e.worker: e for e in happened if isinstance(e, events.WorkerJoined)}
+    rosters = _all(happened, events.RegroupDone)
+    newest = rosters[-1] if rosters else None
+    lost = {e.worker for e in _all(happened, events.WorkerLost)}
+    joined = {e.worker: e for e in _all(happened, events.WorkerJoined)}
+    drained = _all(happened, events.Draining)
+    by_node = [e for e in drained if e.node is not None]
+    by_themselves = [e for e in drained if e.node is None]
+    formed = (e.formed for e in _all(happened, events.ReplicaForming))
+    restored = (e.generation for e in rosters if e.outcome in ("start", "restore"))
     return Replay(
         started=len(joined),
         workers={worker: e for worker, e in joined.items() if worker not in lost},
-        draining=frozenset(w for e in drained if e.node is not None for w in e.workers) - lost,
-        leaving=frozenset(w for e in drained if e.node is None for w in e.workers) - lost,
-        draining_nodes=frozenset(e.node for e in drained if e.node is not None),
-        generation=rosters[-1].generation if rosters else 0,
-        began=rosters[-1].step if rosters else 0,
-        restored=max(
-            (e.generation for e in rosters if e.outcome in ("start", "restore")), default=0
-        ),
-        formations=max(
-            (e.formed for e in happened if isinstance(e, events.ReplicaForming)), default=0
-        ),
-        recorded=_recorded(read_steps(paths.steps), rosters, start_step),
-        committed=frozenset(e.step for e in happened if isinstance(e, events.CheckpointCommitted)),
-        fired=tuple(e.fault for e in happened if isinstance(e, events.FaultFired)),
+        draining=_workers(by_node) - lost,
+        leaving=_workers(by_themselves) - lost,
+        draining_nodes=frozenset(e.node or "" for e in by_node),
+        generation=0 if newest is None else newest.generation,
+        began=0 if newest is None else newest.step,
+        restored=max(restored, default=0),
+        formations=max(formed, default=0),
+        recorded=_recorded(read_steps(paths.steps), newest, start_step),
+        committed=frozenset(e.step for e in _all(happened, events.CheckpointCommitted)),
+        fired=tuple(e.fault for e in _all(happened, events.FaultFired)),
     )
+
+
+def _all(happened: Sequence[events.Event], kind: type[_Event]) -> list[_Event]:
+    return [event for event in happened if isinstance(event, kind)]
+
+
+def _workers(drained: Sequence[events.Draining]) -> frozenset[str]:
+    return frozenset(worker for event in drained for worker in event.workers)
 
 
 def _this_start(happened: Sequence[events.Event]) -> Sequence[events.Event]:
@@ -78,12 +90,11 @@ def _this_start(happened: Sequence[events.Event]) -> Sequence[events.Event]:
 
 
 def _recorded(
-    steps: Sequence[events.StepRecord], rosters: Sequence[events.RegroupDone], start_step: int
+    steps: Sequence[events.StepRecord], newest: events.RegroupDone | None, start_step: int
 ) -> int:
     """The newest roster may have gone back: older records from its step on do not count."""
-    if not rosters:
+    if newest is None:
         return start_step
-    newest = rosters[-1]
     start_step = min(start_step, newest.step)  # where that was damaged, the run began further back
     counting = [s for s in steps if s.step < newest.step or s.generation >= newest.generation]
     return max([start_step, *(s.step + 1 for s in counting)])

@@ -45,7 +45,8 @@ class Restores:
         """
         async with self._deciding:
             membership = self._membership
-            known = membership.restore_step != step or membership.generation != generation
+            progress = membership.progress
+            known = (progress.restore_step, progress.generation) != (step, generation)
             if known or membership.stopped is not None:
                 return
             self._records.note(events.CheckpointFailed(time=time.time(), step=step, reason=reason))
@@ -68,10 +69,10 @@ class Restores:
         earlier = await asyncio.to_thread(newest, store, keys, before=step)
         membership = self._membership
         # The last one stays in its place: without it, the next start would begin from the seed.
-        if earlier is not None or membership.snapshot_step > 0:
+        if earlier is not None or membership.progress.snapshot_step > 0:
             await asyncio.to_thread(set_aside, store, keys, step)
             self._receipts.forget(step)
-        membership.checkpoint_lost(
+        membership.progress.checkpoint_lost(
             newest=0 if earlier is None else earlier.step,
             reason=f"the checkpoint of step {step} cannot be read: {reason} There is no other "
             f"saved state to go on from. Repair it, or start from the seed: with "

@@ -54,11 +54,11 @@ class RunLog:
         """Writes committed steps down; those known already are passed by."""
         membership = self._membership
         for step in steps:
-            if membership.awaits(step.step, step.generation):
+            if membership.progress.awaits(step.step, step.generation):
                 self._check_ledger(step)
                 self._append(self._step_log, step)
                 self._steps.append(step)
-                membership.record(step.step)
+                membership.progress.record(step.step)
 
     def _append(self, log: EventLog, record: events.Event | events.StepRecord) -> None:
         try:
@@ -81,7 +81,7 @@ class RunLog:
         """Notes what membership has decided."""
         now, membership = time.time(), self._membership
         if effects.called is not None:
-            generation = membership.generation + (effects.regrouped is None)
+            generation = membership.progress.generation + (effects.regrouped is None)
             self.note(events.RegroupCalled(time=now, generation=generation, reason=effects.called))
             self._gathering, self._came = generation, now
         self._note_gathered(effects)
@@ -136,14 +136,11 @@ class RunLog:
         if finished and self._digests:
             self._note_compared(equal=True)
         if finished:
-            steps = membership.recorded - self._began
+            steps = membership.progress.recorded - self._began
             self.note(events.LedgerChecked(time=time.time(), steps=steps))
         with self._event_log, self._step_log:  # each is closed, also where the other is not
-            self.note(
-                events.RunEnded(
-                    time=time.time(), step=membership.recorded, outcome=outcome, error=error
-                )
-            )
+            step = membership.progress.recorded
+            self.note(events.RunEnded(time=time.time(), step=step, outcome=outcome, error=error))
 
 
 def _regroup_done(now: float, regrouped: Regrouped) -> events.RegroupDone:
@@ -165,7 +162,7 @@ def _below_minimum(now: float, membership: Membership, missing: int) -> events.B
     config = membership.config
     return events.BelowMinimum(
         time=now,
-        alive=membership.whole_replicas,
+        alive=membership.places.whole,
         needed=config.min_replicas,
         missing=f"{missing} workers (a replica has {config.workers_per_replica}); add machines or "
         f"lower scaling.min_replicas",

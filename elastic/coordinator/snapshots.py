@@ -22,7 +22,7 @@ import ray
 
 from checkpointing import Manifest, Receipt, Snapshot, SnapshotIndex, plan_other_node
 from elastic.coordinator.own_handle import own_handle
-from elastic.membership.machine import Membership
+from elastic.membership.progress import Progress
 from elastic.node.snapshot_holder import MOST_CALLS, SnapshotHolder
 from elastic.node.snapshot_survey import find_snapshot
 from elastic.protocol import events
@@ -41,7 +41,7 @@ class Snapshots:
 
     Args:
         paths: the run directory, after which the folders in memory are named.
-        membership: told of the newest snapshot that can be read.
+        progress: told of the newest snapshot that can be read.
         start_holder: starts the snapshot holder of a node. Returns its handle.
         note: writes an event down.
         versions: library versions.
@@ -52,7 +52,7 @@ class Snapshots:
     def __init__(
         self,
         paths: RunPaths,
-        membership: Membership,
+        progress: Progress,
         start_holder: Callable[[str], Remote[SnapshotHolder]],
         note: Callable[[events.Event], None],
         *,
@@ -60,7 +60,7 @@ class Snapshots:
         found: Snapshot | None,
         timeout_s: float,
     ) -> None:
-        self._paths, self._membership, self._note = paths, membership, note
+        self._paths, self._progress, self._note = paths, progress, note
         self._start_holder = start_holder
         self._versions, self._timeout_s = versions, timeout_s
         self._nodes: set[str] = set()
@@ -109,7 +109,7 @@ class Snapshots:
     ) -> None:
         """One of `writers` parts is written to the memory of `node`; returns when the part has its
         copy and, if it was the last one, the snapshot counts."""
-        if self._membership.ahead(receipt.step, receipt.generation):
+        if self._progress.ahead(receipt.step, receipt.generation):
             return
         other = plan_other_node(node, self._nodes)
         nodes = {node}
@@ -177,7 +177,7 @@ class Snapshots:
 
     def _update(self) -> None:
         newest = self._index.newest(self._nodes)
-        self._membership.snapshotted(0 if newest is None else newest.step)
+        self._progress.snapshotted(0 if newest is None else newest.step)
 
     def _kept(self) -> Manifest | None:
         return None if self._index.whole is None else self._index.whole.manifest

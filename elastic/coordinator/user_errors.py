@@ -47,7 +47,7 @@ class UserErrors:
         other."""
         membership = self._membership
         patience_s = self._node_s if of_a_group else _PEER_LOSS_PATIENCE_S
-        formation = membership.formation_of(worker)
+        formation = membership.places.formation_of(worker)
         if not of_a_group:
             self._raised[worker] = formation
         try:

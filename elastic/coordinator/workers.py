@@ -163,7 +163,7 @@ class Workers:
             Loss(
                 cause=cause,
                 step=step,
-                committed=membership.recorded,
+                committed=membership.progress.recorded,
                 detail=detail,
                 formation=formation,
             )

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.places import Places
+from elastic.membership.progress import Progress
 from elastic.membership.reassembly import find_copy, plan_reassembly
 from elastic.protocol.messages import Report
 from elastic.protocol.roster import Replica, find_room, plan_formations
@@ -22,27 +23,33 @@ class Formations:
 
     Args:
         config: sizes.
+        progress: when the run went back last.
         places: who has a place; it changes with every formation.
         waiting: the workers that wait in `join`, with their reports: a view.
     """
 
-    def __init__(self, config: GroupConfig, places: Places, waiting: Mapping[str, Report]) -> None:
-        self._config, self._places, self._waiting = config, places, waiting
+    def __init__(
+        self,
+        config: GroupConfig,
+        progress: Progress,
+        places: Places,
+        waiting: Mapping[str, Report],
+    ) -> None:
+        self._config, self._progress = config, progress
+        self._places, self._waiting = places, waiting
         self.begun = 0
         """Replicas that ever began to form."""
-        self.since = 0
-        """Generation in which the run went back last: what is held of older ones is void."""
         self._start_workers = config.start_workers
         self._broken: list[Replica] = []
         self._reassembled = False
         self._kept = 0  # number of the replica that goes on with what its workers hold
 
-    def resume(self, begun: int, broken: Sequence[Replica], *, kept: int, since: int) -> None:
+    def resume(self, begun: int, broken: Sequence[Replica], *, kept: int) -> None:
         """Goes on after those that had `begun` before the coordinator was lost, of which some were
         `broken` then, and `kept` goes on with what its workers hold."""
         self.begun = begun
         self._broken.extend(broken)
-        self._kept, self.since = kept, since
+        self._kept = kept
 
     # -- the end of a formation --------------------------------------------------------------------
 
@@ -125,7 +132,8 @@ class Formations:
 
     def _choose(self, candidates: Iterable[str]) -> list[str]:
         reports = [self._waiting[worker] for worker in sorted(candidates)]
-        return plan_reassembly(reports, self._config.workers_per_replica, since=self.since)
+        size = self._config.workers_per_replica
+        return plan_reassembly(reports, size, since=self._progress.since)
 
     @property
     def keeping(self) -> bool:
@@ -135,7 +143,7 @@ class Formations:
     def _state_stands(self) -> bool:
         """Whether a replica stands all of whose workers have the state, as they say."""
         workers = self._config.workers_per_replica
-        holders = find_copy(self._waiting.values(), workers, since=self.since)
+        holders = find_copy(self._waiting.values(), workers, since=self._progress.since)
         names = {report.identity.worker for report in holders}
         return any(names.issuperset(r.workers) for r in self._places.standing.values())
 

@@ -2,57 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from elastic.protocol.roster import Replica, Roster, plan_heals
 
 
 class Heals:
-    """The heals of one roster: who gets the state from whom, and who has it by now."""
+    """The heals of one roster: who gets the state from whom, and who has it by now.
+
+    While everybody is at work this is the one place that knows who has state; those who wait say it
+    in their reports.
+    """
 
     def __init__(self) -> None:
         self.pairs: tuple[tuple[int, int], ...] = ()
         """(position without state when the roster began, position it heals from)."""
-        self.behind: dict[str, int] = {}
-        """Newcomer's worker without state yet -> its formation."""
-        self.newcomers: set[int] = set()
-        """Formations that have not all of their state yet, as far as is known."""
         self.again = False
         """One has failed: another source is to be tried."""
+        self._behind: dict[int, set[str]] = {}
+        """Formation -> those of its workers that are not known to have the state."""
+        self._formations: dict[str, int] = {}
+        """Newcomer's worker -> its formation."""
+        self._sources: dict[int, int] = {}
+        """Formation without state when the roster began -> number of the replica it heals from."""
         self._failures: dict[int, int] = {}
-
-    def resume(
-        self,
-        pairs: tuple[tuple[int, int], ...],
-        behind: Mapping[str, int],
-        doubtful: Iterable[int],
-    ) -> None:
-        """Goes on with the heals of a run whose coordinator was lost; the state of the formations
-        in `doubtful` may be an old one."""
-        self.pairs, self.behind = pairs, dict(behind)
-        self.newcomers = {*behind.values(), *doubtful}
 
     def begin(self, roster: Roster, newcomers: Sequence[Replica]) -> None:
         """A roster stands: those without state get it from the others; a source that failed before
         is passed by."""
         turn = sum(self._failures.get(replica.formed, 0) for replica in newcomers)
-        self.pairs = plan_heals(roster, {replica.index for replica in newcomers}, turn)
-        self.behind = {worker: r.formed for r in newcomers for worker in r.workers}
-        self.newcomers = {replica.formed for replica in newcomers}
-        self.again = False
+        pairs = plan_heals(roster, {replica.index for replica in newcomers}, turn)
+        self._set(pairs, roster, {replica.formed: set(replica.workers) for replica in newcomers})
+
+    def resume(
+        self,
+        pairs: tuple[tuple[int, int], ...],
+        roster: Roster,
+        behind: Mapping[str, int],
+        doubtful: Iterable[int],
+    ) -> None:
+        """Goes on with the heals of a run whose coordinator was lost.
+
+        Args:
+            pairs: as `pairs`.
+            roster: whose positions they name.
+            behind: worker without state so far -> its formation.
+            doubtful: formations of `roster` whose state may be an old one.
+        """
+        lacking = {r.formed: set(r.workers) for r in roster.replicas if r.formed in set(doubtful)}
+        for worker, formed in behind.items():
+            lacking.setdefault(formed, set()).add(worker)
+        self._set(pairs, roster, lacking)
+
+    def _set(
+        self, pairs: tuple[tuple[int, int], ...], roster: Roster, behind: dict[int, set[str]]
+    ) -> None:
+        self.pairs, self.again, self._behind = pairs, False, behind
+        self._formations = {w: formed for formed, workers in behind.items() for w in workers}
+        replicas = roster.replicas
+        self._sources = {replicas[new].formed: replicas[source].index for new, source in pairs}
+
+    # -- facts -------------------------------------------------------------------------------------
 
     def received(self, worker: str) -> bool:
         """A newcomer's worker has the state. Returns whether it was the last of its replica."""
-        formed = self.behind.pop(worker, None)
-        if formed is None or formed in self.behind.values():
+        formed = self._formations.pop(worker, None)
+        if formed is None:
             return False
-        self.newcomers.discard(formed)
+        self._behind[formed].discard(worker)
+        if self._behind[formed]:
+            return False
+        del self._behind[formed]
         return True
 
     def failed(self, worker: str) -> int:
         """A newcomer's worker did not get the state. Returns how often that has happened to its
         replica."""
-        formed = self.behind.get(worker)
+        formed = self._formations.get(worker)
         if formed is None:
             return 0
         if not self.again:
@@ -60,6 +86,17 @@ class Heals:
         self.again = True
         return self._failures.get(formed, 0)
 
-    def source_of(self, position: int) -> int | None:
-        """Position that the newcomer at `position` heals from; None for one that had state."""
-        return dict(self.pairs).get(position)
+    # -- questions ---------------------------------------------------------------------------------
+
+    @property
+    def behind(self) -> Set[int]:
+        """Formations of which not all workers are known to have the state."""
+        return self._behind.keys()
+
+    def lacks(self, worker: str) -> bool:
+        """Whether `worker` is not known to have the state."""
+        return worker in self._formations
+
+    def source_of(self, formed: int) -> int | None:
+        """Number of the replica that formation `formed` heals from; None for one that had state."""
+        return self._sources.get(formed)

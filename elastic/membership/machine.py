@@ -31,6 +31,7 @@ from elastic.membership.formations import Formations
 from elastic.membership.heals import Heals
 from elastic.membership.places import Places
 from elastic.membership.planned import all_copies_go, decide_planned, plan_departures
+from elastic.membership.progress import Progress
 from elastic.membership.resumption import plan_resumption
 from elastic.protocol.messages import (
     Build,
@@ -45,7 +46,7 @@ from elastic.protocol.messages import (
 from elastic.protocol.roster import Replica, Roster, find_renumbered, next_roster, number_anew
 from trainer.parallel.layout import slot_of
 
-Call = Literal["start", "fault", "boundary"]
+Call = Literal["start", "fault", "boundary", "end"]
 
 
 class Membership:
@@ -53,69 +54,68 @@ class Membership:
 
     Args:
         config: sizes.
-        generation: the last generation that anything was written under, 0 for a new run.
-        restore_step: step of the newest checkpoint, 0 without one; updated by `checkpointed`.
-        snapshot_step: step of the newest readable snapshot, 0 without one; see `snapshotted`.
+        progress: how far the run is; told of records, checkpoints and snapshots by who has them.
         meet: host and port of the store where process groups meet.
     """
 
     def __init__(
-        self,
-        config: GroupConfig,
-        *,
-        generation: int,
-        restore_step: int,
-        snapshot_step: int = 0,
-        meet: tuple[str, int] = ("", 0),
+        self, config: GroupConfig, progress: Progress, meet: tuple[str, int] = ("", 0)
     ) -> None:
-        self.config, self.generation = config, generation
-        self.restore_step, self.snapshot_step = restore_step, snapshot_step
-        self.recorded = self.reached = max(restore_step, snapshot_step)
-        self.began = 0
-        """Step that the newest roster began at."""
+        self.config, self.progress = config, progress
         self.members: dict[str, Identity] = {}
         self.waiting: dict[str, Report] = {}
-        self.roster = Roster(generation=generation, replicas=(), lanes={})
+        self.roster = Roster(generation=progress.generation, replicas=(), lanes={})
         self.call: Call | None = "start"
         self.stopped: Stop | None = None
-        self._meet = meet
-        self._unreadable: str | None = None
         self.calls, self.heals = Calls(), Heals()
-        self._places = Places(self.waiting.keys())
-        self.formations = Formations(config, self._places, self.waiting)
-        self._leaving = self._dismissed = False
+        self.places = Places(self.waiting.keys())
+        self.formations = Formations(config, progress, self.places, self.waiting)
+        self._meet = meet
         self._lost: set[str] = set()
-        self._torn: set[str] = set()  # see `Resumption`
-        self._away: dict[str, Stop | Leave] = {}  # wait, and are to be sent away
-        self._going: set[str] = set()  # are to be sent away once they have no slot
+        self._torn: set[str] = set()
+        """See `Resumption`."""
+        self._dismissed: set[str] = set()
+        """Are to end once they have no slot."""
+        self._refused: dict[str, Stop | Leave] = {}
+        """Have joined where nothing can come of it, and are told so by the next decision."""
+        self._broke_off = False
+        """A worker with a slot has left its step with nobody calling it."""
 
     # -- facts -------------------------------------------------------------------------------------
 
     def join(self, report: Report) -> None:
         """A worker is here and waits."""
         worker = report.identity.worker
-        self.waiting[worker] = report
         self.calls.followed(worker)
-        if worker in self._lost:
-            self._away[worker] = Stop(error="this worker was written off; it is replaced")
-            return
-        if worker in self._torn and report.built:
-            self._away[worker] = Leave()
+        refusal = self._refuse(report)
+        if refusal is not None:
+            self._refused[worker] = refusal
             return
         self._torn.discard(worker)
+        self.waiting[worker] = report
         self.members[worker] = report.identity
-        self.reached = max(self.reached, report.step or 0)
-        self._places.arrive(worker, report.built)
-        if self._places.stands(worker):
+        self.progress.saw(report.step)
+        self.places.arrive(worker, report.built)
+        if self.places.stands(worker):
             at_work = not report.finished and (report.in_step or self.call is None)
-            self._leaving |= at_work or (report.step is None and worker not in self.heals.behind)
+            self._broke_off |= at_work or (report.step is None and not self.heals.lacks(worker))
+
+    def _refuse(self, report: Report) -> Stop | Leave | None:
+        """What a worker is told that cannot wait here: one that was written off but lives, or whose
+        join outlived it; and one that others wait for in a replica that is no more."""
+        worker = report.identity.worker
+        if worker in self._lost:
+            return Stop(error="this worker was written off; it is replaced")
+        if worker in self._torn and report.built:
+            return Leave()
+        return None
 
     def lose(self, worker: str) -> Identity | None:
         """A worker is gone, for good. Returns who it was, None where it was no member."""
         self.calls.followed(worker)
         self.waiting.pop(worker, None)
-        self._away.pop(worker, None)
-        self._going.discard(worker)
+        self._refused.pop(worker, None)
+        self._dismissed.discard(worker)
         if worker not in self._lost:
             self._lost.add(worker)
             self.formations.lose(worker)
@@ -131,12 +131,7 @@ class Membership:
         """
         self.formations.retire(worker)
         if dismiss:
-            self._going.add(worker)
-
-    def record(self, step: int) -> None:
-        """`step` is committed and in the records."""
-        self.recorded = step + 1
-        self.reached = max(self.reached, step + 1)
+            self._dismissed.add(worker)
 
     def stop(self, error: str) -> None:
         """The run ends with `error`, where it has not ended already."""
@@ -144,24 +139,7 @@ class Membership:
 
     def caught_up(self, worker: str) -> Replica | None:
         """A newcomer's worker has the state. Returns its replica where it was the last of it."""
-        return self._places.of(worker) if self.heals.received(worker) else None
-
-    def checkpointed(self, step: int) -> None:
-        """A checkpoint of `step` is committed."""
-        self.restore_step = max(self.restore_step, step)
-
-    def checkpoint_lost(self, *, newest: int, reason: str) -> None:
-        """The newest checkpoint cannot be read: now it is that of `newest`, 0 without one.
-
-        Args:
-            newest: step.
-            reason: what ends the run where nothing is left to go on from but the seed.
-        """
-        self.restore_step, self._unreadable = newest, reason
-
-    def snapshotted(self, step: int) -> None:
-        """The newest snapshot that can be read is of `step`; 0: there is none (any more)."""
-        self.snapshot_step = step
+        return self.places.of(worker) if self.heals.received(worker) else None
 
     def resume(
         self,
@@ -188,23 +166,26 @@ class Membership:
         """
         self.members = {s.identity.worker: s.identity for s in standings}
         self.calls.resume(standings)
-        self.recorded, self.reached = recorded, max(recorded, self.reached)
-        self.began = began
         found = plan_resumption(
             standings,
             workers_per_replica=self.config.workers_per_replica,
             max_replicas=self.config.max_replicas,
         )
         started = generation > 0 or found.roster.generation > 0
-        self.generation = max(self.generation, generation, found.roster.generation)
+        self.progress.resume(
+            generation=max(generation, found.roster.generation),
+            restored=restored,
+            recorded=recorded,
+            began=began,
+        )
         self.roster = found.roster
-        self._places.form((*found.standing, *found.forming))
-        self._places.seat(found.standing)
-        self.formations.resume(formations, found.broken, kept=found.kept, since=restored)
-        self.heals.resume(found.heals, found.behind, found.doubtful)
+        self.places.form((*found.standing, *found.forming))
+        self.places.seat(found.standing)
+        self.formations.resume(formations, found.broken, kept=found.kept)
+        self.heals.resume(found.heals, found.roster, found.behind, found.doubtful)
         self._torn = set(found.torn)
         self.call = None if started else "start"
-        self._leaving = started and not found.consistent
+        self._broke_off = started and not found.consistent
 
     # -- questions ---------------------------------------------------------------------------------
 
@@ -217,41 +198,7 @@ class Membership:
 
     def replica_broken(self, worker: str) -> bool:
         """Whether the replica that `worker` works in, standing or forming, is no more."""
-        return self.stopped is not None or self._places.of(worker) is None
-
-    def formation_of(self, worker: str) -> int | None:
-        """Number of the replica, standing or forming, that `worker` works in."""
-        replica = self._places.of(worker)
-        return None if replica is None else replica.formed
-
-    def awaits(self, step: int, generation: int) -> bool:
-        """Whether a record of `step`, done in `generation`, is one that is missing.
-
-        All of an older generation were shown when their workers joined for this one, but for those
-        of workers who were in no roster since, and whose state the others went on with later.
-        """
-        if generation == self.generation:
-            return step >= self.recorded
-        return step == self.recorded < self.began and generation >= self.formations.since
-
-    def ahead(self, step: int, generation: int) -> bool:
-        """Whether a save of `step`, by workers of `generation`, holds steps that are in no record
-        and never will be: they were lost before they told of them, and the run went on without."""
-        return generation < self.generation and step > self.recorded
-
-    @property
-    def spares(self) -> list[str]:
-        """Workers that wait without a slot."""
-        return sorted(self._places.idle)
-
-    def source_of(self, worker: str) -> int | None:
-        """Number of the replica that a newcomer's worker heals from."""
-        replica = self._places.of(worker)
-        numbers = [other.index for other in self.roster.replicas]
-        if replica is None or replica.index not in numbers:
-            return None
-        source = self.heals.source_of(numbers.index(replica.index))
-        return None if source is None else numbers[source]
+        return self.stopped is not None or self.places.of(worker) is None
 
     @property
     def settled(self) -> bool:
@@ -261,40 +208,32 @@ class Membership:
     @property
     def last_copies_go(self) -> bool:
         """Whether each replica that has state is on a machine that will go."""
-        return all_copies_go(self._places, self.heals)
-
-    @property
-    def whole_replicas(self) -> int:
-        """Replicas that train, or would if there were enough of them."""
-        return self._places.whole
-
-    @property
-    def standing(self) -> tuple[Replica, ...]:
-        """Replicas of the roster that are whole, in order of position."""
-        return tuple(self._places.standing.values())
-
-    @property
-    def forming(self) -> tuple[Replica, ...]:
-        """Replicas that form, the oldest first."""
-        return tuple(self._places.forming.values())
+        return all_copies_go(self.places, self.heals)
 
     # -- decisions ---------------------------------------------------------------------------------
 
     def advance(self) -> Effects:
         """Everything that follows from the facts so far."""
-        effects = Effects()
+        effects = Effects(answers=dict(self._refused))
+        self._refused.clear()
         if self.stopped is None and self._all_finished():
             self.stopped = Stop(error=None)
         if self.stopped is None:
             self._decide(effects)
         if self.stopped is not None:
-            effects.answers.update(dict.fromkeys(self.waiting, self.stopped))
-            self._dismiss(effects)
-            self.waiting.clear()
+            self._end(self.stopped, effects)
         return effects
 
+    def _end(self, stop: Stop, effects: Effects) -> None:
+        """The run is over: those at work are called, once, for they may wait for one that is
+        gone."""
+        if self.call != "end":
+            self.call = "end"
+            self._signal(self.members, "fault", effects)
+        effects.answers.update(dict.fromkeys([*effects.answers, *self.waiting], stop))
+        self.waiting.clear()
+
     def _decide(self, effects: Effects) -> None:
-        self._send_away(effects)
         self._free_survivors(effects)
         self._call(effects)
         if self._reassemble(effects):
@@ -306,9 +245,9 @@ class Membership:
 
     def _all_finished(self) -> bool:
         """Everybody with a slot is done, and the last state is in a committed checkpoint."""
-        places = self._places
+        places = self.places
         return (
-            self.restore_step >= self.config.steps
+            self.progress.restore_step >= self.config.steps
             and bool(places.standing)
             and not places.absent
             and all(self.waiting[w].finished for r in places.standing.values() for w in r.workers)
@@ -317,25 +256,11 @@ class Membership:
     @property
     def _some_finished(self) -> bool:
         """Whether somebody with a slot is done: the others are about to be."""
-        return any(r.finished and self._places.stands(w) for w, r in self.waiting.items())
-
-    def _dismiss(self, effects: Effects) -> None:
-        """The run is over: those at work may wait for one that is gone."""
-        if not self._dismissed:
-            self._signal(self.members, "fault", effects)
-        self._dismissed = True
-
-    def _send_away(self, effects: Effects) -> None:
-        """A worker that was written off but lives (or whose join outlived it) must leave; one that
-        others wait for in its replica lets go of it."""
-        effects.answers.update(self._away)
-        for worker in self._away:
-            del self.waiting[worker]
-        self._away.clear()
+        return any(r.finished and self.places.stands(w) for w, r in self.waiting.items())
 
     def _release(self, effects: Effects) -> None:
         """Those that were told to go and have no slot (any more) end."""
-        for worker in [w for w in self._going if w in self.waiting and not self._places.of(w)]:
+        for worker in [w for w in self._dismissed if w in self.waiting and not self.places.of(w)]:
             effects.answers[worker] = Stop(error=None)
             del self.waiting[worker], self.members[worker]
 
@@ -357,7 +282,7 @@ class Membership:
     @property
     def _has_source(self) -> bool:
         """Whether a replica stands that is known to have its state."""
-        return any(formed not in self.heals.newcomers for formed in self._places.standing)
+        return any(formed not in self.heals.behind for formed in self.places.standing)
 
     def _build(self, replicas: Sequence[Replica], effects: Effects, *, keep: bool = False) -> None:
         effects.formed.extend(replicas)
@@ -367,7 +292,7 @@ class Membership:
                     formed=replica.formed,
                     replica=replica.index,
                     rank=rank,
-                    step=self.reached,
+                    step=self.progress.reached,
                     keep=keep,
                     meet=self._meet,
                     serial=self.calls.settled(worker),
@@ -375,13 +300,13 @@ class Membership:
                 del self.waiting[worker]
 
     def _call(self, effects: Effects) -> None:
-        broken = len(self._places.standing) < len(self.roster.replicas)
-        if self.call in (None, "boundary") and (broken or self._leaving):
+        broken = len(self.places.standing) < len(self.roster.replicas)
+        if self.call in (None, "boundary") and (broken or self._broke_off):
             effects.called = "fault"
             self._signal_roster("fault", effects)
         elif self.call is None and not self._some_finished:
             least = self.config.min_replicas
-            effects.called = decide_planned(self._places, self.heals, least)
+            effects.called = decide_planned(self.places, self.heals, least)
             if effects.called is not None:
                 self._signal_roster("boundary", effects)
 
@@ -391,10 +316,10 @@ class Membership:
         self._signal(self.roster.workers, kind, effects)
 
     def _conclude(self, effects: Effects) -> None:
-        places = self._places
+        places = self.places
         if self.call is None or places.absent:
             return
-        whole = self.whole_replicas
+        whole = places.whole
         missing = whole - places.unready < self.config.min_replicas
         if missing or self.formations.keeping or (not places.standing and places.unready):
             here = len(places.idle) + whole * self.config.workers_per_replica
@@ -413,26 +338,23 @@ class Membership:
     def _regroup(self, present: list[Replica], able: list[Replica], effects: Effects) -> None:
         """Of the replicas that are here the `able` ones make the next roster; one that leaves may
         have seen a commit that they have not."""
+        progress = self.progress
         staying, holders = self._find_staying(present, able)
         stays = {replica.formed for replica in staying}
         joining = [replica for replica in able if replica.formed not in stays]
         resolution = decide_step(
             holders,
-            stored=max(self.restore_step, self.snapshot_step),
+            stored=progress.stored,
             first=self.call == "start",
         )
         step, outcome = resolution.step, resolution.outcome
-        if step == 0 and outcome == "restore" and self._unreadable is not None:
-            self.stop(self._unreadable)  # never silently from the seed
+        if step == 0 and outcome == "restore" and progress.unreadable is not None:
+            self.stop(progress.unreadable)  # never silently from the seed
             return
-        lost = max(0, self.reached - step) if outcome == "restore" else 0
-        if not staying:
-            self.recorded = self.reached = step
-            self.formations.since = self.generation + 1
-        self.generation += 1
-        self.began = step
+        lost = max(0, progress.reached - step) if outcome == "restore" else 0
+        progress.begin(step, back=not staying)
         self.roster = next_roster(
-            generation=self.generation,
+            generation=progress.generation,
             staying=staying,
             joining=joining,
             total_lanes=self.config.lanes,
@@ -454,19 +376,20 @@ class Membership:
         self, present: Sequence[Replica], able: Sequence[Replica]
     ) -> tuple[list[Replica], list[Report]]:
         reports = (self.waiting[worker] for replica in present for worker in replica.workers)
-        return find_staying(reports, able, since=self.formations.since, recorded=self.recorded)
+        progress = self.progress
+        return find_staying(reports, able, since=progress.since, recorded=progress.recorded)
 
     def _order(self, resolution: Resolution, *, restore: bool) -> Order:
-        step, roster = resolution.step, self.roster
+        step, roster, progress = resolution.step, self.roster, self.progress
         return Order(
-            generation=self.generation,
+            generation=progress.generation,
             lanes=tuple(roster.lanes[replica.index] for replica in roster.replicas),
             step=step,
             commit=resolution.commit,
             heals=self.heals.pairs,
             restore=restore,
-            source="memory" if restore and step > self.restore_step else "store",
-            recorded=self.recorded,
+            source="memory" if restore and step > progress.restore_step else "store",
+            recorded=progress.recorded,
             meet=self._meet,
         )
 
@@ -475,8 +398,8 @@ class Membership:
         workers = self.roster.workers
         for worker in workers:
             del self.waiting[worker]
-        self._places.seat(self.roster.replicas)
-        self.call, self._leaving = None, False
+        self.places.seat(self.roster.replicas)
+        self.call, self._broke_off = None, False
 
     def _signal(self, workers: Iterable[str], kind: SignalKind, effects: Effects) -> None:
         """Calls those of `workers` that are at work."""

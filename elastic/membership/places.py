@@ -38,6 +38,11 @@ class Places:
         """The replica, standing or forming, that `worker` has a place in."""
         return self._of.get(worker)
 
+    def formation_of(self, worker: str) -> int | None:
+        """Number of the replica, standing or forming, that `worker` has a place in."""
+        replica = self._of.get(worker)
+        return None if replica is None else replica.formed
+
     def stands(self, worker: str) -> bool:
         """Whether `worker` has a slot in a standing replica."""
         replica = self._of.get(worker)

@@ -11,14 +11,14 @@ from elastic.protocol.roster import Replica
 def plan_departures(places: Places, heals: Heals, min_replicas: int) -> list[Replica]:
     """Replicas on machines that will go and that the others can do without."""
     draining = places.draining
-    gone = {replica.formed for replica in draining} | heals.newcomers
+    gone = {replica.formed for replica in draining} | heals.behind
     remaining = sum(formed not in gone for formed in places.standing)
     return draining if remaining >= max(1, min_replicas) else []
 
 
 def all_copies_go(places: Places, heals: Heals) -> bool:
     """Whether there is state, and no replica has it that stays."""
-    having = [r for r in places.standing.values() if r.formed not in heals.newcomers]
+    having = [r for r in places.standing.values() if r.formed not in heals.behind]
     return bool(having) and not any(places.retired.isdisjoint(r.workers) for r in having)
 
 

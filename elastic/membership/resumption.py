@@ -41,7 +41,7 @@ class Resumption:
     behind: dict[str, int]
     """Worker without state so far -> its formation."""
     heals: tuple[tuple[int, int], ...]
-    """(position without state, position it heals from)."""
+    """(position without state, position it heals from); none where it is not `consistent`."""
     consistent: bool
     """All of the roster is there and at work: no regroup was under way."""
 
@@ -90,7 +90,7 @@ def plan_resumption(
         doubtful=frozenset(f.formed for f in standing if f.generation < generation),
         torn=frozenset(s.identity.worker for f in formations if f.torn for s in f.members),
         behind={s.identity.worker: s.formed for f in new for s in f.members if s.behind},
-        heals=tuple((f.first.position, f.first.source or 0) for f in new),
+        heals=tuple((f.first.position, f.first.source or 0) for f in new if consistent),
         consistent=consistent,
     )
 

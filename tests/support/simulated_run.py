@@ -15,6 +15,7 @@ from typing import Any
 
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
+from elastic.membership.progress import Progress
 from elastic.protocol.messages import Build, Report, Run, Signal, Stop
 from tests.support import simulation_checks as checks
 from tests.support.simulated_worker import Applied, Channel, Lost, SimWorker
@@ -119,7 +120,7 @@ class World:
             steps=plan.steps,
             start_workers=plan.start_workers,
         )
-        self.membership = Membership(self.config, generation=0, restore_step=0)
+        self.membership = Membership(self.config, Progress())
         self.channels: dict[tuple[Any, ...], Channel] = {}
         self.workers: dict[str, SimWorker] = {}
         self.posted: dict[str, Signal] = {}
@@ -292,10 +293,7 @@ class World:
         alive = [w for n, w in self.workers.items() if n not in self.dead and not w.done]
         before = self.membership
         self.membership = Membership(
-            self.config,
-            generation=0,
-            restore_step=max(self.saved),
-            meet=("", self.incarnation),
+            self.config, Progress(restore_step=max(self.saved)), meet=("", self.incarnation)
         )
         self._set_snapshot(self.snapshot)
         self.posted.clear()
@@ -310,11 +308,11 @@ class World:
         self.taken_apart.update(s.identity.worker for s in standings if s.formed in given_up)
         self.membership.resume(
             standings,
-            generation=before.generation,
+            generation=before.progress.generation,
             restored=self.went_back_in,
             formations=before.formations.begun,
-            recorded=before.recorded,
-            began=before.began,
+            recorded=before.progress.recorded,
+            began=before.progress.began,
         )
         for name in self.lost:
             self.membership.lose(name)
@@ -423,14 +421,14 @@ class World:
         report, recent = self.joins.pop(name)
         self.record(recent)
         self.membership.join(report)
-        self._advance()
+        self._advance(report)
         return True
 
     def record(self, steps: list[tuple[int, int]]) -> None:
         """As `RunLog.take_steps`."""
         for step, generation in steps:
-            if self.membership.awaits(step, generation):
-                self.membership.record(step)
+            if self.membership.progress.awaits(step, generation):
+                self.membership.progress.record(step)
                 self.log.append(step)
 
     def left(self, worker: SimWorker, stop: Stop) -> None:
@@ -463,7 +461,7 @@ class World:
 
     def _lose(self, name: str) -> None:
         self.lost.add(name)
-        replicas = (*self.membership.roster.replicas, *self.membership.forming)
+        replicas = (*self.membership.roster.replicas, *self.membership.places.forming.values())
         self.broken.update(replica.formed for replica in replicas if name in replica.workers)
         if self.membership.lose(name) is not None and self.membership.stopped is None:
             self._advance()
@@ -479,7 +477,7 @@ class World:
         step, generation, rank, applied = worker.writing
         worker.writing = None
         worker.flush()
-        if generation >= self.went_back_in and not self.membership.ahead(step, generation):
+        if generation >= self.went_back_in and not self.membership.progress.ahead(step, generation):
             self.receipts.setdefault((step, generation), {})[rank] = applied
         return True
 
@@ -488,7 +486,7 @@ class World:
         if attempt[0] not in self.saved:
             assert len(set(parts.values())) == 1, "a checkpoint of two states"
             self.saved[attempt[0]] = parts[0]
-            self.membership.checkpointed(attempt[0])
+            self.membership.progress.checkpointed(attempt[0])
             self._advance()
         return True
 
@@ -499,7 +497,7 @@ class World:
         step, generation, rank, applied = worker.remembering
         worker.remembering = None
         worker.flush()
-        if generation >= self.went_back_in and not self.membership.ahead(step, generation):
+        if generation >= self.went_back_in and not self.membership.progress.ahead(step, generation):
             self.parts.setdefault((step, generation), {})[rank] = applied
         return True
 
@@ -531,16 +529,16 @@ class World:
             if self.snapshot is not None and self.snapshot[0] == run.step:
                 self._set_snapshot(None)
             return
-        current = self.membership.restore_step == run.step
-        if current and self.membership.generation == run.generation:
+        current = self.membership.progress.restore_step == run.step
+        if current and self.membership.progress.generation == run.generation:
             self.checkpoints_failed += 1
             del self.saved[run.step]
-            self.membership.checkpoint_lost(newest=max(self.saved), reason="damaged")
+            self.membership.progress.checkpoint_lost(newest=max(self.saved), reason="damaged")
             self._advance()
 
     def _set_snapshot(self, snapshot: tuple[int, Applied] | None) -> None:
         self.snapshot = snapshot
-        self.membership.snapshotted(0 if snapshot is None else snapshot[0])
+        self.membership.progress.snapshotted(0 if snapshot is None else snapshot[0])
 
     def _went_back(self, step: int, generation: int) -> None:
         self.went_back_in = generation
@@ -549,10 +547,17 @@ class World:
         if self.snapshot is not None and self.snapshot[0] > step:
             self._set_snapshot(None)
 
-    def _advance(self) -> None:
-        before, self.recorded = self.membership.generation, self.membership.recorded
-        reports = dict(self.membership.waiting)
-        placed = (*self.membership.standing, *self.membership.forming)
+    def _advance(self, *joined: Report) -> None:
+        """What follows of the facts; `joined` may be refused, and wait for that."""
+        before, self.recorded = (
+            self.membership.progress.generation,
+            self.membership.progress.recorded,
+        )
+        reports = self.membership.waiting | {r.identity.worker: r for r in joined}
+        placed = (
+            *self.membership.places.standing.values(),
+            *self.membership.places.forming.values(),
+        )
         effects = self.membership.advance()
         checks.check_effects(self, effects, reports, before)
         for replica in effects.formed:
@@ -574,7 +579,10 @@ class World:
             if isinstance(answer, Build) and answer.keep and worker.replica is not None:
                 self.taken_apart.update(worker.replica.members)
         if any(isinstance(a, Build) and a.keep for a in effects.answers.values()):
-            left = (*self.membership.standing, *self.membership.forming)
+            left = (
+                *self.membership.places.standing.values(),
+                *self.membership.places.forming.values(),
+            )
             self.taken_apart.update(w for r in placed if r not in left for w in r.workers)
 
 

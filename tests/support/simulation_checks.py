@@ -26,14 +26,16 @@ def check_effects(
     if membership.stopped is not None:
         assert set(effects.answers) == set(reports), "somebody is left waiting"
         return
-    forming = [worker for replica in membership.forming for worker in replica.workers]
-    standing = {w for replica in membership.standing for w in replica.workers}
+    forming = [
+        worker for replica in membership.places.forming.values() for worker in replica.workers
+    ]
+    standing = {w for replica in membership.places.standing.values() for w in replica.workers}
     assert not set(forming) & standing, "a worker is forming and standing"
     placed = list(forming)
     if effects.regrouped is None:
-        assert membership.generation == before and not runs
+        assert membership.progress.generation == before and not runs
     else:
-        assert membership.generation == before + 1
+        assert membership.progress.generation == before + 1
         placed += membership.roster.workers
         check_roster(world, effects.regrouped, runs, reports)
     assert len(placed) == len(set(placed)), "a worker in two replicas"
@@ -78,7 +80,7 @@ def check_roster(
     in_memory = not known and newest > max(world.saved)
     assert {run.source for run in runs.values()} == {"memory" if in_memory else "store"}
     # One ahead: its only witness told of the step, and died.
-    assert world.membership.recorded <= step + 1, "steps recorded that are not done"
+    assert world.membership.progress.recorded <= step + 1, "steps recorded that are not done"
     assert (regrouped.outcome in ("start", "restore")) == (not known)
     if regrouped.outcome == "restore":
         check_restore(world, reports)
@@ -99,7 +101,7 @@ def check_numbers(world: World, roster: Roster) -> None:
     indices = {replica.index for replica in roster.replicas}
     draining = [r for r in roster.replicas if not world.drained.isdisjoint(r.workers)]
     assert len(indices) <= most + len(draining) and max(indices) < most_replicas(most)
-    forming = {replica.index for replica in world.membership.forming}
+    forming = {replica.index for replica in world.membership.places.forming.values()}
     assert max(indices) < most or set(range(most)) <= indices | forming, "a number is free"
 
 
@@ -111,7 +113,9 @@ def check_restore(world: World, reports: Mapping[str, Report]) -> None:
 def check_nothing_dropped(world: World, effects: Effects, reports: Mapping[str, Report]) -> None:
     """Nobody has to drop its part of the last whole copy for a place in a new replica (I6)."""
     membership = world.membership
-    sure = {replica.formed for replica in membership.standing} - membership.heals.newcomers
+    sure = {
+        replica.formed for replica in membership.places.standing.values()
+    } - membership.heals.behind
     if membership.call != "fault" or sure or membership.formations.keeping:
         return
     drop = {n for n, a in effects.answers.items() if isinstance(a, Build) and not a.keep}
@@ -186,9 +190,9 @@ def check_end(world: World) -> None:
     assert not stuck, f"a deadlock: {stuck}, call {world.membership.call}"
     assert world.membership.stopped == Stop(error=None)
     assert world.plan.steps in world.saved
-    assert world.membership.recorded == world.plan.steps
+    assert world.membership.progress.recorded == world.plan.steps
     assert set(world.log) == set(range(world.plan.steps)), "steps unrecorded"
-    standing = world.membership.standing
+    standing = world.membership.places.standing.values()
     holders = [world.workers[name] for replica in standing for name in replica.workers]
     states = {w.progress.applied for w in holders if w.progress is not None}
     assert len(states) <= 1, "replicas differ"

@@ -15,6 +15,7 @@ from elastic.coordinator.replay import Replay
 from elastic.coordinator.run_log import RunLog
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
+from elastic.membership.progress import Progress
 from elastic.protocol import events
 from elastic.protocol.messages import Build, Identity, Report, Run, Standing
 from elastic.protocol.run_paths import RunPaths
@@ -57,7 +58,7 @@ class SlowSnapshots:
     async def look_again(self, timeout_s: float) -> None:
         self.asked.set()
         await asyncio.wait_for(self.answer.wait(), timeout_s)
-        self.membership.snapshotted(SNAPSHOT)
+        self.membership.progress.snapshotted(SNAPSHOT)
 
 
 def make_records(root: Path, membership: Membership) -> RunLog:
@@ -105,7 +106,7 @@ def report(built: int) -> Report:
 
 
 async def failover(root: Path) -> None:
-    membership = Membership(GROUPS, generation=0, restore_step=0)
+    membership = Membership(GROUPS, Progress())
     records = make_records(root, membership)
     dispatcher = Dispatcher(membership, records, lambda effects: None)
     snapshots = SlowSnapshots(membership)

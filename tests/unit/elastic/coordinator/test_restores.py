@@ -19,6 +19,7 @@ from elastic.coordinator.restores import Restores
 from elastic.coordinator.run_log import RunLog
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
+from elastic.membership.progress import Progress
 from elastic.protocol import events
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
@@ -76,7 +77,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
         faults=(),
         ledger=Ledger(train=TrainConfig(task=None, steps=30, global_batch=1), lanes=1, samples=1),
     )
-    membership = Membership(groups, generation=GENERATION, restore_step=20)
+    membership = Membership(groups, Progress(generation=GENERATION, restore_step=20))
     records = RunLog(config, membership)
     dispatcher = Dispatcher(membership, records, lambda effects: None)
     receipts = Receipts(config, membership, dispatcher, records)
@@ -93,7 +94,7 @@ def test_a_damaged_one_is_given_up_once(desk: Desk) -> None:
 
     assert desk.receipts.saved(20)
     asyncio.run(both_workers_say_so())
-    assert (desk.membership.restore_step, desk.membership.stopped) == (10, None)
+    assert (desk.membership.progress.restore_step, desk.membership.stopped) == (10, None)
     assert list_steps(desk.store, KEYS) == [10]
     assert desk.failed() == [20]
     assert not desk.receipts.saved(20), "the step can be committed again"
@@ -110,8 +111,8 @@ def test_one_that_is_out_of_reach_is_left_as_it_is(desk: Desk) -> None:
 def test_the_last_one_stays_unless_there_is_a_snapshot(
     desk: Desk, snapshot: int, left: list[int]
 ) -> None:
-    desk.membership.snapshotted(snapshot)
+    desk.membership.progress.snapshotted(snapshot)
     for step in (20, 10):
         asyncio.run(desk.restores.failed(step, GENERATION, REASON, True))
-    assert desk.membership.restore_step == 0
+    assert desk.membership.progress.restore_step == 0
     assert list_steps(desk.store, KEYS) == left

@@ -18,6 +18,7 @@ from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.run_log import RunLog
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
+from elastic.membership.progress import Progress
 from elastic.protocol import events
 from elastic.protocol.messages import Answer, Build, Identity, Report, Run
 from elastic.protocol.run_paths import RunPaths
@@ -63,7 +64,7 @@ class Desk:
             ledger=Ledger(train=train, lanes=replicas, samples=STEPS * replicas),
         )
         self.paths = config.paths
-        self.membership = Membership(groups, generation=0, restore_step=0)
+        self.membership = Membership(groups, Progress())
         self.records = RunLog(config, self.membership)
         self.dispatcher = Dispatcher(self.membership, self.records, lambda effects: None)
         self.workers = [f"w{rank}" for rank in range(replicas * each)]
@@ -90,7 +91,7 @@ class Desk:
         report = Report(
             identity=Identity(worker=worker, rank=int(worker[1:]), node="n", pid=1),
             built=self.built.get(worker, 0),
-            generation=self.membership.generation,
+            generation=self.membership.progress.generation,
             step=step,
             in_step=step is not None,
         )

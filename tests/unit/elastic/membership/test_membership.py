@@ -7,6 +7,7 @@ import pytest
 
 from elastic.membership.decisions import Effects, GroupConfig
 from elastic.membership.machine import Membership
+from elastic.membership.progress import Progress
 from elastic.protocol.messages import Build, Identity, Leave, Report, Run, Signal, Standing, Stop
 from elastic.protocol.roster import Replica
 from tests.support.simulated_run import World, play
@@ -48,7 +49,8 @@ class Group:
             start_workers=replicas * each if start is None else start,
         )
         self.membership = Membership(
-            config, generation=generation, restore_step=restore_step, snapshot_step=snapshot_step
+            config,
+            Progress(generation=generation, restore_step=restore_step, snapshot_step=snapshot_step),
         )
         self.built: dict[str, int] = {}
         self.generations: dict[str, int] = {}
@@ -79,7 +81,7 @@ class Group:
         return self.advance()
 
     def checkpointed(self, step: int) -> Effects:
-        self.membership.checkpointed(step)
+        self.membership.progress.checkpointed(step)
         return self.advance()
 
     def build(self, *workers: str) -> Effects:
@@ -293,7 +295,7 @@ def test_survivors_of_two_replicas_make_one() -> None:
 def test_when_all_die_the_run_goes_back_to_the_checkpoint() -> None:
     group = Group(replicas=2, each=1)
     group.start("a0", "b1")
-    group.membership.record(6)
+    group.membership.progress.record(6)
     group.checkpointed(4)
     group.lose("a0")
     group.lose("b1")
@@ -317,10 +319,10 @@ def test_when_all_die_the_newer_of_snapshot_and_checkpoint_counts(
 ) -> None:
     group = Group(replicas=1)
     group.start("a0")
-    group.membership.record(6)
+    group.membership.progress.record(6)
     group.checkpointed(4)
-    group.membership.snapshotted(6)
-    group.membership.snapshotted(snapshot)
+    group.membership.progress.snapshotted(6)
+    group.membership.progress.snapshotted(snapshot)
     group.lose("a0")
     group.join("b0")
     effects = group.build("b0")
@@ -334,7 +336,7 @@ def test_a_snapshot_that_cannot_be_read_leads_to_the_checkpoint() -> None:
     group = Group(replicas=1, generation=3, restore_step=4, snapshot_step=6)
     run = run_of(group.start("a0"), "a0")
     assert (run.step, run.source, run.recorded) == (6, "memory", 6)
-    group.membership.snapshotted(0)
+    group.membership.progress.snapshotted(0)
     effects = group.join("a0")
     run = run_of(effects, "a0")
     assert (run.generation, run.step, run.restore, run.source) == (5, 4, True, "store")
@@ -344,7 +346,7 @@ def test_a_snapshot_that_cannot_be_read_leads_to_the_checkpoint() -> None:
 def test_a_replica_that_read_the_snapshot_heals_one_that_could_not() -> None:
     group = Group(replicas=2, restore_step=4, snapshot_step=6)
     group.start("a0", "b1")
-    group.membership.snapshotted(0)
+    group.membership.progress.snapshotted(0)
     assert group.join("b1").called == "fault"
     run = run_of(group.join("a0", step=6, in_step=True), "b1")
     assert (run.step, run.restore, run.source, run.heals) == (6, False, "store", ((1, 0),))
@@ -517,7 +519,7 @@ def test_survivors_put_their_copy_together_where_successors_have_all_the_room(
     successors = "e4", "f5", "g6", "h7"
     for worker in successors:
         effects = group.join(worker)
-    assert [replica.index for replica in group.membership.forming] == [2, 3]
+    assert [replica.index for replica in group.membership.places.forming.values()] == [2, 3]
     if entered:
         group.build(*successors)
         for rank, worker in enumerate(("a0", "b1", "c2", "d3")):
@@ -532,7 +534,7 @@ def test_survivors_put_their_copy_together_where_successors_have_all_the_room(
     effects = group.join("d3", step=7, in_step=True, last=commit(6), built=0, rank=1)
     assert kept(effects) == {"a0": True, "d3": True}
     youngest = successors[2:]
-    assert set(youngest) <= effects.signals.keys() | set(group.membership.spares)
+    assert set(youngest) <= effects.signals.keys() | set(group.membership.places.idle)
     assert all(map(group.membership.replica_broken, youngest))
     group.build("e4", "f5")
     group.join("a0", step=7, in_step=True, last=commit(6), rank=0)
@@ -898,16 +900,16 @@ def test_records_of_an_older_roster_are_missed_only_where_the_newest_goes_on_fro
     """A worker that alone saw a commit may come only when a roster has stood without it."""
     group = Group(replicas=2)
     group.start("a0", "b1")
-    group.membership.record(4)
+    group.membership.progress.record(4)
     group.join("a0", step=6, last=commit(5))
-    assert not group.membership.awaits(4, 1) and group.membership.awaits(5, 1)
+    assert not group.membership.progress.awaits(4, 1) and group.membership.progress.awaits(5, 1)
     effects = group.join("b1", step=5, in_step=True, last=commit(4))
     assert effects.regrouped is not None and effects.regrouped.step == 6
-    awaits = group.membership.awaits
+    awaits = group.membership.progress.awaits
     assert awaits(5, 1) and not awaits(6, 1) and awaits(5, 2) and awaits(6, 2)
-    group.membership.record(3)
+    group.membership.progress.record(3)
     assert not awaits(5, 1), "there is a gap before it"
-    group.membership.formations.since = 2
+    group.membership.progress.since = 2
     assert not awaits(4, 1), "the run went back after it"
 
 
@@ -1033,14 +1035,14 @@ def test_a_checkpoint_that_nobody_can_read_is_given_up_for_the_one_before() -> N
     effects = group.start("a0", "b1", "c2", "d3")
     assert effects.regrouped is not None
     assert (effects.regrouped.step, effects.regrouped.outcome) == (8, "start")
-    group.membership.checkpoint_lost(newest=4, reason="damaged")
+    group.membership.progress.checkpoint_lost(newest=4, reason="damaged")
     assert group.join("a0").signals.keys() == {"b1", "c2", "d3"}, "it has no state"
     group.join("b1")
     group.join("c2")
     effects = group.join("d3")
     assert effects.regrouped is not None and not group.membership.stopped
     assert (effects.regrouped.step, effects.regrouped.outcome) == (4, "restore")
-    assert effects.regrouped.lost_steps == 4 and group.membership.recorded == 4
+    assert effects.regrouped.lost_steps == 4 and group.membership.progress.recorded == 4
     assert {run.source for run in effects.answers.values()} == {"store"}  # type: ignore[union-attr]
 
 
@@ -1048,12 +1050,12 @@ def test_a_checkpoint_that_nobody_can_read_is_given_up_for_the_one_before() -> N
 def test_never_from_the_seed_where_there_was_a_checkpoint(snapshot: int) -> None:
     group = Group(replicas=2, restore_step=8, snapshot_step=snapshot)
     group.start("a0", "b1")
-    group.membership.checkpoint_lost(newest=0, reason="the checkpoint of step 8: damaged")
+    group.membership.progress.checkpoint_lost(newest=0, reason="the checkpoint of step 8: damaged")
     group.join("a0")
     effects = group.join("b1")
     if snapshot:
         assert effects.regrouped is not None and effects.regrouped.step == 5
-        group.membership.snapshotted(0)
+        group.membership.progress.snapshotted(0)
         group.join("a0")
         effects = group.join("b1")
     stop = Stop(error="the checkpoint of step 8: damaged")

@@ -7,6 +7,7 @@ import time
 
 from elastic.membership.decisions import Effects, GroupConfig
 from elastic.membership.machine import Membership
+from elastic.membership.progress import Progress
 from elastic.protocol.messages import Build, Identity, Order, Report, Run
 
 WORKERS, NODE = 4_096, 8
@@ -23,7 +24,7 @@ def test_a_regroup_looks_at_each_worker_a_few_times_not_at_all_of_them_for_each(
         steps=10,
         start_workers=WORKERS,
     )
-    membership = Membership(config, generation=0, restore_step=0)
+    membership = Membership(config, Progress())
     identities = [Identity(worker=f"w{i}", rank=i, node="n", pid=i) for i in range(WORKERS)]
     built: dict[str, int] = {}
 
