@@ -9,7 +9,7 @@ from torch import nn
 
 from checkpointing import Box, TensorSlice
 from elastic import CustomTask
-from trainer.parallel.layout import local_box
+from trainer.parallel.layout import ParallelDims, Slot, local_box
 
 BYTES_PER_PARAMETER = 12
 _LAYERS = 8
@@ -65,16 +65,9 @@ def plan_rows(
     tensors: dict[str, tuple[tuple[int, ...], str]], shards: int, index: int
 ) -> list[TensorSlice]:
     """What one of so many workers holds, its rows of each tensor, as FSDP cuts. Pure."""
-    slices = []
+    slices, slot = [], Slot(replica=0, rank=index, dims=ParallelDims(shard=shards))
     for name, (shape, dtype) in tensors.items():
-        offsets, sizes = local_box(
-            shape,
-            tensor_dim=None,
-            tensor_degree=1,
-            tensor_index=0,
-            shard_degree=shards,
-            shard_index=index,
-        )
+        offsets, sizes = local_box(shape, slot, tensor_dim=None)
         slices.append(TensorSlice(name, shape, dtype, offsets, sizes))
     return slices
 

@@ -37,7 +37,7 @@ from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
 from trainer.engine.host_copy import HostBuffer
-from trainer.parallel.layout import slot_of
+from trainer.parallel.layout import ParallelDims, Slot
 from trainer.recovery.heal import Newcomer, Source
 from trainer.recovery.heal_channel import HealChannel
 
@@ -93,8 +93,9 @@ class Worker:
         self.replicas, shard = replicas, WORKERS // replicas
         replica, rank = divmod(self._number, shard)
         self._meet = f"{self._formed}/replica/{replica}"
+        dims = ParallelDims(shard=shard)
         self._mesh = make_replica_group(
-            self._setup.rendezvous, self._meet, rank=rank, shard=shard, tensor=1, device="cpu"
+            self._setup.rendezvous, self._meet, rank=rank, dims=dims, device="cpu"
         )
         task = make_task(self._setup.size_bytes)
         self.engine = Engine(
@@ -105,7 +106,7 @@ class Worker:
                 global_batch=WORKERS,
                 parallel=ParallelConfig(shard=shard),
             ),
-            slot=slot_of(replica, rank, 1),
+            slot=Slot(replica=replica, rank=rank, dims=dims),
             mesh=self._mesh,
             device="cpu",
             max_replicas=replicas,
@@ -220,15 +221,13 @@ class Worker:
         """The local tensors, in place, as DCP wants them."""
         from torch.distributed.tensor import DTensor, Shard
 
-        names = self._mesh.mesh_dim_names
-        mesh = self._mesh[names[0]] if names else self._mesh
         slices = self.engine.state.slices()
         found: dict[str, torch.Tensor] = {}
         for name, tensor in self.engine.state.tensors().items():
             shape = torch.Size(slices[name].global_shape)
             found[name] = DTensor.from_local(
                 tensor.reshape(slices[name].sizes),
-                mesh,
+                self._mesh.fsdp,
                 [Shard(0)],
                 run_check=False,
                 shape=shape,

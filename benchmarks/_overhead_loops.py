@@ -73,7 +73,7 @@ def train_plain(index: int, port: int, task: Any, train: Any) -> None:
     from trainer.loop.samples import lane_ids
     from trainer.models.family import HUGGING_FACE
     from trainer.parallel.apply import fill, local_slices, materialize
-    from trainer.parallel.layout import slot_of
+    from trainer.parallel.layout import Slot
 
     torch.set_num_threads(1)
     shard, settings = train.parallel.shard, train.optimizer
@@ -85,7 +85,7 @@ def train_plain(index: int, port: int, task: Any, train: Any) -> None:
         fully_shard(model.get_submodule(name), mesh=mesh)
     fully_shard(model, mesh=mesh)
     replica, rank = divmod(index, shard)
-    slices = local_slices(model, slot_of(replica, rank, 1), shard=shard, tensor=1)
+    slices = local_slices(model, Slot(replica=replica, rank=rank, dims=train.parallel.dims))
     materialize(model, torch.device("cpu"))
     fill(model, slices, source)
     params = list(model.parameters())

@@ -51,6 +51,7 @@ from elastic.protocol.messages import Build, Identity, Report, Run
 from elastic.protocol.run_paths import RunPaths
 from trainer.config import TrainConfig
 from trainer.loop.samples import Ledger
+from trainer.parallel.layout import ParallelDims
 from trainer.replication.step_commit import Commit
 
 NODE = 8
@@ -170,8 +171,7 @@ def _config(workers: int, directory: Path) -> CoordinatorConfig:
         groups=GroupConfig(
             max_replicas=replicas,
             min_replicas=1,
-            workers_per_replica=NODE,
-            tensor=1,
+            dims=ParallelDims(shard=NODE),
             lanes=replicas,
             steps=1000,
             start_workers=workers,

@@ -35,7 +35,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
-from trainer.parallel.layout import slot_of
+from trainer.parallel.layout import ParallelDims, Slot
 from trainer.recovery.heal import Newcomer, Source
 from trainer.recovery.heal_channel import HealChannel
 from trainer.replication.lane_sums import LaneSums
@@ -116,12 +116,12 @@ class Replica:
             task=None, steps=10**6, global_batch=setup.batch, parallel=ParallelConfig()
         )
         mesh = make_replica_group(
-            self.rendezvous, f"replica/{rank}", rank=0, shard=1, tensor=1, device="cpu"
+            self.rendezvous, f"replica/{rank}", rank=0, dims=ParallelDims(), device="cpu"
         )
         self.engine = Engine(
             make_task(setup),
             self.train,
-            slot=slot_of(rank, 0, 1),
+            slot=Slot(replica=rank, rank=0, dims=ParallelDims()),
             mesh=mesh,
             device="cpu",
             max_replicas=2,

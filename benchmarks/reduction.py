@@ -31,7 +31,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.models.hf import ModelConfig
-from trainer.parallel.layout import slot_of
+from trainer.parallel.layout import ParallelDims, Slot
 from trainer.replication.buckets import BUCKET_BYTES, plan_buckets
 from trainer.replication.reduction import Reduction
 from trainer.replication.replicas import CrossGroup
@@ -175,9 +175,9 @@ def small_engine(cross: CrossGroup, rendezvous: Rendezvous, options: argparse.Na
     )
     train = TrainConfig(task=task, steps=1, global_batch=options.replicas)
     mesh = make_replica_group(
-        rendezvous, f"replica/{cross.rank}", rank=0, shard=1, tensor=1, device="cpu"
+        rendezvous, f"replica/{cross.rank}", rank=0, dims=ParallelDims(), device="cpu"
     )
-    slot = slot_of(cross.rank, 0, 1)
+    slot = Slot(replica=cross.rank, rank=0, dims=ParallelDims())
     engine = Engine(task, train, slot=slot, mesh=mesh, device="cpu", max_replicas=options.replicas)
     engine.initialize()
     if cross.rank == 0:

@@ -183,8 +183,7 @@ class ElasticTrainer:
             groups=GroupConfig(
                 max_replicas=self.scaling.max_replicas,
                 min_replicas=self.scaling.min_replicas,
-                workers_per_replica=parallel.workers,
-                tensor=parallel.tensor,
+                dims=parallel.dims,
                 lanes=self.lanes,
                 steps=self.train.steps,
                 start_workers=plan.workers(parallel),
@@ -206,8 +205,7 @@ class ElasticTrainer:
                 name=str(self.run_config.name),
                 layout={
                     "replicas": self.scaling.max_replicas,
-                    "shard": parallel.shard,
-                    "tensor": parallel.tensor,
+                    **parallel.dims.degrees,
                     "lanes": self.lanes,
                     "spares": plan.spares,
                 },

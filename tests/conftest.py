@@ -3,6 +3,7 @@ learn; and no GPU tests without a GPU."""
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
@@ -11,6 +12,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# c10d looks up the name of each peer's address. Where the name service loses a question now and
+# then, that is 5 s each time, in a tenth of all connections.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # How long an example takes is the machine's affair.
 settings.register_profile("here", deadline=None)

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.errors import ConfigError, check_types
+from trainer.parallel.layout import ParallelDims
 
 if TYPE_CHECKING:
     from trainer.models.converter import ModelConverter
+    from trainer.parallel.dims import MeshDim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,20 +61,44 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How one replica is split over its workers: `shard` x `tensor` of them hold one copy."""
+    """How one replica is split over its workers: `shard` x `tensor` of them hold one copy, times
+    the degrees of `others`."""
 
     shard: int = 1
     """Fully sharded data parallel degree (FSDP2)."""
     tensor: int = 1
     """Tensor parallel degree, with sequence parallelism between the blocks."""
+    others: tuple[MeshDim, ...] = ()
+    """Further dimensions, whose workers divide the work on the same samples; see
+    `trainer.parallel.dims`."""
 
     def __post_init__(self) -> None:
         check_types(self, "train.parallel")
 
     @property
+    def dims(self) -> ParallelDims:
+        """The mesh of one replica, as plain numbers."""
+        others = tuple((dim.name, dim.degree) for dim in self.others)
+        return ParallelDims(shard=self.shard, others=others, tensor=self.tensor)
+
+    @property
     def workers(self) -> int:
         """Workers in one replica."""
-        return self.shard * self.tensor
+        return self.dims.workers
+
+    def check(self, train: TrainConfig) -> None:
+        """Raises ConfigError where a degree is below 1, a name is taken, or a dimension does not go
+        with the rest of `train`."""
+        names = ["shard", *(dim.name for dim in self.others), "tensor"]
+        degrees = [self.shard, *(dim.degree for dim in self.others), self.tensor]
+        for name, degree in zip(names, degrees, strict=True):
+            field = f"train.parallel.{name}"
+            if degree < 1:
+                raise ConfigError(field, degree, "must be at least 1", "Use 1 or more")
+            if names.count(name) > 1:
+                raise ConfigError(field, name, "two dimensions have this name", "Use another")
+        for dim in self.others:
+            dim.check(train)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +158,12 @@ class TrainConfig:
             ("steps", self.steps),
             ("global_batch", self.global_batch),
             ("lanes", lanes),
-            ("parallel.shard", self.parallel.shard),
-            ("parallel.tensor", self.parallel.tensor),
             ("eval_samples", self.eval_samples),
             ("eval_every", 1 if self.eval_every is None else self.eval_every),
         ]:
             if value < 1:
                 raise ConfigError(f"train.{name}", value, "must be at least 1", "Use 1 or more")
+        self.parallel.check(self)
         self._check_batch(lanes)
         self.optimizer.check()
 

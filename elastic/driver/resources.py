@@ -66,8 +66,7 @@ def _too_little(
     workers = scaling.min_replicas * parallel.workers
     each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.resources_per_worker.items())
     return ResourcesError(
-        f"{workers} workers ({scaling.min_replicas} replicas x shard {parallel.shard} x tensor "
-        f"{parallel.tensor}) with {each} each",
+        f"{workers} workers ({scaling.min_replicas} replicas x {parallel.dims}) with {each} each",
         _describe(scaling, there),
         scaling.wait_s,
         "Add nodes (or start Ray with a larger --num-cpus), lower scaling.min_replicas, or lower "

@@ -8,6 +8,7 @@ from typing import Literal
 from elastic.protocol.events import RegroupReason
 from elastic.protocol.messages import Answer, Signal
 from elastic.protocol.roster import Replica, Roster
+from trainer.parallel.layout import ParallelDims
 
 Outcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
 
@@ -20,16 +21,19 @@ class GroupConfig:
     """Most replicas of the run."""
     min_replicas: int
     """Fewest to train with."""
-    workers_per_replica: int
-    """Shard x tensor degree."""
-    tensor: int
-    """Tensor degree."""
+    dims: ParallelDims
+    """The mesh of each replica."""
     lanes: int
     """Lanes of the run."""
     steps: int
     """Steps of the run."""
     start_workers: int
     """Workers to wait for at the start, so that neighbours end up in one replica."""
+
+    @property
+    def workers_per_replica(self) -> int:
+        """Workers in each replica."""
+        return self.dims.workers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ from elastic.protocol.messages import (
     Stop,
 )
 from elastic.protocol.roster import Replica, Roster, find_renumbered, next_roster, number_anew
-from trainer.parallel.layout import slot_of
+from trainer.parallel.layout import Slot
 
 Call = Literal["start", "fault", "boundary", "end"]
 
@@ -194,7 +194,8 @@ class Membership:
         replica = self.roster.replica_of(worker)
         if replica is None:
             return None
-        return str(slot_of(replica.index, replica.workers.index(worker), self.config.tensor))
+        rank = replica.workers.index(worker)
+        return str(Slot(replica=replica.index, rank=rank, dims=self.config.dims))
 
     def replica_broken(self, worker: str) -> bool:
         """Whether the replica that `worker` works in, standing or forming, is no more."""

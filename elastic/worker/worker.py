@@ -40,7 +40,7 @@ from trainer.errors import NonFiniteError
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.apply import warm_up
-from trainer.parallel.layout import slot_of
+from trainer.parallel.layout import Slot
 from trainer.recovery.heal import Newcomer, Source
 from trainer.recovery.heal_channel import HealChannel
 from trainer.replication.lane_sums import LaneSums
@@ -196,15 +196,14 @@ class Worker:
             self.rendezvous,
             f"replica/{answer.formed}",
             rank=answer.rank,
-            shard=train.parallel.shard,
-            tensor=train.parallel.tensor,
+            dims=train.parallel.dims,
             device=self.job.scaling.device,
             leave_now=self.link.leave_now,
         )
         self.engine = Engine(
             self.job.task,
             train,
-            slot=slot_of(answer.replica, answer.rank, train.parallel.tensor),
+            slot=Slot(replica=answer.replica, rank=answer.rank, dims=train.parallel.dims),
             mesh=mesh,
             device=self.job.scaling.device,
             max_replicas=most_replicas(self.job.scaling.max_replicas),
@@ -325,6 +324,5 @@ class Worker:
         assert self.engine is not None
         self.link.saves.wait()
         self.link.outbox.flush()
-        slot = self.engine.slot
-        where = f"generation {run.generation} shard {slot.shard} tensor {slot.tensor}"
-        self.link.compare(where, self.engine.state.digest())
+        where = " ".join(f"{name} {at}" for name, at in self.engine.slot.coordinates.items())
+        self.link.compare(f"generation {run.generation} {where}", self.engine.state.digest())

@@ -30,7 +30,7 @@ from trainer.engine.host_copy import HostBuffer
 from trainer.engine.shared_copy import open_copy
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
-from trainer.parallel.layout import slot_of
+from trainer.parallel.layout import Slot
 from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.lanes import deal_lanes
@@ -129,14 +129,13 @@ def make_engine(
         rendezvous,
         f"{formation}/replica/{replica}",
         rank=rank,
-        shard=train.parallel.shard,
-        tensor=train.parallel.tensor,
+        dims=train.parallel.dims,
         device=device,
     )
     engine = Engine(
         task,
         train,
-        slot=slot_of(replica, rank, train.parallel.tensor),
+        slot=Slot(replica=replica, rank=rank, dims=train.parallel.dims),
         mesh=mesh,
         device=device,
         max_replicas=replicas,

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from trainer.backend.groups import make_replica_group
 from trainer.backend.rendezvous import Rendezvous
+from trainer.parallel.layout import ParallelDims
 
 PORT = 7001
 
@@ -25,7 +26,7 @@ if __name__ == "__main__":
     if rank == 0:
         store = TCPStore("0.0.0.0", PORT, is_master=True, wait_for_workers=False)
     meet = Rendezvous(host=host, port=PORT, timeout_s=900, silent_s=silent_s)
-    make_replica_group(meet, "one", rank=rank, shard=2, tensor=1, device="cpu")
+    make_replica_group(meet, "one", rank=rank, dims=ParallelDims(shard=2), device="cpu")
     ones = torch.ones(4)
     dist.all_reduce(ones)
     assert ones.tolist() == [2, 2, 2, 2]

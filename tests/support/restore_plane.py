@@ -23,7 +23,7 @@ from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import ParallelConfig, TrainConfig
 from trainer.engine.engine import Engine
-from trainer.parallel.layout import slot_of
+from trainer.parallel.layout import ParallelDims, Slot
 from trainer.recovery.shared_restore import Restored, Saved, Unreadable, read_together
 from trainer.replication.replicas import CrossGroup
 from trainer.tasks.custom import CustomTask
@@ -130,18 +130,18 @@ class WatchedStore:
 class _Worker:
     def __init__(self, meet: Rendezvous, replica: int, rank: int, scenario: Scenario) -> None:
         self.meet, self.scenario, self.place = meet, scenario, (replica, rank)
+        dims = ParallelDims(shard=SHARD)
         mesh = make_replica_group(
             meet,
             f"{scenario.name}/replica/{replica}",
             rank=rank,
-            shard=SHARD,
-            tensor=1,
+            dims=dims,
             device="cpu",
         )
         train = TrainConfig(
             task=task(), steps=30, global_batch=6, parallel=ParallelConfig(shard=SHARD)
         )
-        slot = slot_of(replica, rank, 1)
+        slot = Slot(replica=replica, rank=rank, dims=dims)
         self.engine = Engine(
             task(), train, slot=slot, mesh=mesh, device="cpu", max_replicas=scenario.replicas
         )

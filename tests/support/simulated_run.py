@@ -19,6 +19,7 @@ from elastic.membership.progress import Progress
 from elastic.protocol.messages import Build, Report, Run, Signal, Stop
 from tests.support import simulation_checks as checks
 from tests.support.simulated_worker import Applied, Channel, Lost, SimWorker
+from trainer.parallel.layout import ParallelDims
 
 MOST_EVENTS = 20_000
 HESITATION = 0.95
@@ -111,11 +112,14 @@ class World:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.rng = plan, random.Random(plan.seed)
+        each, tensor = plan.workers_per_replica, self.rng.randint(1, plan.workers_per_replica)
+        fits = each % tensor == 0
         self.config = GroupConfig(
             max_replicas=plan.max_replicas,
             min_replicas=plan.min_replicas,
-            workers_per_replica=plan.workers_per_replica,
-            tensor=self.rng.randint(1, plan.workers_per_replica),
+            dims=ParallelDims(shard=each // tensor, tensor=tensor)
+            if fits
+            else ParallelDims(shard=each),
             lanes=plan.lanes,
             steps=plan.steps,
             start_workers=plan.start_workers,

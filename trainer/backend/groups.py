@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -29,6 +29,8 @@ from trainer.backend.interface import listen_towards
 from trainer.backend.polling import LEFT, poll_until
 from trainer.backend.rendezvous import Rendezvous
 from trainer.backend.silence import limit_silence
+from trainer.parallel.layout import ParallelDims
+from trainer.parallel.mesh import ReplicaMesh
 
 Device = Literal["cpu", "cuda"]
 
@@ -71,19 +73,18 @@ def make_replica_group(
     prefix: str,
     *,
     rank: int,
-    shard: int,
-    tensor: int,
+    dims: ParallelDims,
     device: Device,
     leave_now: Callable[[], bool] = lambda: False,
-) -> DeviceMesh:
-    """Makes the replica c10d's default group and returns its mesh, shard x tensor.
+) -> ReplicaMesh:
+    """Makes the replica c10d's default group and returns its mesh.
 
     All ranks of the replica call it. `prefix` must be new each time a replica is formed.
 
     Raises:
         RuntimeError: a peer went away meanwhile, or `leave_now` became true.
     """
-    gather(rendezvous, prefix, shard * tensor, leave_now)
+    gather(rendezvous, prefix, dims.workers, leave_now)
     listen_towards(rendezvous.host, rendezvous.port)
     options: dict[str, Any] = {}
     _aborted.clear()
@@ -91,9 +92,6 @@ def make_replica_group(
         for name, value in _NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
         options["device_id"] = torch_device(device)
-    # DTensor's caches take meshes of the same shape and names for the same mesh, and would apply
-    # this process's old place in its old replica (docs/decisions/007).
-    names = (f"shard {prefix}", f"tensor {prefix}")
     # c10d numbers groups, and the number is part of their keys in the store. One that was left
     # while it was made has used up the first number here, but not at a peer that is new.
     dist.distributed_c10d._world.group_count = 0
@@ -103,16 +101,32 @@ def make_replica_group(
             "nccl" if device == "cuda" else GLOO,
             store=rendezvous.store(prefix, leave_now),
             rank=rank,
-            world_size=shard * tensor,
+            world_size=dims.workers,
             timeout=rendezvous.timeout,
             **options,
         )
-        mesh = init_device_mesh(device, (shard, tensor), mesh_dim_names=names)
-    if device == "cuda":  # those on Gloo were made with it
-        for name in names:
-            dist.distributed_c10d._set_pg_timeout(rendezvous.timeout, mesh.get_group(name))
+        mesh = _mesh(device, prefix, {"fsdp": dims.fsdp, "tensor": dims.tensor}, rendezvous)
+        others = _mesh(device, prefix, dims.degrees, rendezvous) if dims.others else {}
+    return ReplicaMesh(
+        fsdp=mesh["fsdp"],
+        tensor=mesh["tensor"],
+        others={name: others[name] for name, _ in dims.others},
+    )
+
+
+def _mesh(
+    device: Device, prefix: str, degrees: Mapping[str, int], rendezvous: Rendezvous
+) -> dict[str, DeviceMesh]:
+    """The default group's ranks as a mesh; what it is along each dimension."""
+    # DTensor's caches take meshes of the same shape and names for the same mesh, and would apply
+    # this process's old place in its old replica (docs/decisions/007).
+    named = {name: f"{name} {prefix}" for name in degrees}
+    mesh = init_device_mesh(device, tuple(degrees.values()), mesh_dim_names=tuple(named.values()))
     _meshes.append(mesh)
-    return mesh
+    if device == "cuda":  # those on Gloo were made with it
+        for name in named.values():
+            dist.distributed_c10d._set_pg_timeout(rendezvous.timeout, mesh.get_group(name))
+    return {name: mesh[long] for name, long in named.items()}
 
 
 def gather(rendezvous: Rendezvous, prefix: str, size: int, leave_now: Callable[[], bool]) -> None:

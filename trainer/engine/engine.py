@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.backend.groups import Device, check_replica_group, torch_device
 from trainer.config import TrainConfig
+from trainer.engine.batches import to_device
 from trainer.engine.build import build_model
 from trainer.engine.flat_layout import FlatLayout
 from trainer.engine.schedule import learning_rate
@@ -34,6 +35,7 @@ from trainer.parallel.apply import (
 )
 from trainer.parallel.backward import BackwardWatch
 from trainer.parallel.layout import Slot
+from trainer.parallel.mesh import ReplicaMesh
 from trainer.replication.buckets import BUCKET_BYTES
 from trainer.tasks.task import PreparedTask
 
@@ -49,7 +51,7 @@ class Engine:
         task: what is learned.
         train: the settings of the run.
         slot: this worker's place.
-        mesh: the replica's mesh, shard x tensor.
+        mesh: the replica's mesh.
         device: "cpu" or "cuda".
         max_replicas: gradient buffers are padded so that so many replicas can own equal pieces.
         bucket_bytes: the least and the most that are reduced at once.
@@ -61,7 +63,7 @@ class Engine:
         train: TrainConfig,
         *,
         slot: Slot,
-        mesh: DeviceMesh,
+        mesh: ReplicaMesh,
         device: Device,
         max_replicas: int,
         bucket_bytes: tuple[int, int] = BUCKET_BYTES,
@@ -74,12 +76,11 @@ class Engine:
         self.model: nn.Module = parallelize(
             model,
             mesh,
+            others=train.parallel.others,
             family=getattr(task, "family", HUGGING_FACE),
             compute_dtype=getattr(torch, train.precision),
         )
-        self._slices = local_slices(
-            self.model, slot, shard=train.parallel.shard, tensor=train.parallel.tensor
-        )
+        self._slices = local_slices(self.model, slot)
         materialize(self.model, self.device)
         self.model.train()
         # Whole on every tensor rank: the first one counts them in the norm, and saves them.
@@ -94,18 +95,15 @@ class Engine:
             counted_elsewhere=elsewhere,
             bucket_bytes=bucket_bytes,
         )
-        self._watch = BackwardWatch(self.model, train.parallel.shard)
+        self._watch = BackwardWatch(self.model, slot.dims.fsdp)
         self._leaves = [nn.Parameter(local) for local in self.layout.locals]
         self.replace_gradient()
         self.optimizer = self._make_optimizer()
         self.state = self._make_state(elsewhere)
 
     def _room(self) -> dict[str, int]:
-        """Numbers in the longest slice of each parameter over the shard ranks."""
-        degrees = self.train_config.parallel
-        longest = local_slices(
-            self.model, replace(self.slot, shard=0), shard=degrees.shard, tensor=degrees.tensor
-        )
+        """Numbers in the longest slice of each parameter over the ranks that it is sharded over."""
+        longest = local_slices(self.model, replace(self.slot, rank=self.slot.tensor))
         return {name: math.prod(box.sizes) for name, box in longest.items()}
 
     def _make_optimizer(self) -> torch.optim.AdamW:
@@ -192,9 +190,20 @@ class Engine:
     @property
     def rank(self) -> int:
         """Rank in the replica."""
-        return self.slot.shard * self.train_config.parallel.tensor + self.slot.tensor
+        return self.slot.rank
 
     # -- the step ---------------------------------------------------------------------------------
+
+    def take(self, batch: Any) -> Any:
+        """This worker's part of a micro-batch, on the device.
+
+        Args:
+            batch: all of it, the same on the workers that share its samples.
+        """
+        batch = to_device(batch, self.device)
+        for dim in self.train_config.parallel.others:
+            batch = dim.part(batch, self.slot.coordinates[dim.name])
+        return batch
 
     def collect_in(self, flat: torch.Tensor) -> None:
         """Says where the gradients of the coming lane go; the model has none yet.

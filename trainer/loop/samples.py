@@ -55,7 +55,7 @@ def lane_start(train: TrainConfig, lanes: int, lane: int, shard: int) -> int:
 
 
 def micro_seed(*parts: int) -> int:
-    """A seed for a micro-batch's random numbers, from (seed, step, lane, micro-batch, shard)."""
+    """A seed for a micro-batch's random numbers, from (seed, step, lane, index, `Slot.fsdp`)."""
     state = 0x9E3779B97F4A7C15
     for part in parts:
         state = ((state ^ (part & _MASK)) * 0xBF58476D1CE4E5B9 + 1) & _MASK

@@ -24,7 +24,6 @@ from trainer.data import SampleSource
 from trainer.engine.engine import Engine
 from trainer.engine.schedule import learning_rate
 from trainer.errors import CrossGroupLost, NonFiniteError
-from trainer.loop.batches import to_device
 from trainer.loop.between_steps import BetweenSteps
 from trainer.loop.link import Link, LoopConfig, Progress
 from trainer.loop.samples import lane_ids, lane_start, micro_seed, step_ids
@@ -131,9 +130,8 @@ class TrainLoop:
             lane: the lane.
             reduction: given with the last lane; starts as the gradients come in.
         """
-        ids = lane_ids(
-            self.train, self.config.lanes, len(self.data), step, lane, self.engine.slot.shard
-        )
+        slot = self.engine.slot
+        ids = lane_ids(self.train, self.config.lanes, len(self.data), step, lane, slot.shard)
         micro = self.train.micro_samples(self.config.lanes)
         loss_sum, tokens = 0.0, 0
         self.engine.collect_in(self.sums.open(lane))
@@ -144,11 +142,9 @@ class TrainLoop:
                 reduction.start(stop)
 
         for index, start in enumerate(range(0, len(ids), micro)):
-            torch.manual_seed(
-                micro_seed(self.train.seed, step, lane, index, self.engine.slot.shard)
-            )
+            torch.manual_seed(micro_seed(self.train.seed, step, lane, index, slot.fsdp))
             self.link.at_step(step, "data")
-            batch = to_device(self.data.batch(ids[start : start + micro]), self.engine.device)
+            batch = self.engine.take(self.data.batch(ids[start : start + micro]))
             self.link.at_step(step, "forward")
             loss, count = self.engine.task.loss(self.engine.model, batch)
             self.link.at_step(step, "backward")
@@ -157,11 +153,13 @@ class TrainLoop:
             else:
                 self.engine.backward_at_last(loss, take)
             loss_sum, tokens = loss_sum + float(loss.detach()), tokens + count
-        counts = self.engine.slot.tensor == 0
-        first = lane_start(self.train, self.config.lanes, lane, self.engine.slot.shard)
-        digest = commits.sample_digest(ids, first)
-        stats = LaneStats(loss=loss_sum, tokens=tokens, digest=digest)
-        self.sums.close(lane, stats if counts else LaneStats(loss=0.0, tokens=0, digest=0))
+        # Tensor peers have the same loss, and all who share the samples the same ids.
+        stats = LaneStats(loss=0.0, tokens=0, digest=0)
+        if slot.tensor == 0:
+            first = lane_start(self.train, self.config.lanes, lane, slot.shard)
+            digest = commits.sample_digest(ids, first) if slot.part == 0 else 0
+            stats = LaneStats(loss=loss_sum, tokens=tokens, digest=digest)
+        self.sums.close(lane, stats)
 
     def make_reduction(self) -> Reduction:
         """The sum of the lanes' gradients over the replicas into the engine's gradient."""

@@ -1,14 +1,16 @@
 """From a model on the meta device to this worker's sharded, filled model.
 
-Order: tensor parallelism, then FSDP2 round each block and the root, then real memory for just the
-    local slices, then their initial values. All degrees 1 take the same road: FSDP2 over one rank.
+Order: further dimensions of the mesh, tensor parallelism, FSDP2 round each block and the root, then
+real memory for just the local slices, then their initial values. All degrees 1 take the same road:
+FSDP2 over one rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
@@ -16,7 +18,9 @@ from torch.distributed.tensor.placement_types import Shard
 from checkpointing import TensorSlice
 from trainer.models.family import ModelFamily
 from trainer.models.init import WeightSource
+from trainer.parallel.dims import MeshDim
 from trainer.parallel.layout import Slot, local_box
+from trainer.parallel.mesh import ReplicaMesh
 from trainer.parallel.tensor import apply_tensor_parallel
 
 
@@ -26,50 +30,47 @@ def warm_up() -> None:
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, *, family: ModelFamily, compute_dtype: torch.dtype
+    model: nn.Module,
+    mesh: ReplicaMesh,
+    *,
+    others: Sequence[MeshDim] = (),
+    family: ModelFamily,
+    compute_dtype: torch.dtype,
 ) -> nn.Module:
-    """Makes `model` (parameters on meta) tensor parallel and fully sharded over the replica's mesh,
-    in place.
+    """Makes `model` (parameters on meta) parallel over the replica's mesh, in place: what `others`
+    do to it, then tensor parallel, then fully sharded.
 
-    Gradients are summed over the shard ranks, not averaged: the loop divides by the global token
-    count.
+    Gradients are summed over the ranks that it is sharded over, not averaged: the loop divides by
+    the global token count.
 
     Args:
         model: the whole model.
-        mesh: 2-D, shard x tensor.
+        mesh: the replica's.
+        others: its dimensions beside shard and tensor.
         family: knows the model's blocks, and its plan where the tensor degree is above 1.
         compute_dtype: number format of forward and backward; reductions stay float32.
     """
-    assert mesh.mesh_dim_names is not None
-    shard_mesh, tensor_mesh = (mesh[name] for name in mesh.mesh_dim_names)
-    if tensor_mesh.size() > 1:
-        apply_tensor_parallel(model, tensor_mesh, family)
+    for dim in others:
+        dim.convert(model, mesh.others[dim.name])
+    if mesh.tensor.size() > 1:
+        apply_tensor_parallel(model, mesh.tensor, family)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for name in family.blocks(model):
-        fully_shard(model.get_submodule(name), mesh=shard_mesh, mp_policy=policy)
-    fully_shard(model, mesh=shard_mesh, mp_policy=policy)
+        fully_shard(model.get_submodule(name), mesh=mesh.fsdp, mp_policy=policy)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-            if shard_mesh.size() > 1:  # else the factor is 1, and setting it costs a copy
+            if mesh.fsdp.size() > 1:  # else the factor is 1, and setting it costs a copy
                 module.set_gradient_divide_factor(1.0)
     return model
 
 
-def local_slices(
-    model: nn.Module, slot: Slot, *, shard: int, tensor: int
-) -> dict[str, TensorSlice]:
+def local_slices(model: nn.Module, slot: Slot) -> dict[str, TensorSlice]:
     """The box of each full parameter that the worker in `slot` holds, by parameter name."""
     slices = {}
     for name, param in model.named_parameters():
-        offsets, sizes = local_box(
-            tuple(param.shape),
-            tensor_dim=tensor_dim(param),
-            tensor_degree=tensor,
-            tensor_index=slot.tensor,
-            shard_degree=shard,
-            shard_index=slot.shard,
-        )
+        offsets, sizes = local_box(tuple(param.shape), slot, tensor_dim=tensor_dim(param))
         slices[name] = TensorSlice(
             name=name,
             global_shape=tuple(param.shape),

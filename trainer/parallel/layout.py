@@ -1,8 +1,52 @@
-"""Layout arithmetic: ranks, slots, and the box of a full tensor that a worker holds. Pure."""
+"""Layout arithmetic: the dimensions of a replica's mesh, slots in it, and the box of a full tensor
+that a worker holds. Pure.
+
+    shard     its workers take different samples, and each holds a part of every parameter
+    others    theirs take the same samples, and each a part of the work on them (`dims.MeshDim`);
+              parameters are sharded over them too
+    tensor    its workers take the same samples, and each holds a part of what the model's
+              tensor-parallel plan cuts
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """The mesh of one replica: its dimensions, the slowest-varying one first."""
+
+    shard: int = 1
+    """Sharded data parallel degree."""
+    others: tuple[tuple[str, int], ...] = ()
+    """Name and degree of the dimensions between shard and tensor."""
+    tensor: int = 1
+    """Tensor parallel degree; tensor peers have neighbouring ranks (one node's NVLink)."""
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Every dimension's degree by its name, in the mesh's order."""
+        return {"shard": self.shard, **dict(self.others), "tensor": self.tensor}
+
+    @property
+    def workers(self) -> int:
+        """Workers in one replica."""
+        return math.prod(self.degrees.values())
+
+    @property
+    def fsdp(self) -> int:
+        """Workers that FSDP2 shards parameters over: all but tensor peers."""
+        return self.shard * self.parts
+
+    @property
+    def parts(self) -> int:
+        """Workers that one sample's work is divided over, tensor peers not counted."""
+        return math.prod(degree for _, degree in self.others)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {degree}" for name, degree in self.degrees.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,19 +55,42 @@ class Slot:
 
     replica: int
     """Index of the replica."""
-    shard: int
-    """Position along the sharded data-parallel dimension."""
-    tensor: int
-    """Position along the tensor-parallel dimension, the fastest-varying one."""
+    rank: int
+    """Rank in it."""
+    dims: ParallelDims
+    """The replica's mesh."""
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Position along every dimension, by its name."""
+        found, rest = {}, self.rank
+        for name, degree in reversed(self.dims.degrees.items()):
+            rest, found[name] = divmod(rest, degree)
+        return dict(reversed(found.items()))
+
+    @property
+    def tensor(self) -> int:
+        """Position among those that hold parts of the same parameters' cuts."""
+        return self.rank % self.dims.tensor
+
+    @property
+    def fsdp(self) -> int:
+        """Position among those that FSDP2 shards parameters over: all but tensor peers."""
+        return self.rank // self.dims.tensor
+
+    @property
+    def part(self) -> int:
+        """Position among those that share the work on the same samples, tensor peers aside."""
+        return self.fsdp % self.dims.parts
+
+    @property
+    def shard(self) -> int:
+        """Position among those that take different samples."""
+        return self.fsdp // self.dims.parts
 
     def __str__(self) -> str:
-        return f"replica {self.replica} shard {self.shard} tensor {self.tensor}"
-
-
-def slot_of(replica: int, rank: int, tensor_degree: int) -> Slot:
-    """The slot of `rank` within a replica; tensor peers have neighbouring ranks (one node's
-    NVLink)."""
-    return Slot(replica=replica, shard=rank // tensor_degree, tensor=rank % tensor_degree)
+        where = (f"{name} {position}" for name, position in self.coordinates.items())
+        return " ".join([f"replica {self.replica}", *where])
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -37,15 +104,9 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def local_box(
-    shape: tuple[int, ...],
-    *,
-    tensor_dim: int | None,
-    tensor_degree: int,
-    tensor_index: int,
-    shard_degree: int,
-    shard_index: int,
+    shape: tuple[int, ...], slot: Slot, *, tensor_dim: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The box of a full parameter that one worker holds.
+    """The box of a full parameter that the worker in `slot` holds.
 
     Tensor parallelism cuts `tensor_dim` first (None: replicated over the tensor ranks); FSDP2 then
     cuts dimension 0 of what is left.
@@ -53,12 +114,10 @@ def local_box(
     Returns:
         (offsets, sizes), one number per dimension.
     """
-    offsets, sizes = [0] * len(shape), list(shape)
+    dims, offsets, sizes = slot.dims, [0] * len(shape), list(shape)
     if tensor_dim is not None:
-        offsets[tensor_dim], sizes[tensor_dim] = chunk(
-            shape[tensor_dim], tensor_degree, tensor_index
-        )
-    start, length = chunk(sizes[0], shard_degree, shard_index)
+        offsets[tensor_dim], sizes[tensor_dim] = chunk(shape[tensor_dim], dims.tensor, slot.tensor)
+    start, length = chunk(sizes[0], dims.fsdp, slot.fsdp)
     offsets[0] += start
     sizes[0] = length
     return tuple(offsets), tuple(sizes)

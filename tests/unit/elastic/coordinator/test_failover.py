@@ -21,13 +21,13 @@ from elastic.protocol.messages import Build, Identity, Report, Run, Standing
 from elastic.protocol.run_paths import RunPaths
 from trainer.config import TrainConfig
 from trainer.loop.samples import Ledger
+from trainer.parallel.layout import ParallelDims
 
 SNAPSHOT, RECORDED, STEPS = 6, 8, 30
 GROUPS = GroupConfig(
     max_replicas=1,
     min_replicas=1,
-    workers_per_replica=1,
-    tensor=1,
+    dims=ParallelDims(),
     lanes=1,
     steps=STEPS,
     start_workers=1,

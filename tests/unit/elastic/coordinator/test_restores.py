@@ -26,6 +26,7 @@ from elastic.reporting.event_log import read_events
 from tests.support.tiny_checkpoint import KEYS, write_state
 from trainer.config import TrainConfig
 from trainer.loop.samples import Ledger
+from trainer.parallel.layout import ParallelDims
 
 GENERATION, REASON = 3, "d/5f/r00000/x.safetensors: block 0: its CRC32 differed twice."
 
@@ -57,8 +58,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     groups = GroupConfig(
         max_replicas=1,
         min_replicas=1,
-        workers_per_replica=1,
-        tensor=1,
+        dims=ParallelDims(),
         lanes=1,
         steps=30,
         start_workers=1,

@@ -25,6 +25,7 @@ from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
 from trainer.config import TrainConfig
 from trainer.loop.samples import Ledger
+from trainer.parallel.layout import ParallelDims
 
 STEPS = 30
 
@@ -42,8 +43,7 @@ class Desk:
         groups = GroupConfig(
             max_replicas=replicas,
             min_replicas=1,
-            workers_per_replica=each,
-            tensor=1,
+            dims=ParallelDims(shard=each),
             lanes=replicas,
             steps=STEPS,
             start_workers=replicas * each,

@@ -12,6 +12,7 @@ from elastic.protocol.messages import Build, Identity, Leave, Report, Run, Signa
 from elastic.protocol.roster import Replica
 from tests.support.simulated_run import World, play
 from tests.support.simulated_worker import make_commit as commit
+from trainer.parallel.layout import ParallelDims
 
 STEPS = 100
 
@@ -42,8 +43,7 @@ class Group:
         config = GroupConfig(
             max_replicas=replicas,
             min_replicas=least,
-            workers_per_replica=each,
-            tensor=each,
+            dims=ParallelDims(tensor=each),
             lanes=lanes or replicas,
             steps=STEPS,
             start_workers=replicas * each if start is None else start,

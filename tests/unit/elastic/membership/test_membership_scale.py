@@ -9,6 +9,7 @@ from elastic.membership.decisions import Effects, GroupConfig
 from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
 from elastic.protocol.messages import Build, Identity, Order, Report, Run
+from trainer.parallel.layout import ParallelDims
 
 WORKERS, NODE = 4_096, 8
 
@@ -18,8 +19,7 @@ def test_a_regroup_looks_at_each_worker_a_few_times_not_at_all_of_them_for_each(
     config = GroupConfig(
         max_replicas=replicas,
         min_replicas=1,
-        workers_per_replica=NODE,
-        tensor=1,
+        dims=ParallelDims(shard=NODE),
         lanes=replicas,
         steps=10,
         start_workers=WORKERS,

@@ -21,6 +21,7 @@ from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.polling import LEFT
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import ParallelConfig, TrainConfig
+from trainer.parallel.layout import ParallelDims
 from trainer.tasks.custom import CustomTask
 
 PATIENCE = timedelta(seconds=20)
@@ -65,7 +66,12 @@ def make_group(port: int, prefix: str, rank: int, leave_now: Callable[[], bool] 
     """This worker's part of a replica of 2 x 2."""
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=PATIENCE.total_seconds())
     make_replica_group(
-        meet, prefix, rank=rank, shard=2, tensor=2, device="cpu", leave_now=leave_now
+        meet,
+        prefix,
+        rank=rank,
+        dims=ParallelDims(shard=2, tensor=2),
+        device="cpu",
+        leave_now=leave_now,
     )
 
 
@@ -114,9 +120,11 @@ def wait_in_vain(rank: int, port: int) -> None:
     """Rank 0 of 2 x 2 is alone in a collective of each of its groups."""
     store = dist.TCPStore("127.0.0.1", port)
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=SHORT.total_seconds())
-    mesh = make_replica_group(meet, "replica", rank=rank, shard=2, tensor=2, device="cpu")
+    mesh = make_replica_group(
+        meet, "replica", rank=rank, dims=ParallelDims(shard=2, tensor=2), device="cpu"
+    )
     if rank == 0:
-        waited_in = [*mesh.get_all_groups(), dist.group.WORLD]
+        waited_in = [mesh.fsdp.get_group(), mesh.tensor.get_group(), dist.group.WORLD]
         works = [dist.all_reduce(torch.ones(1), group=g, async_op=True) for g in waited_in]
         for work in works:
             with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
@@ -135,10 +143,11 @@ KEPT = """
 import torch.distributed as dist
 from trainer.backend import groups
 from trainer.backend.rendezvous import Rendezvous
+from trainer.parallel.layout import ParallelDims
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=20)
-groups.make_replica_group(meet, "replica", rank=0, shard=1, tensor=1, device="cpu")
+groups.make_replica_group(meet, "replica", rank=0, dims=ParallelDims(), device="cpu")
 from torch.distributed.fsdp import fully_shard
 import torch.distributed.nn.functional as functional
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from trainer.backend.groups import leave_replica_group, make_replica_group
@@ -22,7 +21,8 @@ from trainer.engine.state import state_table
 from trainer.errors import ConfigError
 from trainer.models.converter import ModelConverter
 from trainer.models.init import FullWeights, WeightSource
-from trainer.parallel.layout import Slot
+from trainer.parallel.layout import ParallelDims, Slot
+from trainer.parallel.mesh import ReplicaMesh
 from trainer.tasks.custom import CustomTask
 
 
@@ -92,21 +92,21 @@ TASK = CustomTask(
 
 
 @pytest.fixture
-def group() -> Iterator[DeviceMesh]:
+def group() -> Iterator[ReplicaMesh]:
     """A replica of one worker."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
-    yield make_replica_group(meet, "replica", rank=0, shard=1, tensor=1, device="cpu")
+    yield make_replica_group(meet, "replica", rank=0, dims=ParallelDims(), device="cpu")
     leave_replica_group()
 
 
-def trained(mesh: DeviceMesh, *converters: ModelConverter) -> dict[str, torch.Tensor]:
+def trained(mesh: ReplicaMesh, *converters: ModelConverter) -> dict[str, torch.Tensor]:
     """The state after two steps."""
     train = TrainConfig(task=TASK, steps=2, global_batch=1, seed=5, converters=converters)
     engine = Engine(
         TASK,
         train,
-        slot=Slot(replica=0, shard=0, tensor=0),
+        slot=Slot(replica=0, rank=0, dims=ParallelDims()),
         mesh=mesh,
         device="cpu",
         max_replicas=1,
@@ -120,7 +120,7 @@ def trained(mesh: DeviceMesh, *converters: ModelConverter) -> dict[str, torch.Te
     return {name: tensor.clone() for name, tensor in engine.state.tensors().items()}
 
 
-def test_recomputed_blocks_learn_the_same_bits(group: DeviceMesh) -> None:
+def test_recomputed_blocks_learn_the_same_bits(group: ReplicaMesh) -> None:
     plain, wrapped = trained(group), trained(group, Recompute())
     assert {name.replace("block.", "") for name in wrapped} == set(plain)
     for name, tensor in wrapped.items():
@@ -128,7 +128,7 @@ def test_recomputed_blocks_learn_the_same_bits(group: DeviceMesh) -> None:
         assert torch.equal(tensor, plain[name.replace("block.", "")])
 
 
-def test_frozen_parameters_stay_and_have_no_moments(group: DeviceMesh) -> None:
+def test_frozen_parameters_stay_and_have_no_moments(group: ReplicaMesh) -> None:
     state = trained(group, Freeze("0."))
     source = TASK.build(5)[1]
     assert torch.equal(state["param/0.weight"], source.read("0.weight", (3, 3), (0, 0), (3, 3)))
@@ -136,7 +136,7 @@ def test_frozen_parameters_stay_and_have_no_moments(group: DeviceMesh) -> None:
     assert "exp_avg/0.weight" not in state and "exp_avg/1.weight" in state
 
 
-def test_a_converter_brings_the_values_of_its_own_parameters(group: DeviceMesh) -> None:
+def test_a_converter_brings_the_values_of_its_own_parameters(group: ReplicaMesh) -> None:
     state = trained(group, Adapter())
     assert torch.equal(state["param/extra"], torch.full((2,), 7.0))
 

@@ -15,7 +15,7 @@ from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
-from trainer.parallel.layout import Slot
+from trainer.parallel.layout import ParallelDims, Slot
 from trainer.tasks.custom import CustomTask
 
 
@@ -30,14 +30,13 @@ def engine() -> Iterator[Engine]:
         Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60),
         "replica",
         rank=0,
-        shard=1,
-        tensor=1,
+        dims=ParallelDims(),
         device="cpu",
     )
     yield Engine(
         task,
         TrainConfig(task=task, steps=1, global_batch=1, seed=5),
-        slot=Slot(replica=0, shard=0, tensor=0),
+        slot=Slot(replica=0, rank=0, dims=ParallelDims()),
         mesh=mesh,
         device="cpu",
         max_replicas=1,
@@ -74,7 +73,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.parallel.apply import warm_up
-from trainer.parallel.layout import slot_of
+from trainer.parallel.layout import ParallelDims, Slot
 from trainer.tasks.custom import CustomTask
 
 task = CustomTask(
@@ -84,9 +83,10 @@ store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
 warm_up()
 before = set(sys.modules)
-mesh = make_replica_group(meet, "replica", rank=0, shard=1, tensor=1, device="cpu")
+mesh = make_replica_group(meet, "replica", rank=0, dims=ParallelDims(), device="cpu")
 train = TrainConfig(task=task, steps=1, global_batch=1)
-Engine(task, train, slot=slot_of(0, 0, 1), mesh=mesh, device="cpu", max_replicas=1)
+slot = Slot(replica=0, rank=0, dims=ParallelDims())
+Engine(task, train, slot=slot, mesh=mesh, device="cpu", max_replicas=1)
 print(*sorted(name for name in set(sys.modules) - before if name.startswith("torch")))
 """
 

@@ -8,17 +8,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.parallel.layout import Slot, chunk, local_box, slot_of
+from trainer.parallel.layout import ParallelDims, Slot, chunk, local_box
 
 
 def test_tensor_peers_are_neighbours() -> None:
-    slots = [slot_of(7, rank, 2) for rank in range(4)]
+    dims = ParallelDims(shard=2, tensor=2)
+    slots = [Slot(replica=7, rank=rank, dims=dims) for rank in range(4)]
     assert [(slot.shard, slot.tensor) for slot in slots] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert {slot.replica for slot in slots} == {7}
+    assert [slot.fsdp for slot in slots] == [0, 0, 1, 1]
+
+
+def test_positions_are_those_of_a_grid() -> None:
+    dims = ParallelDims(shard=2, others=(("context", 3), ("more", 2)), tensor=2)
+    grid = itertools.product(range(2), range(3), range(2), range(2))
+    assert dims.workers == 24
+    for rank, (shard, context, more, tensor) in enumerate(grid):
+        slot = Slot(replica=0, rank=rank, dims=dims)
+        assert slot.coordinates == {
+            "shard": shard, "context": context, "more": more, "tensor": tensor
+        }  # fmt: skip
+        assert (slot.shard, slot.tensor) == (shard, tensor)
+        assert slot.part == context * 2 + more
+        assert slot.fsdp == shard * 6 + slot.part
 
 
 def test_a_slot_reads_like_a_place() -> None:
-    assert str(Slot(replica=1, shard=2, tensor=3)) == "replica 1 shard 2 tensor 3"
+    dims = ParallelDims(shard=3, tensor=4)
+    assert str(Slot(replica=1, rank=11, dims=dims)) == "replica 1 shard 2 tensor 3"
+    assert str(dims) == "shard 3 x tensor 4"
 
 
 @settings(deadline=None)
@@ -46,14 +63,8 @@ def test_a_box_is_the_chunk_of_a_chunk(
     shape, tensor_dim, tensor, shard = layout
     full = torch.arange(torch.Size(shape).numel()).reshape(shape)
     for t, s in itertools.product(range(tensor), range(shard)):
-        offsets, sizes = local_box(
-            shape,
-            tensor_dim=tensor_dim,
-            tensor_degree=tensor,
-            tensor_index=t,
-            shard_degree=shard,
-            shard_index=s,
-        )
+        slot = Slot(replica=0, rank=s * tensor + t, dims=ParallelDims(shard=shard, tensor=tensor))
+        offsets, sizes = local_box(shape, slot, tensor_dim=tensor_dim)
         box = full[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
         expected = nth_chunk(nth_chunk(full, tensor, t, tensor_dim), shard, s, 0)
         assert box.tolist() == expected.tolist()

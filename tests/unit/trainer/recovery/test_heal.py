@@ -17,7 +17,7 @@ from trainer.backend.host_memory import HostMemory
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OptimizerConfig, TrainConfig
 from trainer.engine.engine import Engine
-from trainer.parallel.layout import Slot
+from trainer.parallel.layout import ParallelDims, Slot
 from trainer.recovery import heal
 from trainer.recovery.backlog import Backlog
 from trainer.recovery.heal import Newcomer, Source
@@ -36,11 +36,11 @@ def pair() -> Iterator[tuple[Rendezvous, Engine, Engine]]:
     )
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
-    mesh = make_replica_group(meet, "replica", rank=0, shard=1, tensor=1, device="cpu")
+    mesh = make_replica_group(meet, "replica", rank=0, dims=ParallelDims(), device="cpu")
     settings = TrainConfig(
         task=task, steps=9, global_batch=1, seed=5, optimizer=OptimizerConfig(lr=0.1, clip_norm=0.5)
     )
-    slot = Slot(replica=0, shard=0, tensor=0)
+    slot = Slot(replica=0, rank=0, dims=ParallelDims())
     with_state, without = (
         Engine(task, settings, slot=slot, mesh=mesh, device="cpu", max_replicas=1) for _ in range(2)
     )

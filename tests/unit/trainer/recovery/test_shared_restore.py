@@ -26,7 +26,7 @@ from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
-from trainer.parallel.layout import slot_of
+from trainer.parallel.layout import ParallelDims, Slot
 from trainer.recovery.shared_restore import plan_readers, read_together
 from trainer.replication.replicas import CrossGroup
 
@@ -144,9 +144,9 @@ def test_who_is_called_away_reads_nothing(sound: tuple[Path, int]) -> None:
 
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meet = Rendezvous(host="127.0.0.1", port=server.port, timeout_s=60)
-    mesh = make_replica_group(meet, "replica", rank=0, shard=1, tensor=1, device="cpu")
+    mesh = make_replica_group(meet, "replica", rank=0, dims=ParallelDims(), device="cpu")
     train = TrainConfig(task=task(), steps=30, global_batch=1)
-    slot = slot_of(0, 0, 1)
+    slot = Slot(replica=0, rank=0, dims=ParallelDims())
     engine = Engine(task(), train, slot=slot, mesh=mesh, device="cpu", max_replicas=1)
     cross = CrossGroup(
         meet,

@@ -62,14 +62,14 @@ def task_for(
     )
 
 
-def prepare(task: Any, cache: str, **parallel: int) -> Any:
+def prepare(task: Any, cache: str, **parallel: Any) -> Any:
     train = TrainConfig(
         task=task, steps=1, global_batch=1, parallel=ParallelConfig(**parallel), seed=3
     )
     return task.prepare(train, cache)
 
 
-def refusal(task: Any, cache: str, **parallel: int) -> ConfigError:
+def refusal(task: Any, cache: str, **parallel: Any) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         prepare(task, cache, **parallel)
     return caught.value
