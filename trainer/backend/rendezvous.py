@@ -18,6 +18,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from trainer.backend.polling import poll_until
+from trainer.errors import GroupError
 
 _AHEAD = 3
 """A regroup takes one connection for the groups across replicas and perhaps one for a heal."""
@@ -50,7 +51,7 @@ class Rendezvous:
         """A connection of its own to the store, that sees only keys below `prefix`.
 
         Raises:
-            RuntimeError: the store's host is gone, or `leave_now` became true.
+            GroupError: the store's host is gone, or `leave_now` became true.
         """
         ready = _connections(self.host, self.port, self.timeout_s)
         return PrefixStore(prefix, ready.take(leave_now, self.timeout_s))
@@ -71,7 +72,7 @@ class _Connections:
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._host, self._port, self._timeout_s = host, port, timeout_s
-        self._ready: queue.SimpleQueue[TCPStore | RuntimeError] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[TCPStore | GroupError] = queue.SimpleQueue()
         self._shared: TCPStore | None = None
         self._sharing = threading.Lock()
         self._closed = threading.Event()
@@ -85,7 +86,7 @@ class _Connections:
         poll_until(lambda: not self._ready.empty(), leave_now, timeout_s)
         self._make_another()
         connection = self._ready.get()
-        if isinstance(connection, RuntimeError):
+        if isinstance(connection, GroupError):
             raise connection
         return connection
 
@@ -106,7 +107,7 @@ class _Connections:
     def _make_another(self) -> None:
         with self._starting:  # so that a thread in the list that is not alive has ended
             if self._closed.is_set():
-                self._ready.put(RuntimeError("this process's connections are closed"))
+                self._ready.put(GroupError("this process's connections are closed"))
                 return
             thread = threading.Thread(target=self._make, name=THREAD, daemon=True)
             self._threads = [other for other in self._threads if other.is_alive()] + [thread]
@@ -121,7 +122,7 @@ class _Connections:
             except Exception as error:
                 if self._closed.wait(_PAUSE_S) or time.monotonic() > deadline_s:
                     where = f"{self._host}:{self._port}"
-                    self._ready.put(RuntimeError(f"no connection to {where}: {error}"))
+                    self._ready.put(GroupError(f"no connection to {where}: {error}"))
                     return
 
     def _connect(self, timeout_s: float) -> TCPStore:
