@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from checkpointing import Attempt, Keys, Reader, commit, open_store, write_shared
 from tests.support.data_plane import make_engine, run_formations
-from tests.support.fabric import GLOO, NCCL, Fabric, FabricGroup, on
+from tests.support.fabric import GLOO, NCCL, Fabric, on
+from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
 from tests.support.member import LANES, small_task, small_train
 from trainer.backend.aside import GLOO as GLOO_ASIDE
 from trainer.backend.groups import (
@@ -30,9 +30,8 @@ from trainer.parallel.layout import ParallelDims
 from trainer.recovery.shared_restore import Restored, read_together
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.reduction import Reduction
+from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import LaneStats
-
-COUNT, ENDS, PADDING = 1003, (250, 251, 500, 1003), 2
 
 
 @pytest.fixture
@@ -40,6 +39,19 @@ def meet() -> Iterator[Rendezvous]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
     leave_replica_group()
+
+
+def whole_cross_group(meet: Rendezvous, fabric: Fabric, *, lanes: int) -> CrossGroup:
+    """That of the only replica, which has all lanes."""
+    return CrossGroup(
+        meet,
+        "cross",
+        lanes=[tuple(range(lanes))],
+        total_lanes=lanes,
+        rank=0,
+        device=fabric.device,
+        leave_now=lambda: False,
+    )
 
 
 @on(GLOO, NCCL, ranks=1)
@@ -64,28 +76,37 @@ def test_a_group_is_made_anew_after_an_abort(meet: Rendezvous, fabric: Fabric) -
 
 @on(GLOO, NCCL, ranks=1)
 def test_lanes_are_added_up_beside_the_current_stream(meet: Rendezvous, fabric: Fabric) -> None:
-    """In the order of the tree, after the gradients are there, and without holding up backward."""
-    rng = np.random.default_rng(11)
-    values = rng.standard_normal((3, COUNT)) * np.exp2(rng.integers(-20, 20, (3, COUNT)))
-    gradients = torch.tensor(values, dtype=torch.float32)
+    """In the order of the tree, not before the gradients are there, and with no wait in
+    backward."""
+    gradients, device = lane_gradients(3), torch_device(fabric.device)
     expected = (gradients[0] + gradients[1]) + gradients[2]
-    device = torch_device(fabric.device)
-    cross = FabricGroup(
-        fabric, meet, "none", lanes=[(0, 1, 2)], total_lanes=3, rank=0, leave_now=bool
-    )
+    ready = [gradient.to(device) for gradient in gradients]
+    cross = whole_cross_group(meet, fabric, lanes=3)
     sums = LaneSums(3, COUNT + PADDING, device)
     into = torch.full((COUNT + PADDING,), torch.nan, device=device)
-    for lane in sums.begin(0, (0, 1, 2)):
-        flat = sums.open(lane)
+
+    def begin(step: int) -> Reduction:
+        """The gradients come in as two groups of parameters, the last lane's with the sum."""
+        lanes = sums.begin(step, (0, 1, 2))
         reduction = Reduction(cross, sums.blocks, into, ENDS, exact=True)
-        with cross.on_stream():
-            fabric.hold_up()
-        for part in (slice(0, 500), slice(500, COUNT)):  # as two groups of parameters come in
-            flat[part] = gradients[lane][part].to(device)
-            sums.settle(part.stop)
-            if lane == 2:
-                reduction.start(part.stop)
-        sums.close(lane, LaneStats(loss=0.0, tokens=1, digest=0))
+        for lane in lanes:
+            flat = sums.open(lane)
+            for part in (slice(0, 500), slice(500, COUNT)):
+                flat[part] = ready[lane][part]
+                sums.settle(part.stop)
+                if lane == lanes[-1]:
+                    reduction.start(part.stop)
+            sums.close(lane, LaneStats(loss=0.0, tokens=1, digest=0))
+        return reduction
+
+    fabric.hold_up()
+    begin(0).finish()
+    assert into[:COUNT].cpu().numpy().tobytes() == expected.numpy().tobytes()
+
+    into.fill_(torch.nan)
+    with cross.on_stream():
+        fabric.hold_up()
+    reduction = begin(1)
     if fabric.device == "cuda":
         torch.cuda.current_stream().synchronize()
         assert not cross.stream.query(), "what backward queues has waited for the sum"
@@ -142,7 +163,7 @@ def test_a_copy_restores_the_bits_that_were_copied(
         versions={},
     )
     assert engine.state.digest() != saved
-    cross = FabricGroup(fabric, meet, "none", lanes=[(0,)], total_lanes=1, rank=0, leave_now=bool)
+    cross = whole_cross_group(meet, fabric, lanes=1)
     read = read_together(engine, cross, lambda: (Reader(store, manifest), manifest.training_state))
     assert isinstance(read, Restored)
     engine.load(read.values, optimizer_steps=read.optimizer_steps)

@@ -8,15 +8,16 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.support.fabric import GLOO, GLOO_ON_CUDA, NCCL, Fabric, FabricGroup, on
+from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
 from tests.support.member import Member
 from trainer.backend.groups import (
     abort_replica_group,
@@ -41,7 +42,9 @@ LIMIT_S = 10.0
 PATIENCE = timedelta(seconds=TIMEOUT_S)
 
 
-def play(body: Callable[..., None], fabric: Fabric, *, processes: int, dies: int | None) -> Any:
+def play(
+    body: Callable[..., None], fabric: Fabric, *, processes: int, dies: int | None = None
+) -> dist.TCPStore:
     """Runs `body(number, port, fabric)` in so many processes, and calls the others to leave
     generation 1 when the one that `dies` has. Returns the store in which they meet."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -64,16 +67,8 @@ def play(body: Callable[..., None], fabric: Fabric, *, processes: int, dies: int
 
 # -- the sum --------------------------------------------------------------------------------------
 
-COUNT, ENDS, PADDING = 1003, (250, 251, 500, 1003), 2
 DEALT = [(0, 2), (1,)]
 """Two subtrees against one."""
-
-
-def lane_gradients() -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """Exponents 40 apart, so that almost any other order of the sum rounds differently."""
-    rng = np.random.default_rng(11)
-    values = rng.standard_normal((3, COUNT)) * np.exp2(rng.integers(-20, 20, (3, COUNT)))
-    return values.astype(np.float32)
 
 
 def add_up(rank: int, port: int, fabric: Fabric) -> None:
@@ -81,38 +76,36 @@ def add_up(rank: int, port: int, fabric: Fabric) -> None:
     fabric.enter(rank)
     device = torch_device(fabric.device)
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=TIMEOUT_S)
-    options: Any = {"lanes": DEALT, "total_lanes": 3, "rank": rank, "leave_now": bool}
-    cross = FabricGroup(fabric, meet, "sum", **options)
-    gradients = lane_gradients()
+    cross = FabricGroup(
+        fabric, meet, "sum", lanes=DEALT, total_lanes=3, rank=rank, leave_now=lambda: False
+    )
+    gradients = lane_gradients(3)
     expected = (gradients[0] + gradients[1]) + gradients[2]
-    mine = {
-        (lane, lane + 1): torch.full((COUNT + PADDING,), torch.nan, device=device)
-        for lane in DEALT[rank]
-    }
-    into = torch.full((COUNT + PADDING,), torch.nan, device=device)
+    ready = [torch.cat([gradient, torch.zeros(PADDING)]).to(device) for gradient in gradients]
+    mine = {(lane, lane + 1): torch.empty_like(ready[lane]) for lane in DEALT[rank]}
+    into = torch.empty_like(ready[0])
     for _ in range(3):
-        into.fill_(torch.nan)
+        for flat in (into, *mine.values()):
+            flat.fill_(torch.nan)
         reduction = Reduction(cross, mine, into, ENDS, exact=True)
         fabric.hold_up()
         for (lane, _end), flat in mine.items():
-            flat[:COUNT] = torch.from_numpy(gradients[lane]).to(device, non_blocking=True)
-            flat[COUNT:] = 0
+            flat.copy_(ready[lane])
         for stop in range(100 * rank, COUNT, 97 + 150 * rank):
             reduction.start(stop)
         reduction.finish()
-        total = into[:COUNT].cpu().numpy()
-        assert total.tobytes() == expected.tobytes()
-        for flat in mine.values():
-            flat.fill_(torch.nan)
+        assert into[:COUNT].cpu().numpy().tobytes() == expected.numpy().tobytes()
     assert cross.sum(torch.tensor([1.0, rank], device=device)).tolist() == [2.0, 1.0]
     assert cross.gather_numbers(None if rank else 2**40) == [2**40, None]
-    dist.TCPStore("127.0.0.1", port).set(f"added up {rank}", "")
+    store = dist.TCPStore("127.0.0.1", port)
+    store.set(f"added up {rank}", "")
+    store.wait(["added up 0", "added up 1"], PATIENCE)
     cross.close()
 
 
 @on(GLOO, GLOO_ON_CUDA, NCCL, ranks=2)
 def test_both_ranks_get_the_sum_of_all_lanes_in_the_order_of_the_tree(fabric: Fabric) -> None:
-    store = play(add_up, fabric, processes=2, dies=None)
+    store = play(add_up, fabric, processes=2)
     assert store.check(["added up 0", "added up 1"])
 
 
@@ -125,14 +118,16 @@ HALVES, ALL_HERE = [(0,), (1,)], [(0, 1), ()]
 class DoomedGroup(FabricGroup):
     """Ends its process with the first collective of step FATAL under way, when the peer waits."""
 
-    member: Member
+    def __init__(self, member: Member, *arguments: Any, **options: Any) -> None:
+        self._member = member
+        super().__init__(*arguments, **options)
 
     def start(
         self, issue: Callable[[Any], Any], *buffers: torch.Tensor, channel: int = EXCHANGE
     ) -> Flight:
         flight = super().start(issue, *buffers, channel=channel)
-        if self.member.progress.step == FATAL:
-            self.member.store.wait(["the survivor waits"], PATIENCE)
+        if self._member.progress.step == FATAL:
+            self._member.store.wait(["the survivor waits"], PATIENCE)
             os._exit(0)
         return flight
 
@@ -182,8 +177,7 @@ def survive(fabric: Fabric, port: int) -> Member:
 def die(fabric: Fabric, port: int) -> Member:
     """Trains until its end."""
     member = Member(fabric, port, number=1, steps=STEPS)
-    DoomedGroup.member, member.group = member, DoomedGroup
-    member.run(1, HALVES, position=1)
+    member.run(1, HALVES, position=1, group=partial(DoomedGroup, member))
     raise AssertionError("it should have ended")
 
 

@@ -4,7 +4,7 @@ does with the trainer, and a task so small that a step takes milliseconds."""
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import Outcome, TrainLoop
 from trainer.recovery.heal import Newcomer, Source
 from trainer.replication.lane_sums import LaneSums
+from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit
 from trainer.tasks.custom import CustomTask
 
@@ -71,8 +72,6 @@ class Member(QuietLink):
         steps: of the run.
     """
 
-    group: type[FabricGroup] = FabricGroup
-
     def __init__(self, fabric: Fabric, port: int, *, number: int, steps: int) -> None:
         self.fabric, self.number = fabric, number
         self.meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
@@ -100,11 +99,13 @@ class Member(QuietLink):
         *,
         position: int = 0,
         heal: Source | Newcomer | None = None,
+        group: Callable[..., CrossGroup] = FabricGroup,
     ) -> Outcome:
-        """Trains in one generation, at `position` of the replicas that have `lanes`."""
+        """Trains in one generation, at `position` of the replicas that have `lanes`, which meet in
+        a `group`."""
         self.generation, self._caught_up = generation, False
         self.newcomer = heal if isinstance(heal, Newcomer) else None
-        cross = self.group(
+        cross = group(
             self.fabric,
             self.meet,
             f"cross/{generation}/{len(lanes)}",
