@@ -58,6 +58,7 @@ def play(
     )
     if dies is not None:
         running.processes[dies].join(TIMEOUT_S)
+        assert not running.processes[dies].is_alive()
         store.set("died", str(time.monotonic()))
         store.set("fault 1", "")
     while not running.join():
