@@ -73,7 +73,7 @@ class Member(QuietLink):
     """
 
     def __init__(self, fabric: Fabric, port: int, *, number: int, steps: int) -> None:
-        self.fabric, self.number = fabric, number
+        self.fabric = fabric
         self.meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
         self.store = dist.TCPStore("127.0.0.1", port)
         self.engine = make_engine(
