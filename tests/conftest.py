@@ -62,17 +62,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where torch sees no CUDA device."""
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_items and not _has_gpu():
-        for item in gpu_items:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    """Skip tests marked `gpu` where torch sees too few CUDA devices."""
+    marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
+    if not marked:
+        return
+    from tests.support.fabric import lacks_gpus
 
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+    for item, mark in marked:
+        reason = lacks_gpus(*mark.args)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -8,31 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
 from trainer.backend.rendezvous import Rendezvous
 from trainer.errors import CrossGroupLost
 from trainer.replication.lanes import Node, blocks_of, sum_tree
 from trainer.replication.reduction import Reduction
 from trainer.replication.replicas import CrossGroup, Flight
 
-COUNT, ENDS, PADDING = 1003, (250, 251, 500, 1003), 8
-
 
 @pytest.fixture
 def rendezvous() -> Iterator[Rendezvous]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield Rendezvous(host="127.0.0.1", port=store.port, timeout_s=30)
-
-
-def lane_gradients(total: int) -> list[torch.Tensor]:
-    """Exponents 40 apart, so that almost any other order of the sum rounds differently."""
-    rng = np.random.default_rng(11)
-    values = rng.standard_normal((total, COUNT)) * np.exp2(rng.integers(-20, 20, (total, COUNT)))
-    return [torch.tensor(row, dtype=torch.float32) for row in values]
 
 
 def held_by(lanes: tuple[int, ...], gradients: list[torch.Tensor]) -> dict[Node, torch.Tensor]:

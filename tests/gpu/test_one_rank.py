@@ -1,0 +1,170 @@
+"""One rank on a device: its groups, the sum of its lanes, its steps, and a save of its state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpointing import Attempt, Keys, Reader, commit, open_store, write_shared
+from tests.support.data_plane import make_engine, run_formations
+from tests.support.fabric import GLOO, NCCL, Fabric, on
+from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
+from tests.support.member import LANES, small_task, small_train
+from trainer.backend.aside import GLOO as GLOO_ASIDE
+from trainer.backend.groups import (
+    abort_replica_group,
+    check_replica_group,
+    leave_replica_group,
+    make_replica_group,
+    torch_device,
+)
+from trainer.backend.rendezvous import Rendezvous
+from trainer.engine.host_copy import HostBuffer
+from trainer.engine.shared_copy import open_copy
+from trainer.parallel.layout import ParallelDims
+from trainer.recovery.shared_restore import Restored, read_together
+from trainer.replication.lane_sums import LaneSums
+from trainer.replication.reduction import Reduction
+from trainer.replication.replicas import CrossGroup
+from trainer.replication.step_commit import LaneStats
+
+
+@pytest.fixture
+def meet() -> Iterator[Rendezvous]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
+    leave_replica_group()
+
+
+def whole_cross_group(meet: Rendezvous, fabric: Fabric, *, lanes: int) -> CrossGroup:
+    """That of the only replica, which has all lanes."""
+    return CrossGroup(
+        meet,
+        "cross",
+        lanes=[tuple(range(lanes))],
+        total_lanes=lanes,
+        rank=0,
+        device=fabric.device,
+        leave_now=lambda: False,
+    )
+
+
+@on(GLOO, NCCL, ranks=1)
+def test_a_group_is_made_anew_after_an_abort(meet: Rendezvous, fabric: Fabric) -> None:
+    for formation in range(3):
+        mesh = make_replica_group(
+            meet, f"replica/{formation}", rank=0, dims=ParallelDims(), device=fabric.device
+        )
+        assert dist.get_backend() == ("nccl" if fabric.device == "cuda" else GLOO_ASIDE)
+        numbers = torch.arange(4.0, device=torch_device(fabric.device))
+        for group in (None, mesh.fsdp.get_group(), mesh.tensor.get_group()):
+            dist.all_reduce(numbers, group=group)
+        assert numbers.tolist() == [0, 1, 2, 3]
+        check_replica_group()
+        abort_replica_group()
+        if fabric.device == "cuda":
+            with pytest.raises(RuntimeError, match="aborted"):
+                check_replica_group()
+        leave_replica_group()
+        assert not dist.is_initialized()
+
+
+@on(GLOO, NCCL, ranks=1)
+def test_lanes_are_added_up_beside_the_current_stream(meet: Rendezvous, fabric: Fabric) -> None:
+    """In the order of the tree, not before the gradients are there, and with no wait in
+    backward."""
+    gradients, device = lane_gradients(3), torch_device(fabric.device)
+    expected = (gradients[0] + gradients[1]) + gradients[2]
+    ready = [gradient.to(device) for gradient in gradients]
+    cross = whole_cross_group(meet, fabric, lanes=3)
+    sums = LaneSums(3, COUNT + PADDING, device)
+    into = torch.full((COUNT + PADDING,), torch.nan, device=device)
+
+    def begin(step: int) -> Reduction:
+        """The gradients come in as two groups of parameters, the last lane's with the sum."""
+        lanes = sums.begin(step, (0, 1, 2))
+        reduction = Reduction(cross, sums.blocks, into, ENDS, exact=True)
+        for lane in lanes:
+            flat = sums.open(lane)
+            for part in (slice(0, 500), slice(500, COUNT)):
+                flat[part] = ready[lane][part]
+                sums.settle(part.stop)
+                if lane == lanes[-1]:
+                    reduction.start(part.stop)
+            sums.close(lane, LaneStats(loss=0.0, tokens=1, digest=0))
+        return reduction
+
+    fabric.hold_up()
+    begin(0).finish()
+    assert into[:COUNT].cpu().numpy().tobytes() == expected.numpy().tobytes()
+
+    into.fill_(torch.nan)
+    with cross.on_stream():
+        fabric.hold_up()
+    reduction = begin(1)
+    if fabric.device == "cuda":
+        torch.cuda.current_stream().synchronize()
+        assert not cross.stream.query(), "what backward queues has waited for the sum"
+    reduction.finish()
+    assert into[:COUNT].cpu().numpy().tobytes() == expected.numpy().tobytes()
+
+
+@on(GLOO, NCCL, ranks=1)
+def test_steps_repeat_their_bits(fabric: Fabric) -> None:
+    """In a replica that is made anew in the same process."""
+    (first,), (second,) = run_formations(
+        small_task(),
+        small_train(4),
+        replicas=1,
+        lanes=LANES,
+        orders=[[0], [0]],
+        device=fabric.device,
+    )
+    assert len(first.losses) == 4 and first.losses[3] < first.losses[0]
+    assert (first.losses, first.norms) == (second.losses, second.norms)
+    for name, (_, _, weights) in first.local.items():
+        assert torch.equal(weights, second.local[name][2]), name
+
+
+@on(GLOO, NCCL, ranks=1)
+def test_a_copy_restores_the_bits_that_were_copied(
+    meet: Rendezvous, fabric: Fabric, tmp_path: Path
+) -> None:
+    """The next step is queued before the copy is there."""
+    engine = make_engine(0, meet, small_task(), small_train(4), device=fabric.device)
+    engine.gradient.normal_()
+    engine.apply(0, scale=1.0)
+    saved = engine.state.digest()
+    share = engine.state.share(0, 1)
+    buffer = HostBuffer(share.size_bytes, share.device)
+    copied = engine.state.copy_to(buffer, share)
+    engine.gradient.normal_()
+    engine.apply(1, scale=1.0)
+    assert (copied is None) == (fabric.device == "cpu")
+    if copied is not None:
+        copied.synchronize()
+    store, keys = open_store(tmp_path / "store"), Keys()
+    attempt = Attempt(rank=0, step=1, generation=1)
+    with open_copy(os.getpid(), buffer.fd, buffer.number) as memory:
+        receipt = write_shared(store, keys, attempt, share.slices, memory)
+    buffer.close()
+    manifest = commit(
+        store,
+        keys,
+        step=1,
+        generation=1,
+        receipts=[receipt],
+        training_state={"optimizer_steps": 1, "skipped_in_a_row": 0},
+        versions={},
+    )
+    assert engine.state.digest() != saved
+    cross = whole_cross_group(meet, fabric, lanes=1)
+    read = read_together(engine, cross, lambda: (Reader(store, manifest), manifest.training_state))
+    assert isinstance(read, Restored)
+    engine.load(read.values, optimizer_steps=read.optimizer_steps)
+    assert engine.state.digest() == saved and engine.state.optimizer_steps == 1
