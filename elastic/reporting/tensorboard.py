@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _FLUSH_S = 1
-"""How long a point waits to be seen by TensorBoard, which looks every few seconds."""
+"""How long a point may wait in the files of TensorFlow, which tensorboard uses where it is there;
+its own wait for nothing."""
 
 
 class TensorBoardLog(Callback):

@@ -15,6 +15,7 @@ from elastic.protocol.events import Evaluated, Event, RunEnded, RunStarted, Step
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog
 from elastic.reporting.report import Report
+from tests.support.watching import wait_until
 
 STARTED = RunStarted(
     time=0.0, name="run", layout={"replicas": 1}, steps=9, start_step=0, versions={}
@@ -155,11 +156,17 @@ def test_the_progress_line_tensorboard_and_the_report_are_there(
 ) -> None:
     observer = Observer(files.paths, ())
     observer.start()
-    files.write(STARTED, *(step_record(step) for step in range(4)), ENDED)
+    files.write(STARTED, *(step_record(step) for step in range(4)))
+    printed = []
+
+    def shows_the_last_step() -> bool:
+        printed.append(capsys.readouterr().err)
+        return "step 4/9 | loss 2.0000" in "".join(printed)
+
+    wait_until(shows_the_last_step, 30.0)
+    files.write(ENDED)
     observer.finish()
-    lines = capsys.readouterr().err.splitlines()
-    assert "run failed after 4 steps: why" in lines
-    assert [line for line in lines if line.startswith("step 4/9 | loss 2.0000")]
+    assert "run failed after 4 steps: why" in capsys.readouterr().err.splitlines()
     curves = EventAccumulator(str(files.paths.tensorboard))
     curves.Reload()
     assert [point.step for point in curves.Scalars("loss")] == [0, 1, 2, 3]

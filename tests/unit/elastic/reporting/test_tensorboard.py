@@ -39,7 +39,7 @@ def test_every_curve_is_written(tmp_path: Path) -> None:
     log.on_step(step_record(1, 12.0, 3.0))
     log.on_event(Evaluated(time=12.5, step=2, val_loss=3.5, tokens=10))
     # readable while the log is open
-    wait_until(lambda: readable(tmp_path, "loss") == [(0, 4.0), (1, 3.0)], pause_s=0.1)
+    wait_until(lambda: readable(tmp_path, "loss") == [(0, 4.0), (1, 3.0)], 30.0, pause_s=0.1)
     log.on_end(REPORT)
     assert curve(tmp_path, "grad_norm") == [(0, 0.5), (1, 0.5)]
     assert curve(tmp_path, "lr") == [(0, 0.25), (1, 0.25)]
