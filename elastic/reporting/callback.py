@@ -10,23 +10,21 @@ class Callback:
     """Told what the records of a run say. Override what you need.
 
     All is called in the driver's process, on the one thread that follows the run's files. No worker
-    waits for it, so a step takes no longer; what comes after it is told later, the progress line
+    waits for it, so no step takes longer; but what is next is told later, the progress line
     included, and `fit` returns after `on_end`. A callback that raises is logged with its name and
-    is not called again; the run goes on.
-
-    A run that is continued tells of its present start only.
+    not called again; the run goes on. A run that is continued tells of its present start only.
     """
 
     def on_step(self, record: StepRecord) -> None:
-        """A step is committed and recorded, within a second of its commit as a rule.
+        """A step is committed, and recorded since: told within a second as a rule, and once.
 
-        Steps come in order, each once. Where the run went back to a saved state, it takes some
-        again: they come again, and what was told of that step and of later ones is void.
+        Steps come in order. A run that went back to saved state takes some again, and they are told
+        again: then what was told of that step and of all after it is void.
         """
 
     def on_event(self, event: Event) -> None:
-        """Something happened; events come in the order of `events.jsonl`. Steps that were recorded
-        before it have been told before it or come with it, in the order of their times."""
+        """Something happened: told once, in the order of `events.jsonl`, among the steps by its
+        time."""
 
     def on_end(self, report: Report) -> None:
-        """The run has ended, well or not (`report.outcome`); nothing is called after this."""
+        """The run has ended, well or not (`report.outcome`). Nothing is called after this."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _FLUSH_S = 1
-"""How long a point may wait in the files of TensorFlow, which tensorboard uses where it is there;
-its own wait for nothing."""
+"""How long a point may wait until it is in the file. It waits only where TensorFlow is installed:
+tensorboard then writes through it, and it buffers."""
 
 
 class TensorBoardLog(Callback):
