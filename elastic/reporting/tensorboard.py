@@ -1,6 +1,6 @@
 """The run's curves for TensorBoard, written from the same records as the run's logs.
 
-torch is imported when the log is made, not with this module: reading a report needs no torch.
+torch is imported for the first point, not with this module: reading a report needs no torch.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ class TensorBoardLog(Callback):
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer_class: type[SummaryWriter] = SummaryWriter
         self._log_dir = os.fspath(log_dir)
         self._writer: SummaryWriter | None = None
         self._last: StepRecord | None = None
@@ -67,7 +64,9 @@ class TensorBoardLog(Callback):
     def _writer_from(self, step: int) -> SummaryWriter:
         """The open writer, or a new one that voids what earlier ones wrote from `step` on."""
         if self._writer is None:
-            self._writer = self._writer_class(self._log_dir, purge_step=step, flush_secs=_FLUSH_S)
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self._log_dir, purge_step=step, flush_secs=_FLUSH_S)
         return self._writer
 
 
