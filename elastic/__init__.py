@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from elastic.config import HealthConfig, ScalingConfig
     from elastic.errors import ElasticError, ResourcesError, RunFailedError
     from elastic.protocol.faults import Fault, parse_faults
+    from elastic.reporting.callback import Callback
     from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
     from trainer.data.config import DataConfig
     from trainer.errors import ConfigError, TrainerError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from trainer.tasks.custom import CustomTask
 
 _HOMES = {
+    "Callback": "elastic.reporting.callback",
     "CausalLM": "trainer.tasks.causal_lm",
     "CheckpointConfig": "checkpointing",
     "CheckpointConfigError": "checkpointing",
@@ -49,6 +51,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Callback",
     "CausalLM",
     "CheckpointConfig",
     "CheckpointConfigError",

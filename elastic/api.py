@@ -18,7 +18,7 @@ from elastic.coordinator.actor import MOST_CALLS, Coordinator
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.driver.arguments import check_arguments
 from elastic.driver.coordinator_watch import CoordinatorWatch
-from elastic.driver.observer import Observer, conclude
+from elastic.driver.observer import Observer
 from elastic.driver.resources import wait_for_workers
 from elastic.driver.resume import (
     Origin,
@@ -46,6 +46,7 @@ from elastic.providers.tell import tell_coordinator
 from elastic.ray_compat.cluster import draining_nodes, start_actor
 from elastic.ray_compat.placement import Wanted
 from elastic.ray_compat.trainer import ElasticRayTrainer
+from elastic.reporting.callback import Callback
 from elastic.worker.worker import train_worker
 from trainer.config import TrainConfig
 from trainer.engine.build import build_model
@@ -70,6 +71,7 @@ class ElasticTrainer:
         checkpoint: when to save, and whether to resume.
         health: timeouts and budgets.
         faults: faults to inject, to show recovery (`elastic.parse_faults`).
+        callbacks: told in this process of each step and event, and of the end.
 
     Raises:
         ConfigError: for an argument of another type, a field of `run_config` that is not used, or a
@@ -85,6 +87,7 @@ class ElasticTrainer:
         checkpoint: CheckpointConfig | None = None,
         health: HealthConfig | None = None,
         faults: tuple[Fault, ...] = (),
+        callbacks: tuple[Callback, ...] = (),
     ) -> None:
         check_arguments(
             train=train,
@@ -93,6 +96,7 @@ class ElasticTrainer:
             checkpoint=checkpoint,
             health=health,
             faults=faults,
+            callbacks=callbacks,
         )
         self.train = train
         self.scaling = scaling or ScalingConfig()
@@ -100,6 +104,7 @@ class ElasticTrainer:
         self.checkpoint = checkpoint or CheckpointConfig()
         self.health = health or HealthConfig()
         self.faults = faults
+        self.callbacks = callbacks
         self.lanes = train.lanes or self.scaling.max_replicas
         self.scaling.check(train.parallel)
         self.health.check()
@@ -136,12 +141,13 @@ class ElasticTrainer:
             set_others_aside(paths, origin.stored, identity, model)
             remove_orphans(paths, last_generation(paths, origin.manifest) + 1)
             config = self._coordinator_config(paths, origin, plan, task)
+            observer = Observer(paths, self.callbacks)
             coordinator = start_actor(Coordinator, max_concurrency=MOST_CALLS, restarts=True)(
                 config
             )
             try:
                 with CoordinatorWatch(coordinator):
-                    result = self._run(coordinator, paths, identity, task, plan)
+                    result = self._run(coordinator, observer, paths, identity, task, plan)
             finally:
                 ray.kill(coordinator.handle)
             if self.checkpoint.memory_every is not None:
@@ -223,6 +229,7 @@ class ElasticTrainer:
     def _run(
         self,
         coordinator: Remote[CoordinatorApi],
+        observer: Observer,
         paths: RunPaths,
         identity: RunIdentity,
         task: PreparedTask,
@@ -254,7 +261,7 @@ class ElasticTrainer:
             resources_per_worker=self.scaling.resources_per_worker,
             run_config=self.run_config,
         )
-        observer = Observer(coordinator, paths)
+        observer.start()
         watch = DrainWatch(draining_nodes, tell_coordinator(coordinator))
         outcome: events.RunOutcome = "interrupted"
         error: str | None = None
@@ -265,9 +272,7 @@ class ElasticTrainer:
             watch.close()
             with contextlib.suppress(ray.exceptions.RayError):
                 coordinator.call(CoordinatorApi.end, outcome, error)
-            with contextlib.suppress(OSError):
-                observer.close()
-            report = conclude(paths)
+            report = observer.finish()
         if error is not None:
             raise RunFailedError(error)
         return Result(

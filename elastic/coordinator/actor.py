@@ -342,9 +342,6 @@ class Coordinator(CoordinatorApi):
     async def ended(self, workers: list[tuple[str, int]]) -> None:
         await self._workers.lose_unwatched(workers)
 
-    async def observe(self) -> tuple[list[events.StepRecord], list[events.Event]]:
-        return self._records.observe()
-
     async def verdict(self) -> Stop | None:
         return self._membership.stopped
 

@@ -26,8 +26,6 @@ class RunLog:
         self._config, self._membership = config, membership
         self.restored = 0
         """Generation that last began from a checkpoint: what older ones still write is void."""
-        self._steps: list[events.StepRecord] = []
-        self._events: list[events.Event] = []
         self._digests: dict[str, str] = {}
         self._short_of = 0
         self._began = config.started.start_step
@@ -47,7 +45,6 @@ class RunLog:
 
     def note(self, event: events.Event) -> None:
         """Writes an event down."""
-        self._events.append(event)
         self._append(self._event_log, event)
 
     def take_steps(self, steps: Sequence[events.StepRecord]) -> None:
@@ -57,7 +54,6 @@ class RunLog:
             if membership.progress.awaits(step.step, step.generation):
                 self._check_ledger(step)
                 self._append(self._step_log, step)
-                self._steps.append(step)
                 membership.progress.record(step.step)
 
     def _append(self, log: EventLog, record: events.Event | events.StepRecord) -> None:
@@ -110,12 +106,6 @@ class RunLog:
         if self._gathering and gathered and self._membership.stopped is None:
             self.note(events.RegroupGathered(time=self._came, generation=self._gathering))
             self._gathering = 0
-
-    def observe(self) -> tuple[list[events.StepRecord], list[events.Event]]:
-        """Step records and events since the last call; the files keep them all."""
-        steps, self._steps = self._steps, []
-        happened, self._events = self._events, []
-        return steps, happened
 
     def compare(self, slot: str, digest: str) -> bool:
         """Whether a worker's state at the end is that of the others in `slot`, as far as known."""

@@ -10,6 +10,7 @@ from checkpointing import CheckpointConfig
 from checkpointing.field_types import type_name
 from elastic.config import HealthConfig, ScalingConfig
 from elastic.protocol.faults import Fault
+from elastic.reporting.callback import Callback
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 
@@ -20,14 +21,17 @@ _WANTED: dict[str, tuple[Any, str]] = {
     "checkpoint": (CheckpointConfig | None, "elastic.CheckpointConfig"),
     "health": (HealthConfig | None, "elastic.HealthConfig"),
     "faults": (tuple | list, "what elastic.parse_faults returns"),
+    "callbacks": (tuple | list, "a tuple of elastic.Callback instances"),
 }
+
+_ELEMENTS = {"faults": Fault, "callbacks": Callback}
 
 _UNUSED = {
     "storage_filesystem": "Use a storage_path that is mounted, and checkpoint="
     "CheckpointConfig(store=...) for checkpoints on S3",
     "failure_config": "Failures are governed by health=HealthConfig(...)",
     "checkpoint_config": "Checkpoints are governed by checkpoint=elastic.CheckpointConfig(...)",
-    "callbacks": "Follow a run by its event log, its report and TensorBoard",
+    "callbacks": "Give ElasticTrainer(callbacks=...) a tuple of elastic.Callback instances",
 }
 
 
@@ -38,9 +42,10 @@ def check_arguments(**arguments: Any) -> None:
         kind, wanted = _WANTED[name]
         if not isinstance(value, kind):
             raise _wrong_argument(name, value, wanted)
-    for fault in arguments["faults"]:
-        if not isinstance(fault, Fault):
-            raise _wrong_argument("faults", fault, _WANTED["faults"][1])
+    for name, kind in _ELEMENTS.items():
+        for element in arguments[name]:
+            if not isinstance(element, kind):
+                raise _wrong_argument(name, element, _WANTED[name][1])
     if arguments["run_config"] is not None:
         _check_unused(arguments["run_config"])
 

@@ -1,21 +1,25 @@
-"""The driver's view of a run: the progress line and TensorBoard while it goes on, the report at its
-end."""
+"""The driver's view of a run: callbacks (progress line and TensorBoard are two), then the report.
+
+It reads the run's files, so it misses nothing when their writer, the coordinator, is started anew.
+"""
 
 from __future__ import annotations
 
+import heapq
 import logging
 import sys
 import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 
-import ray
-
-from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.rpc import Remote
+from elastic.protocol.events import Event, StepRecord, event_from_json, step_from_json
 from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.callback import Callback
 from elastic.reporting.event_log import read_events, read_steps
+from elastic.reporting.follower import Follower
 from elastic.reporting.picture import draw
 from elastic.reporting.progress import ProgressPrinter
-from elastic.reporting.report import Report, build_report, report_text, write_report
+from elastic.reporting.report import Report, build_report, write_report
 from elastic.reporting.tensorboard import TensorBoardLog
 
 log = logging.getLogger(__name__)
@@ -24,51 +28,87 @@ _INTERVAL_S = 0.25
 
 
 class Observer:
-    """Follows the coordinator's records on a thread of the driver.
+    """Follows a run's files on a thread of the driver, and tells the callbacks.
+
+    Make it before the coordinator: what the files hold by then is of earlier starts of the run.
 
     Args:
-        coordinator: the run's coordinator actor.
         paths: the run directory.
+        callbacks: the user's; the progress line and TensorBoard come before them.
     """
 
-    def __init__(self, coordinator: Remote[CoordinatorApi], paths: RunPaths) -> None:
-        self._coordinator = coordinator
+    def __init__(self, paths: RunPaths, callbacks: Sequence[Callback]) -> None:
+        self._paths = paths
+        self._events = Follower(paths.events, event_from_json)
+        self._steps = Follower(paths.steps, step_from_json)
         self._printer = ProgressPrinter(sys.stderr)
-        self._dispatcher = TensorBoardLog(paths.tensorboard)
+        self._callbacks = [self._printer, TensorBoardLog(paths.tensorboard), *callbacks]
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="observer", daemon=True)
-        self._thread.start()
+        self._report: Future[Report] = Future()
 
-    def close(self) -> None:
-        """Takes in the last records and ends the thread."""
+    def start(self) -> None:
+        """Starts the thread; call `finish` some time."""
+        threading.Thread(target=self._run, name="observer", daemon=True).start()
+
+    def finish(self) -> Report:
+        """Call it when the records are closed. Returns the report, of which the callbacks have been
+        told by then."""
         self._over.set()
-        self._thread.join()
-        self._look()
-        self._printer.close()
-        self._dispatcher.close()
+        return self._report.result()
 
-    def _follow(self) -> None:
-        while not self._over.wait(_INTERVAL_S):
-            if not self._look():
-                return
-
-    def _look(self) -> bool:
+    def _run(self) -> None:
         try:
-            steps, happened = self._coordinator.call(CoordinatorApi.observe)
-        except ray.exceptions.RayError as error:
-            log.warning("the coordinator does not answer: %s", error)
-            return False
-        for view in (self._printer, self._dispatcher):
+            self._report.set_result(self._follow())
+        except BaseException as error:  # for `finish` to raise
+            self._report.set_exception(error)
+
+    def _follow(self) -> Report:
+        while not self._over.wait(_INTERVAL_S):
+            self._look()
+        self._look()
+        report = conclude(self._paths)
+        self._tell(report)
+        return report
+
+    def _look(self) -> None:
+        # Events first: the steps that were recorded before one of them are read with it or earlier.
+        happened = self._events.take()
+        for record in _by_time(happened, self._steps.take()):
+            self._tell(record)
+        self._printer.show()
+
+    def _tell(self, what: Event | StepRecord | Report) -> None:
+        kept = []
+        for callback in self._callbacks:
             try:
-                view.update(steps, happened)
-            except OSError as error:  # a full disk, or a terminal that is gone: the run goes on
-                log.warning("%s lacks some steps: %s", type(view).__name__, error)
-        return True
+                _call(callback, what)
+                kept.append(callback)
+            except BaseException:  # SystemExit, too: on this thread it would end the view only
+                name = type(callback).__qualname__
+                log.warning("callback %s is not called any more: it raised", name, exc_info=True)
+        self._callbacks = kept
+
+
+def _by_time(
+    happened: Sequence[Event], steps: Sequence[StepRecord]
+) -> Iterator[Event | StepRecord]:
+    """Both together by their times; each stays in its order, also where clocks differ."""
+    return heapq.merge(happened, steps, key=lambda record: record.time)
+
+
+def _call(callback: Callback, what: Event | StepRecord | Report) -> None:
+    match what:
+        case StepRecord():
+            callback.on_step(what)
+        case Report():
+            callback.on_end(what)
+        case _:
+            callback.on_event(what)
 
 
 def conclude(paths: RunPaths) -> Report:
-    """Writes `report.json`, `report.txt` and `run.png` from the records, and prints the report.
-    A disk that is full costs the files, not the run's outcome."""
+    """Writes `report.json`, `report.txt` and `run.png` from the records. A disk that is full costs
+    the files, not the run's outcome."""
     happened, steps = read_events(paths.events), read_steps(paths.steps)
     report = build_report(happened, steps)
     try:
@@ -77,5 +117,4 @@ def conclude(paths: RunPaths) -> Report:
             draw(paths.root, report, steps, happened)
     except OSError as error:
         log.warning("the report is printed, but not written whole: %s", error)
-    print(report_text(report), file=sys.stderr, flush=True)
     return report

@@ -149,9 +149,6 @@ class DriverCalls(Protocol):
     async def ended(self, workers: list[tuple[str, int]]) -> None:
         """Ray Train's controller has seen the end of these, each given by node and process."""
 
-    async def observe(self) -> tuple[list[StepRecord], list[Event]]:
-        """Step records and events since the last call; the files keep them all."""
-
     async def verdict(self) -> Stop | None:
         """How the run ended; None while it goes on."""
 

@@ -125,12 +125,21 @@ def _read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     *lines, _torn = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            data = json.loads(line)
+            data = object_of_line(line)
         except ValueError as error:
-            raise RecordError(str(path), number, f"not JSON ({error})") from error
-        if not isinstance(data, dict):
-            raise RecordError(str(path), number, f"not a JSON object but {type(data).__name__}")
+            raise RecordError(str(path), number, str(error)) from error
         yield number, data
+
+
+def object_of_line(line: bytes) -> dict[str, Any]:
+    """The JSON object of a whole line. Raises ValueError: it holds none."""
+    try:
+        data = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"not a JSON object but {type(data).__name__}")
+    return data
 
 
 def _cut_torn_tail(path: Path) -> None:

@@ -1,12 +1,14 @@
-"""One line that says how the run goes, and a line of its own for everything worth knowing at once.
+"""One line that says how the run goes, a line of its own for everything worth knowing at once, and
+the report at the end.
 
 In a terminal the progress line is rewritten in place; in a log file it is printed plainly, every
 few seconds at most. `format_progress` and `format_event` are pure; `ProgressPrinter` decides when
-to print and does it. It is fed with the same records that go into the run's logs.
+to print and does it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections import deque
@@ -37,6 +39,8 @@ from elastic.protocol.events import (
     StepSkipped,
     WorkerLost,
 )
+from elastic.reporting.callback import Callback
+from elastic.reporting.report import Report, report_text
 
 TTY_INTERVAL_S = 0.1
 """Least time between two progress lines in a terminal: as fast as an eye can follow."""
@@ -151,8 +155,8 @@ def _format_regroup(event: RegroupDone, last_commit: float | None) -> str:
     return ", ".join(parts)
 
 
-class ProgressPrinter:
-    """Prints the progress of one run; used by the process that runs the job, from one thread.
+class ProgressPrinter(Callback):
+    """Prints the progress of one run. A stream that takes nothing, as on a full disk, costs lines.
 
     Args:
         stream: where to print.
@@ -180,27 +184,21 @@ class ProgressPrinter:
         self._state = ProgressState()
         self._recent: deque[StepRecord] = deque(maxlen=SPEED_WINDOW_STEPS + 1)
 
-    def update(self, steps: Sequence[StepRecord], events: Sequence[Event]) -> None:
-        """Take in what is new since the last call, in order, and print what is due."""
-        records: list[Event | StepRecord] = [*events, *steps]
-        for record in sorted(records, key=lambda r: r.time):
-            if isinstance(record, StepRecord):
-                self._take_step(record)
-            else:
-                self._take_event(record)
+    def show(self) -> None:
+        """Print the progress line if it is due; call it when all that is known was told."""
         if self._state.step and self._clock() - self._printed_at >= self._interval_s:
             self._print_progress()
 
-    def close(self) -> None:
-        """Show the last state and leave the cursor on a new line."""
+    def on_end(self, report: Report) -> None:
+        """Show the last state, and the report below it."""
         if self._state.step:
             self._print_progress()
         if self._is_tty and self._shown:
-            self._stream.write("\n")
-        self._shown = None
-        self._stream.flush()
+            self._put("\n")
+        self._put(report_text(report) + "\n")
 
-    def _take_step(self, record: StepRecord) -> None:
+    def on_step(self, record: StepRecord) -> None:
+        """Take in what the progress line shows."""
         if self._recent and record.step <= self._recent[-1].step:
             self._recent.clear()
         self._recent.append(record)
@@ -216,7 +214,8 @@ class ProgressPrinter:
             seconds_left=None if step_s is None else left * step_s,
         )
 
-    def _take_event(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
+        """Take it in, and print its line if it has one."""
         if isinstance(event, RunStarted):
             self._recent.clear()
             self._state = ProgressState(
@@ -232,10 +231,10 @@ class ProgressPrinter:
 
     def _print_line(self, text: str) -> None:
         """Print a line that stays, and in a terminal the progress line below it again."""
-        self._stream.write((_CLEAR_LINE if self._is_tty else "") + text + "\n")
-        if self._is_tty and self._shown:
-            self._stream.write(self._shown)
-        self._stream.flush()
+        text += "\n"
+        if self._is_tty:
+            text = _CLEAR_LINE + text + (self._shown or "")
+        self._put(text)
 
     def _print_progress(self) -> None:
         text = format_progress(self._state)
@@ -243,11 +242,15 @@ class ProgressPrinter:
         if self._is_tty:
             # One column stays free: a full last column makes some terminals wrap.
             text = text[: shutil.get_terminal_size().columns - 1]
-            self._stream.write(_CLEAR_LINE + text)
+            self._put(_CLEAR_LINE + text)
         elif text != self._shown:
-            self._stream.write(text + "\n")
+            self._put(text + "\n")
         self._shown = text
-        self._stream.flush()
+
+    def _put(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+            self._stream.write(text)
+            self._stream.flush()
 
 
 def _speed(recent: Sequence[StepRecord]) -> tuple[float | None, float | None]:

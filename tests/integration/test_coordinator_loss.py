@@ -1,5 +1,5 @@
-"""The coordinator is killed or frozen while the workers train: no step stops, and the one that is
-started in its place goes on with what they know."""
+"""The coordinator is killed or frozen while the workers train: no step stops, the one that is
+started in its place goes on with what they know, and callbacks miss nothing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elastic import Callback
+from elastic.protocol.events import Event, StepRecord
+from elastic.reporting.report import Report
 from tests.support.tiny import Outcome, fit, tiny_trainer
 from tests.support.watching import events_of, steps_of, wait_until
 
@@ -40,6 +44,36 @@ class CoordinatorKiller(threading.Thread):
         os.kill(started[-1]["pid"], self.number)
 
 
+class Diary(Callback):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.events: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
+        self.steps_at_end = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps.append(record.step)
+
+    def on_event(self, event: Event) -> None:
+        self.events.append(event.to_json())
+
+    def on_end(self, report: Report) -> None:
+        self.reports.append(report.to_json())
+        self.steps_at_end = len(self.steps)
+
+
+class Broken(Callback):
+    """Has a bug."""
+
+    steps = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps += 1
+        raise ValueError("a bug of the user's")
+
+
 @pytest.fixture(scope="module")
 def undisturbed(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return fit(tiny_trainer(text, tmp_path_factory.mktemp("undisturbed"), steps=STEPS, replicas=1))
@@ -60,7 +94,10 @@ def test_the_coordinator_is_lost(
     root = tmp_path / "run"
     killer = CoordinatorKiller(root, lambda: steps_of(root) >= KILL_AFTER, number=number)
     killer.start()
-    broken = fit(tiny_trainer(text, tmp_path, steps=STEPS, spares=1, faults=faults))
+    diary, buggy = Diary(), Broken()
+    broken = fit(
+        tiny_trainer(text, tmp_path, steps=STEPS, spares=1, faults=faults, callbacks=(buggy, diary))
+    )
     assert (broken.params, broken.samples) == (undisturbed.params, undisturbed.samples)
     assert broken.losses == undisturbed.losses
     happened = events_of(tmp_path / "run")
@@ -72,6 +109,11 @@ def test_the_coordinator_is_lost(
     )
     lost = [e for e in happened if e["kind"] == "worker_lost"]
     assert len(lost) == (faults != "none")
+    assert diary.steps == list(range(STEPS))
+    assert diary.events == happened
+    assert diary.reports == [broken.report]
+    assert diary.steps_at_end == STEPS
+    assert buggy.steps == 1
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from trainer.loop.samples import samples_sha256
 if TYPE_CHECKING:
     from ray.train import Result
 
-    from elastic import ElasticTrainer
+    from elastic import Callback, ElasticTrainer
 
 SEQ_LEN = 16
 SETTINGS = {
@@ -91,6 +91,7 @@ def tiny_trainer(
     checkpoint: CheckpointConfig | None = None,
     health: HealthConfig | None = None,
     wait_s: float = 60.0,
+    callbacks: tuple[Callback, ...] = (),
     **changes: Any,
 ) -> ElasticTrainer:
     """A run of the tiny task; `changes` go to `tiny_train`."""
@@ -107,6 +108,7 @@ def tiny_trainer(
         checkpoint=checkpoint or CheckpointConfig(every_steps=None),
         health=health,
         faults=parse_faults(faults),
+        callbacks=callbacks,
     )
 
 

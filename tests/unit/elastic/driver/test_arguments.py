@@ -13,8 +13,12 @@ from elastic import ConfigError, ElasticTrainer, TrainConfig
 TRAIN = TrainConfig(task=None, steps=1, global_batch=1)
 
 
-class Callback(ray.train.UserCallback):
+class RaysCallback(ray.train.UserCallback):
     """One that would never be called."""
+
+
+class Own(elastic.Callback):
+    """One that is called."""
 
 
 def refusal(**arguments: Any) -> ConfigError:
@@ -34,6 +38,9 @@ def refusal(**arguments: Any) -> ConfigError:
         ("run_config", {"name": "run"}, "ray.train.RunConfig"),
         ("faults", "kill:0@3", "what elastic.parse_faults returns"),
         ("faults", ("kill:0@3",), "what elastic.parse_faults returns"),
+        ("callbacks", Own(), "a tuple of elastic.Callback instances"),
+        ("callbacks", (Own,), "a tuple of elastic.Callback instances"),
+        ("callbacks", (Own(), RaysCallback()), "a tuple of elastic.Callback instances"),
     ],
 )
 def test_an_argument_of_another_type_is_refused(name: str, value: object, fix: str) -> None:
@@ -47,7 +54,7 @@ def test_an_argument_of_another_type_is_refused(name: str, value: object, fix: s
     [
         ("failure_config", ray.train.FailureConfig(max_failures=3)),
         ("checkpoint_config", ray.train.CheckpointConfig(num_to_keep=2)),
-        ("callbacks", [Callback()]),
+        ("callbacks", [RaysCallback()]),
         ("storage_filesystem", object()),
     ],
 )
@@ -56,6 +63,14 @@ def test_a_field_of_run_config_that_would_be_ignored_is_refused(field: str, valu
     error = refusal(run_config=ray.train.RunConfig(name="run", **changed))
     assert error.field == f"run_config.{field}"
     assert error.value is value
+
+
+def test_rays_callbacks_are_answered_with_our_own() -> None:
+    callbacks: Any = [RaysCallback()]
+    run_config = ray.train.RunConfig(callbacks=callbacks)
+    assert "ElasticTrainer(callbacks=...)" in refusal(run_config=run_config).fix
+    own = Own()
+    assert ElasticTrainer(TRAIN, callbacks=(own,)).callbacks == (own,)
 
 
 def test_the_other_fields_of_run_config_are_used() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import io
+from collections.abc import Sequence
 
 import pytest
 
@@ -22,7 +24,9 @@ from elastic.reporting.progress import (
     format_event,
     format_progress,
 )
+from elastic.reporting.report import build_report, report_text
 
+REPORT = build_report([], [])
 STARTED = RunStarted(
     time=99.0, name="r", layout={"replicas": 2}, steps=100, start_step=0, versions={}
 )
@@ -46,6 +50,17 @@ def steps_at(*times: float, first: int = 0) -> list[StepRecord]:
         )
         for i, t in enumerate(times)
     ]  # fmt: skip
+
+
+def tell(printer: ProgressPrinter, steps: Sequence[StepRecord], events: Sequence[Event]) -> None:
+    """By their times, and then what is due is shown, as the observer does."""
+    records: list[Event | StepRecord] = [*events, *steps]
+    for record in sorted(records, key=lambda record: record.time):
+        if isinstance(record, StepRecord):
+            printer.on_step(record)
+        else:
+            printer.on_event(record)
+    printer.show()
 
 
 class Clock:
@@ -89,9 +104,9 @@ def test_everyday_events_have_no_line() -> None:
 def test_a_log_gets_a_line_per_interval_and_notable_events_at_once() -> None:
     stream, clock = io.StringIO(), Clock()
     printer = ProgressPrinter(stream, is_tty=False, interval_s=5.0, clock=clock)
-    printer.update(steps_at(100.0, 101.0), [STARTED])
+    tell(printer, steps_at(100.0, 101.0), [STARTED])
     clock.now = 1.0
-    printer.update(steps_at(102.0, first=2), [])
+    tell(printer, steps_at(102.0, first=2), [])
     healed = ReplicaHealed(
         time=104.0,
         generation=3,
@@ -101,9 +116,9 @@ def test_a_log_gets_a_line_per_interval_and_notable_events_at_once() -> None:
         seconds=0.25,
         catch_up_steps=2,
     )
-    printer.update([], [LOST, DONE, healed, CHECKPOINT])
+    tell(printer, [], [LOST, DONE, healed, CHECKPOINT])
     clock.now = 5.0
-    printer.update(steps_at(104.5, first=3), [ENDED])
+    tell(printer, steps_at(104.5, first=3), [ENDED])
     assert stream.getvalue().splitlines() == [
         "step 2/100 | loss 2.0000 | 6.0k tokens/s | replicas 2/2 | generation 1 | 1:38 left",
         "checkpoint of 2 steps committed in 0.50 s",
@@ -123,22 +138,22 @@ def test_a_terminal_line_is_rewritten_and_stays_below_events(
     monkeypatch.setenv("COLUMNS", "40")
     stream, clock = io.StringIO(), Clock()
     printer = ProgressPrinter(stream, is_tty=True, interval_s=0.0, clock=clock)
-    printer.update(steps_at(100.0, 101.0), [STARTED])
+    tell(printer, steps_at(100.0, 101.0), [STARTED])
     line = stream.getvalue().removeprefix("\r\x1b[K")
     assert line == "step 2/100 | loss 2.0000 | 6.0k tokens/s"[:39]
-    printer.update([], [LOST, CHECKPOINT])
+    tell(printer, [], [LOST, CHECKPOINT])
     events = stream.getvalue().split("\r\x1b[K")[2]
     assert events == f"lost w3 (replica 1 shard 0 tensor 0): crash, exit code -9\n{line}"
     assert "checkpoint" not in stream.getvalue()
-    printer.close()
-    assert stream.getvalue().endswith(f"\r\x1b[K{line}\n")
+    printer.on_end(REPORT)
+    assert stream.getvalue().endswith(f"\r\x1b[K{line}\n{report_text(REPORT)}\n")
 
 
 def test_speed_is_measured_anew_after_going_back() -> None:
     stream = io.StringIO()
     printer = ProgressPrinter(stream, is_tty=False, interval_s=0.0, clock=Clock())
-    printer.update(steps_at(100.0, 101.0, 102.0), [STARTED])
-    printer.update(steps_at(150.0, first=1), [])
+    tell(printer, steps_at(100.0, 101.0, 102.0), [STARTED])
+    tell(printer, steps_at(150.0, first=1), [])
     assert stream.getvalue().splitlines()[-1] == (
         "step 2/100 | loss 2.0000 | replicas 2/2 | generation 1"
     )
@@ -148,6 +163,33 @@ def test_nothing_is_printed_before_the_first_step() -> None:
     stream = io.StringIO()
     events: list[Event] = [STARTED]
     printer = ProgressPrinter(stream)
-    printer.update([], events)
-    printer.close()
+    tell(printer, [], events)
     assert stream.getvalue() == ""
+    printer.on_end(REPORT)
+    assert stream.getvalue() == report_text(REPORT) + "\n"
+
+
+class FullDisk(io.StringIO):
+    """Takes nothing while there is no room."""
+
+    room = True
+
+    def write(self, text: str) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "no room")
+        return super().write(text)
+
+
+def test_a_stream_that_takes_nothing_for_a_while_costs_lines_only() -> None:
+    stream = FullDisk()
+    printer = ProgressPrinter(stream, is_tty=False, interval_s=0.0, clock=Clock())
+    stream.room = False
+    tell(printer, steps_at(100.0), [STARTED, LOST])
+    stream.room = True
+    tell(printer, steps_at(104.0, first=1), [DONE])
+    assert [line.split(" ", 1)[0] for line in stream.getvalue().splitlines()] == [
+        "generation",
+        "step",
+    ]
+    stream.close()
+    printer.on_end(REPORT)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic.driver.observer import conclude
 from elastic.protocol.causes import CRASH
 from elastic.protocol.events import (
     CheckpointCommitted,
@@ -29,8 +28,6 @@ from elastic.protocol.events import (
     StepSkipped,
     WorkerLost,
 )
-from elastic.protocol.run_paths import RunPaths
-from elastic.reporting.event_log import EventLog
 from elastic.reporting.report import build_report, report_text, write_report
 
 LAYOUT = {"replicas": 2, "shard": 1, "tensor": 1, "lanes": 2, "spares": 0}
@@ -225,15 +222,3 @@ def test_the_report_is_written_as_standard_json_and_text(tmp_path: Path) -> None
     assert (incident["heal_s"], incident["catch_up_steps"]) == (0.6, 4)
     assert list(data)[:3] == ["name", "outcome", "steps"]
     assert (tmp_path / "report.txt").read_text() == report_text(report)
-
-
-def test_a_report_that_cannot_be_written_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = RunPaths(root=tmp_path)
-    with EventLog(paths.events) as log:
-        log.append(start(0.0)[0])
-        log.append(RunEnded(time=2.0, outcome="finished", step=0, error=None))
-    (tmp_path / "report.txt").mkdir()  # an OSError, as that of a full disk
-    assert conclude(paths).outcome == "finished"
-    assert "finished" in capsys.readouterr().err
