@@ -368,7 +368,7 @@ def new_etag() -> str:
 
 
 class Server(ThreadingHTTPServer):
-    """See the module."""
+    """Answers as S3 would, on loopback, each connection on a thread."""
 
     daemon_threads = True
     request_queue_size = 256

@@ -91,7 +91,7 @@ class GatedLM(PreparedCausalLM):
 
 
 class GatedData(TokenDataset):
-    """See the module."""
+    """Samples that wait for the turn of their run."""
 
     def __init__(self, path: str, seq_len: int, address: str) -> None:
         super().__init__(path, seq_len)

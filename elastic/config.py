@@ -74,17 +74,17 @@ class HealthConfig:
     max_nonfinite_steps: int = 5
     """Steps in a row with a non-finite loss or gradient that end the run; each one is skipped."""
     max_crashes: int = 50
-    """Workers lost to crashes, errors or lost nodes, with no step committed in between, that end
-    the run. Spares count, here and below."""
+    """Incidents of crashes, errors or lost nodes, with no step committed in between, that end the
+    run. Workers lost within 10 s are one incident, here and below; spares count."""
     max_hangs: int = 10
-    """Workers killed because they were frozen or stuck, with no step committed in between, that end
-    the run."""
+    """Incidents of workers killed because they were frozen or stuck, with no step committed in
+    between, that end the run."""
     max_preemptions: int = 200
-    """Workers taken away with notice before they could leave, with no step committed in between,
-    that end the run."""
+    """Incidents of workers taken away with notice before they could leave, with no step committed
+    in between, that end the run."""
     max_same_step_errors: int = 2
-    """Replicas with an exception in user code at one step, or the same one formed anew, that end
-    the run."""
+    """Replicas with an exception in user code, or out of memory, at one step, or the same one
+    formed anew, that end the run."""
     compare_every: int | None = 100
     """Steps between comparisons of the replicas' states, by a checksum; None: at the end only."""
     freeze_timeout_s: float = 10.0

@@ -6,6 +6,7 @@ TrainerError
 ├── LedgerError          (samples.py) a step committed other samples than it should have
 ├── TokensCorruptError   (data/index.py) a token file is not what its index says
 ├── ExchangeError        a model or state of another system that cannot be read or written
+├── GroupError           a process group or its rendezvous failed: a peer may be gone
 └── CrossGroupLost       a collective across replicas failed or was abandoned: a regroup is due
 
 A message is the fact, the numbers, and the next knob. All of them survive pickling, because they
@@ -79,6 +80,11 @@ class ExchangeError(TrainerError):
 
     def __str__(self) -> str:
         return f"{self.where}: {self.fact}. {self.fix}."
+
+
+class GroupError(TrainerError, RuntimeError):
+    """A process group or its rendezvous failed, or this worker was called away from it. What c10d
+    raises itself is a RuntimeError as well."""
 
 
 class CrossGroupLost(TrainerError):

@@ -9,7 +9,7 @@ step path. All methods run on one event loop, so none needs a lock.
       Dispatcher ── carries it out, wakes those who wait
       RunLog ── writes it down
       Arrivals, Workers, NodeAgents ── who has started, who will go, who is lost; leases
-      UserErrors ── whose fault an exception is
+      Troubles ──── what an exception in a worker means
       Failover ── the run after a restart of the coordinator
       HealNews, Receipts, Restores, Snapshots, Injections ── what the workers tell of each
       Uploaders ── who writes what the workers have copied
@@ -40,14 +40,14 @@ from elastic.coordinator.restores import Restores
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.snapshots import Snapshots, start_holder
 from elastic.coordinator.store_keys import sweep_store
+from elastic.coordinator.trouble import Troubles
 from elastic.coordinator.uploaders import Uploaders
-from elastic.coordinator.user_errors import UserErrors
 from elastic.coordinator.workers import Workers
 from elastic.membership.decisions import Effects
 from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
 from elastic.protocol import events
-from elastic.protocol.causes import CORRUPTION
+from elastic.protocol.causes import CORRUPTION, Cause
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.faults import FaultPlan
 from elastic.protocol.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
@@ -122,9 +122,7 @@ class Coordinator(CoordinatorApi):
             self._records,
             config.health.regroup_timeout_s,
         )
-        self._user_errors = UserErrors(
-            config.health, self._membership, self._dispatcher, self._workers
-        )
+        self._troubles = Troubles(config.health, self._membership, self._dispatcher, self._workers)
         self._failover: Failover | None = None
         if anew:
             self._failover = self._replay(faults)
@@ -212,8 +210,8 @@ class Coordinator(CoordinatorApi):
         return await self._dispatcher.watch(worker, seen)
 
     @_when_known
-    async def trouble(self, worker: str, step: int | None, detail: str, of_a_group: bool) -> str:
-        return await self._user_errors.settle(worker, step, detail, of_a_group)
+    async def trouble(self, worker: str, step: int | None, detail: str, cause: Cause) -> str:
+        return await self._troubles.settle(worker, step, detail, cause)
 
     @_when_known
     async def fail(self, error: str) -> None:

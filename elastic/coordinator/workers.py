@@ -148,9 +148,10 @@ class Workers:
         if identity is None or membership.stopped is not None:
             return
         self._dispatcher.turn_away(worker)
+        now = time.time()
         self._records.note(
             events.WorkerLost(
-                time=time.time(),
+                time=now,
                 worker=worker,
                 node=identity.node,
                 pid=identity.pid,
@@ -161,6 +162,8 @@ class Workers:
         )
         self._count(
             Loss(
+                time=now,
+                seat=identity.rank,
                 cause=cause,
                 step=step,
                 committed=membership.progress.recorded,

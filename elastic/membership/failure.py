@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import get_args
 
@@ -13,11 +13,19 @@ _MISSING = set(get_args(Budget)) - {field.name for field in fields(HealthConfig)
 if _MISSING:
     raise TypeError(f"budgets of causes that HealthConfig lacks: {sorted(_MISSING)}")
 
+INCIDENT_S = 10.0
+"""Workers that are lost within so many seconds of the first are one incident: a machine, a switch,
+a rack. By then each beat and heartbeat that a common cause has stopped is missed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
     """A worker that was lost."""
 
+    time: float
+    """When, in Unix seconds."""
+    seat: int
+    """Its rank among Ray Train's workers, which its successor takes over."""
     cause: Cause
     """Why."""
     step: int | None
@@ -27,44 +35,77 @@ class Loss:
     detail: str
     """The evidence; the user's own traceback for an error in user code."""
     formation: int | None = None
-    """Number of the replica in which user code raised: one that is formed anew is another try."""
+    """Number of the replica in which it raised an exception: one that is formed anew is another
+    try."""
 
 
 def decide_failure(losses: Sequence[Loss], health: HealthConfig) -> str | None:
     """Why the run should end now, or None to go on.
 
-    An exception in user code that comes back at the same step in another replica, or in the same
-    one formed anew, is a bug, not bad luck. Workers of one replica that raise together are one try.
+    Args:
+        losses: all of the run, in the order of time.
+        health: the budgets.
     """
     if not losses:
         return None
+    return _decide_repeated(losses, health) or _decide_stuck(losses, health)
+
+
+def _decide_repeated(losses: Sequence[Loss], health: HealthConfig) -> str | None:
+    """An exception in user code that comes back at the same step in another replica, or in the same
+    one formed anew, is a bug, not bad luck. Workers of one replica that raise together are one try.
+    """
     last = losses[-1]
-    entry = entry_of(last.cause)
-    if entry.of_user_code:
-        same = [
-            loss
-            for loss in losses
-            if (loss.cause, loss.step) == (last.cause, last.step)
-            and (last.step is not None or loss.committed == last.committed)
-        ]
-        tries = len({loss.formation for loss in same})
-        if tries >= health.max_same_step_errors:
-            where = f"at step {last.step}"
-            if last.step is None:
-                where = f"while a replica was built, with {last.committed} steps committed,"
-            return (
-                f"user code failed {tries} times {where} "
-                f"(health.max_same_step_errors = {health.max_same_step_errors}):\n{last.detail}"
-            )
-    limit: int = getattr(health, entry.budget)
-    stuck = {
-        ("together", loss.formation) if entry_of(loss.cause).of_user_code else ("alone", number)
-        for number, loss in enumerate(losses)
-        if loss.committed == last.committed and entry_of(loss.cause).budget == entry.budget
+    if not entry_of(last.cause).repeats:
+        return None
+    tries = {
+        loss.formation
+        for loss in losses
+        if (loss.cause, loss.step) == (last.cause, last.step)
+        and (last.step is not None or loss.committed == last.committed)
     }
-    if len(stuck) >= limit:
-        return (
-            f"{len(stuck)} workers were lost with {last.committed} steps committed and no progress "
-            f"(health.{entry.budget} = {limit}); the last one: {last.cause}, {last.detail}"
-        )
-    return None
+    if len(tries) < health.max_same_step_errors:
+        return None
+    where = f"at step {last.step}"
+    if last.step is None:
+        where = f"while a replica was built, with {last.committed} steps committed,"
+    return (
+        f"{entry_of(last.cause).text}, {len(tries)} times {where} "
+        f"(health.max_same_step_errors = {health.max_same_step_errors}):\n{last.detail}"
+    )
+
+
+def _decide_stuck(losses: Sequence[Loss], health: HealthConfig) -> str | None:
+    """Incidents without a step in between use up the budget of their cause."""
+    last = losses[-1]
+    budget = entry_of(last.cause).budget
+    limit: int = getattr(health, budget)
+    stuck = [
+        loss
+        for loss in losses
+        if loss.committed == last.committed and entry_of(loss.cause).budget == budget
+    ]
+    incidents = count_incidents(stuck)
+    if incidents < limit:
+        return None
+    return (
+        f"{incidents} incidents took {len(stuck)} workers with {last.committed} steps committed "
+        f"and no progress (health.{budget} = {limit}); the last one: {last.cause}, {last.detail}"
+    )
+
+
+def count_incidents(losses: Iterable[Loss]) -> int:
+    """Losses with one cause in common, as far as time and place tell: those of one replica that
+    raised together, and those of different seats within `INCIDENT_S` of the first. A seat that is
+    lost again is another incident, however soon, since its worker was new."""
+    count, began, seats = 0, float("-inf"), set[int]()
+    raised = set[int]()
+    for loss in losses:
+        if loss.formation is not None and loss.formation in raised:
+            continue
+        if loss.formation is not None:
+            raised.add(loss.formation)
+        if loss.time - began > INCIDENT_S or loss.seat in seats:
+            count, began, seats = count + 1, loss.time, set()
+        seats.add(loss.seat)
+    return count

@@ -26,16 +26,16 @@ class CauseEntry:
     """What follows from a cause."""
 
     text: str
-    """What has happened, for those who read a report."""
+    """What has happened, for those who read a report; a sentence without its full stop."""
     budget: Budget
     """Bounds the losses of this cause, and of others with the same budget, without progress."""
     color: str
     """Of its marks in `run.png`, as matplotlib has it."""
     by_departure: bool = False
     """On a machine that was announced to go, it is a preemption: the machine went."""
-    of_user_code: bool = False
-    """User code raised: workers of one replica that raise together are one loss, and the same step
-    in another replica is a bug that ends the run (`health.max_same_step_errors`)."""
+    repeats: bool = False
+    """It would come again: the same step in another replica, or in the same one formed anew, ends
+    the run (`health.max_same_step_errors`)."""
 
 
 _ENTRIES: dict[str, CauseEntry] = {}
@@ -101,7 +101,28 @@ PREEMPTION = register_cause(
 )
 USER_ERROR = register_cause(
     "user_error",
-    CauseEntry(text="user code raised", budget="max_crashes", color="#c22f7e", of_user_code=True),
+    CauseEntry(text="user code raised", budget="max_crashes", color="#c22f7e", repeats=True),
+)
+OUT_OF_MEMORY = register_cause(
+    "out_of_memory",
+    CauseEntry(
+        text="its memory, or its GPU's, ran out",
+        budget="max_crashes",
+        color="#d2691e",
+        repeats=True,
+    ),
+)
+GPU_ERROR = register_cause(
+    "gpu_error",
+    CauseEntry(text="its GPU or the driver failed", budget="max_crashes", color="#556b2f"),
+)
+COLLECTIVE = register_cause(
+    "collective",
+    CauseEntry(
+        text="a collective of its replica failed, and no worker was lost",
+        budget="max_hangs",
+        color="#4169e1",
+    ),
 )
 CORRUPTION = register_cause(
     "corruption",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from checkpointing import Receipt
+from elastic.protocol.causes import Cause
 from elastic.protocol.events import Event, RunOutcome, StepRecord
 from elastic.protocol.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
 from elastic.protocol.rpc import Remote
@@ -31,9 +32,8 @@ class WorkerCalls(Protocol):
     async def watch(self, worker: str, seen: int) -> Signal | None:
         """Waits for a call to `worker` later than signal `seen`; None when the run is over."""
 
-    async def trouble(self, worker: str, step: int | None, detail: str, of_a_group: bool) -> str:
-        """A worker's own code raised, with `of_a_group` an error of a process group. Was it the
-        loss of a peer, or its own fault?
+    async def trouble(self, worker: str, step: int | None, detail: str, cause: Cause) -> str:
+        """An exception ended a worker's step, for `cause` unless a peer was lost. Was one?
 
         Returns:
             "peer": join again; "own": the worker is written off and must exit.

@@ -18,6 +18,7 @@ import ray
 from ray import ObjectRef
 
 from elastic.protocol import events
+from elastic.protocol.causes import Cause
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.job import Job
 from elastic.protocol.messages import (
@@ -103,12 +104,11 @@ class CoordinatorLink:
         if isinstance(answer, Run):
             self._heal_news = None
 
-    def trouble(self, step: int | None, detail: str, *, of_a_group: bool) -> bool:
-        """Reports an exception. Returns whether it was only the loss of a peer, of which one from a
-        process group is a sign."""
+    def trouble(self, step: int | None, detail: str, cause: Cause) -> bool:
+        """Reports an exception. Returns whether it was only the loss of a peer."""
         worker = self._identity.worker
         call, trouble = self._coordinator.call, CoordinatorApi.trouble
-        return call(trouble, worker, step, detail, of_a_group) == "peer"
+        return call(trouble, worker, step, detail, cause) == "peer"
 
     def fail(self, error: str) -> None:
         """Ends the whole run."""

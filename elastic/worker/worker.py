@@ -24,6 +24,7 @@ import ray
 import torch
 
 from elastic.errors import RunFailedError
+from elastic.protocol.causes import COLLECTIVE, GPU_ERROR, OUT_OF_MEMORY, USER_ERROR, Cause
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.job import Job
 from elastic.protocol.messages import Build, Identity, Leave, Report, Run, Stop
@@ -32,7 +33,8 @@ from elastic.providers.sigterm import on_sigterm
 from elastic.worker.coordinator_link import CoordinatorLink
 from elastic.worker.restoring import restore
 from health.heartbeat import Heartbeat
-from trainer.backend.groups import is_of_a_group, leave_replica_group, make_replica_group
+from trainer.backend.groups import leave_replica_group, make_replica_group
+from trainer.backend.origin import Origin, origin_of
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
 from trainer.engine.state import HeldState
@@ -47,6 +49,14 @@ from trainer.replication.lane_sums import LaneSums
 from trainer.replication.replicas import CrossGroup
 
 OWN_FAULT_EXIT_CODE = 70
+
+_CAUSES: dict[Origin, Cause] = {
+    "group": COLLECTIVE,
+    "memory": OUT_OF_MEMORY,
+    "device": GPU_ERROR,
+    "code": USER_ERROR,
+}
+"""What a worker is lost for, by the origin of its exception."""
 
 _LEASES_OF_SILENCE = 2
 """By then the coordinator has written off the node of a peer that is not heard any more: the error
@@ -108,9 +118,9 @@ class Worker:
             if failure is not None:  # by now its frames hold no process group any more
                 self.recover(*failure)
 
-    def follow(self, answer: Build | Run) -> tuple[str, bool] | None:
+    def follow(self, answer: Build | Run) -> tuple[str, Cause] | None:
         """Does what the coordinator asks. Returns the traceback where an exception ended it, and
-        whether it came from a process group."""
+        the cause where no peer is lost."""
         (host, port), health = answer.meet, self.job.health
         self.rendezvous = Rendezvous(
             host=host,
@@ -126,7 +136,7 @@ class Worker:
         except NonFiniteError as error:
             self.link.fail(str(error))
         except Exception as error:
-            return traceback.format_exc(), is_of_a_group(error)
+            return traceback.format_exc(), _CAUSES[origin_of(error)]
         return None
 
     def report(self) -> Report:
@@ -151,11 +161,11 @@ class Worker:
         if answer.error is not None:
             raise RunFailedError(answer.error)
 
-    def recover(self, detail: str, of_a_group: bool) -> None:
+    def recover(self, detail: str, cause: Cause) -> None:
         """After an exception: joins again where a peer was lost, exits where it was this worker's
         own."""
         step = None if self.progress is None else self.progress.step
-        if self.link.trouble(step, detail, of_a_group=of_a_group):
+        if self.link.trouble(step, detail, cause):
             self.leave_replica()
             return
         sys.stderr.write(f"{self.identity.worker} failed and leaves the run:\n{detail}")

@@ -47,7 +47,7 @@ def machines() -> Iterator[Cluster]:
 class GrowingRun:
     """A run in a process of its own, and what its records say."""
 
-    doomed: events.WorkerJoined
+    leaving: events.WorkerJoined
     """A worker on a machine that is to go."""
 
     def __init__(self, cluster: Cluster, storage: Path, *, minimum: int, shard: int) -> None:
@@ -288,13 +288,13 @@ def test_a_node_agent_dies(machines: Cluster, start_run: StartRun) -> None:
 
 @pytest.fixture
 def failing_run(machines: Cluster, start_run: StartRun) -> GrowingRun:
-    """A run of two replicas, of which the machine of one, `doomed`, is to go; its coordinator was
+    """A run of two replicas, of which the machine of one, `leaving`, is to go; its coordinator was
     killed after that, and one that was started anew has taken it up."""
     machines.add_node(num_cpus=1)
     second = machines.add_node(num_cpus=1)
     run = start_run(minimum=2)
     before = run.wait_for(lambda all_: any(map(trains_whole, all_)))
-    (run.doomed,) = [worker for worker in joined(before) if worker.node == second.node_id]
+    (run.leaving,) = [worker for worker in joined(before) if worker.node == second.node_id]
     announce_drain(machines.address, second.node_id)
     run.wait_for(lambda all_: any(isinstance(e, events.Draining) for e in all_))
     (first,) = [e for e in before if isinstance(e, events.CoordinatorStarted)]
@@ -327,11 +327,11 @@ def test_a_worker_dies_on_a_machine_to_go_after_the_coordinator(
     machines: Cluster, start_run: StartRun, failing_run: GrowingRun
 ) -> None:
     """Ray sees its end."""
-    doomed = failing_run.doomed
-    os.kill(doomed.pid, signal.SIGKILL)
+    leaving = failing_run.leaving
+    os.kill(leaving.pid, signal.SIGKILL)
     happened = failing_run.wait_for(lambda all_: bool(lost(all_)))
-    assert [(e.worker, e.cause) for e in lost(happened)] == [(doomed.worker, "preemption")]
-    assert lost(happened)[0].detail == f"process {doomed.pid} ended, as Ray saw"
+    assert [(e.worker, e.cause) for e in lost(happened)] == [(leaving.worker, "preemption")]
+    assert lost(happened)[0].detail == f"process {leaving.pid} ended, as Ray saw"
     machines.add_node(num_cpus=1)
     failing_run.wait_for_replicas(2, after=len(happened))
     assert failing_run.finish() == undisturbed(start_run)

@@ -32,7 +32,13 @@ def environment(tmp_path: Path) -> dict[str, str]:
     token = tmp_path / "token"
     token.write_text(secrets.token_hex(32))
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    return {**inherited, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    return {
+        **inherited,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        # The head would wait 30 s for its last workers when it is ended.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    }
 
 
 @pytest.fixture

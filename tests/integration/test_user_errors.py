@@ -41,9 +41,9 @@ def test_a_bug_in_user_code_ends_the_run_with_the_users_traceback(
 ) -> None:
     with pytest.raises(RunFailedError) as caught:
         trainer(failing_loss, tmp_path).fit()
-    assert "ValueError: sample 5 is not to my taste" in str(caught.value)
+    assert "RuntimeError: gloo: sample 5 is not to my taste" in str(caught.value)
     assert "failing_loss" in str(caught.value)
-    assert "user code failed 2 times at step" in str(caught.value)
+    assert "user code raised, 2 times at step" in str(caught.value)
     lost = [e for e in read_events(tmp_path / "run" / "events.jsonl") if isinstance(e, WorkerLost)]
     assert {event.cause for event in lost} == {"user_error"}
 

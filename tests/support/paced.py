@@ -82,7 +82,7 @@ class PreparedPacedLM(PreparedCausalLM):
 
 
 class PacedData(TokenDataset):
-    """See the module."""
+    """Samples that keep a worker waiting while the roster asks for it."""
 
     def __init__(self, path: str, seq_len: int, pace: Pace) -> None:
         super().__init__(path, seq_len)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from trainer.backend.polling import poll_until
+from trainer.errors import GroupError
 
 GLOO = "gloo_aside"
 """c10d's name for Gloo that connects on a thread of its own."""
@@ -35,20 +36,20 @@ def make_aside(make: Callable[[], _T], leave_now: Callable[[], bool], timeout_s:
     """What `make` returns, which runs on a thread.
 
     Raises:
-        RuntimeError: it failed, takes longer than `timeout_s`, or `leave_now` became true.
+        GroupError: it failed, takes longer than `timeout_s`, or `leave_now` became true.
     """
-    made: queue.SimpleQueue[_T | RuntimeError] = queue.SimpleQueue()
+    made: queue.SimpleQueue[_T | GroupError] = queue.SimpleQueue()
 
     def work() -> None:
         try:
             made.put(make())
         except Exception as error:
-            made.put(RuntimeError(str(error)))
+            made.put(GroupError(str(error)))
 
     threading.Thread(target=work, name="make-groups", daemon=True).start()
     poll_until(lambda: not made.empty(), leave_now, timeout_s)
     result = made.get()
-    if isinstance(result, RuntimeError):
+    if isinstance(result, GroupError):
         raise result
     return result
 

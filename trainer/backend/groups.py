@@ -26,9 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.backend.aside import GLOO, heard_while_connecting, make_aside
 from trainer.backend.interface import listen_towards
-from trainer.backend.polling import LEFT, poll_until
+from trainer.backend.polling import poll_until
 from trainer.backend.rendezvous import Rendezvous
-from trainer.backend.silence import limit_silence
+from trainer.backend.silence import Connections, limit_silence
+from trainer.errors import GroupError
 from trainer.parallel.layout import ParallelDims
 from trainer.parallel.mesh import ReplicaMesh
 
@@ -55,6 +56,9 @@ _meshes: list[DeviceMesh] = []
 _ending = threading.Lock()
 """Both who leaves the replica's group and who is told that it broke end it, on threads of their
 own."""
+
+_connections = Connections()
+"""Of the replica's group."""
 
 _aborted = threading.Event()
 """The replica's group was aborted, on NCCL."""
@@ -87,6 +91,8 @@ def make_replica_group(
     gather(rendezvous, prefix, dims.workers, leave_now)
     listen_towards(rendezvous.host, rendezvous.port)
     options: dict[str, Any] = {}
+    global _connections
+    _connections = Connections()
     _aborted.clear()
     if device == "cuda":
         for name, value in _NCCL_SETTINGS.items():
@@ -96,7 +102,7 @@ def make_replica_group(
     # while it was made has used up the first number here, but not at a peer that is new.
     dist.distributed_c10d._world.group_count = 0
     heard = heard_while_connecting(leave_now, rendezvous.timeout)
-    with limit_silence(rendezvous.silent_s), heard:
+    with limit_silence(rendezvous.silent_s, but_port=rendezvous.port) as _connections, heard:
         dist.init_process_group(
             "nccl" if device == "cuda" else GLOO,
             store=rendezvous.store(prefix, leave_now),
@@ -133,7 +139,7 @@ def gather(rendezvous: Rendezvous, prefix: str, size: int, leave_now: Callable[[
     """Waits until all ranks are here, so that making a group seldom waits for one that never comes.
 
     Raises:
-        RuntimeError: `leave_now` became true, or a peer did not come in time.
+        GroupError: `leave_now` became true, or a peer did not come in time.
     """
     store = rendezvous.shared_store(f"{prefix}/here", leave_now)
     if store.add("count", 1) == size:
@@ -141,10 +147,9 @@ def gather(rendezvous: Rendezvous, prefix: str, size: int, leave_now: Callable[[
     poll_until(lambda: bool(store.check(["all"])), leave_now, rendezvous.timeout_s)
 
 
-def is_of_a_group(error: Exception) -> bool:
-    """Whether an exception came from a process group or its rendezvous: a peer may be gone."""
-    signs = ("gloo", "nccl", LEFT)
-    return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in signs)
+def replica_connections() -> Connections:
+    """Those of the replica's group, of its peers and no others."""
+    return _connections
 
 
 def leave_replica_group() -> None:
@@ -182,7 +187,7 @@ def make_raw_groups(
     store = rendezvous.store("", leave_now)
 
     def make() -> list[Any]:
-        with limit_silence(rendezvous.silent_s):
+        with limit_silence(rendezvous.silent_s, but_port=rendezvous.port):
             stores = [PrefixStore(prefix, store) for prefix in prefixes]
             return [_raw_group(s, rendezvous.timeout, rank, size, device) for s in stores]
 
@@ -242,10 +247,10 @@ def check_replica_group() -> None:
     NCCL group end without an error, with anything in their buffers.
 
     Raises:
-        RuntimeError: it was aborted.
+        GroupError: it was aborted.
     """
     if _aborted.is_set():
-        raise RuntimeError("nccl: the replica's group was aborted, as a peer is gone")
+        raise GroupError("the replica's group was aborted, as a peer is gone")
 
 
 def abandon(group: Any, in_flight: list[Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from trainer.errors import GroupError
+
 LEFT = "left for a regroup"
 
 _POLL_MIN_S, _POLL_MAX_S = 20e-6, 500e-6
@@ -14,14 +16,14 @@ def poll_until(done: Callable[[], bool], leave_now: Callable[[], bool], timeout_
     """Polls `done`, ever less often, down to twice a millisecond.
 
     Raises:
-        RuntimeError: `leave_now` became true, or the time is over.
+        GroupError: `leave_now` became true, or the time is over.
     """
     pause, deadline = _POLL_MIN_S, time.monotonic() + timeout_s
     while not done():
         if leave_now():
-            raise RuntimeError(LEFT)
+            raise GroupError(LEFT)
         if time.monotonic() > deadline:
-            raise RuntimeError(
+            raise GroupError(
                 f"a peer did not come within {timeout_s:g} s (health.collective_timeout_s)"
             )
         time.sleep(pause)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from trainer.backend.polling import poll_until
+from trainer.errors import GroupError
 
 _AHEAD = 3
 """A regroup takes one connection for the groups across replicas and perhaps one for a heal."""
@@ -24,6 +26,9 @@ _AHEAD = 3
 _TRY_S = 5.0
 """Bound on one attempt to connect, which nothing can interrupt; longer than a name service that
 answers takes."""
+
+_PAUSE_S = 0.2
+"""Between attempts."""
 
 THREAD = "store-connection"
 """Name of the threads that connect."""
@@ -46,7 +51,7 @@ class Rendezvous:
         """A connection of its own to the store, that sees only keys below `prefix`.
 
         Raises:
-            RuntimeError: the store's host is gone, or `leave_now` became true.
+            GroupError: the store's host is gone, or `leave_now` became true.
         """
         ready = _connections(self.host, self.port, self.timeout_s)
         return PrefixStore(prefix, ready.take(leave_now, self.timeout_s))
@@ -67,10 +72,11 @@ class _Connections:
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._host, self._port, self._timeout_s = host, port, timeout_s
-        self._ready: queue.SimpleQueue[TCPStore | RuntimeError] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[TCPStore | GroupError] = queue.SimpleQueue()
         self._shared: TCPStore | None = None
         self._sharing = threading.Lock()
         self._closed = threading.Event()
+        self._starting = threading.Lock()
         self._threads: list[threading.Thread] = []
         for _ in range(_AHEAD):
             self._make_another()
@@ -80,7 +86,7 @@ class _Connections:
         poll_until(lambda: not self._ready.empty(), leave_now, timeout_s)
         self._make_another()
         connection = self._ready.get()
-        if isinstance(connection, RuntimeError):
+        if isinstance(connection, GroupError):
             raise connection
         return connection
 
@@ -93,15 +99,19 @@ class _Connections:
 
     def close(self) -> None:
         """Makes no more connections. Returns when no thread is making one."""
-        self._closed.set()
+        with self._starting:
+            self._closed.set()
         for thread in self._threads:
             thread.join()
 
     def _make_another(self) -> None:
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        thread = threading.Thread(target=self._make, name=THREAD, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        with self._starting:  # so that a thread in the list that is not alive has ended
+            if self._closed.is_set():
+                self._ready.put(GroupError("this process's connections are closed"))
+                return
+            thread = threading.Thread(target=self._make, name=THREAD, daemon=True)
+            self._threads = [other for other in self._threads if other.is_alive()] + [thread]
+            thread.start()
 
     def _make(self) -> None:
         deadline_s = time.monotonic() + self._timeout_s
@@ -110,12 +120,14 @@ class _Connections:
                 self._ready.put(self._connect(min(_TRY_S, self._timeout_s)))
                 return
             except Exception as error:
-                if self._closed.is_set() or time.monotonic() > deadline_s:
+                if self._closed.wait(_PAUSE_S) or time.monotonic() > deadline_s:
                     where = f"{self._host}:{self._port}"
-                    self._ready.put(RuntimeError(f"no connection to {where}: {error}"))
+                    self._ready.put(GroupError(f"no connection to {where}: {error}"))
                     return
 
     def _connect(self, timeout_s: float) -> TCPStore:
+        # Where nobody listens, TCPStore tries for more than twice its timeout.
+        socket.create_connection((self._host, self._port), timeout=timeout_s).close()
         bound = timedelta(seconds=timeout_s)
         store = TCPStore(self._host, self._port, is_master=False, timeout=bound)
         store.set_timeout(timedelta(seconds=self._timeout_s))
@@ -123,15 +135,17 @@ class _Connections:
 
 
 _open: dict[tuple[str, int, float], _Connections] = {}
+_opening = threading.Lock()
 
 
 def _connections(host: str, port: int, timeout_s: float) -> _Connections:
     """This process's connections to the store at an address. The store moves when the coordinator
     is started anew."""
     place = (host, port, timeout_s)
-    if place not in _open:
-        _open[place] = _Connections(*place)
-    return _open[place]
+    with _opening:
+        if place not in _open:
+            _open[place] = _Connections(*place)
+        return _open[place]
 
 
 @atexit.register
@@ -141,5 +155,8 @@ def close_connections() -> None:
     One that came back from native code while the interpreter is torn down would abort the process,
     which looks like a crash. Tests that have a store in their own process call it too.
     """
-    while _open:
-        _open.popitem()[1].close()
+    with _opening:
+        every = list(_open.values())
+        _open.clear()
+    for connections in every:
+        connections.close()

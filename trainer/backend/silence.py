@@ -17,17 +17,50 @@ from collections.abc import Iterator
 _PROBE_EVERY_S = 1
 _MILLISECONDS = 1000
 
+_TCP_ESTABLISHED = 1
+"""State of a connection in the kernel's `tcp_info`."""
+
+
+class Connections:
+    """Connections of a process group."""
+
+    def __init__(self) -> None:
+        self._inodes: set[str] = set()
+
+    def add(self, inode: str) -> None:
+        """One more; `inode` is the kernel's name of its socket."""
+        self._inodes.add(inode)
+
+    def lost(self) -> bool:
+        """Whether one of them has been closed, on either side."""
+        now = _sockets()
+        return any(not _established(now.get(inode)) for inode in self._inodes)
+
 
 @contextlib.contextmanager
-def limit_silence(silent_s: float) -> Iterator[None]:
+def limit_silence(silent_s: float, *, but_port: int) -> Iterator[Connections]:
     """Connections made in this block, by any thread, fail once the other machine has acknowledged
-    nothing for `silent_s`."""
-    before = _sockets()
-    yield
+    nothing for `silent_s`.
+
+    Yields:
+        Those connections, once the block has ended well; without those to `but_port`, the store's.
+    """
+    before, connections = _sockets(), Connections()
+    yield connections
     for inode, number in _sockets().items():
         if inode not in before:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as made:
                 _watch(made, silent_s)
+                if made.getpeername()[1] != but_port:
+                    connections.add(inode)
+
+
+def _established(number: int | None) -> bool:
+    if number is None:
+        return False
+    with socket.socket(fileno=os.dup(number)) as connection:
+        state: bytes = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    return state[0] == _TCP_ESTABLISHED
 
 
 def _sockets() -> dict[str, int]:

@@ -24,6 +24,7 @@ import torch
 from checkpointing.format.crc32 import crc32
 from trainer.backend.polling import LEFT
 from trainer.engine.engine import Engine
+from trainer.errors import GroupError
 from trainer.recovery.backlog import Backlog
 from trainer.recovery.heal_channel import HealChannel
 from trainer.replication.step_commit import Commit
@@ -247,11 +248,11 @@ class Newcomer:
 
     @contextmanager
     def _while_open(self) -> Iterator[None]:
-        """The thread writes to the engine in here: `close` waits for it. Raises RuntimeError after
+        """The thread writes to the engine in here: `close` waits for it. Raises GroupError after
         `close`."""
         with self._placing:
             if self._closed:
-                raise RuntimeError(LEFT)
+                raise GroupError(LEFT)
             yield
 
     def _accept(self, trailer: torch.Tensor, crc: int) -> None:

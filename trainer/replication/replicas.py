@@ -19,7 +19,7 @@ import torch
 from trainer.backend.groups import Device, abandon, make_cross_groups
 from trainer.backend.polling import LEFT, poll_until
 from trainer.backend.rendezvous import Rendezvous
-from trainer.errors import CrossGroupLost
+from trainer.errors import CrossGroupLost, GroupError
 from trainer.replication.lanes import blocks_of
 
 EXCHANGE, GATHER = 0, -1
@@ -153,7 +153,7 @@ class CrossGroup:
         """Raises CrossGroupLost where this worker is called away, or a collective has failed."""
         self.check()
         if self._leave_now():
-            raise self._lose(RuntimeError(LEFT))
+            raise self._lose(GroupError(LEFT))
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """On CUDA, a stream for what must not hold up the current one, beginning after what is

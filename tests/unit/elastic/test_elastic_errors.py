@@ -9,7 +9,7 @@ from elastic import errors
 
 ALL = [
     errors.ResourcesError("4 workers with 1 CPU each", "the cluster has 2 CPU", 60.0, "Add nodes"),
-    errors.RunFailedError("user code failed 2 times at step 3"),
+    errors.RunFailedError("user code raised, 2 times at step 3"),
 ]
 
 

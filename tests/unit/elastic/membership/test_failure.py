@@ -3,20 +3,39 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import pytest
+
 from elastic.config import HealthConfig
 from elastic.membership.failure import Loss, decide_failure
-from elastic.protocol.causes import Cause
+from elastic.protocol.causes import OUT_OF_MEMORY, Cause
 
 HEALTH = HealthConfig(max_same_step_errors=2, max_crashes=4, max_hangs=2)
 
 
 _formations = itertools.count()
+_minutes = itertools.count()
+"""Each loss is an incident of its own, unless its time is given."""
+
+
+def together(count: int, cause: str, time: float, first_seat: int = 0) -> list[Loss]:
+    """Workers of different seats, lost within a second."""
+    return [
+        dataclasses.replace(loss(cause), time=time + n / count, seat=first_seat + n)
+        for n in range(count)
+    ]
 
 
 def loss(
     cause: str = "crash", step: int | None = None, committed: int = 0, detail: str = "killed"
 ) -> Loss:
-    return Loss(cause=Cause(cause), step=step, committed=committed, detail=detail)
+    return Loss(
+        time=next(_minutes) * 60.0,
+        seat=0,
+        cause=Cause(cause),
+        step=step,
+        committed=committed,
+        detail=detail,
+    )
 
 
 def user_error(step: int | None, committed: int = 0, formation: int | None = None) -> Loss:
@@ -39,7 +58,7 @@ def test_too_many_losses_without_progress_end_it() -> None:
     losses = [loss(committed=1), *(loss(committed=7) for _ in range(3))]
     assert decide_failure(losses, HEALTH) is None
     assert decide_failure([*losses, loss("node", committed=7, detail="gone")], HEALTH) == (
-        "4 workers were lost with 7 steps committed and no progress "
+        "4 incidents took 4 workers with 7 steps committed and no progress "
         "(health.max_crashes = 4); the last one: node, gone"
     )
 
@@ -48,7 +67,7 @@ def test_each_cause_has_its_own_budget() -> None:
     losses = [*(loss(committed=7) for _ in range(3)), loss("hang", committed=7)]
     assert decide_failure(losses, HEALTH) is None
     assert decide_failure([*losses, loss("hang", committed=7, detail="frozen")], HEALTH) == (
-        "2 workers were lost with 7 steps committed and no progress "
+        "2 incidents took 2 workers with 7 steps committed and no progress "
         "(health.max_hangs = 2); the last one: hang, frozen"
     )
     many = [loss("preemption", committed=7) for _ in range(100)]
@@ -58,15 +77,15 @@ def test_each_cause_has_its_own_budget() -> None:
 def test_the_same_error_at_the_same_step_ends_it() -> None:
     assert decide_failure([user_error(3)], HEALTH) is None
     assert decide_failure([user_error(3), loss(step=3), user_error(3)], HEALTH) == (
-        "user code failed 2 times at step 3 (health.max_same_step_errors = 2):\n"
+        "user code raised, 2 times at step 3 (health.max_same_step_errors = 2):\n"
         "Traceback: ZeroDivisionError"
     )
 
 
 def test_workers_of_one_replica_that_raise_together_are_one_try() -> None:
-    together = [user_error(3, formation=7), user_error(3, formation=7)]
-    assert decide_failure(together, HEALTH) is None
-    assert decide_failure([*together, user_error(3, formation=8)], HEALTH) is not None
+    both = [user_error(3, formation=7), user_error(3, formation=7)]
+    assert decide_failure(both, HEALTH) is None
+    assert decide_failure([*both, user_error(3, formation=8)], HEALTH) is not None
     many = [user_error(3, formation=7) for _ in range(HEALTH.max_crashes)]
     assert decide_failure(many, HEALTH) is None, "one of the crashes, too"
 
@@ -74,7 +93,7 @@ def test_workers_of_one_replica_that_raise_together_are_one_try() -> None:
 def test_errors_outside_of_any_step_count_while_there_is_no_progress() -> None:
     reason = decide_failure([user_error(None, 7), user_error(None, 7)], HEALTH)
     assert reason is not None
-    assert reason.startswith("user code failed 2 times while a replica was built, with 7 steps")
+    assert reason.startswith("user code raised, 2 times while a replica was built, with 7 steps")
     assert decide_failure([user_error(None, 7), user_error(None, 8)], HEALTH) is None
 
 
@@ -87,3 +106,30 @@ def test_a_crash_after_an_error_does_not_repeat_the_error() -> None:
     health = HealthConfig(max_same_step_errors=1)
     assert decide_failure([user_error(3)], health) is not None
     assert decide_failure([user_error(3), loss(committed=1)], health) is None
+
+
+def test_memory_that_runs_out_at_the_same_step_ends_it() -> None:
+    again = [dataclasses.replace(user_error(3), cause=OUT_OF_MEMORY) for _ in range(2)]
+    assert decide_failure(again[:1], HEALTH) is None
+    reason = decide_failure(again, HEALTH)
+    assert reason is not None and reason.startswith("its memory, or its GPU's, ran out, 2 times")
+    assert decide_failure([again[0], user_error(3)], HEALTH) is None
+
+
+@pytest.mark.parametrize(("cause", "workers"), [("node", 56), ("hang", 16), ("preemption", 200)])
+def test_what_a_switch_takes_along_is_one_incident(cause: str, workers: int) -> None:
+    assert decide_failure(together(workers, cause, 0.0), HealthConfig()) is None
+
+
+def test_machines_that_go_one_after_the_other_are_an_incident_each() -> None:
+    nodes = [one for node in range(3) for one in together(8, "node", 20.0 * node, 8 * node)]
+    assert decide_failure(nodes, HEALTH) is None
+    reason = decide_failure([*nodes, *together(1, "crash", 70.0, 24)], HEALTH)
+    assert reason is not None and reason.startswith("4 incidents took 25 workers with 0 steps")
+
+
+def test_a_seat_that_is_lost_again_is_an_incident_each_time() -> None:
+    """Else a worker that dies as soon as it is started would never end a run."""
+    soon = [dataclasses.replace(loss(), time=float(second), seat=5) for second in range(4)]
+    assert decide_failure(soon[:3], HEALTH) is None
+    assert decide_failure(soon, HEALTH) is not None

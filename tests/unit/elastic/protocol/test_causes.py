@@ -12,7 +12,6 @@ import pytest
 from matplotlib.colors import is_color_like
 
 from elastic.config import HealthConfig
-from elastic.membership.failure import Loss, decide_failure
 from elastic.protocol.causes import (
     CRASH,
     Budget,
@@ -39,7 +38,7 @@ from elastic.config import HealthConfig
 from elastic.membership.failure import Loss, decide_failure
 from elastic.protocol.causes import Cause, entry_of
 
-loss = Loss(cause=Cause("overheated"), step=3, committed=3, detail="98 C")
+loss = Loss(time=0.0, seat=0, cause=Cause("overheated"), step=3, committed=3, detail="98 C")
 print(decide_failure([loss], HealthConfig(max_hangs=1)))
 print(entry_of("overheated").color, entry_of("overheated").text)
 """
@@ -79,14 +78,3 @@ def test_a_wrong_entry_fails_at_once() -> None:
     with pytest.raises(ValueError, match="registered already"):
         register_cause("crash", OVERHEATED)
     assert "hot" not in known_causes()
-
-
-def test_user_code_counts_replicas_and_others_count_workers() -> None:
-    health = HealthConfig(max_crashes=2, max_same_step_errors=9)
-    together = [
-        Loss(cause=cause, step=None, committed=1, detail="", formation=1)
-        for cause in [register_cause("user_error", entry_of("user_error"))] * 3
-    ]
-    assert decide_failure(together, health) is None
-    apart = [Loss(cause=CRASH, step=None, committed=1, detail="", formation=1)] * 2
-    assert decide_failure(apart, health) is not None

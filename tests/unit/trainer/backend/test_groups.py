@@ -18,6 +18,7 @@ from torch import nn
 from tests.support.data_plane import train_in_one_replica
 from trainer.backend import groups
 from trainer.backend.groups import leave_replica_group, make_replica_group
+from trainer.backend.origin import origin_of
 from trainer.backend.polling import LEFT
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import ParallelConfig, TrainConfig
@@ -126,9 +127,11 @@ def wait_in_vain(rank: int, port: int) -> None:
     if rank == 0:
         waited_in = [mesh.fsdp.get_group(), mesh.tensor.get_group(), dist.group.WORLD]
         works = [dist.all_reduce(torch.ones(1), group=g, async_op=True) for g in waited_in]
+        assert origin_of(RuntimeError("the user's own")) == "code"
         for work in works:
-            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            with pytest.raises(RuntimeError, match=r"[Tt]imed out") as late:
                 work.wait()
+            assert origin_of(late.value) == "group"
         store.set("over", "")
     store.wait(["over"], PATIENCE)
     leave_replica_group()

@@ -1,5 +1,5 @@
-"""One of a replica of 2 x 2 dies in the middle of a step: all others notice, and keep nothing of
-the replica that would hold up one another."""
+"""One of a replica of 2 x 2 dies or raises in the middle of a step: all others notice, and keep
+nothing of the replica that would hold up one another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from torch._C import _distributed_c10d as c10d
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tests.support.data_plane import train_in_one_replica
-from trainer.backend.groups import is_of_a_group, leave_replica_group
+from trainer.backend.groups import leave_replica_group
+from trainer.backend.origin import origin_of
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import TrainConfig
 from trainer.tasks.causal_lm import PreparedCausalLM
@@ -28,41 +29,48 @@ LOST, SURVIVORS = 3, (0, 1, 2)
 NOTICED_S, TIMEOUT_S = 5.0, 30.0
 
 
-def die_at(moment: str, store: dist.TCPStore) -> None:
-    """Has this process end when it is in the named kind of module, forward or backward."""
+def end_at(moment: str, store: dist.TCPStore, *, raises: bool) -> None:
+    """Has this process end, or raise, when it is in the named kind of module, forward or
+    backward."""
     kind, _, direction = moment.partition(" ")
 
     def is_it(module: nn.Module, now: str) -> bool:
         """FSDP2 gives the modules that it shards a class of their own."""
         return now == direction and kind in [c.__name__ for c in type(module).__mro__]
 
-    def die(*_: Any) -> None:
+    def end(*_: Any) -> None:
         store.set("gone", str(time.monotonic()))
+        if raises:
+            raise RuntimeError("the user's own, which says gloo and nccl")
         os._exit(0)
 
     def entered(module: nn.Module, _: Any) -> None:
         if is_it(module, "forward"):
-            die()
+            end()
 
     def passed(module: nn.Module, _: Any, output: Any) -> None:
         if is_it(module, "backward") and output.requires_grad:
-            output.register_hook(die)
+            output.register_hook(end)
 
     register_module_forward_pre_hook(entered)
     register_module_forward_hook(passed)
 
 
-def train_or_die(
-    rank: int, port: int, task: PreparedCausalLM, train: TrainConfig, moment: str
+def train_or_end(
+    rank: int, port: int, task: PreparedCausalLM, train: TrainConfig, moment: str, raises: bool
 ) -> None:
     """One place; the survivors stay alive, as a process that ends wakes its peers."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port)
     if rank == LOST:
-        die_at(moment, store)
+        end_at(moment, store, raises=raises)
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=TIMEOUT_S)
     result = train_in_one_replica(rank, meet, task, train)
-    assert isinstance(result, Exception) and is_of_a_group(result), result
+    assert isinstance(result, Exception)
+    if rank == LOST:
+        assert (origin_of(result), type(result)) == ("code", RuntimeError), result
+        return
+    assert origin_of(result) == "group", result
     noticed_s = time.monotonic() - float(store.get("gone"))
     del result  # its frames hold the replica
     gc.collect()
@@ -74,19 +82,22 @@ def train_or_die(
 
 
 @pytest.mark.parametrize(
-    "moment",
+    ("moment", "raises"),
     [
-        "LlamaDecoderLayer forward",  # the embeddings are not yet looked at
-        "LlamaMLP backward",
+        ("LlamaDecoderLayer forward", False),  # the embeddings are not yet looked at
+        ("LlamaMLP backward", True),
     ],
 )
-def test_all_notice_at_once(text: Path, tmp_path: Path, moment: str) -> None:
+def test_all_notice_at_once(text: Path, tmp_path: Path, moment: str, raises: bool) -> None:
     from tests.support.tiny import tiny_task, tiny_train  # not in the processes: it imports Ray
 
     train = tiny_train(text, shard=2, tensor=2, steps=2, lanes=1)
     task = tiny_task(text).prepare(train, str(tmp_path))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.start_processes(
-        train_or_die, args=(store.port, task, train, moment), nprocs=4, start_method="forkserver"
+        train_or_end,
+        args=(store.port, task, train, moment, raises),
+        nprocs=4,
+        start_method="forkserver",
     )
     assert store.check(["gone"])

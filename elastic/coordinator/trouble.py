@@ -1,4 +1,4 @@
-"""Whose fault an exception in a worker is: a lost peer's, or its own."""
+"""What an exception in a worker means: a peer is lost, or the worker itself is."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from elastic.config import HealthConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
-from elastic.protocol.causes import USER_ERROR
+from elastic.protocol.causes import COLLECTIVE, Cause
 
 _PEER_LOSS_PATIENCE_S = 1.0
 """A peer's death is known within milliseconds of the exception that it causes."""
 
 
-class UserErrors:
+class Troubles:
     """Settles what each exception was.
 
     Args:
@@ -39,23 +39,23 @@ class UserErrors:
         """Those of them that will be written off."""
 
     async def settle(
-        self, worker: str, step: int | None, detail: str, of_a_group: bool
+        self, worker: str, step: int | None, detail: str, cause: Cause
     ) -> Literal["peer", "own"]:
-        """See `WorkerCalls.trouble`. An error of a process group may be the first sign of the loss
+        """See `WorkerCalls.trouble`. A collective that failed may be the first sign of the loss
         of a whole node, which takes longer to show. Workers of one replica that raise errors of
         their own at the same time are each at fault: the first to be written off explains no
         other."""
         membership = self._membership
-        patience_s = self._node_s if of_a_group else _PEER_LOSS_PATIENCE_S
+        patience_s = self._node_s if cause == COLLECTIVE else _PEER_LOSS_PATIENCE_S
         formation = membership.places.formation_of(worker)
-        if not of_a_group:
+        if cause != COLLECTIVE:
             self._raised[worker] = formation
         try:
             await self._dispatcher.until(lambda: membership.replica_broken(worker), patience_s)
             if membership.replica_broken(worker) and worker not in self._at_fault:
                 return "peer"
             self._at_fault |= {w for w, formed in self._raised.items() if formed == formation}
-            await self._workers.lose(worker, USER_ERROR, detail, step, formation)
+            await self._workers.lose(worker, cause, detail, step, formation)
             return "own"
         finally:
             self._raised.pop(worker, None)
