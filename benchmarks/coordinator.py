@@ -47,6 +47,7 @@ from elastic.coordinator.config import CoordinatorConfig
 from elastic.membership.decisions import GroupConfig
 from elastic.node.beats import BeatListener, BeatSender, open_socket
 from elastic.protocol import events
+from elastic.protocol.causes import CRASH
 from elastic.protocol.messages import Build, Identity, Report, Run
 from elastic.protocol.run_paths import RunPaths
 from trainer.config import TrainConfig
@@ -68,6 +69,10 @@ class LocalCoordinator(Coordinator):
     async def node_lost(self, node: str) -> None:
         """What follows when a node's agent is gone."""
         await self._workers.lose_node(node, "lost by the benchmark")
+
+    async def worker_lost(self, worker: str) -> None:
+        """What follows when a worker's process has ended."""
+        await self._workers.lose(worker, CRASH, "lost by the benchmark")
 
 
 class SimulatedWorker:
@@ -114,6 +119,12 @@ class SimulatedWorker:
             await self.called.wait()
             self.called.clear()
             report = self.fault
+
+    async def cancel(self) -> None:
+        """Ends it where it is."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
     async def watch(self) -> None:
         """Waits for calls."""

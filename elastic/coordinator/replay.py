@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from elastic.protocol import events
 from elastic.protocol.run_paths import RunPaths
-from elastic.reporting.event_log import read_events, read_steps
+from elastic.reporting.event_log import last_step, read_events
 
 _Event = TypeVar("_Event")
 
@@ -70,7 +70,7 @@ def replay(paths: RunPaths, start_step: int) -> Replay:
         began=0 if newest is None else newest.step,
         restored=max(restored, default=0),
         formations=max(formed, default=0),
-        recorded=_recorded(read_steps(paths.steps), newest, start_step),
+        recorded=_recorded(paths, newest, start_step),
         committed=frozenset(e.step for e in _all(happened, events.CheckpointCommitted)),
         fired=tuple(e.fault for e in _all(happened, events.FaultFired)),
     )
@@ -89,12 +89,11 @@ def _this_start(happened: Sequence[events.Event]) -> Sequence[events.Event]:
     return happened[starts[-1] if starts else 0 :]
 
 
-def _recorded(
-    steps: Sequence[events.StepRecord], newest: events.RegroupDone | None, start_step: int
-) -> int:
+def _recorded(paths: RunPaths, newest: events.RegroupDone | None, start_step: int) -> int:
     """The newest roster may have gone back: older records from its step on do not count."""
     if newest is None:
         return start_step
     start_step = min(start_step, newest.step)  # where that was damaged, the run began further back
-    counting = [s for s in steps if s.step < newest.step or s.generation >= newest.generation]
-    return max([start_step, *(s.step + 1 for s in counting)])
+    begin, generation = newest.step, newest.generation
+    last = last_step(paths.steps, lambda s: s.step < begin or s.generation >= generation)
+    return start_step if last is None else max(start_step, last.step + 1)

@@ -13,14 +13,16 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from elastic.protocol.events import Event, StepRecord, event_from_json, step_from_json
 
 MOST_PENDING_BYTES = 16 << 20
 """What is kept of records while the disk is full: those of tens of thousands of steps."""
+
+_BLOCK_BYTES = 1 << 18
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -111,11 +113,64 @@ def read_steps(path: str | os.PathLike[str]) -> list[StepRecord]:
         if record is None:
             fact = f"a step record lacks fields, it has {sorted(data)}"
             raise RecordError(str(path), line, fact)
-        if record.step <= newest:
-            kept = {s: r for s, r in kept.items() if not (s > record.step and r.time < record.time)}
+        for later in range(record.step + 1, newest + 1):
+            if later in kept and kept[later].time < record.time:
+                del kept[later]
         kept[record.step] = record
-        newest = max(kept)
+        newest = max(newest, record.step)
+        while newest not in kept:
+            newest -= 1
     return [kept[step] for step in sorted(kept)]
+
+
+def last_step(
+    path: str | os.PathLike[str], counts: Callable[[StepRecord], bool]
+) -> StepRecord | None:
+    """The last step record of a file that `counts`; None where there is none.
+
+    Reads no further back than that: a coordinator that is started anew must not wait for a million
+    records.
+
+    Raises:
+        RecordError: a whole line on the way is not a step record.
+    """
+    for line in _lines_from_the_end(Path(path)):
+        try:
+            record = step_from_json(object_of_line(line))
+        except ValueError:
+            record = None
+        if record is None:
+            read_steps(path)  # raises, and knows the line's number
+        elif counts(record):
+            return record
+    return None
+
+
+def _lines_from_the_end(path: Path) -> Iterator[bytes]:
+    """Whole lines, the last one first."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        place, rest = _end_of_last_line(file), b""
+        while place:
+            size = min(_BLOCK_BYTES, place)
+            place -= size
+            rest, *lines = (os.pread(file.fileno(), size, place) + rest).split(b"\n")
+            yield from reversed(lines)
+        if rest:
+            yield rest
+
+
+def _end_of_last_line(file: BinaryIO) -> int:
+    """Where the last newline of a file stands; 0: it has none."""
+    place = file.seek(0, os.SEEK_END)
+    while place:
+        size = min(_BLOCK_BYTES, place)
+        place -= size
+        found = os.pread(file.fileno(), size, place).rfind(b"\n")
+        if found >= 0:
+            return place + found
+    return 0
 
 
 def _read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -144,6 +199,6 @@ def object_of_line(line: bytes) -> dict[str, Any]:
 
 def _cut_torn_tail(path: Path) -> None:
     """Drop what follows the last newline, so that the next record starts on a line of its own."""
-    data = path.read_bytes()
-    if not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
+    with path.open("rb+") as file:
+        end = _end_of_last_line(file)
+        file.truncate(end + 1 if end else 0)

@@ -12,10 +12,11 @@ between a stop and the next start is in no gap.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 
 from elastic.protocol.events import (
@@ -134,6 +135,48 @@ class _Loss:
         return any(e.slot is not None for e in self.lost)
 
 
+class _Session:
+    """The events of one start of the run, indexed: of ten thousand incidents none looks through all
+    of them."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events = events
+        self._places = {id(e): i for i, e in enumerate(events) if isinstance(e, WorkerLost)}
+        self._rosters = [(i, e) for i, e in enumerate(events) if isinstance(e, RegroupDone)]
+        self._faults: dict[str, list[FaultFired]] = defaultdict(list)
+        self._fates: dict[int, list[tuple[int, WorkerLost | ReplicaHealed]]] = defaultdict(list)
+        for index, event in enumerate(events):
+            if isinstance(event, FaultFired):
+                self._faults[event.worker].append(event)
+            elif isinstance(event, WorkerLost):
+                for replica in _replicas([event]):
+                    self._fates[replica].append((index, event))
+            elif isinstance(event, ReplicaHealed):
+                self._fates[event.replica].append((index, event))
+
+    def faults(self, worker: str) -> Sequence[FaultFired]:
+        """Injected faults that hit a worker."""
+        return self._faults.get(worker, ())
+
+    def fate(self, replica: int, lost: WorkerLost) -> Iterator[WorkerLost | ReplicaHealed]:
+        """Losses of a replica's workers, and its heals, from a loss on."""
+        found = self._fates.get(replica, [])
+        first = bisect_left(found, self._places[id(lost)], key=lambda entry: entry[0])
+        return (found[i][1] for i in range(first, len(found)))
+
+    def rosters_after(self, lost: WorkerLost) -> Iterator[RegroupDone]:
+        """Rosters after a loss."""
+        return (self._rosters[i][1] for i in range(self._before(lost), len(self._rosters)))
+
+    def roster_before(self, lost: WorkerLost) -> RegroupDone | None:
+        """The last roster before a loss."""
+        index = self._before(lost)
+        return self._rosters[index - 1][1] if index else None
+
+    def _before(self, lost: WorkerLost) -> int:
+        return bisect_left(self._rosters, self._places[id(lost)], key=lambda entry: entry[0])
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Pace:
     """How training went on in time."""
@@ -145,17 +188,23 @@ class _Pace:
 
 def find_gaps(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[Gap]:
     """The gaps between consecutive committed steps, none across a start of the run."""
-    starts = [e.time for e in events if isinstance(e, RunStarted)]
-    losses = [(e.time, e.lost_steps) for e in events if isinstance(e, RegroupDone) and e.lost_steps]
+    starts = sorted(e.time for e in events if isinstance(e, RunStarted))
+    losses = sorted(
+        (e.time, e.lost_steps) for e in events if isinstance(e, RegroupDone) and e.lost_steps
+    )
+    lost_by = [0, *accumulate(n for _, n in losses)]
+    times = [time for time, _ in losses]
     return [
         Gap(
             begin=a.time,
             end=b.time,
-            lost_steps=sum(n for t, n in losses if a.time < t <= b.time),
+            lost_steps=max(
+                0, lost_by[bisect_right(times, b.time)] - lost_by[bisect_right(times, a.time)]
+            ),
             tokens=b.tokens,
         )
         for a, b in pairwise(steps)
-        if not any(a.time < t <= b.time for t in starts)
+        if bisect_right(starts, b.time) <= bisect_right(starts, a.time)
     ]
 
 
@@ -176,8 +225,8 @@ def find_incidents(events: Sequence[Event], steps: Sequence[StepRecord]) -> list
     used: set[FaultFired] = set()
     found = [
         _incident(loss, session, pace, used)
-        for session in split_at_starts(events)
-        for loss in _losses(session)
+        for session in map(_Session, split_at_starts(events))
+        for loss in _losses(session.events)
     ]
     return sorted(found, key=lambda i: i.time)
 
@@ -237,7 +286,7 @@ def _belongs(event: WorkerLost, pending: _Loss) -> bool:
 
 def _incident(
     loss: _Loss,
-    session: Sequence[Event],
+    session: _Session,
     pace: _Pace,
     used: set[FaultFired],
 ) -> Incident:
@@ -285,18 +334,11 @@ def _stages(loss: _Loss) -> tuple[float | None, float | None, float | None]:
 
 
 def _detection(
-    lost: Sequence[WorkerLost], session: Sequence[Event], used: set[FaultFired]
+    lost: Sequence[WorkerLost], session: _Session, used: set[FaultFired]
 ) -> tuple[FaultFired | None, float | None]:
     """The injected fault behind a loss and the time to its detection; a fault is used once."""
     for event in lost:
-        faults = [
-            f
-            for f in session
-            if isinstance(f, FaultFired)
-            and f.worker == event.worker
-            and f.time <= event.time
-            and f not in used
-        ]
+        faults = [f for f in session.faults(event.worker) if f.time <= event.time and f not in used]
         if faults:
             used.add(faults[-1])
             return faults[-1], event.time - faults[-1].time
@@ -326,7 +368,7 @@ def _stall_s(pace: _Pace, begin: float, end: float) -> float | None:
 
 
 def _rejoin_s(
-    loss: _Loss, heals: Sequence[ReplicaHealed | None], session: Sequence[Event]
+    loss: _Loss, heals: Sequence[ReplicaHealed | None], session: _Session
 ) -> float | None:
     """Seconds from the first loss until the lost replicas are back, see `Incident.rejoin_s`."""
     if not loss.slotted or loss.done is None:
@@ -334,22 +376,22 @@ def _rejoin_s(
     since = loss.lost[0].time
     if heals and all(heals):
         return max(heal.time for heal in heals if heal) - since
-    full = _alive_before(loss.lost[0], session)
-    rosters = [e for e in _from_loss(loss, session) if isinstance(e, RegroupDone)]
-    return next((e.time - since for e in rosters if full and e.replicas >= full), None)
+    before = session.roster_before(loss.lost[0])
+    if before is None:
+        return None
+    rosters = session.rosters_after(loss.lost[0])
+    return next((e.time - since for e in rosters if e.replicas >= before.replicas), None)
 
 
-def _heals(loss: _Loss, session: Sequence[Event]) -> list[ReplicaHealed | None]:
+def _heals(loss: _Loss, session: _Session) -> list[ReplicaHealed | None]:
     """How each of the lost replicas healed; None for one that did not."""
     done = loss.done
     if done is None:
         return []
-    later = _from_loss(loss, session)
-    return [_heal_of(replica, later, done) for replica in sorted(_replicas(loss.lost))]
-
-
-def _from_loss(loss: _Loss, session: Sequence[Event]) -> Sequence[Event]:
-    return session[session.index(loss.lost[0]) :]
+    first = loss.lost[0]
+    return [
+        _heal_of(session.fate(replica, first), done) for replica in sorted(_replicas(loss.lost))
+    ]
 
 
 def _replicas(events: Sequence[Event]) -> set[int]:
@@ -359,18 +401,11 @@ def _replicas(events: Sequence[Event]) -> set[int]:
     return {int(m[1]) for m in found if m}
 
 
-def _heal_of(replica: int, later: Sequence[Event], done: RegroupDone) -> ReplicaHealed | None:
+def _heal_of(fate: Iterator[WorkerLost | ReplicaHealed], done: RegroupDone) -> ReplicaHealed | None:
     """How a replica healed, unless it was lost again before that."""
-    for event in later:
-        if isinstance(event, ReplicaHealed) and event.replica == replica:
+    for event in fate:
+        if isinstance(event, ReplicaHealed):
             return event
-        lost_again = isinstance(event, WorkerLost) and event.time > done.time
-        if lost_again and replica in _replicas([event]):
+        if event.time > done.time:
             return None
     return None
-
-
-def _alive_before(lost: WorkerLost, session: Sequence[Event]) -> int | None:
-    """Replicas alive in the last roster before a loss; None before the first roster."""
-    before = session[: session.index(lost)]
-    return next((e.replicas for e in reversed(before) if isinstance(e, RegroupDone)), None)

@@ -6,11 +6,13 @@ matplotlib's object interface with the Agg canvas: no global state, no display, 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -105,19 +107,28 @@ def _draw_incidents(loss: Axes, replicas: Axes, incidents: Sequence[Incident]) -
     known = {name: entry.color for name, entry in known_causes().items()}
     left, right = loss.get_xlim()
     label_end_x = [left] * len(_LABEL_TOPS)
-    seen: set[str] = set()
+    steps: dict[tuple[str, bool], list[int]] = defaultdict(list)
     for incident in incidents:
-        color = known.get(incident.cause, _MIXED)
-        line_style = "-" if incident.regrouped else ":"
-        width = 0.7 if many else 1.3
-        new = many and incident.cause not in seen
-        seen.add(incident.cause)
-        for axes, label in ((loss, incident.cause if new else None), (replicas, None)):
-            axes.axvline(incident.step, color=color, ls=line_style, lw=width, zorder=1, label=label)
+        steps[incident.cause, incident.regrouped].append(incident.step)
         if not many:
             row = next((i for i, x in enumerate(label_end_x) if x <= incident.step), 0)
             label_end_x[row] = incident.step + _LABEL_WIDTH * (right - left)
-            _draw_label(loss, incident, _LABEL_TOPS[row], color)
+            _draw_label(loss, incident, _LABEL_TOPS[row], known.get(incident.cause, _MIXED))
+    seen: set[str] = set()
+    for (cause, regrouped), at in steps.items():
+        label = cause if many and cause not in seen else ""
+        seen.add(cause)
+        for axes in (loss, replicas):
+            lines = LineCollection(  # ten thousand of them, drawn at once
+                [((step, 0), (step, 1)) for step in at],
+                transform=axes.get_xaxis_transform(),
+                colors=known.get(cause, _MIXED),
+                linestyles="-" if regrouped else ":",
+                linewidths=0.7 if many else 1.3,
+                zorder=1,
+                label=label if axes is loss else "",
+            )
+            axes.add_collection(lines, autolim=False)
 
 
 def _draw_label(axes: Axes, incident: Incident, top: float, color: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -182,12 +183,13 @@ def _outcome(events: Sequence[Event]) -> str:
 
 def _wall_s(events: Sequence[Event], steps: Sequence[StepRecord]) -> float:
     """See `Report.wall_s`."""
-    total = 0.0
+    total, times = 0.0, sorted(s.time for s in steps)
     sessions = [s for s in split_at_starts(events) if s]
     for index, session in enumerate(sessions):
         begin = session[0].time
         next_start = sessions[index + 1][0].time if index + 1 < len(sessions) else float("inf")
-        signs = [e.time for e in session] + [s.time for s in steps if begin <= s.time < next_start]
+        last = bisect_left(times, next_start)
+        signs = [e.time for e in session] + times[max(0, last - 1) : last]
         total += max(signs) - begin
     return total
 

@@ -1,0 +1,139 @@
+"""The record files read whole and from their end, however long they are."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.protocol.causes import CRASH
+from elastic.protocol.events import Event, RegroupDone, RunStarted, StepRecord, WorkerLost
+from elastic.reporting import event_log
+from elastic.reporting.event_log import EventLog, RecordError, last_step, read_steps
+from elastic.reporting.report import build_report
+
+
+def record(step: int, at: float, generation: int = 1) -> StepRecord:
+    return StepRecord(
+        step=step, loss=1.0, grad_norm=1.0, lr=0.1, tokens=8, time=at, generation=generation,
+        replicas=2, sample_digests=[1],
+    )  # fmt: skip
+
+
+def write(path: Path, records: list[StepRecord]) -> Path:
+    path.unlink(missing_ok=True)
+    with EventLog(path) as log:
+        for each in records:
+            log.append(each)
+    return path
+
+
+def histories() -> st.SearchStrategy[list[StepRecord]]:
+    """A run that goes back now and then, to any step that it has done."""
+
+    def play(moves: list[tuple[int, int]]) -> list[StepRecord]:
+        records: list[StepRecord] = []
+        step = 0
+        for generation, (back, onward) in enumerate(moves, start=1):
+            step = max(0, step - back)
+            for _ in range(onward):
+                records.append(record(step, float(len(records)), generation))
+                step += 1
+        return records
+
+    return st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=8).map(play)
+
+
+@given(histories())
+def test_of_each_step_the_record_that_counts_stays(
+    tmp_path_factory: pytest.TempPathFactory, records: list[StepRecord]
+) -> None:
+    path = write(tmp_path_factory.getbasetemp() / "steps.jsonl", records)
+    counting = [
+        r for i, r in enumerate(records) if not any(s.step <= r.step for s in records[i + 1 :])
+    ]
+    assert read_steps(path) == counting
+    for most in range(max([0, *(r.step for r in records)])):
+        from_the_end = next((r for r in reversed(records) if r.step <= most), None)
+
+        def counts(found: StepRecord, most: int = most) -> bool:
+            return found.step <= most
+
+        assert last_step(path, counts) == from_the_end
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 18])
+@pytest.mark.parametrize("torn", ["", '{"step": 9'])
+def test_the_end_of_a_file_is_found_in_blocks_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, torn: str
+) -> None:
+    monkeypatch.setattr(event_log, "_BLOCK_BYTES", block)
+    records = [record(step, float(step)) for step in range(4)]
+    path = write(tmp_path / "steps.jsonl", records)
+    with path.open("a") as file:
+        file.write(torn)
+    seen: list[StepRecord] = []
+
+    def look(found: StepRecord) -> bool:
+        seen.append(found)
+        return False
+
+    assert last_step(path, look) is None
+    assert seen == records[::-1]
+    EventLog(path).close()
+    assert read_steps(path) == records
+    assert path.read_text().endswith("}\n")
+
+
+def test_without_a_record_there_is_no_last_one(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    assert last_step(path, lambda _: True) is None
+    path.write_text("torn")
+    assert last_step(path, lambda _: True) is None
+    EventLog(path).close()
+    assert path.read_text() == ""
+
+
+def test_a_damaged_line_is_named_from_either_end(tmp_path: Path) -> None:
+    path = write(tmp_path / "steps.jsonl", [record(step, float(step)) for step in range(3)])
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0] + '{"step": 1}\n' + lines[2])
+    assert last_step(path, lambda _: True) == record(2, 2.0)
+    for read in (read_steps, lambda path: last_step(path, lambda r: r.step == 0)):
+        with pytest.raises(RecordError, match=r"steps\.jsonl:2: a step record lacks fields"):
+            read(path)
+
+
+def seconds_of(path: Path, steps: int) -> float:
+    """CPU time of the end of a run in which every twentieth step loses a worker, of which nobody
+    is replaced."""
+    records = [record(step, 1.0 + step) for step in range(steps)]
+    write(path, records)
+    happened: list[Event] = [
+        RunStarted(time=0.5, name="r", layout={}, steps=steps, start_step=0, versions={})
+    ]
+    for number, step in enumerate(range(10, steps, 20), start=2):
+        lost = WorkerLost(
+            time=step + 1.5, worker=f"w{step}", node="n", pid=1, slot="replica 1, rank 0",
+            cause=CRASH, detail="",
+        )  # fmt: skip
+        done = RegroupDone(
+            time=step + 1.6, generation=number, step=step, replicas=1, lanes={}, outcome="repeat",
+            renumbered={}, lost_steps=1, repeated_steps=0,
+        )  # fmt: skip
+        happened += [lost, done]
+    began = time.process_time()
+    report = build_report(happened, read_steps(path))
+    spent = time.process_time() - began
+    assert (len(report.incidents), report.lost_steps) == (steps // 20, steps // 20)
+    return spent
+
+
+def test_the_end_of_a_long_run_takes_no_more_than_its_length(tmp_path: Path) -> None:
+    """It grew with the square: 76 s at 100,000 steps."""
+    path = tmp_path / "steps.jsonl"
+    short, long = (min(seconds_of(path, steps) for _ in range(2)) for steps in (1_000, 16_000))
+    assert long < 64 * short, f"16 times the steps took {long / short:.0f} times as long"
