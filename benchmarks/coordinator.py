@@ -65,6 +65,11 @@ class LocalCoordinator(Coordinator):
     async def hello(self, identity: Identity) -> None:
         """Registers a worker; no agent is started for its node."""
         self._workers.started[identity.worker] = identity
+        self._records.note(
+            events.WorkerJoined(
+                time=time.time(), worker=identity.worker, node=identity.node, pid=identity.pid
+            )
+        )
 
     async def node_lost(self, node: str) -> None:
         """What follows when a node's agent is gone."""

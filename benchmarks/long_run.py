@@ -192,7 +192,8 @@ def coordinator_config(steps: int, directory: Path) -> CoordinatorConfig:
             start_workers=REPLICAS + 1,
         ),
         paths=RunPaths(root=directory),
-        health=HealthConfig(),
+        # A call waits so long for those who do not follow it; here an hour passes in a second.
+        health=HealthConfig(regroup_timeout_s=2.0),
         checkpoint=CheckpointConfig(every_steps=None),
         generation=0,
         restore_step=0,
