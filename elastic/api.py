@@ -31,6 +31,7 @@ from elastic.driver.resume import (
     run_directory,
     set_others_aside,
 )
+from elastic.driver.stopping import Stopping
 from elastic.errors import RunFailedError
 from elastic.membership.decisions import GroupConfig
 from elastic.node.snapshot_survey import clear_snapshots, find_snapshot
@@ -265,9 +266,11 @@ class ElasticTrainer:
         watch = DrainWatch(draining_nodes, tell_coordinator(coordinator))
         outcome: events.RunOutcome = "interrupted"
         error: str | None = None
+        stopping = Stopping(coordinator)
         try:
-            error = self._wait(trainer, coordinator)
-            outcome = "finished" if error is None else "failed"
+            with stopping:
+                error = self._wait(trainer, coordinator)
+            outcome = "failed" if error else "stopped" if stopping.asked else "finished"
         finally:
             watch.close()
             with contextlib.suppress(ray.exceptions.RayError):
@@ -275,6 +278,7 @@ class ElasticTrainer:
             report = observer.finish()
         if error is not None:
             raise RunFailedError(error)
+        stopping.settle()
         return Result(
             metrics={
                 **report.to_json(),

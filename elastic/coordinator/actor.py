@@ -342,6 +342,13 @@ class Coordinator(CoordinatorApi):
     async def ended(self, workers: list[tuple[str, int]]) -> None:
         await self._workers.lose_unwatched(workers)
 
+    @_when_known
+    async def wind_down(self, reason: str) -> None:
+        if not self._membership.winding_down:
+            self._records.note(events.StopRequested(time=time.time(), reason=reason))
+            self._membership.wind_down()
+            await self._dispatcher.advance()
+
     async def verdict(self) -> Stop | None:
         return self._membership.stopped
 

@@ -109,6 +109,8 @@ class Failover:
             formations=replayed.formations,
             recorded=replayed.recorded,
             began=replayed.began,
+            winding_down=replayed.winding_down,
+            until=replayed.until,
         )
         for worker in self._standings.keys() - living:
             self._membership.lose(worker)  # it was written off before

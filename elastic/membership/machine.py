@@ -67,6 +67,10 @@ class Membership:
         self.roster = Roster(generation=progress.generation, replicas=(), lanes={})
         self.call: Call | None = "start"
         self.stopped: Stop | None = None
+        self.winding_down = False
+        """The run is to end with the next roster, which saves."""
+        self.until = config.steps
+        """Steps at which it ends."""
         self.calls, self.heals = Calls(), Heals()
         self.places = Places(self.waiting.keys())
         self.formations = Formations(config, progress, self.places, self.waiting)
@@ -133,6 +137,10 @@ class Membership:
         if dismiss:
             self._dismissed.add(worker)
 
+    def wind_down(self) -> None:
+        """The run is to end after the step that is under way, and to be saved there."""
+        self.winding_down = True
+
     def stop(self, error: str) -> None:
         """The run ends with `error`, where it has not ended already."""
         self.stopped = self.stopped or Stop(error=error)
@@ -150,6 +158,8 @@ class Membership:
         formations: int,
         recorded: int,
         began: int,
+        winding_down: bool = False,
+        until: int | None = None,
     ) -> None:
         """Takes up a run whose coordinator was lost, from what its workers know.
 
@@ -163,7 +173,11 @@ class Membership:
             formations: replicas that ever began to form.
             recorded: steps that the run's records hold.
             began: step that the newest roster in the records began at.
+            winding_down: whether it was asked to end.
+            until: steps at which it ends therefore, if its workers know that already.
         """
+        self.winding_down = winding_down
+        self.until = self.config.steps if until is None else until
         self.members = {s.identity.worker: s.identity for s in standings}
         self.calls.resume(standings)
         found = plan_resumption(
@@ -248,7 +262,7 @@ class Membership:
         """Everybody with a slot is done, and the last state is in a committed checkpoint."""
         places = self.places
         return (
-            self.progress.restore_step >= self.config.steps
+            self.progress.restore_step >= self.until
             and bool(places.standing)
             and not places.absent
             and all(self.waiting[w].finished for r in places.standing.values() for w in r.workers)
@@ -307,7 +321,10 @@ class Membership:
             self._signal_roster("fault", effects)
         elif self.call is None and not self._some_finished:
             least = self.config.min_replicas
-            effects.called = decide_planned(self.places, self.heals, least)
+            if self.winding_down:
+                effects.called = "stop" if self.until == self.config.steps else None
+            else:
+                effects.called = decide_planned(self.places, self.heals, least)
             if effects.called is not None:
                 self._signal_roster("boundary", effects)
 
@@ -319,6 +336,9 @@ class Membership:
     def _conclude(self, effects: Effects) -> None:
         places = self.places
         if self.call is None or places.absent:
+            return
+        if self.winding_down:
+            self._conclude_the_run(effects)
             return
         whole = places.whole
         missing = whole - places.unready < self.config.min_replicas
@@ -335,6 +355,19 @@ class Membership:
             able = present  # those that stay have no state after all
         others = {r.index for r in places.forming.values()} - {r.index for r in able}
         self._regroup(present, number_anew(able, others, self.config.max_replicas), effects)
+
+    def _conclude_the_run(self, effects: Effects) -> None:
+        """Whoever has state makes the last roster, which saves; where nobody has, nothing is lost
+        by ending at once."""
+        if self.formations.keeping:
+            return
+        present = [*self.places.standing.values(), *self.places.ready]
+        staying, _ = self._find_staying(present, present)
+        if staying:
+            self._regroup(present, staying, effects)
+            self.until = self.progress.began
+        else:
+            self.stopped = Stop(error=None)
 
     def _regroup(self, present: list[Replica], able: list[Replica], effects: Effects) -> None:
         """Of the replicas that are here the `able` ones make the next roster; one that leaves may
@@ -391,6 +424,7 @@ class Membership:
             restore=restore,
             source="memory" if restore and step > progress.restore_step else "store",
             recorded=progress.recorded,
+            until=step if self.winding_down else self.until,
             meet=self._meet,
         )
 

@@ -175,6 +175,8 @@ class Order:
     """Where `restore` reads: the checkpoint store, or the snapshot in the nodes' memory."""
     recorded: int
     """Steps that the coordinator has records of."""
+    until: int
+    """Steps at which the run ends: earlier than planned where it was asked to stop."""
     meet: tuple[str, int]
     """Host and port of the store where process groups meet."""
 

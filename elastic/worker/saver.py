@@ -77,7 +77,7 @@ class Saver:
         places: Sequence[Place],
     ) -> None:
         """Begins to save the state before `step` to `places`. All workers with state call it."""
-        if step >= self._job.train.steps:
+        if step >= run.until:
             self.wait()
             if self._coordinator.call(CoordinatorApi.saved, step):
                 return

@@ -278,7 +278,7 @@ class Worker:
         loop = self.make_loop(run, cross, progress, None)
         loop.finish_step(run.commit)
         # At the end, `run` sees to it; in a reassembled replica only some of the workers are here.
-        if progress.step < self.job.train.steps and not self.reassembled:
+        if progress.step < run.until and not self.reassembled:
             loop.save_and_evaluate()
 
     def begin_heal(self, run: Run, engine: Engine) -> Source | Newcomer | None:
@@ -322,6 +322,7 @@ class Worker:
                 snapshot_every=self.job.checkpoint.memory_every,
                 compare_every=self.job.health.compare_every,
                 max_nonfinite_steps=self.job.health.max_nonfinite_steps,
+                until=run.until,
                 generation=run.generation,
             ),
             link=self.link,

@@ -204,7 +204,13 @@ def train_at(
         LaneSums(lanes, engine.gradient.numel(), engine.device),
         lanes=dealt[replica],
         progress=progress,
-        config=LoopConfig(lanes=lanes, save_every=None, compare_every=None, max_nonfinite_steps=2),
+        config=LoopConfig(
+            lanes=lanes,
+            save_every=None,
+            compare_every=None,
+            max_nonfinite_steps=2,
+            until=train.steps,
+        ),
         link=link,
     )
     error: Exception | None = None

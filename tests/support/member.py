@@ -125,6 +125,7 @@ class Member(QuietLink):
                 save_every=None,
                 compare_every=None,
                 max_nonfinite_steps=1,
+                until=self.engine.train_config.steps,
                 generation=generation,
             ),
             link=self,

@@ -20,16 +20,14 @@ from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Place, Saving
 
 
-def plan_saves(
-    progress: Progress, config: LoopConfig, *, steps: int
-) -> tuple[list[Place], list[Place]]:
+def plan_saves(progress: Progress, config: LoopConfig) -> tuple[list[Place], list[Place]]:
     """Where the state before `progress.step` is saved, and where that is due and skipped. Pure, and
     the same on all workers: what differs among them has come with the last commit.
 
     What was asked for waits for a place that is busy, and is not skipped.
     """
     step = progress.step
-    if step == steps:
+    if step == config.until:
         return ["store"], []
     saving = Saving() if progress.last is None else progress.last.saving
     every: dict[Place, int | None] = {"store": config.save_every, "memory": config.snapshot_every}
@@ -83,10 +81,10 @@ class BetweenSteps:
         self.link.compared(step, checksums)
 
     def save_and_evaluate(self) -> None:
-        """What is due, and at the end both. All replicas with state save together, each its part;
-        every replica evaluates for itself."""
+        """What is due, and at the end both; where the run ends early it is only saved. All replicas
+        with state save together, each its part; every replica evaluates for itself."""
         step, last = self.progress.step, self.progress.step == self.train.steps
-        places, skipped = plan_saves(self.progress, self.config, steps=self.train.steps)
+        places, skipped = plan_saves(self.progress, self.config)
         if skipped:
             self.link.save_skipped(step, skipped)
         if places:

@@ -43,6 +43,8 @@ class LoopConfig:
     """Steps between comparisons of the replicas."""
     max_nonfinite_steps: int
     """Skipped steps in a row that end the run."""
+    until: int
+    """Steps at which the run ends."""
     generation: int = 0
     """Of the roster; it is noted in its commits."""
 

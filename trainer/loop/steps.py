@@ -82,9 +82,10 @@ class TrainLoop:
             RuntimeError: a collective inside the replica failed: a peer of this replica is gone.
             NonFiniteError: too many steps in a row were not finite.
         """
-        if self.progress.step == self.train.steps:
+        until = self.config.until
+        if self.progress.step == until:
             self.save_and_evaluate()  # whoever was to do it at the end may be gone
-        while self.progress.step < self.train.steps:
+        while self.progress.step < until:
             commit = self.try_step()
             if commit is None:
                 return "fault"

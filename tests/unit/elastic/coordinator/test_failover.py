@@ -97,6 +97,8 @@ def replayed() -> Replay:
         formations=1,
         recorded=RECORDED,
         committed=frozenset(),
+        winding_down=False,
+        until=None,
         fired=(),
     )
 

@@ -190,6 +190,89 @@ def test_the_first_roster_has_all_replicas_that_are_forming() -> None:
     assert layout(group.build("b1")) == {0: ("a0",), 1: ("b1",)}
 
 
+# -- a run that is asked to end --------------------------------------------------------------------
+
+
+def stopping_group() -> Group:
+    """Two replicas and a spare at work, and the run is to end."""
+    group = Group(replicas=2, start=3)
+    group.start("a0", "b1", "c2")
+    group.membership.wind_down()
+    return group
+
+
+def test_a_run_that_is_to_end_saves_what_its_next_boundary_has() -> None:
+    group = stopping_group()
+    effects = group.advance()
+    assert effects.called == "stop" and signals(effects) == {"a0": "boundary", "b1": "boundary"}
+    group.join("a0", step=4, last=commit(3, boundary=True))
+    effects = group.join("b1", step=4, last=commit(3, boundary=True))
+    assert [run_of(effects, w).until for w in ("a0", "b1")] == [4, 4]
+    assert group.advance() == Effects()
+    group.checkpointed(4)
+    group.join("a0", step=4, finished=True)
+    assert group.membership.stopped is None
+    effects = group.join("b1", step=4, finished=True)
+    assert effects.answers == dict.fromkeys(("a0", "b1", "c2"), Stop(error=None))
+
+
+def test_a_fault_on_the_way_to_the_end_is_met_by_those_who_have_state() -> None:
+    group = stopping_group()
+    group.advance()
+    effects = group.lose("b1")
+    assert effects.called == "fault"
+    effects = group.join("a0", step=3, in_step=True, last=commit(2))
+    assert layout(effects) == {0: ("a0",)}
+    assert (run_of(effects, "a0").until, group.membership.until) == (3, 3)
+    assert group.build("c2").called is None, "nobody enters any more"
+    group.checkpointed(3)
+    assert group.join("a0", step=3, finished=True).answers["a0"] == Stop(error=None)
+
+
+def test_a_worker_lost_while_the_last_state_is_saved_has_it_saved_by_the_others() -> None:
+    group = stopping_group()
+    group.advance()
+    group.join("a0", step=4, last=commit(3, boundary=True))
+    group.join("b1", step=4, last=commit(3, boundary=True))
+    assert group.lose("a0").called == "fault"
+    effects = group.join("b1", step=4, last=commit(3, boundary=True))
+    assert layout(effects) == {1: ("b1",)} and run_of(effects, "b1").until == 4
+
+
+def test_without_state_a_run_that_is_to_end_does_so_at_once() -> None:
+    group = Group(replicas=2)
+    group.join("a0")
+    group.membership.wind_down()
+    group.join("b1")
+    group.build("a0", "b1")
+    assert group.membership.stopped == Stop(error=None)
+
+
+def test_with_the_last_state_lost_a_run_that_is_to_end_does_so_at_once() -> None:
+    group = Group(replicas=1)
+    group.start("a0")
+    group.membership.wind_down()
+    group.advance()
+    group.lose("a0")
+    assert group.membership.stopped == Stop(error=None)
+
+
+def test_a_coordinator_started_anew_knows_that_the_run_is_to_end() -> None:
+    group = Group(replicas=1)
+    standing = Standing(
+        identity=Identity(worker="a0", rank=0, node="n", pid=1),
+        formed=1, built=True, generation=3, replicas=1, lanes=(0,), proven=True,
+    )  # fmt: skip
+    group.membership.resume(
+        [standing], generation=3, restored=1, formations=1, recorded=5, began=5,
+        winding_down=True, until=5,
+    )  # fmt: skip
+    assert group.advance() == Effects(), "its roster is the last"
+    group.checkpointed(5)
+    group.built["a0"], group.generations["a0"] = 1, 3
+    assert group.join("a0", step=5, finished=True).answers["a0"] == Stop(error=None)
+
+
 # -- losses ----------------------------------------------------------------------------------------
 
 

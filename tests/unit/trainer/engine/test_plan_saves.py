@@ -22,8 +22,9 @@ def plan(step: int, saving: Saving, **every: Any) -> tuple[list[str], list[str]]
         lanes=1,
         compare_every=None,
         max_nonfinite_steps=1,
+        until=STEPS,
     )
-    places, skipped = plan_saves(Progress(step=step, last=commit), config, steps=STEPS)
+    places, skipped = plan_saves(Progress(step=step, last=commit), config)
     return list(places), list(skipped)
 
 
