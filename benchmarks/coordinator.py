@@ -49,7 +49,6 @@ from elastic.node.beats import BeatListener, BeatSender, open_socket
 from elastic.protocol import events
 from elastic.protocol.messages import Build, Identity, Report, Run
 from elastic.protocol.run_paths import RunPaths
-from trainer.config import TrainConfig
 from trainer.loop.samples import Ledger
 from trainer.parallel.layout import ParallelDims
 from trainer.replication.step_commit import Commit
@@ -183,7 +182,7 @@ def _config(workers: int, directory: Path) -> CoordinatorConfig:
         restore_step=0,
         snapshot=None,
         faults=(),
-        ledger=Ledger(train=TrainConfig(task=None, steps=1, global_batch=1), lanes=1, samples=1),
+        ledger=Ledger(seed=0, global_batch=1, lanes=1, samples=1),
         started=events.RunStarted(
             time=time.time(), name="bench", layout={}, steps=1000, start_step=0, versions={}
         ),
