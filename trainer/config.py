@@ -20,8 +20,8 @@ from trainer.optimizer import (
     WarmupCosine,
     check_optimizer,
     check_ranges,
-    check_rates,
     check_schedule,
+    check_settings,
 )
 from trainer.parallel.layout import ParallelDims
 
@@ -229,7 +229,7 @@ class TrainConfig:
         self.parallel.check(self)
         self._check_batch(lanes)
         self.optimizer.check()
-        check_rates(self.optimizer, self.steps)
+        check_settings(self.optimizer, self.steps)
 
     def _check_batch(self, lanes: int) -> None:
         streams = lanes * self.parallel.shard

@@ -134,13 +134,13 @@ def check_ranges(where: str, ranges: Sequence[Range]) -> None:
 
 def check_schedule(schedule: Any) -> None:
     """Raises ConfigError where a value is no schedule."""
-    frozen = dataclasses.is_dataclass(schedule) and schedule.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    if isinstance(schedule, type) or not frozen or not callable(getattr(schedule, "rate", None)):
+    is_data = dataclasses.is_dataclass(schedule) and not isinstance(schedule, type)
+    if not is_data or not callable(getattr(schedule, "rate", None)):
         raise ConfigError(
             f"{_WHERE}.schedule",
             schedule,
             f"of type {type_name(schedule)}, not a schedule",
-            "Use trainer.optimizer.WarmupCosine, or a frozen dataclass with rate(step, steps)",
+            "Use trainer.optimizer.WarmupCosine(...), or a dataclass's object with rate(step, steps)",
         )
 
 
@@ -148,7 +148,7 @@ def check_optimizer(optimizer: Any) -> None:
     """Checks what can be known of an optimizer without torch.
 
     Raises:
-        ConfigError: it is none, or its moments or settings cannot stand in a checkpoint.
+        ConfigError: it is none, or its moments have names that cannot be.
     """
     parts = ("moments", "clip_norm", "info", "check", "make", "rate")
     missing = [part for part in parts if not hasattr(optimizer, part)]
@@ -165,15 +165,6 @@ def check_optimizer(optimizer: Any) -> None:
     clip_norm = optimizer.clip_norm
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float):
         raise ConfigError(f"{_WHERE}.clip_norm", clip_norm, "not a number", "Use a number")
-    try:
-        json.dumps(dict(optimizer.info), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{_WHERE}.info",
-            optimizer.info,
-            f"not JSON: {error}",
-            "Keep finite numbers, texts and lists in it",
-        ) from error
 
 
 def check_moments(moments: Any, where: str) -> None:
@@ -186,15 +177,28 @@ def check_moments(moments: Any, where: str) -> None:
             raise ConfigError(where, moments, f"{name!r} cannot be the name of a moment", fix)
 
 
-def check_rates(schedule: Schedule, steps: int) -> None:
-    """Raises ConfigError where the learning rate of the first or the last of `steps` is no number
-    of 0 or more."""
+def check_settings(optimizer: Optimizer, steps: int) -> None:
+    """Checks what an optimizer's settings come to, once they are in their ranges.
+
+    Raises:
+        ConfigError: they cannot stand in a checkpoint, or the learning rate of the first or the
+            last of `steps` is no number of 0 or more.
+    """
+    try:
+        json.dumps(dict(optimizer.info), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{_WHERE}.info",
+            optimizer.info,
+            f"not JSON: {error}",
+            "Keep finite numbers, texts and lists in it",
+        ) from error
     for step in (0, steps - 1):
-        rate: Any = schedule.rate(step, steps)
+        rate: Any = optimizer.rate(step, steps)
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
             raise ConfigError(
                 _WHERE,
-                schedule,
+                optimizer,
                 f"the learning rate of step {step} of {steps} is {rate!r}",
                 "Have rate(step, steps) return a finite number, 0 or more",
             )

@@ -18,7 +18,7 @@ from trainer.optimizer import Optimizer
 _SHAPES = {"matrix": (32, 32), "vector": (64,), "other": (16,)}
 """Of the trial's parameters. Vector instructions divide them and their parts: the tail of a kernel
 may round otherwise."""
-_PARTS = {"matrix": (slice(16), slice(16)), "vector": slice(32), "other": slice(0)}
+_PARTS: dict[str, Any] = {"matrix": (slice(16), slice(16)), "vector": slice(32), "other": slice(0)}
 """What one worker would have of them; of the last one nothing."""
 _RATES = (0.01, 0.0, 0.02)
 """Learning rates of the trial's steps."""
