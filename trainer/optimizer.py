@@ -140,7 +140,7 @@ def check_schedule(schedule: Any) -> None:
             f"{_WHERE}.schedule",
             schedule,
             f"of type {type_name(schedule)}, not a schedule",
-            "Use trainer.optimizer.WarmupCosine(...), or a dataclass's object with rate(step, steps)",
+            "Use WarmupCosine(...), or an object of a dataclass with rate(step, steps)",
         )
 
 

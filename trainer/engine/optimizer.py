@@ -101,7 +101,8 @@ def try_optimizer(config: Optimizer, device: torch.device | str = "cpu") -> torc
             "train.optimizer",
             config,
             f"in a trial on small tensors it raised {type(error).__name__}: {error}",
-            "Have make(params) return a torch optimizer whose step() needs no argument",
+            "Have make(params) return a torch optimizer that updates CPU tensors, too, by step() "
+            "without an argument",
         ) from error
 
 
@@ -191,12 +192,15 @@ class _Trial:
                     f"its moment {moment!r} is {form}, of a parameter that is {wanted}",
                     "Keep moments that are like their parameter, number for number",
                 )
-        self._counter = state.get("step")
-        if self._counter is not None and (_form(self._counter)[0] != () or self._counter != 1):
+        step = state.get("step")
+        if step is not None and not (
+            isinstance(step, torch.Tensor) and step.dim() == 0 and step == 1
+        ):
             self._refuse(
-                f"state['step'] is {self._counter!r} after one step",
+                f"state['step'] is {step!r} after one step",
                 "Keep the number of steps done there, as a tensor of no dimension, or nothing",
             )
+        self._counter = step
 
     def _steps(self, weights: _Tensors) -> _Steps:
         return _Steps(self._config, weights, self._counter)

@@ -212,7 +212,7 @@ def test_another_optimizers_state_is_no_state(paths: RunPaths, moments: tuple[st
     save(paths, 2, None)
     manifest = load_manifest(open_store(paths.checkpoints), KEYS, 2)
     now = table({f"{kind}/w": WEIGHT for kind in ("param", *moments)})
-    with pytest.raises(IncompatibleError, match="'exp_avg_sq/w': float32 .* absent"):
+    with pytest.raises(IncompatibleError, match=r"'exp_avg_sq/w': float32 .* absent"):
         check_model(manifest, now)
 
 
