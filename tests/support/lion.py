@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ class Lion:
     clip_norm: float = 1.0
     """See Optimizer."""
 
-    moments = ("momentum",)
+    moments: ClassVar[tuple[str, ...]] = ("momentum",)
 
     @property
     def info(self) -> dict[str, Any]:

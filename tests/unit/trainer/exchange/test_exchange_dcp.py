@@ -12,13 +12,27 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from checkpointing import Reader, load_manifest, open_store
-from tests.support.tiny_checkpoint import KEYS, MOMENTS, STEP, Tiny, make_tiny, state_of, write_tiny
+from tests.support.tiny_checkpoint import (
+    KEYS,
+    MOMENTS,
+    STEP,
+    Tiny,
+    make_tiny,
+    state_of,
+    training_state,
+    write_state,
+    write_tiny,
+)
 from trainer.errors import ExchangeError
 from trainer.exchange.dcp_export import export_dcp
 from trainer.exchange.dcp_import import import_dcp
 from trainer.exchange.dcp_metadata import read_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def params_of(tiny: Tiny) -> list[tuple[str, torch.Tensor]]:
+    return list(tiny.model.named_parameters())
 
 
 def exported(tiny: Tiny, tmp_path: Path) -> Path:
@@ -106,6 +120,47 @@ def test_there_and_back_again(tmp_path: Path) -> None:
     assert len(remarks) == 1 and "lm_head.weight" in remarks[0]
     for name, tensor in state_of(tiny).items():
         assert torch.equal(Reader(store, manifest).read_full(name), tensor)
+
+
+def test_another_optimizers_moments_go_under_their_own_names(tmp_path: Path) -> None:
+    """What wrote them is not imported: a checkpoint names no code."""
+    tiny = make_tiny(steps=1)
+    params = {f"param/{name}": p.detach() for name, p in tiny.model.named_parameters()}
+    momenta = {name.replace("param", "momentum"): p + 1 for name, p in params.items()}
+    told = {**training_state(tiny), "optimizer": {"name": "no_such_module.Lion", "lr": 1.0}}
+    store = open_store(tmp_path / "run")
+    write_state(store, {**params, **momenta}, state=told)
+    reader = Reader(store, load_manifest(store, KEYS, STEP))
+    (remark,) = export_dcp(reader, tmp_path / "dcp")
+    assert "no param_groups" in remark
+    loaded = {f"optimizer.state.{n}.momentum": torch.zeros_like(p) for n, p in params_of(tiny)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for name, _ in params_of(tiny):
+        assert torch.equal(loaded[f"optimizer.state.{name}.momentum"], momenta[f"momentum/{name}"])
+    again = open_store(tmp_path / "again")
+    manifest, remarks = import_dcp(again, KEYS, tmp_path / "dcp", step=None, moments=("momentum",))
+    assert remarks == [] and manifest.tensors.keys() == {**params, **momenta}.keys()
+    for name, tensor in {**params, **momenta}.items():
+        assert torch.equal(Reader(again, manifest).read_full(name), tensor)
+    wrong = open_store(tmp_path / "wrong")
+    manifest, remarks = import_dcp(wrong, KEYS, tmp_path / "dcp", step=None, moments=MOMENTS)
+    assert "moments are not in it" in remarks[0] and "--moments" in remarks[0]
+    assert "were left behind" in remarks[1] and ".momentum" in remarks[1]
+    weights, _ = import_dcp(
+        open_store(tmp_path / "weights"), KEYS, tmp_path / "dcp", step=None, moments=()
+    )
+    assert weights.tensors.keys() == params.keys()
+
+
+def test_a_schedule_of_ones_own_is_not_made_up(tmp_path: Path) -> None:
+    tiny = make_tiny(steps=1)
+    told = training_state(tiny)
+    told["optimizer"]["schedule"] = {"class": "no_such_module.Schedule"}
+    store = open_store(tmp_path / "run")
+    write_state(store, state_of(tiny), state=told)
+    reader = Reader(store, load_manifest(store, KEYS, STEP))
+    (remark,) = export_dcp(reader, tmp_path / "dcp")
+    assert "no param_groups" in remark
 
 
 def test_weights_alone_get_a_new_optimizer(tmp_path: Path) -> None:
