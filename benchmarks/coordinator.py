@@ -50,7 +50,6 @@ from elastic.protocol import events
 from elastic.protocol.causes import CRASH
 from elastic.protocol.messages import Build, Identity, Report, Run
 from elastic.protocol.run_paths import RunPaths
-from trainer.config import TrainConfig
 from trainer.loop.samples import Ledger
 from trainer.parallel.layout import ParallelDims
 from trainer.replication.step_commit import Commit
@@ -199,7 +198,7 @@ def _config(workers: int, directory: Path) -> CoordinatorConfig:
         restore_step=0,
         snapshot=None,
         faults=(),
-        ledger=Ledger(train=TrainConfig(task=None, steps=1, global_batch=1), lanes=1, samples=1),
+        ledger=Ledger(seed=0, global_batch=1, lanes=1, samples=1),
         started=events.RunStarted(
             time=time.time(), name="bench", layout={}, steps=1000, start_step=0, versions={}
         ),

@@ -7,7 +7,6 @@ something, and wait for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -104,7 +103,7 @@ class BetweenSteps:
             "global_batch": self.train.global_batch,
             "samples": self.samples,
             "steps": self.train.steps,
-            "optimizer": asdict(self.train.optimizer),
+            "optimizer": dict(self.train.optimizer.info),
             "task": dict(self.engine.task.info),
         }
         self.link.save(self.progress.step, self.engine, state, places)

@@ -22,7 +22,6 @@ import torch
 from trainer.config import TrainConfig
 from trainer.data import SampleSource
 from trainer.engine.engine import Engine
-from trainer.engine.schedule import learning_rate
 from trainer.errors import CrossGroupLost, NonFiniteError
 from trainer.loop.between_steps import BetweenSteps
 from trainer.loop.link import Link, LoopConfig, Progress
@@ -224,7 +223,7 @@ class TrainLoop:
         self.sums.clear()
         self.progress.step = commit.step + 1
         self.progress.last, self.progress.in_step = commit, False
-        rate = learning_rate(self.train.optimizer, commit.step, self.train.steps)
+        rate = self.train.optimizer.rate(commit.step, self.train.steps)
         self.link.committed(commit, rate, commit.finite)
         if self.progress.skipped_in_a_row >= self.config.max_nonfinite_steps:
             samples = step_ids(self.train, len(self.data), commit.step)

@@ -19,7 +19,6 @@ from elastic.membership.progress import Progress
 from elastic.protocol import events
 from elastic.protocol.messages import Build, Identity, Report, Run, Standing
 from elastic.protocol.run_paths import RunPaths
-from trainer.config import TrainConfig
 from trainer.loop.samples import Ledger
 from trainer.parallel.layout import ParallelDims
 
@@ -75,9 +74,7 @@ def make_records(root: Path, membership: Membership) -> RunLog:
         snapshot=None,
         started=started,
         faults=(),
-        ledger=Ledger(
-            train=TrainConfig(task=None, steps=STEPS, global_batch=1), lanes=1, samples=1
-        ),
+        ledger=Ledger(seed=0, global_batch=1, lanes=1, samples=1),
     )
     return RunLog(config, membership)
 

@@ -61,7 +61,12 @@ class Desk:
                 time=0.0, name="r", layout={}, steps=STEPS, start_step=0, versions={}
             ),
             faults=(),
-            ledger=Ledger(train=train, lanes=replicas, samples=STEPS * replicas),
+            ledger=Ledger(
+                seed=train.seed,
+                global_batch=train.global_batch,
+                lanes=replicas,
+                samples=STEPS * replicas,
+            ),
         )
         self.paths = config.paths
         self.membership = Membership(groups, Progress())
