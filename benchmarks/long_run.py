@@ -199,7 +199,7 @@ def coordinator_config(steps: int, directory: Path) -> CoordinatorConfig:
         restore_step=0,
         snapshot=None,
         faults=(),
-        ledger=Ledger(train=TRAIN, lanes=LANES, samples=SAMPLES),
+        ledger=Ledger(seed=TRAIN.seed, global_batch=LANES, lanes=LANES, samples=SAMPLES),
         started=events.RunStarted(
             time=time.time(), name="long", layout={}, steps=steps, start_step=0, versions={}
         ),
