@@ -69,8 +69,8 @@ class HealthConfig:
     what heartbeats do not see. A replica waits in a collective for those that compute more lanes,
     so this must be longer than that takes."""
     regroup_timeout_s: float = 300.0
-    """A worker that does not follow a call to regroup within this time is killed. It first ends its
-    step, so this must be longer than one."""
+    """A worker that does not follow a call to regroup within this time, and has been in one phase
+    of its work for as long, is killed. It first ends its step, so this must be longer than one."""
     max_nonfinite_steps: int = 5
     """Steps in a row with a non-finite loss or gradient that end the run; each one is skipped."""
     max_crashes: int = 50

@@ -150,7 +150,14 @@ class Coordinator(CoordinatorApi):
         faults.count_as_fired(replayed.fired)
         self._receipts.replay(replayed.committed)
         snapshots = self._snapshots if self.config.in_memory else None
-        return Failover(replayed, self._membership, self._dispatcher, self._workers, snapshots)
+        return Failover(
+            replayed,
+            self._membership,
+            self._dispatcher,
+            self._workers,
+            snapshots,
+            self.config.health.freeze_timeout_s,
+        )
 
     def _carry_on(self, effects: Effects) -> None:
         """What follows from a decision for others than those who wait."""

@@ -25,7 +25,7 @@ class Loss:
     time: float
     """When, in Unix seconds."""
     seat: int
-    """Its rank among Ray Train's workers, which its successor takes over."""
+    """Its rank among Ray Train's workers, which its successor takes over; below 0: not known."""
     cause: Cause
     """Why."""
     step: int | None
@@ -105,7 +105,7 @@ def count_incidents(losses: Iterable[Loss]) -> int:
             continue
         if loss.formation is not None:
             raised.add(loss.formation)
-        if loss.time - began > INCIDENT_S or loss.seat in seats:
+        if loss.time - began > INCIDENT_S or (loss.seat >= 0 and loss.seat in seats):
             count, began, seats = count + 1, loss.time, set()
         seats.add(loss.seat)
     return count

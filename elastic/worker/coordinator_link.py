@@ -69,7 +69,7 @@ class CoordinatorLink:
         """Sends what became of this worker's heal: once more to another coordinator."""
         self._save_schedule = SaveSchedule(job.checkpoint)
         self.outbox = Outbox(job.coordinator, self._save_schedule.ask)
-        self.saves = Saver(job, identity, self.outbox, self._save_schedule)
+        self.saves = Saver(job, identity, self.outbox, self._save_schedule, self.leave_now)
         self.injection = Injection(job, identity.worker)
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()

@@ -255,7 +255,7 @@ class Worker:
             if loop is not None and loop.has_state():
                 self.progress = self.position
         if self.finished and self.progress is not None:
-            self.finish(run)
+            self.finished = self.finish(run)
 
     def make_cross_group(self, run: Run, engine: Engine) -> CrossGroup:
         """The group over this worker's (shard, tensor) in all replicas."""
@@ -330,10 +330,13 @@ class Worker:
             newcomer=heal if isinstance(heal, Newcomer) else None,
         )
 
-    def finish(self, run: Run) -> None:
-        """Hands in everything that the run still needs from this worker."""
+    def finish(self, run: Run) -> bool:
+        """Hands in everything that the run still needs from this worker. Returns False where a
+        fault calls it away before."""
         assert self.engine is not None
-        self.link.saves.wait()
+        if not self.link.saves.wait():
+            return False
         self.link.outbox.flush()
         where = " ".join(f"{name} {at}" for name, at in self.engine.slot.coordinates.items())
         self.link.compare(f"generation {run.generation} {where}", self.engine.state.digest())
+        return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
 
@@ -18,3 +20,9 @@ def failing_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, i
 
 def endless_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (model(batch) / 0).sum(), batch.numel()
+
+
+def slow_to_evaluate(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    if not model.training:
+        time.sleep(0.5)
+    return model(batch).square().sum(), batch.numel()

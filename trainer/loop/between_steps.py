@@ -108,19 +108,29 @@ class BetweenSteps:
         }
         self.link.save(self.progress.step, self.engine, state, places)
 
+    def all_leave(self) -> bool:
+        """Whether a fault has called one of this replica's workers away: then all leave, since they
+        are in the same collectives."""
+        return self.engine.sum_in_replica([float(self.link.leave_now())])[0] > 0
+
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Mean loss over the held-out samples, split over the replica's shard ranks."""
+        """Mean loss over the held-out samples, split over the replica's shard ranks.
+
+        A fault elsewhere ends it; it is not made up for, unless it is that of the run's end."""
         data = self.engine.task.eval_data()
         if data is None or len(data) == 0:
             return
-        self.link.at_step(self.progress.step, "evaluation")
         shard, shards = self.engine.slot.shard, self.train.parallel.shard
         count = min(len(data), self.train.eval_samples)
         micro = self.train.micro_samples(self.config.lanes)
         self.engine.model.eval()
         loss_sum, tokens = 0.0, 0
         for start in range(0, count, micro * shards):
+            self.link.at_step(self.progress.step, "evaluation")
+            if self.all_leave():
+                self.engine.model.train()
+                return
             # Every rank runs every batch, for its peers' collectives; none is counted twice.
             ids = [start + shard * micro + offset for offset in range(micro)]
             kept = [index for index in ids if index < count]

@@ -111,7 +111,7 @@ async def failover(root: Path) -> None:
     snapshots = SlowSnapshots(membership)
     workers: Any = Workers(membership)
     looking: Any = snapshots
-    work = Failover(replayed(), membership, dispatcher, workers, looking)
+    work = Failover(replayed(), membership, dispatcher, workers, looking, 10.0)
     await work.hear(Standing(identity=SPARE))
     await snapshots.asked.wait()
     await dispatcher.tell()
