@@ -50,7 +50,16 @@ from elastic.protocol import events
 from elastic.protocol.causes import CORRUPTION, Cause
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.faults import FaultPlan
-from elastic.protocol.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
+from elastic.protocol.messages import (
+    Answer,
+    Death,
+    Identity,
+    Recorded,
+    Report,
+    Signal,
+    Standing,
+    Stop,
+)
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import find_checkpoint
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
@@ -225,13 +234,18 @@ class Coordinator(CoordinatorApi):
         await self._dispatcher.stop(error)
 
     @_when_known
-    async def record(self, steps: list[events.StepRecord], happened: list[events.Event]) -> bool:
+    async def record(
+        self, steps: list[events.StepRecord], happened: list[events.Event]
+    ) -> Recorded:
         self._take_steps(steps)
         for event in happened:
             self._records.note(event)
         if self._membership.stopped is not None:
             await self._dispatcher.advance()
-        return bool(steps) and self._workers.take_save_wish()
+        return Recorded(
+            steps=self._membership.progress.recorded,
+            save_wanted=bool(steps) and self._workers.take_save_wish(),
+        )
 
     def _take_steps(self, steps: Sequence[events.StepRecord]) -> None:
         self._records.take_steps(steps)

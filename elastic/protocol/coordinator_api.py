@@ -11,7 +11,16 @@ from typing import Any, Protocol
 from checkpointing import Receipt
 from elastic.protocol.causes import Cause
 from elastic.protocol.events import Event, RunOutcome, StepRecord
-from elastic.protocol.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
+from elastic.protocol.messages import (
+    Answer,
+    Death,
+    Identity,
+    Recorded,
+    Report,
+    Signal,
+    Standing,
+    Stop,
+)
 from elastic.protocol.rpc import Remote
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
 
@@ -42,12 +51,9 @@ class WorkerCalls(Protocol):
     async def fail(self, error: str) -> None:
         """Ends the run with an error that no retry can mend."""
 
-    async def record(self, steps: list[StepRecord], happened: list[Event]) -> bool:
-        """Committed steps from the lead worker, events from any; steps known already are passed by.
-
-        Returns:
-            Whether the lead is to have a checkpoint written.
-        """
+    async def record(self, steps: list[StepRecord], happened: list[Event]) -> Recorded:
+        """Committed steps from the lead worker, events from any; steps known already are passed
+        by."""
 
     async def claim_fault(self, index: int, slot: int, step: int, worker: str) -> bool:
         """Whether injected fault `index` hits the worker in `slot` now."""

@@ -250,6 +250,16 @@ Answer = Build | Run | Leave | Stop
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """The answer to records."""
+
+    steps: int
+    """Steps that are in the run's records now."""
+    save_wanted: bool
+    """The lead is to have a checkpoint written."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Signal:
     """A call to a worker, while it works."""
 

@@ -161,6 +161,7 @@ class CoordinatorLink:
                 sample_digests=list(commit.digests),
             )
         )
+        self.outbox.let_go(commit.recorded)
         if not applied and run.lead:
             self.outbox.event(
                 events.StepSkipped(
@@ -231,6 +232,10 @@ class CoordinatorLink:
         """See Link."""
         assert self._run is not None
         return self.saves.saving(lead=self._run.lead)
+
+    def recorded(self) -> int:
+        """See Link."""
+        return self.outbox.recorded
 
     def save_skipped(self, step: int, places: Sequence[Place]) -> None:
         """See Link."""

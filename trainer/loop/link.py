@@ -91,6 +91,11 @@ class Link(Protocol):
         """What this worker has to say about saves; asked before each commit."""
         ...
 
+    def recorded(self) -> int:
+        """Steps that the run's records hold, as far as the lead knows; 0 from all others. Asked
+        before each commit."""
+        ...
+
     def save_skipped(self, step: int, places: Sequence[Place]) -> None:
         """Copies that were due before `step` are not made: the ones before are being written."""
         ...

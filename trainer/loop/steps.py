@@ -185,6 +185,7 @@ class TrainLoop:
             failed=failed,
             boundary=self.link.leave_at_boundary(),
             saving=self.link.saving(),
+            recorded=self.link.recorded(),
         )
         replica = self.engine.sum_at_first(vector)
         self.link.at_step(step, "in_commit")

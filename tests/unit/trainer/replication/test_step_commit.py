@@ -25,17 +25,18 @@ def test_the_layout_of_the_vector() -> None:
         0: LaneStats(loss=0.5, tokens=3, digest=11),
     }
     busy = Saving(wanted=True, busy=frozenset({"memory"}))
-    vector = pack(3, stats, norm_squared=4.0, failed=False, boundary=True, saving=busy)
-    head = [4.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    vector = pack(3, stats, norm_squared=4.0, failed=False, boundary=True, saving=busy, recorded=9)
+    head = [4.0, 0.0, 1.0, 1.0, 9.0, 0.0, 1.0]
     assert vector == [*head, 0.5, 0.0, 1.5, 3.0, 0.0, 7.0, 11.0, 0.0, 99.0]
-    failed = pack(2, {}, norm_squared=0.0, failed=True, boundary=False, saving=Saving())
-    assert failed == [0.0, 1.0, *[0.0] * 10]
+    failed = pack(2, {}, norm_squared=0.0, failed=True, boundary=False, saving=Saving(), recorded=0)
+    assert failed == [0.0, 1.0, *[0.0] * 11]
 
 
 def test_a_summed_vector_is_read() -> None:
-    sums = [36.0, 0.0, 0.0, 0.0, 3.0, 0.0, 2.0, 4.0, 1.0, 2.0, 8.0, 9.0]
+    sums = [36.0, 0.0, 0.0, 0.0, 15.0, 3.0, 0.0, 2.0, 4.0, 1.0, 2.0, 8.0, 9.0]
     commit = unpack(sums, step=17, lanes=2)
     assert (commit.step, commit.tokens, commit.digests) == (17, 3, (8, 9))
+    assert commit.recorded == 15
     assert commit.loss == 2.0  # 6 nats over 3 tokens
     assert commit.grad_norm == 2.0  # root of 36 over 3 tokens
     assert commit.finite
@@ -70,6 +71,7 @@ def test_the_order_of_the_replicas_does_not_matter(
             failed=False,
             boundary=replica == 1,
             saving=Saving(wanted=replica == 2),
+            recorded=0,
         )
         for replica in range(replicas)
     ]
@@ -93,6 +95,7 @@ def test_a_bad_loss_in_one_lane_makes_the_step_non_finite(loss: float) -> None:
             failed=False,
             boundary=False,
             saving=Saving(),
+            recorded=0,
         )
         for lane, value in ((0, 1.0), (1, loss))
     ]
