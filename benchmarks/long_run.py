@@ -83,7 +83,7 @@ class LongWorker(SimulatedWorker):
             return Report(identity=self.identity, built=self.built, generation=self.generation)
         step = LongWorker.step
         last = Commit(
-            step=step - 1, loss=2.0, grad_norm=1.0, tokens=2, digests=(1, 2), boundary=False
+            step=step - 1, loss=2.0, grad_norm=1.0, tokens=2, digests=bytes(16), boundary=False
         )
         return Report(
             identity=self.identity,

@@ -158,7 +158,7 @@ class CoordinatorLink:
                 time=now,
                 generation=run.generation,
                 replicas=len(run.lanes),
-                sample_digests=list(commit.digests),
+                sample_digests=commit.sample_digests,
             )
         )
         self.outbox.let_go(commit.recorded)

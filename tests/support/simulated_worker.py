@@ -36,7 +36,7 @@ def make_commit(step: int, boundary: bool = False, generation: int = 1) -> Commi
         loss=2.0,
         grad_norm=1.0,
         tokens=10,
-        digests=(),
+        digests=b"",
         boundary=boundary,
         generation=generation,
     )

@@ -72,8 +72,9 @@ class Commit:
     """Norm of the mean gradient, before clipping."""
     tokens: int
     """Tokens in the step."""
-    digests: tuple[int, ...]
-    """Per lane, the sum of its workers' sample digests."""
+    digests: bytes
+    """Per lane, the sum of its workers' sample digests, as int64: every worker of a run shows its
+    last commit when it joins, and hundreds of numbers cost more to pickle than all else."""
     boundary: bool
     """Leave after this step: a planned regroup is due."""
     generation: int = 0
@@ -82,6 +83,12 @@ class Commit:
     """What any worker has to say about saves."""
     recorded: int = 0
     """Steps that the run's records hold, as the lead knew."""
+
+    @property
+    def sample_digests(self) -> list[int]:
+        """`digests` as numbers."""
+        found: list[int] = np.frombuffer(self.digests, dtype=np.int64).tolist()
+        return found
 
     @property
     def finite(self) -> bool:
@@ -148,7 +155,7 @@ def unpack(vector: Sequence[float], *, step: int, lanes: int, generation: int = 
         loss=sum(loss) / max(1, total_tokens),
         grad_norm=math.sqrt(norm_squared) / max(1, total_tokens) if norm_squared >= 0 else math.nan,
         tokens=total_tokens,
-        digests=tuple(int(digest) for digest in digests),
+        digests=np.asarray(digests).astype(np.int64).tobytes(),
         boundary=vector[2] > 0,
         generation=generation,
         saving=Saving(

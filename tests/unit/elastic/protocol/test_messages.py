@@ -16,6 +16,7 @@ from elastic.protocol.messages import (
     Identity,
     Leave,
     Order,
+    Recorded,
     Report,
     Run,
     Signal,
@@ -25,7 +26,7 @@ from elastic.protocol.messages import (
 from trainer.replication.step_commit import Commit
 
 COMMIT = Commit(
-    step=4, loss=2.5, grad_norm=float("inf"), tokens=64, digests=(2**40 - 1, 0), boundary=True
+    step=4, loss=2.5, grad_norm=float("inf"), tokens=64, digests=bytes(16), boundary=True
 )
 RECORD = StepRecord(
     step=4, loss=2.5, grad_norm=1.0, lr=1e-3, tokens=64, time=1.0, generation=2, replicas=2,
@@ -56,6 +57,7 @@ ALL = [
     Stop(error=None),
     Stop(error="user code failed"),
     Signal(serial=1, kind="boundary"),
+    Recorded(steps=5, save_wanted=False),
     Death(worker="w0-abc", cause=HANG, detail="stopped by a signal"),
 ]  # fmt: skip
 

@@ -154,7 +154,7 @@ def test_a_newcomer_goes_on_with_the_same_bits(replica: tuple[Rendezvous, Replic
     source = Source(giver, 0, channels[0])
     newcomer = Newcomer(taker, channels[1], clip_norm=LION.clip_norm)
     source.await_copy()
-    commit = Commit(step=2, loss=1.0, grad_norm=2.0, tokens=4, digests=(), boundary=False)
+    commit = Commit(step=2, loss=1.0, grad_norm=2.0, tokens=4, digests=b"", boundary=False)
     for engine in (giver, taker):
         engine.gradient.fill_(3.0)
     giver.apply(2, scale=commit.scale(LION.clip_norm))

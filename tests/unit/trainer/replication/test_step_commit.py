@@ -35,7 +35,7 @@ def test_the_layout_of_the_vector() -> None:
 def test_a_summed_vector_is_read() -> None:
     sums = [36.0, 0.0, 0.0, 0.0, 15.0, 3.0, 0.0, 2.0, 4.0, 1.0, 2.0, 8.0, 9.0]
     commit = unpack(sums, step=17, lanes=2)
-    assert (commit.step, commit.tokens, commit.digests) == (17, 3, (8, 9))
+    assert (commit.step, commit.tokens, commit.sample_digests) == (17, 3, [8, 9])
     assert commit.recorded == 15
     assert commit.loss == 2.0  # 6 nats over 3 tokens
     assert commit.grad_norm == 2.0  # root of 36 over 3 tokens
@@ -79,7 +79,7 @@ def test_the_order_of_the_replicas_does_not_matter(
     commit = unpack(np.sum(order, axis=0).tolist(), step=0, lanes=lanes)
     tokens = sum(stat.tokens for stat in stats)
     assert commit.tokens == tokens
-    assert commit.digests == tuple(stat.digest for stat in stats)
+    assert commit.sample_digests == [stat.digest for stat in stats]
     assert commit.loss == sum(stat.loss for stat in stats) / max(1, tokens)
     assert commit.boundary == (replicas > 1)
     assert commit.saving == Saving(wanted=replicas > 2)
@@ -101,7 +101,7 @@ def test_a_bad_loss_in_one_lane_makes_the_step_non_finite(loss: float) -> None:
     ]
     commit = unpack(np.sum(vectors, axis=0).tolist(), step=0, lanes=2)
     assert not commit.finite
-    assert (commit.tokens, commit.digests) == (10, (1, 2))
+    assert (commit.tokens, commit.sample_digests) == (10, [1, 2])
 
 
 @pytest.mark.parametrize("norm_squared", [math.nan, math.inf, -1.0])
