@@ -242,6 +242,11 @@ class Coordinator(CoordinatorApi):
     async def heal_failed(self, worker: str, reason: str) -> None:
         await self._heal_news.failed(worker, reason)
 
+    @_when_known
+    async def cross_lost(self, generation: int) -> None:
+        self._membership.cross_lost(generation)
+        await self._dispatcher.advance()
+
     async def compare(self, slot: str, digest: str) -> None:
         if not self._records.compare(slot, digest):
             await self.fail(f"replicas differ at the end of the run in {slot}: this is a bug")

@@ -137,6 +137,11 @@ class Membership:
         """The run ends with `error`, where it has not ended already."""
         self.stopped = self.stopped or Stop(error=error)
 
+    def cross_lost(self, generation: int) -> None:
+        """A group across replicas has failed for a worker of the roster `generation`. It may wait
+        inside its replica for one that waits for another replica: only a call ends that."""
+        self._broke_off |= generation == self.roster.generation
+
     def caught_up(self, worker: str) -> Replica | None:
         """A newcomer's worker has the state. Returns its replica where it was the last of it."""
         return self.places.of(worker) if self.heals.received(worker) else None

@@ -267,6 +267,7 @@ class Worker:
             rank=run.position,
             device=self.job.scaling.device,
             leave_now=self.link.leave_now,
+            on_lost=self.link.cross_lost,
         )
 
     def catch_up(self, run: Run, cross: CrossGroup) -> None:

@@ -36,6 +36,8 @@ class Plan:
     workers_per_replica: int
     start_workers: int
     lanes: int
+    collectives: int
+    """Collectives across replicas in a reduce, one after the other."""
     steps: int
     save_every: int | None
     memory_every: int | None
@@ -61,7 +63,7 @@ class Plan:
         """The schedule of a seed; one in five is harder on the coordinator, and one in five of
         machines with workers of two replicas, of which there are no more."""
         rng = random.Random(seed)
-        most, each = rng.randint(1, 4), rng.randint(1, 2)
+        most, each = rng.randint(1, 4), rng.choice([1, 1, 2, 2, 3, 4])
         least = rng.randint(1, most)
         start = rng.randint(least, most) * each + rng.randint(0, 2)
         plan = Plan(
@@ -71,12 +73,13 @@ class Plan:
             workers_per_replica=each,
             start_workers=start,
             lanes=most + rng.choice([0, 0, 3]),
+            collectives=rng.choice([1, 2, 4]),
             steps=rng.randint(2, 5),
             save_every=rng.choice([None, 1, 2]),
             memory_every=rng.choice([None, 1, 2]),
             kills=rng.randint(0, 4),
             write_offs=rng.choice([0, 0, 2]),
-            flakes=rng.choice([0, 0, 2]),
+            flakes=rng.choice([0, 0, 2, 4]),
             drains=rng.choice([0, 0, 1, 3]),
             crashes=rng.choice([0, 0, 0, 1, 2]),
             silent=rng.random() < 0.5,
@@ -150,6 +153,8 @@ class World:
         """Steps that were in the records before the last decision."""
         self.joins: dict[str, tuple[Report, list[tuple[int, int]]]] = {}
         """Calls to join on their way."""
+        self.cross_lost: dict[str, int] = {}
+        """Worker -> generation: messages on their way that its group across replicas has failed."""
         self.unnoticed: list[str] = []
         """Dead workers that nobody has told the coordinator of."""
         self.to_kill: list[str] = []
@@ -217,6 +222,8 @@ class World:
                 yield "flush", name, partial(self._flush, worker)
         for name in self.joins:
             yield "join", name, partial(self._join, name)
+        for name in self.cross_lost:
+            yield "cross_lost", name, partial(self._cross_lost, name)
         for name in self.unnoticed:
             yield "notice", name, partial(self._notice, name)
         for name in self.to_kill:
@@ -322,9 +329,12 @@ class World:
             self.membership.lose(name)
         for name in self.drained - self.lost:
             self.membership.drain(name, dismiss=name in self.going)
+        self.cross_lost.clear()
         for worker in alive:  # calls that were lost with it are made again
             if worker.waits_for_answer and worker.answer is None:
                 self.send_join(worker)
+            if worker.cross_lost is not None:
+                self.send_cross_lost(worker)
         self._advance()
 
     def _lose_answers(self) -> None:
@@ -426,6 +436,15 @@ class World:
         self.record(recent)
         self.membership.join(report)
         self._advance(report)
+        return True
+
+    def send_cross_lost(self, worker: SimWorker) -> None:
+        assert worker.cross_lost is not None
+        self.cross_lost[worker.name] = worker.cross_lost
+
+    def _cross_lost(self, name: str) -> bool:
+        self.membership.cross_lost(self.cross_lost.pop(name))
+        self._advance()
         return True
 
     def record(self, steps: list[tuple[int, int]]) -> None:

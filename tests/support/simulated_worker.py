@@ -108,6 +108,9 @@ class SimWorker:
         self.place_in_run = Standing(identity=self.identity)
         """As in `CoordinatorLink`."""
         self.heal_failed = self.newcomer = self.lacked_state = False
+        self.cross_lost: int | None = None
+        """Generation whose group across replicas has failed for it, with nobody calling it: it
+        tells each coordinator so until it has its next part."""
         self.writing: tuple[int, int, int, Applied] | None = None
         self.remembering: tuple[int, int, int, Applied] | None = None
         """As `writing`, for a snapshot."""
@@ -167,6 +170,7 @@ class SimWorker:
         self.place_in_run = self.place_in_run.after(answer)
         self.run = answer if isinstance(answer, Run) else None
         if isinstance(answer, Run):
+            self.cross_lost = None
             kept = [] if answer.restore else self.records
             self.records = [record for record in kept if record[0] >= answer.recorded]
         if isinstance(answer, Build | Run):
@@ -301,7 +305,8 @@ class SimWorker:
             yield from self._inside(("lanes", run.generation, step))
         self.gradient = None
         try:
-            yield from cross.collective(("reduce", step))
+            for number in range(self.world.plan.collectives):
+                yield from cross.collective(("reduce", step, number))
             self.gradient = (step, run.generation)
         except Lost:
             failed = True
@@ -419,7 +424,7 @@ class Cross:
     generation."""
 
     def __init__(self, worker: SimWorker, run: Run) -> None:
-        self.worker, self.lost = worker, False
+        self.worker, self.lost, self.generation = worker, False, run.generation
         self.channel = worker.world.channels["cross", run.generation, run.rank]
         assert self.channel.members[run.position] == worker.name
         assert len(self.channel.members) == len(run.lanes)
@@ -435,10 +440,15 @@ class Cross:
             yield Wait(
                 "connect",
                 lambda: len(there) == len(self.channel.members),
-                fails=lambda: world.any_gone(self.channel) or world.incarnation != incarnation,
+                fails=lambda: (
+                    self.worker.leave_now()
+                    or world.any_gone(self.channel)
+                    or world.incarnation != incarnation
+                ),
+                crosses=True,
             )
         except Lost:
-            self.lost = True
+            self._lose()
 
     def collective(self, key: Any, value: Any = None) -> Life:
         worker, channel = self.worker, self.channel
@@ -460,5 +470,11 @@ class Cross:
                 )
             )
         except Lost:
-            self.lost = True
+            self._lose()
             raise
+
+    def _lose(self) -> None:
+        self.lost = True
+        if not self.worker.leave_now():
+            self.worker.cross_lost = self.generation
+            self.worker.world.send_cross_lost(self.worker)
