@@ -46,14 +46,14 @@ def small_task() -> CustomTask:
     return CustomTask(build_model=build_model, loss_function=loss_of, dataset=samples)
 
 
-def small_train(steps: int, parallel: ParallelConfig = ParallelConfig()) -> TrainConfig:
+def small_train(steps: int, *, shard: int = 1) -> TrainConfig:
     """A short run of it."""
     return TrainConfig(
         task=small_task(),
         steps=steps,
         global_batch=8,
         lanes=LANES,
-        parallel=parallel,
+        parallel=ParallelConfig(shard=shard),
         optimizer=OptimizerConfig(lr=1e-2, warmup_steps=1, clip_norm=0.5),
         seed=3,
     )

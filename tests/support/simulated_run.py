@@ -8,9 +8,9 @@ must hold is in `simulation_checks.py`; a state in which nobody can move is a de
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import chain
 from typing import Any
 
 from elastic.membership.decisions import GroupConfig
@@ -20,6 +20,9 @@ from elastic.protocol.messages import Build, Report, Run, Signal, Stop
 from tests.support import simulation_checks as checks
 from tests.support.simulated_worker import Applied, Channel, Lost, SimWorker
 from trainer.parallel.layout import ParallelDims
+
+Happening = tuple[str, Any, Callable[[Any], bool], Any]
+"""Kind, who, what happens (it returns whether anything did), and of whom."""
 
 MOST_EVENTS = 20_000
 HESITATION = 0.95
@@ -194,61 +197,74 @@ class World:
 
     def _one_event(self) -> bool:
         events = list(self._events())
-        if self.plan.by_priority:
-            if self._priorities and self.rng.random() < 0.05:
-                self._priorities[self.rng.choice(list(self._priorities))] = self.rng.random()
-            events.sort(key=lambda e: self._priorities.setdefault(e[:2], self.rng.random()))
-        else:
-            self.rng.shuffle(events)
-        if self.to_kill and self.rng.random() < HESITATION:
-            events.sort(key=lambda e: e[0] == "execute")
-        return any(event[2]() for event in events)
+        order = self._by_priority if self.plan.by_priority else self._in_any_order
+        if not self.to_kill or self.rng.random() >= HESITATION:
+            return any(happens(of) for _, _, happens, of in order(events))
+        killed = [event for event in events if event[0] == "execute"]
+        others = [event for event in events if event[0] != "execute"]
+        return any(happens(of) for _, _, happens, of in chain(order(others), order(killed)))
 
-    def _events(self) -> Iterator[tuple[str, Any, Callable[[], bool]]]:
-        """(kind, who, what happens; it returns whether anything did)."""
+    def _by_priority(self, events: list[Happening]) -> Iterable[Happening]:
+        priorities = self._priorities
+        if priorities and self.rng.random() < 0.05:
+            priorities[self.rng.choice(list(priorities))] = self.rng.random()
+        for event in events:
+            if event[:2] not in priorities:
+                priorities[event[:2]] = self.rng.random()
+        return sorted(events, key=lambda event: priorities[event[:2]])
+
+    def _in_any_order(self, events: list[Happening]) -> Iterable[Happening]:
+        """Shuffled as far as it is read."""
+        while events:
+            at = int(self.rng.random() * len(events))
+            events[at], events[-1] = events[-1], events[at]
+            yield events.pop()
+
+    def _events(self) -> Iterator[Happening]:
         for name, worker in self.workers.items():
             if worker.done or name in self.dead:
                 continue
-            yield "move", name, partial(self._move, worker)
+            if worker.answer is not None or not worker.waits_for_answer:
+                yield "move", name, self._move, worker
             if name in self.posted and self.posted[name].serial > worker.heard:
-                yield "hear", name, partial(self._hear, worker)
+                yield "hear", name, self._hear, worker
             if worker.writing is not None:
-                yield "write", name, partial(self._written, worker)
-            if worker.source in self.copies and worker.arrived is None:
-                yield "state", name, partial(self._state_arrives, worker)
+                yield "write", name, self._written, worker
+            if worker.source is not None and worker.arrived is None:
+                yield "state", name, self._state_arrives, worker
             if worker.remembering is not None:
-                yield "remember", name, partial(self._remembered, worker)
+                yield "remember", name, self._remembered, worker
             if worker.records and worker.run is not None and worker.run.lead:
-                yield "flush", name, partial(self._flush, worker)
+                yield "flush", name, self._flush, worker
         for name in self.joins:
-            yield "join", name, partial(self._join, name)
+            yield "join", name, self._join, name
         for name in self.cross_lost:
-            yield "cross_lost", name, partial(self._cross_lost, name)
+            yield "cross_lost", name, self._cross_lost, name
         for name in self.unnoticed:
-            yield "notice", name, partial(self._notice, name)
+            yield "notice", name, self._notice, name
         for name in self.to_kill:
-            yield "execute", name, partial(self._execute, name)
+            yield "execute", name, self._execute, name
         for rank in self.vacant:
-            yield "arrive", rank, partial(self._arrive, rank)
+            yield "arrive", rank, self._arrive, rank
         for attempt, parts in self.receipts.items():
             if len(parts) == self.plan.workers_per_replica:
-                yield "commit", attempt, partial(self._checkpoint, attempt)
+                yield "commit", attempt, self._checkpoint, attempt
         for attempt, parts in self.parts.items():
             if len(parts) == self.plan.workers_per_replica:
-                yield "complete", attempt, partial(self._complete, attempt)
+                yield "complete", attempt, self._complete, attempt
 
     def _flush(self, worker: SimWorker) -> bool:
         worker.flush()
         return True
 
     def _state_arrives(self, worker: SimWorker) -> bool:
-        assert worker.source is not None
-        if worker.source[1] in self.dead or worker.heal_failed:
+        source = worker.source
+        if source not in self.copies or source[1] in self.dead or worker.heal_failed:
             return False
         if self.flake():
             worker.heal_failed = True
         else:
-            worker.arrived = self.copies[worker.source]
+            worker.arrived = self.copies[source]
         return True
 
     def _move(self, worker: SimWorker) -> bool:

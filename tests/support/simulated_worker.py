@@ -3,8 +3,9 @@
 
 What is known of the network: a collective inside a replica fails for its survivors once a member is
 gone. One across replicas may do so (Gloo), or may wait until a signal calls its worker away (NCCL,
-or a frozen peer); those who complete it get the same values. Waiting for a group to gather ends
-only when all are there, or with a signal. `simulated_run.py` decides who moves when.
+or a frozen peer); those who complete it get the same values, while it may fail for others of them.
+Waiting for a group to gather ends only when all are there, or with a signal. `simulated_run.py`
+decides who moves when.
 """
 
 from __future__ import annotations
