@@ -243,9 +243,15 @@ class Coordinator(CoordinatorApi):
         await self._heal_news.failed(worker, reason)
 
     @_when_known
-    async def cross_lost(self, generation: int) -> None:
-        self._membership.cross_lost(generation)
-        await self._dispatcher.advance()
+    async def cross_lost(self, worker: str, generation: int, reason: str) -> None:
+        if self._membership.cross_lost(generation, reason):
+            slot = self._membership.slot_name(worker)
+            self._records.note(
+                events.CrossGroupLost(
+                    time=time.time(), generation=generation, slot=slot, reason=reason
+                )
+            )
+            await self._dispatcher.advance()
 
     async def compare(self, slot: str, digest: str) -> None:
         if not self._records.compare(slot, digest):

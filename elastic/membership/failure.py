@@ -94,6 +94,25 @@ def _decide_stuck(losses: Sequence[Loss], health: HealthConfig) -> str | None:
     )
 
 
+def decide_in_vain(regroups: int, step: int, most: int, reason: str | None) -> str | None:
+    """Why the run should end after so many `regroups` in a row for faults, or None to go on.
+
+    Args:
+        regroups: with no step committed and no worker lost in between.
+        step: where they went on.
+        most: `health.max_regroups_without_progress`.
+        reason: why a group across replicas failed last, where a worker has told.
+    """
+    if regroups < most:
+        return None
+    return (
+        f"{regroups} regroups in a row at step {step}, with no progress and no worker lost "
+        f"(health.max_regroups_without_progress = {most}): collectives across replicas fail while "
+        f"all workers live. The last failure: {reason or 'no worker said why'}. Look at the "
+        f"network between the nodes: links, MTU, firewalls, the interface that Gloo or NCCL takes"
+    )
+
+
 def count_incidents(losses: Iterable[Loss]) -> int:
     """Losses with one cause in common, as far as time and place tell: those of one replica that
     raised together, and those of different seats within `INCIDENT_S` of the first. A seat that is

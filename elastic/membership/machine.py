@@ -27,6 +27,7 @@ from elastic.membership.conclusion import (
     plan_parts,
 )
 from elastic.membership.decisions import Effects, GroupConfig, Regrouped
+from elastic.membership.failure import decide_in_vain
 from elastic.membership.formations import Formations
 from elastic.membership.heals import Heals
 from elastic.membership.places import Places
@@ -79,7 +80,9 @@ class Membership:
         self._refused: dict[str, Stop | Leave] = {}
         """Have joined where nothing can come of it, and are told so by the next decision."""
         self._broke_off = False
-        """A worker with a slot has left its step with nobody calling it."""
+        """A worker with a slot has left its step with nobody calling it, or is about to."""
+        self._cross_failure: str | None = None
+        """Why a group across replicas of the roster has failed, where a worker has told."""
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -119,6 +122,7 @@ class Membership:
         if worker not in self._lost:
             self._lost.add(worker)
             self.formations.lose(worker)
+            self.progress.lost()
         return self.members.pop(worker, None)
 
     def drain(self, worker: str, *, dismiss: bool = False) -> None:
@@ -137,10 +141,14 @@ class Membership:
         """The run ends with `error`, where it has not ended already."""
         self.stopped = self.stopped or Stop(error=error)
 
-    def cross_lost(self, generation: int) -> None:
+    def cross_lost(self, generation: int, reason: str) -> bool:
         """A group across replicas has failed for a worker of the roster `generation`. It may wait
-        inside its replica for one that waits for another replica: only a call ends that."""
-        self._broke_off |= generation == self.roster.generation
+        inside its replica for one that waits for another replica: only a call ends that. Returns
+        whether it is the first such news of that roster."""
+        if generation != self.roster.generation or self._cross_failure is not None:
+            return False
+        self._broke_off, self._cross_failure = True, reason
+        return True
 
     def caught_up(self, worker: str) -> Replica | None:
         """A newcomer's worker has the state. Returns its replica where it was the last of it."""
@@ -357,6 +365,13 @@ class Membership:
         if step == 0 and outcome == "restore" and progress.unreadable is not None:
             self.stop(progress.unreadable)  # never silently from the seed
             return
+        if self.call == "fault":
+            progress.interrupted(step)
+            most, reason = self.config.max_regroups_without_progress, self._cross_failure
+            error = decide_in_vain(progress.in_vain, step, most, reason)
+            if error is not None:
+                self.stop(error)
+                return
         lost = max(0, progress.reached - step) if outcome == "restore" else 0
         progress.begin(step, back=not staying)
         self.roster = next_roster(
@@ -405,7 +420,7 @@ class Membership:
         for worker in workers:
             del self.waiting[worker]
         self.places.seat(self.roster.replicas)
-        self.call, self._broke_off = None, False
+        self.call, self._broke_off, self._cross_failure = None, False, None
 
     def _signal(self, workers: Iterable[str], kind: SignalKind, effects: Effects) -> None:
         """Calls those of `workers` that are at work."""

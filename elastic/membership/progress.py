@@ -21,6 +21,9 @@ class Progress:
         """Steps that are in the records, and steps that somebody has done."""
         self.began = 0
         """Step that the newest roster began at."""
+        self.in_vain = 0
+        """Regroups in a row after faults, with no step committed and no worker lost since the first
+        of them was called."""
         self.since = 0
         """Generation in which the run went back last: what is held of older ones is void."""
         self.unreadable: str | None = None
@@ -65,6 +68,14 @@ class Progress:
     def snapshotted(self, step: int) -> None:
         """The newest snapshot that can be read is of `step`; 0: there is none (any more)."""
         self.snapshot_step = step
+
+    def lost(self) -> None:
+        """A worker was lost: that explains the last fault, and its budget bounds such."""
+        self.in_vain = 0
+
+    def interrupted(self, step: int) -> None:
+        """A fault has called for a roster, which is to go on at `step`."""
+        self.in_vain = self.in_vain + 1 if step == self.began else 1
 
     def begin(self, step: int, *, back: bool) -> None:
         """The next roster stands at `step`, with what its workers hold; or the run went `back`

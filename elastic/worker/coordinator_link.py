@@ -183,11 +183,13 @@ class CoordinatorLink:
         worker = self._identity.worker
         self._tell(lambda: self._coordinator.send(CoordinatorApi.heal_failed, worker, reason))
 
-    def cross_lost(self) -> None:
+    def cross_lost(self, reason: str) -> None:
         """The group across replicas has failed, and nobody has announced a fault."""
         assert self._run is not None
-        generation = self._run.generation
-        self._tell(lambda: self._coordinator.send(CoordinatorApi.cross_lost, generation))
+        worker, generation = self._identity.worker, self._run.generation
+        self._tell(
+            lambda: self._coordinator.send(CoordinatorApi.cross_lost, worker, generation, reason)
+        )
 
     def _tell(self, send: Callable[[], ObjectRef[None]]) -> None:
         self._news.append(send)

@@ -129,6 +129,7 @@ class World:
             lanes=plan.lanes,
             steps=plan.steps,
             start_workers=plan.start_workers,
+            max_regroups_without_progress=8 + plan.flakes,
         )
         self.membership = Membership(self.config, Progress())
         self.channels: dict[tuple[Any, ...], Channel] = {}
@@ -327,10 +328,13 @@ class World:
         self._lose_answers()
         self.joins.clear()
         standings = [worker.standing() for worker in alive if worker.name not in self.lost]
+        taken = {s.replica for s in standings if s.generation}
+        """By replicas of a roster. One that had left may be the newest that is whole."""
         given_up = {
             s.formed
             for s in standings
-            if not s.built or (s.replica >= self.plan.max_replicas and not s.generation)
+            if not s.built
+            or (not s.generation and (s.replica in taken or s.replica >= self.plan.max_replicas))
         }
         self.taken_apart.update(s.identity.worker for s in standings if s.formed in given_up)
         self.membership.resume(
@@ -459,7 +463,7 @@ class World:
         self.cross_lost[worker.name] = worker.cross_lost
 
     def _cross_lost(self, name: str) -> bool:
-        self.membership.cross_lost(self.cross_lost.pop(name))
+        self.membership.cross_lost(self.cross_lost.pop(name), "a connection was reset")
         self._advance()
         return True
 

@@ -52,8 +52,8 @@ class CrossGroup:
         rank: position of this worker's replica.
         device: where the tensors are.
         leave_now: true once a fault has been announced; polled while waiting.
-        on_lost: called once where the group has failed and no fault was announced. It may neither
-            block nor raise.
+        on_lost: called once, with the reason, where the group has failed and no fault was
+            announced. It may neither block nor raise.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CrossGroup:
         rank: int,
         device: Device,
         leave_now: Callable[[], bool],
-        on_lost: Callable[[], None] = lambda: None,
+        on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.rank, self.size = rank, len(lanes)
         self.total_lanes = total_lanes
@@ -217,5 +217,5 @@ class CrossGroup:
     def _lose(self, error: RuntimeError) -> CrossGroupLost:
         self._lost = str(error)
         if not self._leave_now():
-            self._on_lost()
+            self._on_lost(self._lost)
         return CrossGroupLost(self._lost)

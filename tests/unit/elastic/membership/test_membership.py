@@ -15,7 +15,7 @@ from tests.support.simulated_run import Plan, World, play
 from tests.support.simulated_worker import make_commit as commit
 from trainer.parallel.layout import ParallelDims
 
-STEPS = 100
+STEPS, IN_VAIN = 100, 3
 
 
 def standing(worker: str, formed: int, *, generation: int = 3, **more: Any) -> Standing:
@@ -48,6 +48,7 @@ class Group:
             lanes=lanes or replicas,
             steps=STEPS,
             start_workers=replicas * each if start is None else start,
+            max_regroups_without_progress=IN_VAIN,
         )
         self.membership = Membership(
             config,
@@ -1067,16 +1068,54 @@ def test_never_from_the_seed_where_there_was_a_checkpoint(snapshot: int) -> None
 def test_a_group_across_replicas_that_fails_calls_all_away_once() -> None:
     group = Group(replicas=2, each=2)
     group.start("a0", "b1", "c2", "d3")
-    group.membership.cross_lost(0)
+    group.membership.cross_lost(0, "reset")
     assert signals(group.advance()) == {}, "of a roster that is no more"
-    group.membership.cross_lost(1)
+    group.membership.cross_lost(1, "reset")
     assert signals(group.advance()) == dict.fromkeys(("a0", "b1", "c2", "d3"), "fault")
-    group.membership.cross_lost(1)
+    group.membership.cross_lost(1, "reset")
     assert signals(group.advance()) == {}
     for worker in ("a0", "b1", "c2", "d3"):
         effects = group.join(worker, step=5, in_step=True)
     assert effects.regrouped is not None and effects.regrouped.outcome == "repeat"
     assert group.membership.call is None
+
+
+def fail_together(group: Group, *workers: str, step: int) -> Effects:
+    """The group across replicas fails in the middle of a step, with nobody lost."""
+    group.membership.cross_lost(group.membership.roster.generation, "connection reset")
+    group.advance()
+    for worker in workers:
+        effects = group.join(worker, step=step, in_step=True)
+    return effects
+
+
+def test_regroups_in_a_row_with_neither_a_step_nor_a_loss_end_the_run() -> None:
+    group = Group(replicas=2)
+    group.start("a0", "b1")
+    for _ in range(IN_VAIN - 1):
+        assert fail_together(group, "a0", "b1", step=5).regrouped is not None
+    effects = fail_together(group, "a0", "b1", step=5)
+    assert effects.regrouped is None
+    stop = group.membership.stopped
+    assert stop is not None and effects.answers == {"a0": stop, "b1": stop}
+    assert stop.error is not None and stop.error.startswith(
+        "3 regroups in a row at step 5, with no progress and no worker lost "
+        "(health.max_regroups_without_progress = 3): collectives across replicas fail while all "
+        "workers live. The last failure: connection reset."
+    )
+
+
+@pytest.mark.parametrize("between", ["a step", "a loss"])
+def test_a_step_or_a_loss_in_between_begins_the_row_anew(between: str) -> None:
+    group, step = Group(replicas=2), 5
+    group.start("a0", "b1")
+    for number in range(3 * IN_VAIN):
+        assert fail_together(group, "a0", "b1", step=step).regrouped is not None
+        if between == "a step":
+            step += 1
+        else:
+            group.join(f"s{number}")
+            group.lose(f"s{number}")
 
 
 # -- every order of events -------------------------------------------------------------------------

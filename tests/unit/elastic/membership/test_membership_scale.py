@@ -23,6 +23,7 @@ def test_a_regroup_looks_at_each_worker_a_few_times_not_at_all_of_them_for_each(
         lanes=replicas,
         steps=10,
         start_workers=WORKERS,
+        max_regroups_without_progress=8,
     )
     membership = Membership(config, Progress())
     identities = [Identity(worker=f"w{i}", rank=i, node="n", pid=i) for i in range(WORKERS)]

@@ -39,7 +39,7 @@ class Link(QuietLink):
         """See Link."""
         return self.store.check([f"fault {self.generation}"])
 
-    def cross_lost(self) -> None:
+    def cross_lost(self, reason: str) -> None:
         """As the coordinator, which calls all away."""
         self.store.set(f"fault {self.generation}", "")
 
