@@ -40,7 +40,7 @@ class Plan:
     start_workers: int
     lanes: int
     collectives: int
-    """Collectives across replicas in a reduce, one after the other."""
+    """Collectives across replicas in a reduce, and in a restore, one after the other."""
     steps: int
     save_every: int | None
     memory_every: int | None

@@ -268,7 +268,8 @@ class SimWorker:
             read = yield from cross.collective(("read", run.step), applied is not None)
             unreadable = not all(read.values())
             if not unreadable:
-                yield from cross.collective(("handed round", run.step))
+                for number in range(self.world.plan.collectives):
+                    yield from cross.collective(("handed round", run.step, number))
         except Lost:
             lost = True
         agreed = yield from self._inside(("restored", run.generation), (unreadable, lost))

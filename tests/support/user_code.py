@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from trainer.errors import GroupError
+from trainer.replication.replicas import CrossGroup, Flight
+
 
 def model() -> nn.Module:
     return nn.Linear(1, 1)
@@ -18,3 +21,14 @@ def failing_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, i
 
 def endless_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (model(batch) / 0).sum(), batch.numel()
+
+
+def loss_before_a_bad_link(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """From sample 5 on, no collective across replicas comes through on this worker."""
+    if (batch == 5).any():
+        CrossGroup.poll = _fail  # type: ignore[method-assign]
+    return model(batch).square().sum(), batch.numel()
+
+
+def _fail(cross: CrossGroup, flight: Flight) -> None:
+    raise cross._lose(GroupError("the link is bad"))
