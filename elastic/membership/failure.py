@@ -13,6 +13,9 @@ _MISSING = set(get_args(Budget)) - {field.name for field in fields(HealthConfig)
 if _MISSING:
     raise TypeError(f"budgets of causes that HealthConfig lacks: {sorted(_MISSING)}")
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 16.0
+"""Before a roster makes its groups, where those of the roster before failed with nobody lost."""
+
 INCIDENT_S = 10.0
 """Workers that are lost within so many seconds of the first are one incident: a machine, a switch,
 a rack. By then each beat and heartbeat that a common cause has stopped is missed."""
@@ -111,6 +114,15 @@ def decide_in_vain(regroups: int, step: int, most: int, reason: str | None) -> s
         f"all workers live. The last failure: {reason or 'no worker said why'}. Look at the "
         f"network between the nodes: links, MTU, firewalls, the interface that Gloo or NCCL takes"
     )
+
+
+def plan_pause_s(regroups: int) -> float:
+    """How long a roster waits before it makes its groups, after so many regroups in a row as for
+    `decide_in_vain`. Each fails within a tenth of a second where a link is down: without pauses a
+    link that comes back in two seconds would come too late."""
+    if regroups < 2:
+        return 0.0
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (regroups - 2))
 
 
 def count_incidents(losses: Iterable[Loss]) -> int:

@@ -27,7 +27,7 @@ from elastic.membership.conclusion import (
     plan_parts,
 )
 from elastic.membership.decisions import Effects, GroupConfig, Regrouped
-from elastic.membership.failure import decide_in_vain
+from elastic.membership.failure import decide_in_vain, plan_pause_s
 from elastic.membership.formations import Formations
 from elastic.membership.heals import Heals
 from elastic.membership.places import Places
@@ -411,6 +411,7 @@ class Membership:
             restore=restore,
             source="memory" if restore and step > progress.restore_step else "store",
             recorded=progress.recorded,
+            pause_s=plan_pause_s(progress.in_vain) if self.call == "fault" else 0.0,
             meet=self._meet,
         )
 

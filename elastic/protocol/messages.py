@@ -175,6 +175,8 @@ class Order:
     """Where `restore` reads: the checkpoint store, or the snapshot in the nodes' memory."""
     recorded: int
     """Steps that the coordinator has records of."""
+    pause_s: float
+    """How long to wait before the groups are made: those before have failed, with nobody lost."""
     meet: tuple[str, int]
     """Host and port of the store where process groups meet."""
 

@@ -30,5 +30,5 @@ def loss_before_a_bad_link(model: nn.Module, batch: torch.Tensor) -> tuple[torch
     return model(batch).square().sum(), batch.numel()
 
 
-def _fail(cross: CrossGroup, flight: Flight) -> None:
-    raise cross._lose(GroupError("the link is bad"))
+def _fail(self: CrossGroup, flight: Flight) -> None:
+    raise self._lose(GroupError("the link is bad"))

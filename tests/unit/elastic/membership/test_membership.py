@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from elastic.membership.decisions import Effects, GroupConfig
+from elastic.membership.failure import FIRST_PAUSE_S
 from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
 from elastic.protocol.messages import Build, Identity, Leave, Report, Run, Signal, Standing, Stop
@@ -1092,8 +1093,9 @@ def fail_together(group: Group, *workers: str, step: int) -> Effects:
 def test_regroups_in_a_row_with_neither_a_step_nor_a_loss_end_the_run() -> None:
     group = Group(replicas=2)
     group.start("a0", "b1")
-    for _ in range(IN_VAIN - 1):
-        assert fail_together(group, "a0", "b1", step=5).regrouped is not None
+    for pause_s in (0.0, FIRST_PAUSE_S):
+        effects = fail_together(group, "a0", "b1", step=5)
+        assert {run_of(effects, worker).pause_s for worker in ("a0", "b1")} == {pause_s}
     effects = fail_together(group, "a0", "b1", step=5)
     assert effects.regrouped is None
     stop = group.membership.stopped
@@ -1110,7 +1112,8 @@ def test_a_step_or_a_loss_in_between_begins_the_row_anew(between: str) -> None:
     group, step = Group(replicas=2), 5
     group.start("a0", "b1")
     for number in range(3 * IN_VAIN):
-        assert fail_together(group, "a0", "b1", step=step).regrouped is not None
+        effects = fail_together(group, "a0", "b1", step=step)
+        assert run_of(effects, "a0").pause_s <= FIRST_PAUSE_S
         if between == "a step":
             step += 1
         elif number % 2:
