@@ -248,8 +248,8 @@ class Membership:
         self.waiting.clear()
 
     def _decide(self, effects: Effects) -> None:
-        self._free_survivors(effects)
         self._call(effects)
+        self._free_survivors(effects)
         if self._reassemble(effects):
             self._build(self.formations.from_pool(), effects)
             self._conclude(effects)
@@ -279,9 +279,11 @@ class Membership:
             del self.waiting[worker], self.members[worker]
 
     def _free_survivors(self, effects: Effects) -> None:
-        """Calls those who build for a replica that will not come about."""
+        """Calls those who build for a replica that will not come about, and those of one that has
+        broken after a call: they may wait in it for the one that is lost."""
         for replica in self.formations.take_broken():
-            self._signal(replica.workers, "fault", effects)
+            uncalled = [worker for worker in replica.workers if worker not in effects.signals]
+            self._signal(uncalled, "fault", effects)
 
     def _reassemble(self, effects: Effects) -> bool:
         """Where no replica with state is left, has one made of the survivors. Returns whether that

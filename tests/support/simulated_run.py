@@ -57,7 +57,7 @@ class Plan:
     crashes: int
     """Times that the coordinator is lost, and started anew."""
     silent: bool
-    """A death does not wake those who wait across replicas: a signal has to."""
+    """As on NCCL, a death does not wake those who wait for the dead: a signal has to."""
     by_priority: bool
     """Whoever has the highest (random, sometimes changing) priority moves, not just anyone."""
 
@@ -513,6 +513,8 @@ class World:
         signal = self.posted[worker.name]
         self.trace.append(f"{worker.name} hears {signal}")
         worker.heard = worker.called[signal.kind] = signal.serial
+        if signal.broken and signal.serial > worker.settled and self.plan.silent:
+            worker.replica_aborted = worker.built > 0
         return True
 
     def _written(self, worker: SimWorker) -> bool:

@@ -1,11 +1,11 @@
 """A simulated worker: a generator that follows `elastic/worker/worker.py`, `trainer/loop/steps.py`,
 `trainer/recovery/heal.py` and `elastic/worker/coordinator_link.py`, and yields what it waits for.
 
-What is known of the network: a collective inside a replica fails for its survivors once a member is
-gone. One across replicas may do so (Gloo), or may wait until a signal calls its worker away (NCCL,
-or a frozen peer); those who complete it get the same values, while it may fail for others of them.
-Waiting for a group to gather ends only when all are there, or with a signal. `simulated_run.py`
-decides who moves when.
+What is known of the network: a collective fails for those who wait in it once a member is gone
+(Gloo), or only when a signal calls its worker away, or says that its own replica is broken (NCCL, or
+a frozen peer). Those who complete one across replicas get the same values, while it may fail for
+others of them. Waiting for a group to gather ends only when all are there, or with a signal.
+`simulated_run.py` decides who moves when.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class SimWorker:
         """Of the roster that it worked in last."""
         self.meet = 0
         """The coordinator at whose store its process groups meet."""
+        self.replica_aborted = False
+        """It was told that its replica is broken, and has aborted the replica's group."""
         self.waits_for_answer = False
         self.place_in_run = Standing(identity=self.identity)
         """As in `CoordinatorLink`."""
@@ -183,7 +185,7 @@ class SimWorker:
         if self.replica is not None:
             self.replica.closed.add(self.name)
         self.replica = None
-        self.built, self.finished = 0, False
+        self.built, self.finished, self.replica_aborted = 0, False, False
 
     def _build(self, answer: Build) -> Life:
         checks.check_build(self.world, self, answer)
@@ -194,7 +196,7 @@ class SimWorker:
         self.replica = channel = self.world.channels["replica", answer.formed]
         assert channel.members[answer.rank] == self.name
         yield from self._gather(channel)
-        yield from self._inside("init")
+        yield from self._inside("init", hears=True)
         self.built = answer.formed
 
     def _train(self, run: Run) -> Life:
@@ -401,8 +403,16 @@ class SimWorker:
             fails=lambda: self.leave_now() or (notices and world.incarnation != incarnation),
         )
 
-    def _inside(self, key: Any, value: Any = None, needs: tuple[str, ...] | None = None) -> Life:
-        """A collective of the replica; it completes once `needs` (default: all) have entered."""
+    def _inside(
+        self,
+        key: Any,
+        value: Any = None,
+        needs: tuple[str, ...] | None = None,
+        *,
+        hears: bool = False,
+    ) -> Life:
+        """A collective of the replica; it completes once `needs` (default: all) have entered. That
+        in which its group is made `hears` calls."""
         channel = self.replica
         assert channel is not None
         if len(channel.members) == 1:
@@ -410,13 +420,17 @@ class SimWorker:
             return {self.name: value}
         there = channel.entered.setdefault(key, {})
         there[self.name] = value
-        needs = needs or channel.members
+        needs, wakes = needs or channel.members, not self.world.plan.silent
         return (
             yield Wait(
                 str(key),
                 lambda: all(name in there for name in needs),
                 lambda: there,
-                fails=lambda: self.world.any_gone(channel),
+                fails=lambda: (
+                    self.replica_aborted
+                    or (hears and self.leave_now())
+                    or (wakes and self.world.any_gone(channel))
+                ),
             )
         )
 

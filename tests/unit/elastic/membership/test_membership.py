@@ -1081,6 +1081,16 @@ def test_a_group_across_replicas_that_fails_calls_all_away_once() -> None:
     assert group.membership.call is None
 
 
+def test_the_survivors_of_a_replica_that_breaks_after_a_call_are_told() -> None:
+    """They may wait in it for the one that is lost, and on NCCL nothing else ends that."""
+    group = Group(replicas=2, each=2)
+    group.start("a0", "b1", "c2", "d3")
+    group.membership.cross_lost(1, "reset")
+    assert not any(signal.broken for signal in group.advance().signals.values())
+    assert group.lose("d3").signals == {"c2": Signal(serial=2, kind="fault", broken=True)}
+    assert group.advance().signals == {}
+
+
 def fail_together(group: Group, *workers: str, step: int) -> Effects:
     """The group across replicas fails in the middle of a step, with nobody lost."""
     group.membership.cross_lost(group.membership.roster.generation, "connection reset")
