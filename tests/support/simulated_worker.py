@@ -2,8 +2,8 @@
 `trainer/recovery/heal.py` and `elastic/worker/coordinator_link.py`, and yields what it waits for.
 
 What is known of the network: a collective fails for those who wait in it once a member is gone
-(Gloo), or only when a signal calls its worker away, or says that its own replica is broken (NCCL, or
-a frozen peer). Those who complete one across replicas get the same values, while it may fail for
+(Gloo), or only when a signal calls its worker away, or says that its own replica is broken (NCCL,
+or a frozen peer). Those who complete one across replicas get the same values, while it may fail for
 others of them. Waiting for a group to gather ends only when all are there, or with a signal.
 `simulated_run.py` decides who moves when.
 """
