@@ -238,6 +238,7 @@ def _config(workers: int, directory: Path) -> CoordinatorConfig:
             lanes=LANES,
             steps=1000,
             start_workers=workers,
+            max_regroups_without_progress=8,
         ),
         paths=RunPaths(root=directory),
         health=HealthConfig(max_crashes=workers),

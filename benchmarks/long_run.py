@@ -190,6 +190,7 @@ def coordinator_config(steps: int, directory: Path) -> CoordinatorConfig:
             lanes=LANES,
             steps=steps,
             start_workers=REPLICAS + 1,
+            max_regroups_without_progress=8,
         ),
         paths=RunPaths(root=directory),
         # A call waits so long for those who do not follow it; here an hour passes in a second.

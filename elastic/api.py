@@ -196,6 +196,7 @@ class ElasticTrainer:
                 lanes=self.lanes,
                 steps=self.train.steps,
                 start_workers=plan.workers(parallel),
+                max_regroups_without_progress=self.health.max_regroups_without_progress,
             ),
             paths=paths,
             health=self.health,

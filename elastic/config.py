@@ -82,6 +82,10 @@ class HealthConfig:
     max_preemptions: int = 200
     """Incidents of workers taken away with notice before they could leave, with no step committed
     in between, that end the run."""
+    max_regroups_without_progress: int = 8
+    """Regroups in a row after faults, with no step committed and no worker lost in between, that
+    end the run: collectives across replicas fail and nobody dies, as on a link that drops packets
+    of one size."""
     max_same_step_errors: int = 2
     """Replicas with an exception in user code, or out of memory, at one step, or the same one
     formed anew, that end the run."""

@@ -263,6 +263,17 @@ class Coordinator(CoordinatorApi):
     async def heal_failed(self, worker: str, reason: str) -> None:
         await self._heal_news.failed(worker, reason)
 
+    @_when_known
+    async def cross_lost(self, worker: str, generation: int, reason: str) -> None:
+        if self._membership.cross_lost(generation, reason):
+            slot = self._membership.slot_name(worker)
+            self._records.note(
+                events.CrossGroupLost(
+                    time=time.time(), generation=generation, slot=slot, reason=reason
+                )
+            )
+            await self._dispatcher.advance()
+
     async def compare(self, slot: str, digest: str) -> None:
         if not self._records.compare(slot, digest):
             await self.fail(f"replicas differ at the end of the run in {slot}: this is a bug")

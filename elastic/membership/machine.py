@@ -27,6 +27,7 @@ from elastic.membership.conclusion import (
     plan_parts,
 )
 from elastic.membership.decisions import Effects, GroupConfig, Regrouped
+from elastic.membership.failure import decide_in_vain, plan_pause_s
 from elastic.membership.formations import Formations
 from elastic.membership.heals import Heals
 from elastic.membership.places import Places
@@ -83,7 +84,9 @@ class Membership:
         self._refused: dict[str, Stop | Leave] = {}
         """Have joined where nothing can come of it, and are told so by the next decision."""
         self._broke_off = False
-        """A worker with a slot has left its step with nobody calling it."""
+        """A worker with a slot has left its step with nobody calling it, or is about to."""
+        self._cross_failure: str | None = None
+        """Why a group across replicas of the roster has failed, where a worker has told."""
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -123,6 +126,7 @@ class Membership:
         if worker not in self._lost:
             self._lost.add(worker)
             self.formations.lose(worker)
+            self.progress.lost()
         return self.members.pop(worker, None)
 
     def drain(self, worker: str, *, dismiss: bool = False) -> None:
@@ -144,6 +148,15 @@ class Membership:
     def stop(self, error: str) -> None:
         """The run ends with `error`, where it has not ended already."""
         self.stopped = self.stopped or Stop(error=error)
+
+    def cross_lost(self, generation: int, reason: str) -> bool:
+        """A group across replicas has failed for a worker of the roster `generation`. It may wait
+        inside its replica for one that waits for another replica: only a call ends that. Returns
+        whether it is the first such news of that roster."""
+        if generation != self.roster.generation or self._cross_failure is not None:
+            return False
+        self._broke_off, self._cross_failure = True, reason
+        return True
 
     def caught_up(self, worker: str) -> Replica | None:
         """A newcomer's worker has the state. Returns its replica where it was the last of it."""
@@ -249,8 +262,8 @@ class Membership:
         self.waiting.clear()
 
     def _decide(self, effects: Effects) -> None:
-        self._free_survivors(effects)
         self._call(effects)
+        self._free_survivors(effects)
         if self._reassemble(effects):
             self._build(self.formations.from_pool(), effects)
             self._conclude(effects)
@@ -280,9 +293,11 @@ class Membership:
             del self.waiting[worker], self.members[worker]
 
     def _free_survivors(self, effects: Effects) -> None:
-        """Calls those who build for a replica that will not come about."""
+        """Calls those who build for a replica that will not come about, and those of one that has
+        broken after a call: they may wait in it for the one that is lost."""
         for replica in self.formations.take_broken():
-            self._signal(replica.workers, "fault", effects)
+            uncalled = [worker for worker in replica.workers if worker not in effects.signals]
+            self._signal(uncalled, "fault", effects)
 
     def _reassemble(self, effects: Effects) -> bool:
         """Where no replica with state is left, has one made of the survivors. Returns whether that
@@ -385,6 +400,13 @@ class Membership:
         if step == 0 and outcome == "restore" and progress.unreadable is not None:
             self.stop(progress.unreadable)  # never silently from the seed
             return
+        if self.call == "fault":
+            progress.interrupted(step)
+            most, reason = self.config.max_regroups_without_progress, self._cross_failure
+            error = decide_in_vain(progress.in_vain, step, most, reason)
+            if error is not None:
+                self.stop(error)
+                return
         lost = max(0, progress.reached - step) if outcome == "restore" else 0
         progress.begin(step, back=not staying)
         self.roster = next_roster(
@@ -425,6 +447,7 @@ class Membership:
             source="memory" if restore and step > progress.restore_step else "store",
             recorded=progress.recorded,
             until=step if self.winding_down else self.until,
+            pause_s=plan_pause_s(progress.in_vain) if self.call == "fault" else 0.0,
             meet=self._meet,
         )
 
@@ -434,7 +457,7 @@ class Membership:
         for worker in workers:
             del self.waiting[worker]
         self.places.seat(self.roster.replicas)
-        self.call, self._broke_off = None, False
+        self.call, self._broke_off, self._cross_failure = None, False, None
 
     def _signal(self, workers: Iterable[str], kind: SignalKind, effects: Effects) -> None:
         """Calls those of `workers` that are at work."""

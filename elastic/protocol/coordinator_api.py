@@ -65,6 +65,10 @@ class WorkerCalls(Protocol):
     async def heal_failed(self, worker: str, reason: str) -> None:
         """A newcomer's worker did not get the state."""
 
+    async def cross_lost(self, worker: str, generation: int, reason: str) -> None:
+        """The group across replicas of roster `generation` has failed for a worker that nobody has
+        called away: all of the roster are."""
+
     async def compare(self, slot: str, digest: str) -> None:
         """A worker's state at the end: the workers in `slot` of all replicas must agree."""
 

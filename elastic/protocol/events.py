@@ -96,6 +96,19 @@ class WorkerLost(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CrossGroupLost(Event):
+    """A collective across replicas has failed, or its group could not be made: the first news of a
+    roster, as its worker saw it."""
+
+    generation: int
+    """Generation of the roster."""
+    slot: str | None
+    """Place of the worker; None where its replica is gone by now."""
+    reason: str
+    """What its backend said."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RegroupCalled(Event):
     """The coordinator called all workers together for a new roster."""
 

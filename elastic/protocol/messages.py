@@ -177,6 +177,8 @@ class Order:
     """Steps that the coordinator has records of."""
     until: int
     """Steps at which the run ends: earlier than planned where it was asked to stop."""
+    pause_s: float
+    """How long to wait before the groups are made: those before have failed, with nobody lost."""
     meet: tuple[str, int]
     """Host and port of the store where process groups meet."""
 

@@ -65,8 +65,9 @@ class CoordinatorLink:
         self._settled = 0
         self._run: Run | None = None
         self._standing = Standing(identity=identity)
-        self._heal_news: Callable[[], ObjectRef[None]] | None = None
-        """Sends what became of this worker's heal: once more to another coordinator."""
+        self._news: list[Callable[[], ObjectRef[None]]] = []
+        """Each sends what this worker has told of its part in the roster: once more to another
+        coordinator."""
         self._save_schedule = SaveSchedule(job.checkpoint)
         self.outbox = Outbox(job.coordinator, self._save_schedule.ask)
         self.saves = Saver(job, identity, self.outbox, self._save_schedule, self.leave_now)
@@ -102,7 +103,7 @@ class CoordinatorLink:
             workers = self._job.train.parallel.workers
             self.injection.slot = answer.replica * workers + answer.rank
         if isinstance(answer, Run):
-            self._heal_news = None
+            self._news = []
 
     def trouble(self, step: int | None, detail: str, cause: Cause) -> bool:
         """Reports an exception. Returns whether it was only the loss of a peer."""
@@ -174,19 +175,25 @@ class CoordinatorLink:
         self._standing = replace(self._standing, behind=False)
         seconds = time.monotonic() - newcomer.started_at
         worker, size, steps = self._identity.worker, newcomer.bytes, newcomer.steps_behind
-        self._tell_of_heal(
+        self._tell(
             lambda: self._coordinator.send(CoordinatorApi.caught_up, worker, size, seconds, steps)
         )
 
     def heal_failed(self, reason: str) -> None:
         """See Link."""
         worker = self._identity.worker
-        self._tell_of_heal(
-            lambda: self._coordinator.send(CoordinatorApi.heal_failed, worker, reason)
+        self._tell(lambda: self._coordinator.send(CoordinatorApi.heal_failed, worker, reason))
+
+    def cross_lost(self, reason: str) -> None:
+        """The group across replicas has failed, and nobody has announced a fault."""
+        assert self._run is not None
+        worker, generation = self._identity.worker, self._run.generation
+        self._tell(
+            lambda: self._coordinator.send(CoordinatorApi.cross_lost, worker, generation, reason)
         )
 
-    def _tell_of_heal(self, send: Callable[[], ObjectRef[None]]) -> None:
-        self._heal_news = send
+    def _tell(self, send: Callable[[], ObjectRef[None]]) -> None:
+        self._news.append(send)
         send()
 
     def compared(self, step: int, checksums: list[int | None]) -> None:
@@ -292,7 +299,7 @@ class CoordinatorLink:
     def _tell_again(self) -> None:
         """Repeats what the coordinator that was lost may not have heard, or have told nobody."""
         with contextlib.suppress(ray.exceptions.RayError):
-            if self._heal_news is not None:
-                until_answered(self._heal_news)
+            for send in tuple(self._news):
+                until_answered(send)
             if self.saves.hand_in_again is not None:
                 self.saves.hand_in_again()

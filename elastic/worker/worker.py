@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 import traceback
 import uuid
 from typing import Any
@@ -57,6 +58,8 @@ _CAUSES: dict[Origin, Cause] = {
     "code": USER_ERROR,
 }
 """What a worker is lost for, by the origin of its exception."""
+
+_PAUSE_TICK_S = 0.01
 
 _LEASES_OF_SILENCE = 2
 """By then the coordinator has written off the node of a peer that is not heard any more: the error
@@ -231,6 +234,7 @@ class Worker:
         assert self.engine is not None
         self.generation = run.generation
         self.link.at_step(run.step, "regroup")
+        self.pause(run.pause_s)
         if run.restore or run.position in dict(run.heals):
             self.progress = None  # void, or a peer lacks its part: the whole replica takes it anew
         cross = self.make_cross_group(run, self.engine)
@@ -257,6 +261,12 @@ class Worker:
         if self.finished and self.progress is not None:
             self.finished = self.finish(run)
 
+    def pause(self, seconds: float) -> None:
+        """Waits, unless it is called away."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.link.leave_now():
+            time.sleep(_PAUSE_TICK_S)
+
     def make_cross_group(self, run: Run, engine: Engine) -> CrossGroup:
         """The group over this worker's (shard, tensor) in all replicas."""
         return CrossGroup(
@@ -267,6 +277,7 @@ class Worker:
             rank=run.position,
             device=self.job.scaling.device,
             leave_now=self.link.leave_now,
+            on_lost=self.link.cross_lost,
         )
 
     def catch_up(self, run: Run, cross: CrossGroup) -> None:

@@ -30,6 +30,7 @@ GROUPS = GroupConfig(
     lanes=1,
     steps=STEPS,
     start_workers=1,
+    max_regroups_without_progress=8,
 )
 SPARE = Identity(worker="spare", rank=1, node="n", pid=2)
 

@@ -61,6 +61,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
         lanes=1,
         steps=30,
         start_workers=1,
+        max_regroups_without_progress=8,
     )
     config = CoordinatorConfig(
         groups=groups,

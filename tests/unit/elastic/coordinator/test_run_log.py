@@ -47,6 +47,7 @@ class Desk:
             lanes=replicas,
             steps=STEPS,
             start_workers=replicas * each,
+            max_regroups_without_progress=8,
         )
         train = TrainConfig(task=None, steps=STEPS, global_batch=replicas)
         config = CoordinatorConfig(

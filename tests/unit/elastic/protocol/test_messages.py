@@ -35,7 +35,7 @@ RECORD = StepRecord(
 IDENTITY = Identity(worker="w0-abc", rank=0, node="f00", pid=42)
 ORDER = Order(
     generation=2, lanes=((0, 2), (1,), ()), step=5, commit=COMMIT, heals=((2, 0),), restore=False,
-    source="store", recorded=4, until=9, meet=("h", 1),
+    source="store", recorded=4, until=9, pause_s=0.5, meet=("h", 1),
 )  # fmt: skip
 ALL = [
     IDENTITY,
@@ -50,7 +50,7 @@ ALL = [
     Run(
         generation=2, replica=1, rank=0, position=1, lanes=((0, 2), (1,), ()), step=5,
         commit=COMMIT, heals=((2, 0),), restore=False, source="store",
-        recorded=4, until=9, meet=("h", 1), serial=9,
+        recorded=4, until=9, pause_s=0.5, meet=("h", 1), serial=9,
     ),
     ORDER,
     Death(worker="w0-abc", cause=HANG, detail="stopped"),

@@ -37,6 +37,7 @@ def run(*, position: int, recorded: int = 0, restore: bool = False) -> Run:
         generation=1, replica=position, rank=0, position=position, lanes=((0,), (1,)),
         step=recorded,
         commit=None, heals=(), restore=restore, source="store", recorded=recorded, until=9,
+        pause_s=0.0,
         meet=("h", 1), serial=1,
     )  # fmt: skip
 
