@@ -1,10 +1,10 @@
 """Peers whose machine is gone without a word: no power, no network.
 
 A process that dies closes its sockets, which wakes its peers. A machine that vanishes closes
-nothing: a Gloo collective waits for it until its timeout, and cannot be woken from outside. So the
-kernel is asked to watch the group's connections: it probes those that are idle, and fails them
-when nothing was acknowledged for a while. A busy or frozen process does not matter, because the
-other machine's kernel acknowledges for it.
+nothing: a Gloo collective waits for it until its timeout, a call to the store for ever, and neither
+can be woken from outside. So the kernel is asked to watch the connections: it probes those that are
+idle, and fails them when nothing was acknowledged for a while. A busy or frozen process does not
+matter, because the other machine's kernel acknowledges for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ import socket
 from collections.abc import Iterator
 
 _PROBE_EVERY_S = 1
+_FEW_PROBES = 3
+"""In the time that a machine may be silent, where there are to be few."""
 _MILLISECONDS = 1000
+
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 _TCP_ESTABLISHED = 1
 """State of a connection in the kernel's `tcp_info`."""
@@ -50,9 +54,29 @@ def limit_silence(silent_s: float, *, but_port: int) -> Iterator[Connections]:
     for inode, number in _sockets().items():
         if inode not in before:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as made:
-                _watch(made, silent_s)
+                _watch(made, silent_s, probe_every_s=_PROBE_EVERY_S)
                 if made.getpeername()[1] != but_port:
                     connections.add(inode)
+
+
+def limit_silence_towards(port: int, silent_s: float) -> None:
+    """As `limit_silence`, for this process's connections to `port` that are open now. The probes are
+    few, as all workers have such connections to one machine."""
+    for connection in _towards(port):
+        _watch(connection, silent_s, probe_every_s=max(1, int(silent_s / _FEW_PROBES)))
+
+
+def cut_connections(port: int) -> None:
+    """Shuts down this process's connections to `port`: who waits in one gets an error at once."""
+    for connection in _towards(port):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _towards(port: int) -> Iterator[socket.socket]:
+    for number in _sockets().values():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            if connection.family in _INTERNET and connection.getpeername()[1] == port:
+                yield connection
 
 
 def _established(number: int | None) -> bool:
@@ -74,11 +98,11 @@ def _sockets() -> dict[str, int]:
     return found
 
 
-def _watch(connection: socket.socket, silent_s: float) -> None:
+def _watch(connection: socket.socket, silent_s: float, probe_every_s: int) -> None:
     """Raises OSError for a socket that is not TCP."""
     connection.setsockopt(
         socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_s * _MILLISECONDS)
     )
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_EVERY_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_every_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_every_s)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
