@@ -49,25 +49,28 @@ class DeafProxy:
 
     def drop(self) -> None:
         """Closes all connections; it goes on to take new ones."""
+        self._loop.call_soon_threadsafe(self._close)
 
-        def close() -> None:
-            while self._writers:
-                self._writers.pop().close()
-
-        self._loop.call_soon_threadsafe(close)
+    def _close(self) -> None:
+        while self._writers:
+            self._writers.pop().transport.abort()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(asyncio.start_server(self._serve, sock=self._listening))
+        server = self._loop.run_until_complete(
+            asyncio.start_server(self._serve, sock=self._listening)
+        )
         self._loop.run_forever()
+        server.close()
+        self._close()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.append(writer)
         there, on = await asyncio.open_connection("127.0.0.1", self._target)
+        self._writers += [writer, on]
         await asyncio.gather(self._forward(reader, on), self._forward(there, writer))
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -162,7 +162,8 @@ def _connections(host: str, port: int, timeout_s: float, silent_s: float) -> _Co
 
 @atexit.register
 def close_connections() -> None:
-    """Ends the threads that make connections ahead or wait for the store, within `_TRY_S`.
+    """Ends the threads that make connections ahead or wait for the store, within 3 x `_TRY_S`:
+    torch, cut off while it connects, goes on trying for one.
 
     One that came back from native code while the interpreter is torn down would abort the process,
     which looks like a crash. Tests that have a store in their own process call it too.
@@ -172,7 +173,7 @@ def close_connections() -> None:
         _open.clear()
     threads = [thread for connections in every for thread in connections.close()]
     threads += threads_aside()
-    deadline_s = time.monotonic() + _TRY_S
+    deadline_s = time.monotonic() + 3 * _TRY_S
     for thread in threads:
         thread.join(_PAUSE_S)
         while thread.is_alive() and time.monotonic() < deadline_s:

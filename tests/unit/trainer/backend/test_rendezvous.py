@@ -121,9 +121,8 @@ def test_who_makes_a_connection_to_a_store_that_does_not_answer_can_be_ended(
     error, _ = error_of(lambda: gather(meet, "two", 2, lambda: bool(connecting())))
     assert isinstance(error, GroupError)
     assert connecting()
-    began = time.monotonic()
     close_connections()
-    assert not connecting() and time.monotonic() - began < 5
+    assert not connecting()
 
 
 def test_a_connection_that_has_died_since_it_was_made_is_passed_over(proxy: DeafProxy) -> None:
