@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -146,33 +144,3 @@ def test_the_kernel_watches_every_connection(proxy: DeafProxy) -> None:
         found.append((idle_s, connection.getsockopt(option, socket.TCP_USER_TIMEOUT)))
     assert found == [(4, 12_000)] * 4, "one in use, and three made ahead"
     assert kept.check(["key"]) is False
-
-
-LEFT_WAITING = """
-import threading
-import torch.distributed as dist
-from tests.support.deaf_proxy import DeafProxy
-from trainer.backend.groups import gather
-from trainer.backend.rendezvous import Rendezvous
-from trainer.errors import GroupError
-
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-proxy = DeafProxy(store.port)
-proxy.__enter__()
-meet = Rendezvous(host="127.0.0.1", port=proxy.port, timeout_s=600)
-gather(meet, "one", 1, bool)
-proxy.deafen()
-called = threading.Event()
-threading.Timer(0.2, called.set).start()
-try:
-    gather(meet, "two", 2, called.is_set)
-except GroupError:
-    print("left")
-"""
-
-
-def test_a_process_ends_well_while_it_waits_for_the_store() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", LEFT_WAITING], capture_output=True, text=True, timeout=100
-    )
-    assert (ended.returncode, ended.stdout) == (0, "left\n"), ended.stderr
