@@ -34,6 +34,7 @@ from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.failover import Failover
 from elastic.coordinator.fault_injection import Injections
 from elastic.coordinator.heal_news import HealNews
+from elastic.coordinator.listening import host_store
 from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.replay import replay
 from elastic.coordinator.restores import Restores
@@ -54,7 +55,7 @@ from elastic.protocol.messages import Answer, Death, Identity, Report, Signal, S
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import find_checkpoint
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
-from elastic.ray_compat.cluster import host_store, started_anew
+from elastic.ray_compat.cluster import own_address, started_anew
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ class Coordinator(CoordinatorApi):
     def __init__(self, config: CoordinatorConfig) -> None:
         anew = started_anew()
         self.config = config = _as_stored(config) if anew else config
-        host, port, self._store = host_store()
+        host = own_address()
+        self._store = host_store(host)
         self._membership = Membership(
             config.groups,
             Progress(
@@ -96,12 +98,12 @@ class Coordinator(CoordinatorApi):
                 restore_step=config.restore_step,
                 snapshot_step=0 if config.snapshot is None else config.snapshot.step,
             ),
-            meet=(host, port),
+            meet=(host, self._store.port),
         )
         self._records = RunLog(config, self._membership)
         self._dispatcher = Dispatcher(self._membership, self._records, self._carry_on)
         self._snapshots = self._make_snapshots()
-        self._agents = NodeAgents(config.health, (host, port))
+        self._agents = NodeAgents(config.health, (host, self._store.port))
         self._workers = Workers(
             config, self._membership, self._dispatcher, self._records, self._agents, self._snapshots
         )

@@ -1,6 +1,6 @@
 """One of two hosts: the first has the store, the second waits in it for a peer that never comes.
 
-    python tests/support/store_over_hosts.py RANK STORE_HOST SILENT_S
+python tests/support/store_over_hosts.py RANK STORE_HOST SILENT_S
 """
 
 from __future__ import annotations

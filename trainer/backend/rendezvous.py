@@ -3,9 +3,9 @@
 Making a connection looks up names, which can take seconds where a name service does not answer. So
 connections are made ahead, by a thread, and a regroup only takes one.
 
-A call to the store waits in native code for its answer, without a bound where none comes. So each is
-made on a thread of its own (`aside.py`), which is left to itself where the caller will not wait any
-more. It ends when the kernel finds the connection dead (`silence.py`), when the store's process
+A call to the store waits in native code for its answer, without a bound where none comes. So each
+is made on a thread of its own (`aside.py`), which is left to itself where the caller will not wait
+any more. It ends when the kernel finds the connection dead (`silence.py`), when the store's process
 ends, or when this process does.
 """
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.deaf_proxy import DeafProxy
-from trainer.backend import silence
+from tests.support.sockets import connections_to
 from trainer.backend.aside import threads_aside
 from trainer.backend.groups import gather
 from trainer.backend.polling import LEFT
@@ -138,9 +138,10 @@ def test_the_kernel_watches_every_connection(proxy: DeafProxy) -> None:
     while connecting():
         connecting()[0].join()
     option, found = socket.IPPROTO_TCP, []
-    for connection in silence._towards(proxy.port):
+    for connection in connections_to(proxy.port):
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle_s = connection.getsockopt(option, socket.TCP_KEEPIDLE)
         found.append((idle_s, connection.getsockopt(option, socket.TCP_USER_TIMEOUT)))
+        connection.close()
     assert found == [(4, 12_000)] * 4, "one in use, and three made ahead"
     assert kept.check(["key"]) is False
