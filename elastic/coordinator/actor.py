@@ -344,6 +344,9 @@ class Coordinator(CoordinatorApi):
     async def ended(self, workers: list[tuple[str, int]]) -> None:
         await self._workers.lose_unwatched(workers)
 
+    async def awake(self) -> None:
+        pass
+
     async def verdict(self) -> Stop | None:
         return self._membership.stopped
 

@@ -149,6 +149,9 @@ class DriverCalls(Protocol):
     async def ended(self, workers: list[tuple[str, int]]) -> None:
         """Ray Train's controller has seen the end of these, each given by node and process."""
 
+    async def awake(self) -> None:
+        """Returns at once: calls are answered."""
+
     async def verdict(self) -> Stop | None:
         """How the run ended; None while it goes on."""
 
