@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
-
-from torch._C._distributed_c10d import TCPStore
+from typing import Any
 
 from trainer.backend.silence import watch_silence
 
@@ -30,12 +29,14 @@ def open_beats(host: str) -> socket.socket:
     return listening
 
 
-def host_store(host: str) -> TCPStore:
-    """The store where process groups meet, hosted by this process for as long as it is referred to.
+def host_store(host: str) -> Any:
+    """The TCPStore where process groups meet, hosted by this process while it is referred to.
 
     Args:
         host: this machine's address in the cluster.
     """
+    from torch._C._distributed_c10d import TCPStore  # every process that calls one imports this
+
     listening = _bind(host, socket.SOCK_STREAM)
     watch_silence(listening, _SILENT_S, _PROBE_EVERY_S)  # what it accepts inherits that
     own, port, *_ = listening.getsockname()
