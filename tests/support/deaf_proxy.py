@@ -26,6 +26,8 @@ class DeafProxy:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
         """Where it listens."""
+        self.swallowed = 0
+        """Pieces of data that came while it was deaf."""
         self._loop = asyncio.new_event_loop()
         self._writers: list[asyncio.StreamWriter] = []
         self._thread = threading.Thread(target=self._run, name="deaf-proxy", daemon=True)
@@ -46,6 +48,10 @@ class DeafProxy:
     def deafen(self) -> None:
         """From now on nothing is forwarded; new connections are taken and not answered."""
         self._hears.clear()
+
+    def hear(self) -> None:
+        """Forwards again. What came meanwhile is lost, and who waits for an answer waits on."""
+        self._hears.set()
 
     def drop(self) -> None:
         """Closes all connections; it goes on to take new ones."""
@@ -78,5 +84,7 @@ class DeafProxy:
             while data := await reader.read(1 << 16):
                 if self._hears.is_set():
                     writer.write(data)
+                else:
+                    self.swallowed += 1
         if self._hears.is_set():
             writer.close()

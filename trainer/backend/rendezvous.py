@@ -24,7 +24,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError
 
-from trainer.backend.aside import threads_aside
+from trainer.backend.aside import make_aside, threads_aside
 from trainer.backend.polling import poll_until
 from trainer.backend.silence import cut_connections, limit_silence_towards
 from trainer.errors import GroupError
@@ -33,8 +33,7 @@ _AHEAD = 3
 """A regroup takes one connection for the groups across replicas and perhaps one for a heal."""
 
 _TRY_S = 5.0
-"""Bound on one attempt to connect, which nothing can interrupt; longer than a name service that
-answers takes."""
+"""Bound on one attempt to connect; longer than a name service that answers takes."""
 
 _PAUSE_S = 0.2
 """Between attempts."""
@@ -140,7 +139,11 @@ class _Connections:
         # Where nobody listens, TCPStore tries for more than twice its timeout.
         socket.create_connection((self._host, self._port), timeout=timeout_s).close()
         bound = timedelta(seconds=timeout_s)
-        store = TCPStore(self._host, self._port, is_master=False, timeout=bound)
+
+        def make() -> TCPStore:
+            return TCPStore(self._host, self._port, is_master=False, timeout=bound)
+
+        store = make_aside(make, self._closed.is_set, 2 * timeout_s)
         limit_silence_towards(self._port, self._silent_s)
         store.set_timeout(timedelta(seconds=self._timeout_s))
         return store
@@ -171,12 +174,15 @@ def close_connections() -> None:
     with _opening:
         every = list(_open.values())
         _open.clear()
-    threads = [thread for connections in every for thread in connections.close()]
-    threads += threads_aside()
     deadline_s = time.monotonic() + 3 * _TRY_S
-    for thread in threads:
-        thread.join(_PAUSE_S)
-        while thread.is_alive() and time.monotonic() < deadline_s:
-            for connections in every:
-                connections.cut()
+
+    def end(threads: list[threading.Thread]) -> None:
+        for thread in threads:
             thread.join(_PAUSE_S)
+            while thread.is_alive() and time.monotonic() < deadline_s:
+                for connections in every:
+                    connections.cut()
+                thread.join(_PAUSE_S)
+
+    end([thread for connections in every for thread in connections.close()])
+    end(threads_aside())  # those that the others have left, too

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.support.deaf_proxy import DeafProxy
 from tests.support.sockets import connections_to
+from trainer.backend import rendezvous
 from trainer.backend.aside import threads_aside
 from trainer.backend.groups import gather
 from trainer.backend.polling import LEFT
@@ -110,17 +111,19 @@ def test_a_call_is_heard_while_the_store_answers_no_more(proxy: DeafProxy) -> No
     assert not threads_aside()
 
 
-def test_who_makes_a_connection_to_a_store_that_does_not_answer_can_be_ended(
-    proxy: DeafProxy,
+def test_a_connection_that_is_never_answered_is_given_up_for_another(
+    proxy: DeafProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch waits in the constructor for an answer, whatever the timeout."""
-    meet = Rendezvous(host="127.0.0.1", port=proxy.port, timeout_s=600)
+    monkeypatch.setattr(rendezvous, "_TRY_S", 0.5)
+    meet = Rendezvous(host="127.0.0.1", port=proxy.port, timeout_s=PATIENCE_S)
     proxy.deafen()
-    error, _ = error_of(lambda: gather(meet, "two", 2, lambda: bool(connecting())))
-    assert isinstance(error, GroupError)
-    assert connecting()
+    with pytest.raises(GroupError, match=LEFT):
+        gather(meet, "one", 1, lambda: proxy.swallowed >= 3)
+    proxy.hear()
+    gather(meet, "two", 1, bool)
     close_connections()
-    assert not connecting()
+    assert not connecting() and not threads_aside()
 
 
 def test_a_connection_that_has_died_since_it_was_made_is_passed_over(proxy: DeafProxy) -> None:
