@@ -48,8 +48,9 @@ from checkpointing import CheckpointConfig
 from elastic import HealthConfig
 from elastic.coordinator.actor import Coordinator
 from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.listening import open_beats
 from elastic.membership.decisions import GroupConfig
-from elastic.node.beats import BeatListener, BeatSender, open_socket
+from elastic.node.beats import BeatListener, BeatSender, name_of
 from elastic.protocol import events
 from elastic.protocol.causes import CRASH
 from elastic.protocol.messages import Build, Identity, Report, Run
@@ -258,17 +259,17 @@ class Beats:
     """An actor that takes the nodes' heartbeats and counts its CPU time."""
 
     def __init__(self) -> None:
-        self.renewed_s: dict[str | bytes, float] = {}
+        self.renewed_s: dict[str, float] = {}
 
-    async def listen(self) -> tuple[str, int]:
+    async def listen(self, tokens: list[str]) -> tuple[str, int]:
         """Takes datagrams from now on. Returns the address to send them to."""
-        listening = open_socket("127.0.0.1")
+        listening, by_name = open_beats("127.0.0.1"), {name_of(token): token for token in tokens}
         await asyncio.get_running_loop().create_datagram_endpoint(
-            lambda: BeatListener(self.renew), sock=listening
+            lambda: BeatListener(by_name, self.renew), sock=listening
         )
         return listening.getsockname()
 
-    def renew(self, node: str | bytes) -> bool:
+    def renew(self, node: str) -> bool:
         """What a heartbeat does."""
         self.renewed_s[node] = time.monotonic()
         return True
@@ -299,8 +300,9 @@ def by_datagram(actor: Any, nodes: int, seconds: float) -> dict[str, float]:
     """Sends beats as the node agents do."""
     import ray
 
-    address = ray.get(actor.listen.remote())
-    senders = [BeatSender(address, f"token of {node}") for node in range(nodes)]
+    tokens = [f"token of {node}" for node in range(nodes)]
+    address = ray.get(actor.listen.remote(tokens))
+    senders = [BeatSender(address, token) for token in tokens]
 
     def send(numbers: range) -> None:
         for number in numbers:

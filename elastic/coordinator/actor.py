@@ -34,6 +34,7 @@ from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.failover import Failover
 from elastic.coordinator.fault_injection import Injections
 from elastic.coordinator.heal_news import HealNews
+from elastic.coordinator.listening import host_store
 from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.replay import replay
 from elastic.coordinator.restores import Restores
@@ -63,7 +64,7 @@ from elastic.protocol.messages import (
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import find_checkpoint
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
-from elastic.ray_compat.cluster import host_store, started_anew
+from elastic.ray_compat.cluster import own_address, started_anew
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ class Coordinator(CoordinatorApi):
     def __init__(self, config: CoordinatorConfig) -> None:
         anew = started_anew()
         self.config = config = _as_stored(config) if anew else config
-        host, port, self._store = host_store()
+        host = own_address()
+        self._store = host_store(host)
         self._membership = Membership(
             config.groups,
             Progress(
@@ -105,12 +107,12 @@ class Coordinator(CoordinatorApi):
                 restore_step=config.restore_step,
                 snapshot_step=0 if config.snapshot is None else config.snapshot.step,
             ),
-            meet=(host, port),
+            meet=(host, self._store.port),
         )
         self._records = RunLog(config, self._membership)
         self._dispatcher = Dispatcher(self._membership, self._records, self._carry_on)
         self._snapshots = self._make_snapshots()
-        self._agents = NodeAgents(config.health, (host, port))
+        self._agents = NodeAgents(config.health, (host, self._store.port))
         self._workers = Workers(
             config, self._membership, self._dispatcher, self._records, self._agents, self._snapshots
         )
@@ -380,6 +382,9 @@ class Coordinator(CoordinatorApi):
             self._records.note(events.StopRequested(time=time.time(), reason=reason))
             self._membership.wind_down()
             await self._dispatcher.advance()
+
+    async def awake(self) -> None:
+        pass
 
     async def verdict(self) -> Stop | None:
         return self._membership.stopped

@@ -4,6 +4,7 @@ out."""
 from __future__ import annotations
 
 import asyncio
+import secrets
 import uuid
 from dataclasses import dataclass
 
@@ -11,8 +12,9 @@ from ray import ObjectRef
 from ray.exceptions import ActorUnschedulableError, RayError
 
 from elastic.config import HealthConfig
+from elastic.coordinator.listening import open_beats
 from elastic.node.agent import NodeAgent
-from elastic.node.beats import BeatListener, key_of, open_socket
+from elastic.node.beats import BeatListener, name_of
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.messages import Identity
 from elastic.protocol.rpc import Remote
@@ -26,9 +28,7 @@ class _Agent:
     """A node agent."""
 
     token: str
-    """Tells it from others that the node may have had."""
-    key: bytes
-    """Stands for the token in its datagrams."""
+    """Tells it from others that the node may have had, and signs its datagrams."""
     handle: Remote[NodeAgent]
     """The actor."""
 
@@ -46,9 +46,10 @@ class NodeAgents:
         self._health, self._address = health, address
         self._coordinator = uuid.uuid4().hex
         self._agents: dict[str, _Agent] = {}
-        self._nodes: dict[bytes, str] = {}  # key of an agent's beats, those of the forgotten too
+        self._tokens: dict[bytes, str] = {}  # by name of an agent, those of the forgotten too
+        self._nodes: dict[str, str] = {}  # by token
         self._renewed_s: dict[str, float] = {}
-        self._socket = open_socket(address[0])
+        self._socket = open_beats(address[0])
         self.check_interval_s = health.node_beat_s / 2
         """How often to call `overdue`."""
         self._clock = AwakeClock(self.check_interval_s)
@@ -56,7 +57,7 @@ class NodeAgents:
     async def listen(self) -> None:
         """Takes beats that come as datagrams from now on. Called once, on the event loop."""
         await asyncio.get_running_loop().create_datagram_endpoint(
-            lambda: BeatListener(self.renew_by_key), sock=self._socket
+            lambda: BeatListener(self._tokens, self.renew_by_token), sock=self._socket
         )
 
     def start(self, node: str, coordinator: Remote[CoordinatorApi]) -> str | None:
@@ -67,7 +68,7 @@ class NodeAgents:
         """
         if node in self._agents:
             return None
-        token = f"{self._coordinator}-{uuid.uuid4().hex}"
+        token = f"{self._coordinator}-{secrets.token_hex()}"
         handle = start_actor(NodeAgent, node=node, max_concurrency=8)(
             coordinator,
             node,
@@ -76,9 +77,8 @@ class NodeAgents:
             (self._address[0], self._socket.getsockname()[1]),
             self._health,
         )
-        agent = _Agent(token=token, key=key_of(token), handle=handle)
-        self._agents[node] = agent
-        self._nodes[agent.key] = node
+        self._agents[node] = _Agent(token=token, handle=handle)
+        self._tokens[name_of(token)], self._nodes[token] = token, node
         return token
 
     def watch(self, identity: Identity) -> ObjectRef[None]:
@@ -130,16 +130,15 @@ class NodeAgents:
         """
         if not token.startswith(self._coordinator):
             return True
-        return self._renew(node, key_of(token))
+        return self._renew(node, token)
 
-    def renew_by_key(self, key: bytes) -> bool | None:
-        """As `renew`, for the key of a datagram; None for one of no agent of this coordinator."""
-        node = self._nodes.get(key)
-        return None if node is None else self._renew(node, key)
+    def renew_by_token(self, token: str) -> bool:
+        """As `renew`, for the agent that has signed a datagram."""
+        return self._renew(self._nodes[token], token)
 
-    def _renew(self, node: str, key: bytes) -> bool:
+    def _renew(self, node: str, token: str) -> bool:
         agent = self._agents.get(node)
-        if agent is None or agent.key != key:
+        if agent is None or agent.token != token:
             return False
         self._renewed_s[node] = self._clock.awake_s
         return True

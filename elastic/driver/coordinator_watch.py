@@ -1,26 +1,34 @@
 """The driver's eye on the coordinator, which lives on the driver's node.
 
-A coordinator that ends is started anew by Ray, and no step stops. One that is frozen by a signal
-answers nobody, and nothing fails a call to it: the next worker that is lost would be waited for
-without end. So the driver kills a frozen one.
+A coordinator that ends is started anew by Ray, and no step stops. One that is frozen by a signal,
+or whose event loop is stuck, answers nobody, and nothing fails a call to it: the next worker that
+is lost would be waited for without end. So the driver asks it something every few seconds, and
+kills one that is frozen or stuck.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import signal
 import threading
 import time
 from types import TracebackType
+
+import ray
+from ray import ObjectRef
 
 from elastic.node.process_watch import ProcessWatch
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.rpc import Remote
 from elastic.ray_compat.cluster import process_here
+from health.lease import AwakeClock
+from health.questions import ANSWER_S, decide_next
 
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.5
+_NAME = "coordinator"
 
 
 class CoordinatorWatch:
@@ -34,6 +42,10 @@ class CoordinatorWatch:
         self._coordinator = coordinator
         self._processes = ProcessWatch(freeze_timeout_s=math.inf)
         self._watched: int | None = None
+        self._clock = AwakeClock(_INTERVAL_S)
+        self._questions: list[ObjectRef[None]] = []
+        """Those without an answer."""
+        self._asked_s = -ANSWER_S
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="coordinator-watch", daemon=True)
 
@@ -57,10 +69,29 @@ class CoordinatorWatch:
                 log.warning("the coordinator's process is looked for again: %s", error)
 
     def _look(self) -> None:
+        now_s = self._clock.tick(time.monotonic())
         pid = process_here(self._coordinator)
         if pid not in (None, self._watched):
-            self._processes.watch("coordinator", pid, heartbeat_fd=None)
+            self._processes.watch(_NAME, pid, heartbeat_fd=None)
             self._watched = pid
         self._processes.ended(timeout_s=0)
-        for death in self._processes.frozen(time.monotonic()):
+        for death in self._processes.frozen(now_s):
             log.warning("the coordinator is killed: %s", death.detail)
+        if pid is None:  # it starts, which may take its time
+            self._questions.clear()
+        else:
+            self._question(now_s)
+
+    def _question(self, now_s: float) -> None:
+        if self._questions and ray.wait(self._questions, timeout=0)[0]:
+            self._questions.clear()  # answered, or failed with the process
+        unanswered = len(self._questions)
+        step = decide_next(unanswered, now_s - self._asked_s)
+        if step == "ask":
+            self._questions.append(self._coordinator.send(CoordinatorApi.awake))
+            self._asked_s = now_s
+        elif step == "stuck":
+            found = f"{unanswered} questions, {ANSWER_S:g} s apart, have no answer"
+            log.warning("the coordinator is killed: its event loop is stuck: %s", found)
+            self._processes.signal(_NAME, signal.SIGKILL)
+            self._questions.clear()

@@ -1,13 +1,16 @@
 """Heartbeats as datagrams: a node's agent renews its lease with one, and hears in another whether
 the lease was kept.
 
-    beat:    "ETb1", number of the beat (8 bytes), key (32 bytes)        agent ──► coordinator
-    answer:  "ETa1", number of the beat, key, kept: 1 or written off: 0  coordinator ──► agent
+    beat:    "ETb2", name of the agent (16 bytes), number of the beat (8), signature (32)
+    answer:  "ETa2", name, number, kept: 1 or written off: 0, signature
 
 A call to an actor costs the coordinator's process most of a millisecond, and there are thousands of
 nodes. Any of the datagrams may be lost: a lease lasts for several beats, and an agent that hears
-nothing calls the actor (`node_agent.py`). The key is the digest of the agent's secret token, so
-nobody else can renew a lease or write a node off; what is not such a datagram is passed by.
+nothing calls the actor (`agent.py`).
+
+Both sides sign (HMAC-SHA256) with the agent's token, which came with Ray's call and is never sent
+here: so nobody else can renew a lease or write a node off. Numbers only grow, and each counts once:
+what was sent before is worth nothing when it is sent again. What is no such datagram is passed by.
 """
 
 from __future__ import annotations
@@ -15,52 +18,46 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import hmac
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_BEAT = struct.Struct("!4sQ32s")
-_ANSWER = struct.Struct("!4sQ32s?")
-_BEAT_MARK, _ANSWER_MARK = b"ETb1", b"ETa1"
-
-_BUFFER_BYTES = 1 << 20
-"""Room for the beats that come while the event loop is busy; the kernel may grant less."""
+_BEAT = struct.Struct("!4s16sQ")
+_ANSWER = struct.Struct("!4s16sQ?")
+_BEAT_MARK, _ANSWER_MARK = b"ETb2", b"ETa2"
+_NAME_BYTES, _SIGNATURE_BYTES = 16, 32
 
 _REMEMBERED = 16
 """Beats whose answer is still of use: more than a lease holds."""
 
 
-def key_of(token: str) -> bytes:
-    """What an agent's datagrams carry for its token."""
-    return hashlib.blake2b(token.encode(), digest_size=32).digest()
+def name_of(token: str) -> bytes:
+    """What an agent is called in datagrams; tells nobody its token."""
+    return hashlib.blake2b(token.encode(), digest_size=_NAME_BYTES).digest()
 
 
-def open_socket(host: str) -> socket.socket:
-    """The socket that a coordinator hears beats on: on `host` alone, or, where that is not an
-    address of this machine, on all of its interfaces."""
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0][0]
-    listening = socket.socket(family, socket.SOCK_DGRAM)
-    listening.setblocking(False)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-    try:
-        listening.bind((host, 0))
-    except OSError:
-        listening.bind(("", 0))
-    return listening
+def _signed(message: bytes, token: str) -> bytes:
+    return message + hmac.digest(token.encode(), message, "sha256")
+
+
+def _is_genuine(data: bytes, token: str) -> bool:
+    return hmac.compare_digest(data, _signed(data[:-_SIGNATURE_BYTES], token))
 
 
 class BeatListener(asyncio.DatagramProtocol):
     """The coordinator's end.
 
     Args:
-        renew: takes the key of a beat. Returns whether the lease was kept, None for a key that it
-            does not know.
+        tokens: of all agents, by name; more may come.
+        renew: takes the token of a beat. Returns whether the lease was kept.
     """
 
-    def __init__(self, renew: Callable[[bytes], bool | None]) -> None:
-        self._renew = renew
+    def __init__(self, tokens: Mapping[bytes, str], renew: Callable[[str], bool]) -> None:
+        self._tokens, self._renew = tokens, renew
+        self._latest: dict[bytes, int] = {}
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -69,14 +66,17 @@ class BeatListener(asyncio.DatagramProtocol):
 
     def datagram_received(self, data: bytes, addr: Any) -> None:
         """Called by asyncio."""
-        if len(data) != _BEAT.size:
+        if len(data) != _BEAT.size + _SIGNATURE_BYTES:
             return
-        mark, number, key = _BEAT.unpack(data)
-        if mark != _BEAT_MARK:
+        mark, name, number = _BEAT.unpack_from(data)
+        token = self._tokens.get(name)
+        if mark != _BEAT_MARK or token is None or not _is_genuine(data, token):
             return
-        kept = self._renew(key)
-        if kept is not None:
-            self._transport.sendto(_ANSWER.pack(_ANSWER_MARK, number, key, kept), addr)
+        if number <= self._latest.get(name, 0):
+            return  # sent once more by somebody, or overtaken by a later one
+        self._latest[name] = number
+        answer = _ANSWER.pack(_ANSWER_MARK, name, number, self._renew(token))
+        self._transport.sendto(_signed(answer, token), addr)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,8 @@ class BeatSender:
 
     def __init__(self, address: tuple[str, int], token: str) -> None:
         family, kind, *_, where = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
-        self._socket, self._key = socket.socket(family, kind), key_of(token)
+        self._socket = socket.socket(family, kind)
+        self._token, self._name = token, name_of(token)
         self._socket.setblocking(False)
         with contextlib.suppress(OSError):  # no way there, and none for any beat
             self._socket.connect(where)  # the kernel drops what others send
@@ -117,21 +118,22 @@ class BeatSender:
         self._unanswered[self._number] = now_s
         self._unanswered.pop(self._number - _REMEMBERED, None)
         with contextlib.suppress(OSError):  # as good as lost on the way
-            self._socket.send(_BEAT.pack(_BEAT_MARK, self._number, self._key))
+            beat = _BEAT.pack(_BEAT_MARK, self._name, self._number)
+            self._socket.send(_signed(beat, self._token))
 
     def hear(self) -> Heard | None:
         """Takes the answers that have come, if any."""
         heard = None
         with contextlib.suppress(OSError):  # there is no more; or nobody listens there
             while True:
-                heard = self._take(self._socket.recv(_ANSWER.size + 1)) or heard
+                heard = self._take(self._socket.recv(_ANSWER.size + _SIGNATURE_BYTES + 1)) or heard
         return heard
 
     def _take(self, data: bytes) -> Heard | None:
-        if len(data) != _ANSWER.size:
+        if len(data) != _ANSWER.size + _SIGNATURE_BYTES or not _is_genuine(data, self._token):
             return None
-        mark, number, key, kept = _ANSWER.unpack(data)
-        if (mark, key) != (_ANSWER_MARK, self._key) or number not in self._unanswered:
+        mark, _, number, kept = _ANSWER.unpack_from(data)
+        if mark != _ANSWER_MARK or number not in self._unanswered:
             return None
         sent_s = self._unanswered[number]
         self._unanswered = {n: s for n, s in self._unanswered.items() if n > number}

@@ -162,6 +162,9 @@ class DriverCalls(Protocol):
     async def wind_down(self, reason: str) -> None:
         """The run is to end: it does after the step that is under way, and is saved there."""
 
+    async def awake(self) -> None:
+        """Returns at once: calls are answered."""
+
     async def verdict(self) -> Stop | None:
         """How the run ended; None while it goes on."""
 

@@ -127,9 +127,7 @@ def drain_node(node: str, deadline_s: float | None, reason: str) -> None:
         log.warning("Ray does not drain node %s: %s", node, why_not)
 
 
-def host_store() -> tuple[str, int, Any]:
-    """Hosts a TCPStore here. Returns the address, the port, and what keeps it alive."""
-    from torch._C._distributed_c10d import TCPStore
-
-    store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-    return ray.util.get_node_ip_address(), store.port, store
+def own_address() -> str:
+    """The address that the cluster knows this process's machine by."""
+    address: str = ray.util.get_node_ip_address()
+    return address

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from elastic import Callback
+from elastic import Callback, api
 from elastic.protocol.events import Event, StepRecord
 from elastic.reporting.report import Report
+from tests.support.stuck_coordinator import StuckCoordinator
 from tests.support.tiny import Outcome, fit, tiny_trainer
 from tests.support.watching import events_of, steps_of, wait_until
 
@@ -114,6 +115,21 @@ def test_the_coordinator_is_lost(
     assert diary.reports == [broken.report]
     assert diary.steps_at_end == STEPS
     assert buggy.steps == 1
+
+
+@pytest.mark.slow
+def test_the_coordinator_s_event_loop_is_stuck(
+    undisturbed: Outcome, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed, as one that a signal has stopped, and no step stops."""
+    monkeypatch.setattr(api, "Coordinator", StuckCoordinator)
+    stuck = fit(tiny_trainer(text, tmp_path, steps=STEPS, spares=1))
+    assert (stuck.params, stuck.samples) == (undisturbed.params, undisturbed.samples)
+    assert stuck.losses == undisturbed.losses
+    happened = events_of(tmp_path / "run")
+    assert [e["anew"] for e in happened if e["kind"] == "coordinator_started"] == [False, True]
+    assert [e["kind"] for e in happened].count("regroup_done") == 1, "a step stopped"
+    assert not [e for e in happened if e["kind"] == "worker_lost"]
 
 
 @pytest.fixture(scope="module")

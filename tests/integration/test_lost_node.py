@@ -21,7 +21,7 @@ import ray
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig
 from elastic.node.agent import NodeAgent
-from elastic.node.beats import BeatListener, key_of
+from elastic.node.beats import BeatListener, name_of
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.messages import Identity
 from elastic.protocol.rpc import Remote
@@ -162,7 +162,7 @@ class Through(asyncio.DatagramTransport):
 
 def test_a_node_whose_datagrams_are_not_answered_calls_until_they_are(cluster: None) -> None:
     node, health = ray.get_runtime_context().get_node_id(), HealthConfig(node_beat_s=0.5)
-    listener = BeatListener(lambda key: True if key == key_of("token") else None)
+    listener = BeatListener({name_of("token"): "token"}, lambda token: True)
     with socket.socket(type=socket.SOCK_DGRAM) as mailbox:
         mailbox.bind(("127.0.0.1", 0))
         mailbox.settimeout(DEADLINE_S)

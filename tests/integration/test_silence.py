@@ -1,4 +1,5 @@
-"""Replicas over several hosts, without Ray: where Gloo listens, and a peer whose host vanishes."""
+"""Replicas over several hosts, without Ray: where Gloo listens; a peer whose host vanishes, and the
+store's."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from tests.support import ROOT
 from tests.support.hosts import Network, ip_of, requires_hosts
 
 PROGRAM = ROOT / "tests/support/replica_over_hosts.py"
+STORE_PROGRAM = ROOT / "tests/support/store_over_hosts.py"
 DEADLINE_S = 100.0
 
 
@@ -45,3 +47,19 @@ def test_a_peer_is_given_up_when_its_host_is_silent_and_only_then(
         else:
             wait_for(logs[0], "done")
             assert time.monotonic() - started >= sleep_s - 0.5
+
+
+@requires_hosts
+def test_a_store_is_given_up_when_its_host_is_silent(tmp_path: Path) -> None:
+    """A call to it, which has no other bound but that of the rendezvous (900 s)."""
+    silent_s = 3.0
+    with Network(2) as network:
+        logs = [tmp_path / "0", tmp_path / "1"]
+        for rank, word in enumerate(("listens", "waiting")):
+            program = [sys.executable, str(STORE_PROGRAM), str(rank), ip_of(0), str(silent_s)]
+            network.popen(rank, program, logs[rank])
+            wait_for(logs[rank], word)
+        started = time.monotonic()
+        network.cut(0)
+        wait_for(logs[1], "given up")
+        assert time.monotonic() - started < 4 * silent_s

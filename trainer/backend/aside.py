@@ -1,4 +1,4 @@
-"""Process groups that are made on a thread of their own, which a call to leave lets be.
+"""What waits in native code, on a thread of its own, which a call to leave lets be.
 
 Gloo waits in its constructor for the addresses and the connections of all peers, and hears no call
 there: one that dies meanwhile would hold up the others until the timeout. c10d makes the groups of
@@ -23,6 +23,9 @@ from trainer.errors import GroupError
 GLOO = "gloo_aside"
 """c10d's name for Gloo that connects on a thread of its own."""
 
+THREAD = "make-groups"
+"""Name of the threads."""
+
 _T = TypeVar("_T")
 
 _leave_now: Callable[[], bool] = bool
@@ -46,12 +49,17 @@ def make_aside(make: Callable[[], _T], leave_now: Callable[[], bool], timeout_s:
         except Exception as error:
             made.put(GroupError(str(error)))
 
-    threading.Thread(target=work, name="make-groups", daemon=True).start()
+    threading.Thread(target=work, name=THREAD, daemon=True).start()
     poll_until(lambda: not made.empty(), leave_now, timeout_s)
     result = made.get()
     if isinstance(result, GroupError):
         raise result
     return result
+
+
+def threads_aside() -> list[threading.Thread]:
+    """Those of this process that still run."""
+    return [thread for thread in threading.enumerate() if thread.name == THREAD]
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ def make_replica_group(
     Raises:
         RuntimeError: a peer went away meanwhile, or `leave_now` became true.
     """
-    gather(rendezvous, prefix, dims.workers, leave_now)
+    store = gather(rendezvous, prefix, dims.workers, leave_now)
     listen_towards(rendezvous.host, rendezvous.port)
     options: dict[str, Any] = {}
     global _connections
@@ -105,7 +105,7 @@ def make_replica_group(
     with limit_silence(rendezvous.silent_s, but_port=rendezvous.port) as _connections, heard:
         dist.init_process_group(
             "nccl" if device == "cuda" else GLOO,
-            store=rendezvous.store(prefix, leave_now),
+            store=PrefixStore(prefix, store),
             rank=rank,
             world_size=dims.workers,
             timeout=rendezvous.timeout,
@@ -135,16 +135,29 @@ def _mesh(
     return {name: mesh[long] for name, long in named.items()}
 
 
-def gather(rendezvous: Rendezvous, prefix: str, size: int, leave_now: Callable[[], bool]) -> None:
+def gather(rendezvous: Rendezvous, prefix: str, size: int, leave_now: Callable[[], bool]) -> Store:
     """Waits until all ranks are here, so that making a group seldom waits for one that never comes.
 
+    Returns:
+        A connection to the store.
+
     Raises:
-        GroupError: `leave_now` became true, or a peer did not come in time.
+        GroupError: `leave_now` became true, or a peer or the store's answer did not come in time.
     """
-    store = rendezvous.shared_store(f"{prefix}/here", leave_now)
-    if store.add("count", 1) == size:
-        store.set("all", "")
-    poll_until(lambda: bool(store.check(["all"])), leave_now, rendezvous.timeout_s)
+    over = threading.Event()
+
+    def meet() -> Store:
+        store = rendezvous.connect(over.is_set)
+        here = PrefixStore(f"{prefix}/here", store)
+        if here.add("count", 1) == size:
+            here.set("all", "")
+        poll_until(lambda: bool(here.check(["all"])), over.is_set, rendezvous.timeout_s)
+        return store
+
+    try:
+        return make_aside(meet, leave_now, rendezvous.timeout_s)
+    finally:
+        over.set()
 
 
 def replica_connections() -> Connections:
@@ -184,13 +197,12 @@ def make_raw_groups(
     Raises:
         RuntimeError: a peer is gone, or `leave_now` became true.
     """
-    gather(rendezvous, prefixes[0], size, leave_now)
+    store = gather(rendezvous, prefixes[0], size, leave_now)
+    stores = [PrefixStore(prefix, store) for prefix in prefixes]
     listen_towards(rendezvous.host, rendezvous.port)
-    store = rendezvous.store("", leave_now)
 
     def make() -> list[Any]:
         with limit_silence(rendezvous.silent_s, but_port=rendezvous.port):
-            stores = [PrefixStore(prefix, store) for prefix in prefixes]
             return [_raw_group(s, rendezvous.timeout, rank, size, device) for s in stores]
 
     return make_aside(make, leave_now, rendezvous.timeout_s)

@@ -1,10 +1,10 @@
 """Peers whose machine is gone without a word: no power, no network.
 
 A process that dies closes its sockets, which wakes its peers. A machine that vanishes closes
-nothing: a Gloo collective waits for it until its timeout, and cannot be woken from outside. So the
-kernel is asked to watch the group's connections: it probes those that are idle, and fails them
-when nothing was acknowledged for a while. A busy or frozen process does not matter, because the
-other machine's kernel acknowledges for it.
+nothing: a Gloo collective waits for it until its timeout, a call to the store for ever, and neither
+can be woken from outside. So the kernel is asked to watch the connections: it probes those that are
+idle, and fails them when nothing was acknowledged for a while. A busy or frozen process does not
+matter, because the other machine's kernel acknowledges for it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _PROBE_EVERY_S = 1
+_FEW_PROBES = 3
+"""In the time that a machine may be silent, where there are to be few."""
 _MILLISECONDS = 1000
+
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 _TCP_ESTABLISHED = 1
 """State of a connection in the kernel's `tcp_info`."""
@@ -40,19 +44,49 @@ class Connections:
 @contextlib.contextmanager
 def limit_silence(silent_s: float, *, but_port: int) -> Iterator[Connections]:
     """Connections made in this block, by any thread, fail once the other machine has acknowledged
-    nothing for `silent_s`.
+    nothing for `silent_s`; but those to `but_port`, the store's.
 
     Yields:
-        Those connections, once the block has ended well; without those to `but_port`, the store's.
+        Those connections, once the block has ended well.
     """
     before, connections = _sockets(), Connections()
     yield connections
     for inode, number in _sockets().items():
         if inode not in before:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as made:
-                _watch(made, silent_s)
-                if made.getpeername()[1] != but_port:
+                if made.family in _INTERNET and made.getpeername()[1] != but_port:
+                    watch_silence(made, silent_s, probe_every_s=_PROBE_EVERY_S)
                     connections.add(inode)
+
+
+def limit_silence_towards(port: int, silent_s: float) -> None:
+    """As `limit_silence`, for this process's connections to `port` that are open now. Probes are
+    few, as all workers have such connections to one machine."""
+    probe_every_s = max(1, int(silent_s / _FEW_PROBES))
+    _for_each_towards(port, lambda found: watch_silence(found, silent_s, probe_every_s))
+
+
+def watch_silence(connection: socket.socket, silent_s: float, probe_every_s: int) -> None:
+    """Has the kernel fail a connection when nothing was acknowledged for `silent_s`, and probe one
+    that is idle every `probe_every_s`. Raises OSError for a socket that is not TCP."""
+    connection.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_s * _MILLISECONDS)
+    )
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_every_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_every_s)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def cut_connections(port: int) -> None:
+    """Shuts down this process's connections to `port`: who waits in one gets an error at once."""
+    _for_each_towards(port, lambda found: found.shutdown(socket.SHUT_RDWR))
+
+
+def _for_each_towards(port: int, act: Callable[[socket.socket], None]) -> None:
+    for number in _sockets().values():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
+            if found.family in _INTERNET and found.getpeername()[1] == port:
+                act(found)
 
 
 def _established(number: int | None) -> bool:
@@ -72,13 +106,3 @@ def _sockets() -> dict[str, int]:
             if name.startswith("socket:"):
                 found[name] = int(number)
     return found
-
-
-def _watch(connection: socket.socket, silent_s: float) -> None:
-    """Raises OSError for a socket that is not TCP."""
-    connection.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_s * _MILLISECONDS)
-    )
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_EVERY_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -10,7 +10,6 @@ import pytest
 from elastic import HealthConfig
 from elastic.coordinator import agents as module
 from elastic.coordinator.agents import NodeAgents
-from elastic.node.beats import key_of
 from elastic.protocol.rpc import Remote
 
 HEALTH = HealthConfig(node_beat_s=1.0, node_timeout_s=5.0)
@@ -43,10 +42,10 @@ def lost_after(agents: NodeAgents, beats: int, renew: Any = None) -> set[str]:
 def test_a_lease_is_kept_by_calls_and_by_datagrams_alike(agents: NodeAgents) -> None:
     called, sent, silent = (started(agents, node) for node in ("called", "sent", "silent"))
     assert agents.renew("called", called) and agents.renew("silent", silent)
-    assert agents.renew_by_key(key_of(sent)) is True
+    assert agents.renew_by_token(sent) is True
 
     def both() -> None:
-        assert agents.renew("called", called) and agents.renew_by_key(key_of(sent))
+        assert agents.renew("called", called) and agents.renew_by_token(sent)
 
     assert lost_after(agents, 5, both) == set()
     assert lost_after(agents, 6, both) == {"silent"}
@@ -61,10 +60,9 @@ def test_an_agent_that_was_written_off_hears_so_both_ways(agents: NodeAgents) ->
     first = started(agents, "n")
     agents.forget("n")
     second = started(agents, "n")
-    assert agents.renew("n", first) is False and agents.renew_by_key(key_of(first)) is False
-    assert agents.renew("n", second) is True and agents.renew_by_key(key_of(second)) is True
+    assert agents.renew("n", first) is False and agents.renew_by_token(first) is False
+    assert agents.renew("n", second) is True and agents.renew_by_token(second) is True
 
 
 def test_an_agent_of_a_coordinator_that_was_lost_is_not_judged(agents: NodeAgents) -> None:
     assert agents.renew("n", "another-token") is True
-    assert agents.renew_by_key(key_of("another-token")) is None

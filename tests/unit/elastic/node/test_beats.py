@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from elastic.node.beats import BeatListener, BeatSender, Heard, key_of, open_socket
+from elastic.coordinator.listening import open_beats
+from elastic.node.beats import BeatListener, BeatSender, Heard, name_of
 
 HOST = "127.0.0.1"
 DEADLINE_S = 20.0
@@ -21,21 +22,22 @@ class Coordinator:
     """Renews the leases of `kept`, has written off those of `gone`, and knows nobody else."""
 
     def __init__(self, *, kept: str = "", gone: str = "") -> None:
-        self.answers = {key_of(kept): True, key_of(gone): False}
-        self.heard: list[bytes] = []
+        self.leases = {kept: True, gone: False}
+        self.tokens = {name_of(token): token for token in self.leases}
+        self.heard: list[str] = []
 
-    def renew(self, key: bytes) -> bool | None:
-        self.heard.append(key)
-        return self.answers.get(key)
+    def renew(self, token: str) -> bool:
+        self.heard.append(token)
+        return self.leases[token]
 
     def play(self, agent: Callable[[tuple[str, int]], Awaitable[None]]) -> None:
         """Runs `agent` beside it."""
 
         async def both() -> None:
-            listening = open_socket(HOST)
+            listening = open_beats(HOST)
             loop = asyncio.get_running_loop()
             transport, _ = await loop.create_datagram_endpoint(
-                lambda: BeatListener(self.renew), sock=listening
+                lambda: BeatListener(self.tokens, self.renew), sock=listening
             )
             with closing(transport):
                 await asyncio.wait_for(agent(listening.getsockname()), DEADLINE_S)
@@ -67,22 +69,38 @@ def test_a_beat_is_answered_by_what_became_of_the_lease(token: str, kept: bool) 
     Coordinator(kept="one", gone="two").play(agent)
 
 
-def test_what_is_no_beat_or_of_a_stranger_is_passed_by() -> None:
-    coordinator = Coordinator(kept="one")
+def beats_of(token: str, count: int) -> list[bytes]:
+    """What an agent sends."""
     with socket.socket(type=socket.SOCK_DGRAM) as spy:
         spy.bind((HOST, 0))
         spy.settimeout(DEADLINE_S)
-        with sending(spy.getsockname(), "one") as sender:
-            sender.send(0.0)
-            beat = spy.recv(1000)
+        with sending(spy.getsockname(), token) as sender:
+            for number in range(count):
+                sender.send(float(number))
+            return [spy.recv(1000) for _ in range(count)]
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    """`data` with another bit at one place."""
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def test_what_is_no_beat_or_not_signed_by_an_agent_is_passed_by() -> None:
+    coordinator = Coordinator(kept="one")
+    (beat,) = beats_of("one", 1)
+    (stranger_s,) = beats_of("two", 1)
+    assert b"one" not in beat
 
     async def agent(address: tuple[str, int]) -> None:
         with socket.socket(type=socket.SOCK_DGRAM) as stranger:
             stranger.connect(address)
             stranger.setblocking(False)
-            for datagram in (b"", os.urandom(44), beat + b"x", beat[:-1], b"ETa1" + beat[4:]):
+            for datagram in (b"", os.urandom(60), beat + b"x", beat[:-1], b"ETa2" + beat[4:]):
                 stranger.send(datagram)
-            stranger.send(beat[:-1] + bytes([beat[-1] ^ 1]))  # another key
+            for at in (0, 4, 20, 27, 28, 59):  # mark, name, number, signature
+                stranger.send(flipped(beat, at))
+            stranger.send(stranger_s)
+            stranger.send(beat[:20] + stranger_s[20:])  # signed with another token
             with sending(address, "one") as sender:
                 sender.send(1.0)
                 assert (await heard_by(sender)).kept, "the listener goes on"
@@ -90,7 +108,24 @@ def test_what_is_no_beat_or_of_a_stranger_is_passed_by() -> None:
                 stranger.recv(1000)
 
     coordinator.play(agent)
-    assert len(coordinator.heard) == 2, "the other key, and the good beat"
+    assert coordinator.heard == ["one"], "the good beat alone"
+
+
+def test_a_beat_counts_once_and_none_counts_after_a_later_one() -> None:
+    """Else whoever reads the network could keep the lease of a node that is lost."""
+    coordinator = Coordinator(kept="one")
+    first, second, third = beats_of("one", 3)
+    listener = BeatListener(coordinator.tokens, coordinator.renew)
+    with socket.socket(type=socket.SOCK_DGRAM) as answers:
+        answers.bind((HOST, 0))
+        answers.setblocking(False)
+        listener.connection_made(Answering(answers))
+        for beat in (second, second, first, third, second, third):
+            listener.datagram_received(beat, answers.getsockname())
+        assert len([answers.recv(1000) for _ in range(2)]) == 2
+        with pytest.raises(BlockingIOError):
+            answers.recv(1000)
+    assert coordinator.heard == ["one", "one"]
 
 
 def test_beats_without_an_answer_are_counted_until_a_later_one_has_one() -> None:
@@ -102,7 +137,7 @@ def test_beats_without_an_answer_are_counted_until_a_later_one_has_one() -> None
                 sender.send(now_s)
             beats = [coordinator.recvfrom(1000) for _ in range(3)]
             assert sender.unanswered == 3 and sender.hear() is None
-            listener = BeatListener(lambda key: True)
+            listener = BeatListener({name_of("one"): "one"}, lambda token: True)
             listener.connection_made(Answering(coordinator))
             listener.datagram_received(*beats[1])  # the first is lost, the third still on its way
             assert heard_now(sender) == Heard(sent_s=2.0, kept=True)
@@ -128,34 +163,33 @@ def heard_now(sender: BeatSender) -> Heard:
 
 
 def test_a_forged_answer_says_nothing() -> None:
+    """It would end the node's workers."""
     with socket.socket(type=socket.SOCK_DGRAM) as forger:
         forger.bind((HOST, 0))
         forger.settimeout(DEADLINE_S)
+        listener = BeatListener({name_of("one"): "one"}, lambda token: True)
+        listener.connection_made(Answering(forger))
         with sending(forger.getsockname(), "one") as sender:
             sender.send(1.0)
             beat, sender_address = forger.recvfrom(1000)
-            number = beat[4:12]
-            for answer in (
-                b"ETa1" + number + key_of("two") + b"\0",
-                b"ETa1" + bytes(8) + key_of("one") + b"\0",
-                b"ETb1" + number + key_of("one") + b"\0",
-                b"",
-            ):
+            listener.datagram_received(beat, forger.getsockname())
+            genuine = forger.recv(1000)
+            forged = [flipped(genuine, at) for at in (0, 4, 27, 28, 29, 60)]  # 28: kept
+            for answer in (*forged, b"ETa2" + beat[4:28] + b"\0" + beat[28:], beat, b""):
                 forger.sendto(answer, sender_address)
             assert sender.hear() is None and sender.unanswered == 1
+            for _ in range(2):
+                forger.sendto(genuine, sender_address)
+            assert sender.hear() == Heard(sent_s=1.0, kept=True) and sender.unanswered == 0
+            forger.sendto(genuine, sender_address)
+            assert sender.hear() is None, "each answer counts once"
 
 
 def test_nobody_at_the_address_is_no_error() -> None:
-    with open_socket(HOST) as closed:
+    with open_beats(HOST) as closed:
         address = closed.getsockname()
     with sending(address, "one") as sender:
         for now_s in range(100):
             sender.send(float(now_s))
             assert sender.hear() is None
         assert 5 < sender.unanswered < 100, "what cannot count any more is forgotten"
-
-
-def test_the_coordinator_listens_on_its_address_or_where_it_has_none_such_on_all() -> None:
-    with open_socket(HOST) as here, open_socket("192.0.2.1") as elsewhere:
-        assert here.getsockname()[0] == HOST
-        assert elsewhere.getsockname()[0] == "0.0.0.0"
