@@ -234,6 +234,18 @@ def _unpack(packed: bytes, replica: int, rank: int, position: int, serial: int) 
     return Run(**order, replica=replica, rank=rank, position=position, serial=serial)
 
 
+def shows_recent(run: Run | None, built: int) -> bool:
+    """Whether a worker that joins shows the latest steps that it saw committed. One worker of a
+    whole replica does it for all. Had it no time to, and the replica is replaced by one of its
+    survivors, they do when they have built that.
+
+    Args:
+        run: its part in the roster, where the last answer was one.
+        built: see `Report`.
+    """
+    return run is None or run.rank == 0 or not built
+
+
 @dataclass(frozen=True, kw_only=True)
 class Leave:
     """Let go of your replica, keep the state, and join again: a coordinator that is lost had told

@@ -30,6 +30,7 @@ from elastic.protocol.messages import (
     Run,
     Signal,
     Standing,
+    shows_recent,
 )
 from elastic.protocol.rpc import until_answered
 from elastic.worker.fault_injection import Injection
@@ -83,9 +84,7 @@ class CoordinatorLink:
         self._mark(step, "wait")
         self._standing = self._standing.joining(report)
         recent = self.outbox.recent()
-        # One worker of a whole replica does it for all. Had it no time to, and the replica is
-        # replaced by one of its survivors, they do when they have built that.
-        if self._run is None or self._run.rank == 0 or not report.built:
+        if shows_recent(self._run, report.built):
             report = replace(report, recent=recent)
         answer = self._coordinator.call(CoordinatorApi.join, report)
         # First of all: the next coordinator may be asking where this worker stands.

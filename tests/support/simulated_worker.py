@@ -14,7 +14,17 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from elastic.protocol.messages import Answer, Build, Identity, Leave, Report, Run, Standing, Stop
+from elastic.protocol.messages import (
+    Answer,
+    Build,
+    Identity,
+    Leave,
+    Report,
+    Run,
+    Standing,
+    Stop,
+    shows_recent,
+)
 from tests.support import simulation_checks as checks
 from trainer.replication.step_commit import Commit
 
@@ -384,9 +394,8 @@ class SimWorker:
             self.records = []
 
     def recent(self) -> list[tuple[int, int]]:
-        """The steps that it shows when it joins: see `CoordinatorLink.join`."""
-        shows = self.run is None or self.run.rank == 0 or not self.built
-        return self.records if shows else []
+        """The steps that it shows when it joins."""
+        return self.records if shows_recent(self.run, self.built) else []
 
     def _writer_idle(self) -> Wait:
         return Wait("writer", lambda: self.writing is None)

@@ -22,6 +22,7 @@ from elastic.protocol.messages import (
     Signal,
     Standing,
     Stop,
+    shows_recent,
 )
 from trainer.replication.step_commit import Commit
 
@@ -101,3 +102,12 @@ def test_where_a_worker_stands_follows_from_the_answers_to_it() -> None:
     assert (seated.source, seated.behind, seated.proven) == (0, True, False)
     assert seated.after(Stop(error=None)) == seated
     assert seated.after(Leave()) == Standing(identity=IDENTITY)
+
+
+def test_a_step_that_only_one_of_a_replica_knows_is_shown_once_the_replica_is_replaced() -> None:
+    """It had joined as one of a whole replica, for which another one was to speak, and that was
+    lost: the steps would be in no record."""
+    first, second = (ORDER.part(replica=1, rank=n, position=1, serial=1) for n in range(2))
+    assert shows_recent(first, built=3) and not shows_recent(second, built=3)
+    assert shows_recent(second, built=0), "its replica is no more"
+    assert shows_recent(None, built=4), "it has built its part of the one that replaces it"
