@@ -69,7 +69,6 @@ def train_plain(index: int, port: int, task: Any, train: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from trainer.engine.schedule import learning_rate
     from trainer.loop.samples import lane_ids
     from trainer.models.family import HUGGING_FACE
     from trainer.parallel.apply import fill, local_slices, materialize
@@ -106,7 +105,7 @@ def train_plain(index: int, port: int, task: Any, train: Any) -> None:
     for step in range(train.steps):
         ids = lane_ids(train, REPLICAS, len(data), step, replica, rank)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step, train.steps)
+            group["lr"] = settings.rate(step, train.steps)
         loss, terms = task.loss(model, data.batch(ids))
         (loss / terms).backward()
         mean = torch.tensor([float(loss.detach()) / terms])

@@ -7,8 +7,10 @@ Takes about a minute. A node is a replica of eight workers.
 regroup_s: one node is lost -> every other worker has its part of the new roster. The real
 Coordinator and Membership run on this process's event loop; each simulated worker is two tasks, one
 in `watch` and one that answers a call with `join`, as `elastic/worker/coordinator_link.py` does it.
-Each report is unpickled on arrival and each answer pickled, as an actor does. Ray's own cost for a
-call is not in it.
+Each report is unpickled on arrival and each answer pickled, as an actor does. A report holds the
+commit of the last step, with a digest for each of 512 lanes, and that of the first worker of a
+replica the steps that the lead may not have sent (records_bytes, all together). Ray's own cost for
+a call is not in it.
 
 cpu_share: the share of one core that a Ray actor needs to take a heartbeat from every node each
 second and to answer it, measured as CPU time of the actor's process at that rate (where one sender
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import gc
 import pickle
 import resource
@@ -29,6 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from ray import cloudpickle
 
 from benchmarks._common import (
@@ -52,12 +56,24 @@ from elastic.protocol.causes import CRASH
 from elastic.protocol.messages import Build, Identity, Report, Run
 from elastic.protocol.run_paths import RunPaths
 from trainer.config import TrainConfig
-from trainer.loop.samples import Ledger
+from trainer.loop.samples import Ledger, step_ids
 from trainer.parallel.layout import ParallelDims
-from trainer.replication.step_commit import Commit
+from trainer.replication.step_commit import Commit, sample_digest
 
 NODE = 8
+LANES, STEP = 512, 20
+RECENT = 2
+"""Steps that fit between two of the lead's words to the coordinator, at five steps a second."""
+TRAIN = TrainConfig(task=None, steps=1, global_batch=LANES)
+SAMPLES = 100_000
 BEAT_INTERVAL_S = HealthConfig().node_beat_s
+
+
+@functools.cache
+def digests(step: int) -> tuple[int, ...]:
+    """Of the samples that a step must take, one for each lane."""
+    ids = step_ids(TRAIN, SAMPLES, step)
+    return tuple(sample_digest(ids[lane : lane + 1], lane) for lane in range(LANES))
 
 
 class LocalCoordinator(Coordinator):
@@ -66,6 +82,11 @@ class LocalCoordinator(Coordinator):
     async def hello(self, identity: Identity) -> None:
         """Registers a worker; no agent is started for its node."""
         self._workers.started[identity.worker] = identity
+        self._records.note(
+            events.WorkerJoined(
+                time=time.time(), worker=identity.worker, node=identity.node, pid=identity.pid
+            )
+        )
 
     async def node_lost(self, node: str) -> None:
         """What follows when a node's agent is gone."""
@@ -91,16 +112,45 @@ class SimulatedWorker:
 
     def report_of_a_fault(self) -> bytes:
         """What it will send when it is called; made beforehand, on its own machine as it were."""
-        commit = Commit(step=4, loss=2.0, grad_norm=1.0, tokens=10, digests=(1,), boundary=False)
+        step = STEP - 1
+        commit = Commit(
+            step=step,
+            loss=2.0,
+            grad_norm=1.0,
+            tokens=10,
+            digests=np.asarray(digests(step)).tobytes(),
+            boundary=False,
+        )
         report = Report(
             identity=self.identity,
             built=self.built,
             generation=self.generation,
-            step=5,
+            step=STEP,
             in_step=True,
             last=commit,
+            recent=self.recent(),
         )
         return cloudpickle.dumps(report)
+
+    def recent(self) -> tuple[events.StepRecord, ...]:
+        """What the first worker of a replica shows of the steps: those that the lead had no time to
+        send."""
+        if self.identity.rank % NODE:
+            return ()
+        return tuple(
+            events.StepRecord(
+                step=step,
+                loss=2.0,
+                grad_norm=1.0,
+                lr=1e-3,
+                tokens=10,
+                time=time.time(),
+                generation=self.generation,
+                replicas=1,
+                sample_digests=list(digests(step)),
+            )
+            for step in range(STEP - RECENT, STEP)
+        )
 
     async def live(self) -> None:
         """Joins, builds, and takes part in one roster after the other."""
@@ -157,6 +207,7 @@ async def regroup(workers: int, repeats: int, directory: Path) -> list[dict[str,
             worker.fault = worker.report_of_a_fault()
         gc.collect()
         gc.freeze()  # the simulated workers live elsewhere
+        records = sum(len(pickle.dumps(worker.recent())) for worker in group)
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         await coordinator.node_lost(lost[0].identity.node)
         await _until_generation(group, repeat + 2)
@@ -164,6 +215,7 @@ async def regroup(workers: int, repeats: int, directory: Path) -> list[dict[str,
             {
                 "regroup_s": time.perf_counter() - began_s,
                 "regroup_cpu_s": time.process_time() - began_cpu_s,
+                "records_bytes": records,
             }
         )
     for task in (task for worker in group for task in worker.tasks):
@@ -184,9 +236,10 @@ def _config(workers: int, directory: Path) -> CoordinatorConfig:
             max_replicas=replicas,
             min_replicas=1,
             dims=ParallelDims(shard=NODE),
-            lanes=replicas,
+            lanes=LANES,
             steps=1000,
             start_workers=workers,
+            max_regroups_without_progress=8,
         ),
         paths=RunPaths(root=directory),
         health=HealthConfig(max_crashes=workers),
@@ -195,7 +248,7 @@ def _config(workers: int, directory: Path) -> CoordinatorConfig:
         restore_step=0,
         snapshot=None,
         faults=(),
-        ledger=Ledger(train=TrainConfig(task=None, steps=1, global_batch=1), lanes=1, samples=1),
+        ledger=Ledger(seed=TRAIN.seed, global_batch=LANES, lanes=LANES, samples=SAMPLES),
         started=events.RunStarted(
             time=time.time(), name="bench", layout={}, steps=1000, start_step=0, versions={}
         ),

@@ -154,6 +154,7 @@ class Replica:
                 snapshot_every=None,
                 compare_every=None,
                 max_nonfinite_steps=5,
+                until=self.engine.train_config.steps,
             ),
             link=link,
             source=heal if isinstance(heal, Source) else None,

@@ -83,7 +83,7 @@ class LongWorker(SimulatedWorker):
             return Report(identity=self.identity, built=self.built, generation=self.generation)
         step = LongWorker.step
         last = Commit(
-            step=step - 1, loss=2.0, grad_norm=1.0, tokens=2, digests=(1, 2), boundary=False
+            step=step - 1, loss=2.0, grad_norm=1.0, tokens=2, digests=bytes(16), boundary=False
         )
         return Report(
             identity=self.identity,
@@ -190,15 +190,17 @@ def coordinator_config(steps: int, directory: Path) -> CoordinatorConfig:
             lanes=LANES,
             steps=steps,
             start_workers=REPLICAS + 1,
+            max_regroups_without_progress=8,
         ),
         paths=RunPaths(root=directory),
-        health=HealthConfig(),
+        # A call waits so long for those who do not follow it; here an hour passes in a second.
+        health=HealthConfig(regroup_timeout_s=2.0),
         checkpoint=CheckpointConfig(every_steps=None),
         generation=0,
         restore_step=0,
         snapshot=None,
         faults=(),
-        ledger=Ledger(train=TRAIN, lanes=LANES, samples=SAMPLES),
+        ledger=Ledger(seed=TRAIN.seed, global_batch=LANES, lanes=LANES, samples=SAMPLES),
         started=events.RunStarted(
             time=time.time(), name="long", layout={}, steps=steps, start_step=0, versions={}
         ),

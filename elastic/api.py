@@ -31,6 +31,7 @@ from elastic.driver.resume import (
     run_directory,
     set_others_aside,
 )
+from elastic.driver.stopping import Stopping
 from elastic.errors import RunFailedError
 from elastic.membership.decisions import GroupConfig
 from elastic.node.snapshot_survey import clear_snapshots, find_snapshot
@@ -50,6 +51,7 @@ from elastic.reporting.callback import Callback
 from elastic.worker.worker import train_worker
 from trainer.config import TrainConfig
 from trainer.engine.build import build_model
+from trainer.engine.optimizer import try_optimizer
 from trainer.engine.state import state_table
 from trainer.loop.samples import Ledger
 from trainer.tasks.task import PreparedTask, default_cache_dir
@@ -126,12 +128,13 @@ class ElasticTrainer:
             RunFailedError: the run ended with an error; the message holds it, user tracebacks
                 included.
         """
+        try_optimizer(self.train.optimizer)
         with run_directory(self.run_config, self.checkpoint) as paths:
             identity, snapshot = identify(paths), self._find_snapshot(paths)
             self._find_origin(paths, identity, snapshot, None)  # before data is prepared for hours
             cache = default_cache_dir(local_path(self.run_config))
             task = self.train.task.prepare(self.train, cache)
-            model = state_table(build_model(task, self.train)[0])
+            model = state_table(build_model(task, self.train)[0], self.train.optimizer.moments)
             origin = self._find_origin(paths, identity, snapshot, model)
             if origin.manifest is not None:
                 check_continues(origin.manifest, self.train, task)
@@ -193,6 +196,7 @@ class ElasticTrainer:
                 lanes=self.lanes,
                 steps=self.train.steps,
                 start_workers=plan.workers(parallel),
+                max_regroups_without_progress=self.health.max_regroups_without_progress,
             ),
             paths=paths,
             health=self.health,
@@ -200,7 +204,8 @@ class ElasticTrainer:
             generation=last_generation(paths, manifest),
             faults=self.faults,
             ledger=Ledger(
-                train=dataclasses.replace(self.train, task=None),
+                seed=self.train.seed,
+                global_batch=self.train.global_batch,
                 lanes=self.lanes,
                 samples=len(task.train_data()),
             ),
@@ -265,9 +270,11 @@ class ElasticTrainer:
         watch = DrainWatch(draining_nodes, tell_coordinator(coordinator))
         outcome: events.RunOutcome = "interrupted"
         error: str | None = None
+        stopping = Stopping(coordinator)
         try:
-            error = self._wait(trainer, coordinator)
-            outcome = "finished" if error is None else "failed"
+            with stopping:
+                error = self._wait(trainer, coordinator)
+            outcome = "failed" if error else "stopped" if stopping.asked else "finished"
         finally:
             watch.close()
             with contextlib.suppress(ray.exceptions.RayError):
@@ -275,6 +282,7 @@ class ElasticTrainer:
             report = observer.finish()
         if error is not None:
             raise RunFailedError(error)
+        stopping.settle()
         return Result(
             metrics={
                 **report.to_json(),

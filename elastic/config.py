@@ -69,8 +69,8 @@ class HealthConfig:
     what heartbeats do not see. A replica waits in a collective for those that compute more lanes,
     so this must be longer than that takes."""
     regroup_timeout_s: float = 300.0
-    """A worker that does not follow a call to regroup within this time is killed. It first ends its
-    step, so this must be longer than one."""
+    """A worker that does not follow a call to regroup within this time, and has been in one phase
+    of its work for as long, is killed. It first ends its step, so this must be longer than one."""
     max_nonfinite_steps: int = 5
     """Steps in a row with a non-finite loss or gradient that end the run; each one is skipped."""
     max_crashes: int = 50
@@ -82,6 +82,10 @@ class HealthConfig:
     max_preemptions: int = 200
     """Incidents of workers taken away with notice before they could leave, with no step committed
     in between, that end the run."""
+    max_regroups_without_progress: int = 8
+    """Regroups in a row after faults, with no step committed and no worker lost in between, that
+    end the run: collectives across replicas fail and nobody dies, as on a link that drops packets
+    of one size."""
     max_same_step_errors: int = 2
     """Replicas with an exception in user code, or out of memory, at one step, or the same one
     formed anew, that end the run."""

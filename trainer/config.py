@@ -7,14 +7,28 @@ checks.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+from checkpointing.field_types import type_name
 from trainer.errors import ConfigError, check_types
+from trainer.optimizer import (
+    Optimizer,
+    Schedule,
+    WarmupCosine,
+    check_optimizer,
+    check_ranges,
+    check_schedule,
+    check_settings,
+)
 from trainer.parallel.layout import ParallelDims
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from trainer.models.converter import ModelConverter
     from trainer.parallel.dims import MeshDim
 
@@ -38,25 +52,72 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping
     off."""
+    schedule: Schedule | None = None
+    """The learning rate by step, in place of `lr`, `min_lr_ratio` and `warmup_steps`; None: warm-up
+    and cosine by these three."""
 
     def __post_init__(self) -> None:
         check_types(self, "train.optimizer")
+        if self.schedule is not None:
+            check_schedule(self.schedule)
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """See Optimizer."""
+        return ("exp_avg", "exp_avg_sq")
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """See Optimizer. Without a schedule of one's own it is what it was before there were any:
+        exports of old checkpoints read it."""
+        info = asdict(self)
+        fields = info.pop("schedule")
+        if self.schedule is None:
+            return info
+        return {**info, "schedule": {"class": type_name(self.schedule), **fields}}
 
     def check(self) -> None:
         """Raises ConfigError where a value is out of its range."""
-        ranges: list[tuple[str, float, bool, str]] = [
-            ("lr", self.lr, self.lr > 0, "a positive learning rate"),
-            ("min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "a share, 0 to 1"),
-            ("warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "0 or more steps"),
-            ("betas[0]", self.betas[0], 0 <= self.betas[0] < 1, "0 or more, below 1"),
-            ("betas[1]", self.betas[1], 0 <= self.betas[1] < 1, "0 or more, below 1"),
-            ("eps", self.eps, self.eps > 0, "a small positive number"),
-            ("weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more"),
-            ("clip_norm", self.clip_norm, self.clip_norm >= 0, "0 (off) or a positive norm"),
-        ]
-        for name, value, ok, wanted in ranges:
-            if not ok or not math.isfinite(value):
-                raise ConfigError(f"train.optimizer.{name}", value, "out of range", f"Use {wanted}")
+        check_ranges(
+            "train.optimizer",
+            [
+                *WarmupCosine.ranges(self),
+                ("betas[0]", self.betas[0], 0 <= self.betas[0] < 1, "0 or more, below 1"),
+                ("betas[1]", self.betas[1], 0 <= self.betas[1] < 1, "0 or more, below 1"),
+                ("eps", self.eps, self.eps > 0, "a small positive number"),
+                ("weight_decay", self.weight_decay, self.weight_decay >= 0, "0 or more"),
+                ("clip_norm", self.clip_norm, self.clip_norm >= 0, "0 (off) or a positive norm"),
+            ],
+        )
+
+    def rate(self, step: int, steps: int) -> float:
+        """See Schedule."""
+        return self._schedule.rate(step, steps)
+
+    def make(self, params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """See Optimizer."""
+        import torch
+
+        decayed = [param for param in params.values() if param.dim() >= 2]
+        plain = [param for param in params.values() if param.dim() < 2]
+        return torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": self.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            fused=True,
+        )
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        if self.schedule is not None:
+            return self.schedule
+        return WarmupCosine(
+            lr=self.lr, min_lr_ratio=self.min_lr_ratio, warmup_steps=self.warmup_steps
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +179,9 @@ class TrainConfig:
     """Micro-batch sequences that make up the global batch; None: `scaling.max_replicas`."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How one replica is split over workers."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW, clipping and the learning-rate schedule."""
+    optimizer: Optimizer = field(default_factory=OptimizerConfig)
+    """AdamW (`OptimizerConfig`) or another one, with clipping and the learning-rate schedule; see
+    `trainer.optimizer`."""
     converters: tuple[ModelConverter, ...] = ()
     """What changes the model before it is split over workers, in order; see
     `trainer.models.converter`."""
@@ -136,6 +198,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "train")
+        check_optimizer(self.optimizer)
 
     def lane_samples(self, lanes: int) -> int:
         """Samples of one step in one lane on one shard rank."""
@@ -166,6 +229,7 @@ class TrainConfig:
         self.parallel.check(self)
         self._check_batch(lanes)
         self.optimizer.check()
+        check_settings(self.optimizer, self.steps)
 
     def _check_batch(self, lanes: int) -> None:
         streams = lanes * self.parallel.shard

@@ -155,8 +155,12 @@ def export(options: argparse.Namespace) -> int:
 def import_state(options: argparse.Namespace) -> int:
     """`import`"""
     from elastic.protocol.run_paths import RunPaths, hold_run
+    from trainer.config import OptimizerConfig
     from trainer.errors import ExchangeError
+    from trainer.optimizer import check_moments
 
+    moments = OptimizerConfig().moments if options.moments is None else options.moments
+    check_moments(moments, "--moments")
     store, root = open_run_to_fill(options.run), run_directory_of(options.run)
     with ExitStack() as held:
         if root is not None:
@@ -166,7 +170,12 @@ def import_state(options: argparse.Namespace) -> int:
             from trainer.exchange.dcp_import import import_dcp
 
             manifest, remarks = import_dcp(
-                store, _KEYS, options.source, step=options.step, config_path=options.config
+                store,
+                _KEYS,
+                options.source,
+                step=options.step,
+                moments=moments,
+                config_path=options.config,
             )
         elif options.step is None:
             raise ExchangeError(
@@ -175,7 +184,7 @@ def import_state(options: argparse.Namespace) -> int:
         else:
             from trainer.exchange.hf_import import import_hf
 
-            manifest = import_hf(store, _KEYS, options.source, step=options.step)
+            manifest = import_hf(store, _KEYS, options.source, step=options.step, moments=moments)
             remarks = []
     _tell(remarks)
     print(f"step {manifest.step} is committed in {options.run}")

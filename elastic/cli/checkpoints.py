@@ -86,14 +86,20 @@ def _add_exchange(verbs: Any) -> None:
         "import",
         "commit the state of another system as a checkpoint, for a run to go on from",
         actions.import_state,
-        more="hf: weights, with a new optimizer. dcp: weights, and AdamW's moments if they are "
-        "there; its metadata is a pickle, which is read without running any of it.",
+        more="hf: weights, with a new optimizer. dcp: weights, and the optimizer's moments if they "
+        "are there; its metadata is a pickle, which is read without running any of it.",
     )
     verb.add_argument("source", type=Path, metavar="DIR", help="the directory to read")
     verb.add_argument("--from", dest="form", required=True, choices=("hf", "dcp"), help="its form")
     verb.add_argument("--step", type=_positive, help="step to go on from; dcp knows its own")
     verb.add_argument(
         "--config", type=Path, help="dcp: config.json of the model, to check it against"
+    )
+    verb.add_argument(
+        "--moments",
+        type=_names,
+        metavar="NAME,NAME",
+        help="of the run's optimizer, where that is not AdamW; '' for none",
     )
 
 
@@ -136,6 +142,10 @@ def _json(verb: argparse.ArgumentParser) -> None:
 
 def _step(text: str) -> int | None:
     return None if text == "newest" else int(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
 
 
 def _positive(text: str) -> int:

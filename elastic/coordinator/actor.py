@@ -51,7 +51,16 @@ from elastic.protocol import events
 from elastic.protocol.causes import CORRUPTION, Cause
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.faults import FaultPlan
-from elastic.protocol.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
+from elastic.protocol.messages import (
+    Answer,
+    Death,
+    Identity,
+    Recorded,
+    Report,
+    Signal,
+    Standing,
+    Stop,
+)
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import find_checkpoint
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
@@ -152,7 +161,14 @@ class Coordinator(CoordinatorApi):
         faults.count_as_fired(replayed.fired)
         self._receipts.replay(replayed.committed)
         snapshots = self._snapshots if self.config.in_memory else None
-        return Failover(replayed, self._membership, self._dispatcher, self._workers, snapshots)
+        return Failover(
+            replayed,
+            self._membership,
+            self._dispatcher,
+            self._workers,
+            snapshots,
+            self.config.health.freeze_timeout_s,
+        )
 
     def _carry_on(self, effects: Effects) -> None:
         """What follows from a decision for others than those who wait."""
@@ -220,13 +236,18 @@ class Coordinator(CoordinatorApi):
         await self._dispatcher.stop(error)
 
     @_when_known
-    async def record(self, steps: list[events.StepRecord], happened: list[events.Event]) -> bool:
+    async def record(
+        self, steps: list[events.StepRecord], happened: list[events.Event]
+    ) -> Recorded:
         self._take_steps(steps)
         for event in happened:
             self._records.note(event)
         if self._membership.stopped is not None:
             await self._dispatcher.advance()
-        return bool(steps) and self._workers.take_save_wish()
+        return Recorded(
+            steps=self._membership.progress.recorded,
+            save_wanted=bool(steps) and self._workers.take_save_wish(),
+        )
 
     def _take_steps(self, steps: Sequence[events.StepRecord]) -> None:
         self._records.take_steps(steps)
@@ -243,6 +264,17 @@ class Coordinator(CoordinatorApi):
     @_when_known
     async def heal_failed(self, worker: str, reason: str) -> None:
         await self._heal_news.failed(worker, reason)
+
+    @_when_known
+    async def cross_lost(self, worker: str, generation: int, reason: str) -> None:
+        if self._membership.cross_lost(generation, reason):
+            slot = self._membership.slot_name(worker)
+            self._records.note(
+                events.CrossGroupLost(
+                    time=time.time(), generation=generation, slot=slot, reason=reason
+                )
+            )
+            await self._dispatcher.advance()
 
     async def compare(self, slot: str, digest: str) -> None:
         if not self._records.compare(slot, digest):
@@ -343,6 +375,13 @@ class Coordinator(CoordinatorApi):
     @_when_known
     async def ended(self, workers: list[tuple[str, int]]) -> None:
         await self._workers.lose_unwatched(workers)
+
+    @_when_known
+    async def wind_down(self, reason: str) -> None:
+        if not self._membership.winding_down:
+            self._records.note(events.StopRequested(time=time.time(), reason=reason))
+            self._membership.wind_down()
+            await self._dispatcher.advance()
 
     async def awake(self) -> None:
         pass

@@ -9,7 +9,7 @@ import uuid
 from dataclasses import dataclass
 
 from ray import ObjectRef
-from ray.exceptions import ActorUnschedulableError
+from ray.exceptions import ActorUnschedulableError, RayError
 
 from elastic.config import HealthConfig
 from elastic.coordinator.listening import open_beats
@@ -19,6 +19,7 @@ from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.messages import Identity
 from elastic.protocol.rpc import Remote
 from elastic.ray_compat.cluster import start_actor
+from health.laggards import Position
 from health.lease import AwakeClock, decide_lost_nodes
 
 
@@ -33,7 +34,8 @@ class _Agent:
 
 
 class NodeAgents:
-    """At most one agent for each node. All methods are immediate, except `outlive` and `listen`.
+    """At most one agent for each node. All methods are immediate, except `outlive`, `position` and
+    `listen`.
 
     Args:
         health: bounds.
@@ -88,6 +90,17 @@ class NodeAgents:
         agent = self._agents.get(identity.node)
         if agent is not None:
             agent.handle.send(NodeAgent.signal, identity.worker, number)
+
+    async def position(self, identity: Identity) -> Position | None:
+        """Where a worker is in its work; None where its node's agent does not say."""
+        agent = self._agents.get(identity.node)
+        if agent is None:
+            return None
+        asked = agent.handle.send(NodeAgent.position, identity.worker)
+        try:
+            return await asyncio.wait_for(asked, self._health.node_timeout_s)
+        except (RayError, asyncio.TimeoutError):
+            return None
 
     def watch_helper(self, node: str, helper: str, pid: int) -> None:
         """Has a helper (`elastic/node/helpers.py`) watched while its node's agent lasts."""

@@ -1,8 +1,8 @@
 """A coordinator that was started anew takes up the run: it asks the workers where they stand.
 
 a call comes, or a worker says where it stands ──► those that the records name are watched
-     ──► all have spoken, or died, or _FAILOVER_S are over; so with the nodes, asked which snapshots
-         their memory holds ──► membership goes on
+     ──► all have spoken, or died, or `health.freeze_timeout_s` is over; so with the nodes, asked
+         which snapshots their memory holds ──► membership goes on
      ──► `ready`: calls that waited go on, the silent are written off
 """
 
@@ -18,10 +18,7 @@ from elastic.membership.machine import Membership
 from elastic.protocol.causes import CRASH
 from elastic.protocol.messages import Death, Identity, Standing
 
-_FAILOVER_S = 10.0
-"""How long a coordinator that was started anew waits for the workers to say where they stand, and
-for the nodes to say what they hold."""
-_SILENT = f"said nothing for {_FAILOVER_S:g} s after the coordinator was started anew"
+_SEAT_UNKNOWN = -1
 
 
 class Failover:
@@ -33,6 +30,8 @@ class Failover:
         dispatcher: `ready` is set at the end.
         workers: watches the workers, and loses the silent.
         snapshots: looks for what the nodes hold; None where the run takes none.
+        silent_s: how long to wait for workers and nodes: one whose heartbeat stands still for as
+            long is frozen.
     """
 
     def __init__(
@@ -42,7 +41,9 @@ class Failover:
         dispatcher: Dispatcher,
         workers: Workers,
         snapshots: Snapshots | None,
+        silent_s: float,
     ) -> None:
+        self._silent_s = silent_s
         self._replayed, self._membership, self._dispatcher = replayed, membership, dispatcher
         self._workers, self._snapshots = workers, snapshots
         self._standings: dict[str, Standing] = {}
@@ -79,26 +80,30 @@ class Failover:
         for worker, joined in expected.items():
             if worker not in self._standings:
                 self._workers.watch(
-                    Identity(worker=worker, rank=0, node=joined.node, pid=joined.pid)
+                    Identity(worker=worker, rank=_SEAT_UNKNOWN, node=joined.node, pid=joined.pid)
                 )
         await asyncio.gather(
             self._dispatcher.until(
-                lambda: expected.keys() <= self._standings.keys() | self._dead, _FAILOVER_S
+                lambda: expected.keys() <= self._standings.keys() | self._dead, self._silent_s
             ),
             self._look_for_snapshots(),
         )
         living = expected.keys() & self._standings.keys()
         self._go_on(living)
         self._dispatcher.ready.set()
+        silent = (
+            f"said nothing for {self._silent_s:g} s after the coordinator was started anew "
+            f"(health.freeze_timeout_s)"
+        )
         for worker in expected.keys() - living - self._dead:
-            await self._workers.kill(worker, CRASH, _SILENT)
+            await self._workers.kill(worker, CRASH, silent)
         for worker in self._standings.keys() - living:
             self._dispatcher.spawn(self._workers.expel(worker))
         await self._dispatcher.advance()
 
     async def _look_for_snapshots(self) -> None:
         if self._snapshots is not None:
-            await self._snapshots.look_again(_FAILOVER_S)
+            await self._snapshots.look_again(self._silent_s)
 
     def _go_on(self, living: set[str]) -> None:
         replayed = self._replayed
@@ -109,6 +114,8 @@ class Failover:
             formations=replayed.formations,
             recorded=replayed.recorded,
             began=replayed.began,
+            winding_down=replayed.winding_down,
+            until=replayed.until,
         )
         for worker in self._standings.keys() - living:
             self._membership.lose(worker)  # it was written off before

@@ -31,7 +31,7 @@ class Receipts:
         dispatcher: Dispatcher,
         records: RunLog,
     ) -> None:
-        self._last_step, self._membership = config.groups.steps, membership
+        self._membership = membership
         self._dispatcher, self._records = dispatcher, records
         self._publisher = Publisher(
             config.paths,
@@ -100,5 +100,5 @@ class Receipts:
     async def failed(self, step: int, reason: str) -> None:
         """A checkpoint could not be written. Unless it was the last one, the run goes on."""
         self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
-        if step >= self._last_step:
+        if step >= self._membership.until:
             await self._dispatcher.stop(f"the last checkpoint could not be written: {reason}")

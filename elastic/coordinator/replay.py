@@ -39,6 +39,10 @@ class Replay:
     """Steps that count and are in the records."""
     committed: frozenset[int]
     """Steps of checkpoints that are known to be committed."""
+    winding_down: bool
+    """Whether it was asked to end."""
+    until: int | None
+    """Steps at which it ends therefore, once there is a roster that knows."""
     fired: tuple[str, ...]
     """Injected faults that went off, as they were ordered."""
 
@@ -53,6 +57,7 @@ def replay(paths: RunPaths, start_step: int) -> Replay:
     happened = _this_start(read_events(paths.events))
     rosters = _all(happened, events.RegroupDone)
     newest = rosters[-1] if rosters else None
+    asked = [e.time for e in _all(happened, events.StopRequested)]
     lost = {e.worker for e in _all(happened, events.WorkerLost)}
     joined = {e.worker: e for e in _all(happened, events.WorkerJoined)}
     drained = _all(happened, events.Draining)
@@ -72,6 +77,8 @@ def replay(paths: RunPaths, start_step: int) -> Replay:
         formations=max(formed, default=0),
         recorded=_recorded(paths, newest, start_step),
         committed=frozenset(e.step for e in _all(happened, events.CheckpointCommitted)),
+        winding_down=bool(asked),
+        until=newest.step if asked and newest and newest.time > asked[0] else None,
         fired=tuple(e.fault for e in _all(happened, events.FaultFired)),
     )
 

@@ -115,7 +115,7 @@ class RunLog:
         return equal
 
     def _note_compared(self, *, equal: bool) -> None:
-        step = self._config.groups.steps
+        step = self._membership.until
         self.note(events.ReplicasCompared(time=time.time(), step=step, equal=equal))
 
     def end(self, outcome: events.RunOutcome, error: str | None) -> None:

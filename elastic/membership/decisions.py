@@ -29,6 +29,8 @@ class GroupConfig:
     """Steps of the run."""
     start_workers: int
     """Workers to wait for at the start, so that neighbours end up in one replica."""
+    max_regroups_without_progress: int
+    """As in `HealthConfig`."""
 
     @property
     def workers_per_replica(self) -> int:

@@ -13,6 +13,9 @@ _MISSING = set(get_args(Budget)) - {field.name for field in fields(HealthConfig)
 if _MISSING:
     raise TypeError(f"budgets of causes that HealthConfig lacks: {sorted(_MISSING)}")
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 16.0
+"""Before a roster makes its groups, where those of the roster before failed with nobody lost."""
+
 INCIDENT_S = 10.0
 """Workers that are lost within so many seconds of the first are one incident: a machine, a switch,
 a rack. By then each beat and heartbeat that a common cause has stopped is missed."""
@@ -25,7 +28,7 @@ class Loss:
     time: float
     """When, in Unix seconds."""
     seat: int
-    """Its rank among Ray Train's workers, which its successor takes over."""
+    """Its rank among Ray Train's workers, which its successor takes over; below 0: not known."""
     cause: Cause
     """Why."""
     step: int | None
@@ -94,6 +97,34 @@ def _decide_stuck(losses: Sequence[Loss], health: HealthConfig) -> str | None:
     )
 
 
+def decide_in_vain(regroups: int, step: int, most: int, reason: str | None) -> str | None:
+    """Why the run should end after so many `regroups` in a row for faults, or None to go on.
+
+    Args:
+        regroups: with no step committed and no worker lost in between.
+        step: where they went on.
+        most: `health.max_regroups_without_progress`.
+        reason: why a group across replicas failed last, where a worker has told.
+    """
+    if regroups < most:
+        return None
+    return (
+        f"{regroups} regroups in a row at step {step}, with no progress and no worker lost "
+        f"(health.max_regroups_without_progress = {most}): collectives across replicas fail while "
+        f"all workers live. The last failure: {reason or 'no worker said why'}. Look at the "
+        f"network between the nodes: links, MTU, firewalls, the interface that Gloo or NCCL takes"
+    )
+
+
+def plan_pause_s(regroups: int) -> float:
+    """How long a roster waits before it makes its groups, after so many regroups in a row as for
+    `decide_in_vain`. Each fails within a tenth of a second where a link is down: without pauses a
+    link that comes back in two seconds would come too late."""
+    if regroups < 2:
+        return 0.0
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (regroups - 2))
+
+
 def count_incidents(losses: Iterable[Loss]) -> int:
     """Losses with one cause in common, as far as time and place tell: those of one replica that
     raised together, and those of different seats within `INCIDENT_S` of the first. A seat that is
@@ -105,7 +136,7 @@ def count_incidents(losses: Iterable[Loss]) -> int:
             continue
         if loss.formation is not None:
             raised.add(loss.formation)
-        if loss.time - began > INCIDENT_S or loss.seat in seats:
+        if loss.time - began > INCIDENT_S or (loss.seat >= 0 and loss.seat in seats):
             count, began, seats = count + 1, loss.time, set()
         seats.add(loss.seat)
     return count

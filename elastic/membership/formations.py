@@ -75,7 +75,7 @@ class Formations:
         return min([self.begun, *self._places.standing, *self._places.forming])
 
     def take_broken(self) -> list[Replica]:
-        """Formations that will not come about and that nobody has been told of."""
+        """Replicas that have broken, or will not come about, and that nobody has been told of."""
         broken, self._broken = self._broken, []
         return broken
 

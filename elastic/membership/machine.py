@@ -27,6 +27,7 @@ from elastic.membership.conclusion import (
     plan_parts,
 )
 from elastic.membership.decisions import Effects, GroupConfig, Regrouped
+from elastic.membership.failure import decide_in_vain, plan_pause_s
 from elastic.membership.formations import Formations
 from elastic.membership.heals import Heals
 from elastic.membership.places import Places
@@ -67,6 +68,10 @@ class Membership:
         self.roster = Roster(generation=progress.generation, replicas=(), lanes={})
         self.call: Call | None = "start"
         self.stopped: Stop | None = None
+        self.winding_down = False
+        """The run is to end with the next roster, which saves."""
+        self.until = config.steps
+        """Steps at which it ends."""
         self.calls, self.heals = Calls(), Heals()
         self.places = Places(self.waiting.keys())
         self.formations = Formations(config, progress, self.places, self.waiting)
@@ -79,7 +84,9 @@ class Membership:
         self._refused: dict[str, Stop | Leave] = {}
         """Have joined where nothing can come of it, and are told so by the next decision."""
         self._broke_off = False
-        """A worker with a slot has left its step with nobody calling it."""
+        """A worker with a slot has left its step with nobody calling it, or is about to."""
+        self._cross_failure: str | None = None
+        """Why a group across replicas of the roster has failed, where a worker has told."""
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -119,6 +126,7 @@ class Membership:
         if worker not in self._lost:
             self._lost.add(worker)
             self.formations.lose(worker)
+            self.progress.lost()
         return self.members.pop(worker, None)
 
     def drain(self, worker: str, *, dismiss: bool = False) -> None:
@@ -133,9 +141,22 @@ class Membership:
         if dismiss:
             self._dismissed.add(worker)
 
+    def wind_down(self) -> None:
+        """The run is to end after the step that is under way, and to be saved there."""
+        self.winding_down = True
+
     def stop(self, error: str) -> None:
         """The run ends with `error`, where it has not ended already."""
         self.stopped = self.stopped or Stop(error=error)
+
+    def cross_lost(self, generation: int, reason: str) -> bool:
+        """A group across replicas has failed for a worker of the roster `generation`. It may wait
+        inside its replica for one that waits for another replica: only a call ends that. Returns
+        whether it is the first such news of that roster."""
+        if generation != self.roster.generation or self._cross_failure is not None:
+            return False
+        self._broke_off, self._cross_failure = True, reason
+        return True
 
     def caught_up(self, worker: str) -> Replica | None:
         """A newcomer's worker has the state. Returns its replica where it was the last of it."""
@@ -150,6 +171,8 @@ class Membership:
         formations: int,
         recorded: int,
         began: int,
+        winding_down: bool = False,
+        until: int | None = None,
     ) -> None:
         """Takes up a run whose coordinator was lost, from what its workers know.
 
@@ -163,7 +186,11 @@ class Membership:
             formations: replicas that ever began to form.
             recorded: steps that the run's records hold.
             began: step that the newest roster in the records began at.
+            winding_down: whether it was asked to end.
+            until: steps at which it ends therefore, if its workers know that already.
         """
+        self.winding_down = winding_down
+        self.until = self.config.steps if until is None else until
         self.members = {s.identity.worker: s.identity for s in standings}
         self.calls.resume(standings)
         found = plan_resumption(
@@ -235,8 +262,8 @@ class Membership:
         self.waiting.clear()
 
     def _decide(self, effects: Effects) -> None:
-        self._free_survivors(effects)
         self._call(effects)
+        self._free_survivors(effects)
         if self._reassemble(effects):
             self._build(self.formations.from_pool(), effects)
             self._conclude(effects)
@@ -248,7 +275,7 @@ class Membership:
         """Everybody with a slot is done, and the last state is in a committed checkpoint."""
         places = self.places
         return (
-            self.progress.restore_step >= self.config.steps
+            self.progress.restore_step >= self.until
             and bool(places.standing)
             and not places.absent
             and all(self.waiting[w].finished for r in places.standing.values() for w in r.workers)
@@ -266,9 +293,11 @@ class Membership:
             del self.waiting[worker], self.members[worker]
 
     def _free_survivors(self, effects: Effects) -> None:
-        """Calls those who build for a replica that will not come about."""
+        """Calls those who build for a replica that will not come about, and those of one that has
+        broken after a call: they may wait in it for the one that is lost."""
         for replica in self.formations.take_broken():
-            self._signal(replica.workers, "fault", effects)
+            uncalled = [worker for worker in replica.workers if worker not in effects.signals]
+            self._signal(uncalled, "fault", effects)
 
     def _reassemble(self, effects: Effects) -> bool:
         """Where no replica with state is left, has one made of the survivors. Returns whether that
@@ -307,7 +336,10 @@ class Membership:
             self._signal_roster("fault", effects)
         elif self.call is None and not self._some_finished:
             least = self.config.min_replicas
-            effects.called = decide_planned(self.places, self.heals, least)
+            if self.winding_down:
+                effects.called = "stop" if self.until == self.config.steps else None
+            else:
+                effects.called = decide_planned(self.places, self.heals, least)
             if effects.called is not None:
                 self._signal_roster("boundary", effects)
 
@@ -319,6 +351,9 @@ class Membership:
     def _conclude(self, effects: Effects) -> None:
         places = self.places
         if self.call is None or places.absent:
+            return
+        if self.winding_down:
+            self._conclude_the_run(effects)
             return
         whole = places.whole
         missing = whole - places.unready < self.config.min_replicas
@@ -336,6 +371,19 @@ class Membership:
         others = {r.index for r in places.forming.values()} - {r.index for r in able}
         self._regroup(present, number_anew(able, others, self.config.max_replicas), effects)
 
+    def _conclude_the_run(self, effects: Effects) -> None:
+        """Whoever has state makes the last roster, which saves; where nobody has, nothing is lost
+        by ending at once."""
+        if self.formations.keeping:
+            return
+        present = [*self.places.standing.values(), *self.places.ready]
+        staying, _ = self._find_staying(present, present)
+        if staying:
+            self._regroup(present, staying, effects)
+            self.until = self.progress.began
+        else:
+            self.stopped = Stop(error=None)
+
     def _regroup(self, present: list[Replica], able: list[Replica], effects: Effects) -> None:
         """Of the replicas that are here the `able` ones make the next roster; one that leaves may
         have seen a commit that they have not."""
@@ -352,6 +400,13 @@ class Membership:
         if step == 0 and outcome == "restore" and progress.unreadable is not None:
             self.stop(progress.unreadable)  # never silently from the seed
             return
+        if self.call == "fault":
+            progress.interrupted(step)
+            most, reason = self.config.max_regroups_without_progress, self._cross_failure
+            error = decide_in_vain(progress.in_vain, step, most, reason)
+            if error is not None:
+                self.stop(error)
+                return
         lost = max(0, progress.reached - step) if outcome == "restore" else 0
         progress.begin(step, back=not staying)
         self.roster = next_roster(
@@ -391,6 +446,8 @@ class Membership:
             restore=restore,
             source="memory" if restore and step > progress.restore_step else "store",
             recorded=progress.recorded,
+            until=step if self.winding_down else self.until,
+            pause_s=plan_pause_s(progress.in_vain) if self.call == "fault" else 0.0,
             meet=self._meet,
         )
 
@@ -400,7 +457,7 @@ class Membership:
         for worker in workers:
             del self.waiting[worker]
         self.places.seat(self.roster.replicas)
-        self.call, self._broke_off = None, False
+        self.call, self._broke_off, self._cross_failure = None, False, None
 
     def _signal(self, workers: Iterable[str], kind: SignalKind, effects: Effects) -> None:
         """Calls those of `workers` that are at work."""

@@ -89,7 +89,7 @@ class Places:
                 del self._unbuilt[replica.formed]
 
     def lose(self, worker: str) -> Replica | None:
-        """A worker is gone and waits no more. Returns the formation that breaks with it."""
+        """A worker is gone and waits no more. Returns the replica that breaks with it."""
         self.idle.discard(worker)
         self.retired.discard(worker)
         replica = self._of.get(worker)
@@ -112,14 +112,15 @@ class Places:
             if replica is not None:
                 self._dissolve(replica)
 
-    def _dissolve(self, replica: Replica) -> Replica | None:
+    def _dissolve(self, replica: Replica) -> Replica:
         self.standing.pop(replica.formed, None)
         self._unbuilt.pop(replica.formed, None)
         for other in replica.workers:
             del self._of[other]
         self.absent.difference_update(replica.workers)
         self._leave_idle([other for other in replica.workers if other in self._here])
-        return self.forming.pop(replica.formed, None)
+        self.forming.pop(replica.formed, None)
+        return replica
 
     def _leave_idle(self, workers: Sequence[str]) -> None:
         self.idle.update(worker for worker in workers if worker not in self.retired)

@@ -21,6 +21,11 @@ class Progress:
         """Steps that are in the records, and steps that somebody has done."""
         self.began = 0
         """Step that the newest roster began at."""
+        self.in_vain = 0
+        """Regroups in a row after faults, with no step committed in between, that no loss of a
+        worker explains."""
+        self._explained = False
+        """A worker was lost since the newest roster stood."""
         self.since = 0
         """Generation in which the run went back last: what is held of older ones is void."""
         self.unreadable: str | None = None
@@ -66,11 +71,22 @@ class Progress:
         """The newest snapshot that can be read is of `step`; 0: there is none (any more)."""
         self.snapshot_step = step
 
+    def lost(self) -> None:
+        """A worker was lost: that may explain the next regroup, and has a budget of its own."""
+        self._explained = True
+
+    def interrupted(self, step: int) -> None:
+        """A fault has called for a roster, which is to go on at `step`."""
+        if self._explained:
+            self.in_vain = 0
+        else:
+            self.in_vain = self.in_vain + 1 if step == self.began else 1
+
     def begin(self, step: int, *, back: bool) -> None:
         """The next roster stands at `step`, with what its workers hold; or the run went `back`
         there, to what is saved or to the seed."""
         self.generation += 1
-        self.began = step
+        self.began, self._explained = step, False
         if back:
             self.recorded = self.reached = step
             self.since = self.generation

@@ -37,6 +37,7 @@ from elastic.protocol.rpc import Remote
 from elastic.providers.node_watches import start_watches
 from elastic.providers.tell import tell_coordinator
 from elastic.ray_compat.cluster import drain_node
+from health.laggards import Position
 from health.lease import AwakeClock, Reach, decide_cut_off
 
 _SAMPLE_INTERVAL_S = 0.2
@@ -104,6 +105,10 @@ class NodeAgent:
     def signal(self, worker: str, number: int) -> None:
         """Sends a signal to the process of `worker`, if it is one of this node's and still runs."""
         self._processes.signal(worker, number)
+
+    def position(self, worker: str) -> Position | None:
+        """Where a worker of this node is in its work; None where that is not known."""
+        return self._processes.position(worker)
 
     def wait(self) -> None:
         """Never returns: a pending call to it fails when this agent is lost."""

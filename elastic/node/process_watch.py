@@ -14,12 +14,14 @@ import os
 import select
 import signal
 import threading
+import time
 from dataclasses import dataclass
 
 from elastic.protocol.causes import CRASH, HANG, Cause
 from elastic.protocol.messages import Death
 from health.diagnosis import History, Sample, decide_frozen, observe
 from health.heartbeat import NO_STEP, HeartbeatReader, Record
+from health.laggards import Position
 from health.process import read_state
 from trainer.loop.phases import PHASES
 
@@ -71,6 +73,16 @@ class ProcessWatch:
             for pidfd, process in self._processes.items():
                 if process.worker == worker:
                     _send(pidfd, number)
+
+    def position(self, worker: str) -> Position | None:
+        """Where a worker is in its work, by its heartbeat; None where that is not known."""
+        with self._lock:
+            found = [p for p in self._processes.values() if p.worker == worker and p.heartbeat]
+            records = [p.heartbeat.read() for p in found if p.heartbeat is not None]
+        if not records or records[0].serial == 0:
+            return None
+        in_phase_s = time.monotonic() - records[0].phase_s
+        return Position(phase=_phase_of(records[0]), in_phase_s=in_phase_s)
 
     def kill_all(self, cause: Cause, detail: str) -> list[Death]:
         """Ends all processes. Returns the deaths that are news."""
@@ -137,5 +149,9 @@ def _kill_and_report(pidfd: int, process: _Process, cause: Cause, detail: str) -
 def _where(record: Record | None) -> str:
     if record is None or record.serial == 0 or record.phase not in range(len(PHASES)):
         return ""
-    step = "" if record.step == NO_STEP else f" of step {record.step}"
-    return f"; it was in phase {PHASES[record.phase]}{step}"
+    return f"; it was in {_phase_of(record)}"
+
+
+def _phase_of(record: Record) -> str:
+    name = PHASES[record.phase] if record.phase in range(len(PHASES)) else "unknown"
+    return f"phase {name}" + ("" if record.step == NO_STEP else f" of step {record.step}")

@@ -11,7 +11,16 @@ from typing import Any, Protocol
 from checkpointing import Receipt
 from elastic.protocol.causes import Cause
 from elastic.protocol.events import Event, RunOutcome, StepRecord
-from elastic.protocol.messages import Answer, Death, Identity, Report, Signal, Standing, Stop
+from elastic.protocol.messages import (
+    Answer,
+    Death,
+    Identity,
+    Recorded,
+    Report,
+    Signal,
+    Standing,
+    Stop,
+)
 from elastic.protocol.rpc import Remote
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
 
@@ -42,12 +51,9 @@ class WorkerCalls(Protocol):
     async def fail(self, error: str) -> None:
         """Ends the run with an error that no retry can mend."""
 
-    async def record(self, steps: list[StepRecord], happened: list[Event]) -> bool:
-        """Committed steps from the lead worker, events from any; steps known already are passed by.
-
-        Returns:
-            Whether the lead is to have a checkpoint written.
-        """
+    async def record(self, steps: list[StepRecord], happened: list[Event]) -> Recorded:
+        """Committed steps from the lead worker, events from any; steps known already are passed
+        by."""
 
     async def claim_fault(self, index: int, slot: int, step: int, worker: str) -> bool:
         """Whether injected fault `index` hits the worker in `slot` now."""
@@ -58,6 +64,10 @@ class WorkerCalls(Protocol):
 
     async def heal_failed(self, worker: str, reason: str) -> None:
         """A newcomer's worker did not get the state."""
+
+    async def cross_lost(self, worker: str, generation: int, reason: str) -> None:
+        """The group across replicas of roster `generation` has failed for a worker that nobody has
+        called away: all of the roster are."""
 
     async def compare(self, slot: str, digest: str) -> None:
         """A worker's state at the end: the workers in `slot` of all replicas must agree."""
@@ -148,6 +158,9 @@ class DriverCalls(Protocol):
 
     async def ended(self, workers: list[tuple[str, int]]) -> None:
         """Ray Train's controller has seen the end of these, each given by node and process."""
+
+    async def wind_down(self, reason: str) -> None:
+        """The run is to end: it does after the step that is under way, and is saved there."""
 
     async def awake(self) -> None:
         """Returns at once: calls are answered."""

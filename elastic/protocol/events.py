@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal
 
 from elastic.protocol.causes import Cause
 
-RegroupReason = Literal["fault", "grow", "heal", "drain"]
+RegroupReason = Literal["fault", "grow", "heal", "drain", "stop"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
-RunOutcome = Literal["finished", "failed", "interrupted"]
+RunOutcome = Literal["finished", "stopped", "failed", "interrupted"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +93,19 @@ class WorkerLost(Event):
     """What happened to it."""
     detail: str
     """The evidence in one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossGroupLost(Event):
+    """A collective across replicas has failed, or its group could not be made: the first news of a
+    roster, as its worker saw it."""
+
+    generation: int
+    """Generation of the roster."""
+    slot: str | None
+    """Place of the worker; None where its replica is gone by now."""
+    reason: str
+    """What its backend said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +314,14 @@ class HelperKilled(Event):
     """Which it was."""
     detail: str
     """What showed that it was frozen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRequested(Event):
+    """The run was asked to end: it saves, and ends, after the step that is under way."""
+
+    reason: str
+    """By what."""
 
 
 @dataclass(frozen=True, kw_only=True)

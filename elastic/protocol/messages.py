@@ -175,6 +175,10 @@ class Order:
     """Where `restore` reads: the checkpoint store, or the snapshot in the nodes' memory."""
     recorded: int
     """Steps that the coordinator has records of."""
+    until: int
+    """Steps at which the run ends: earlier than planned where it was asked to stop."""
+    pause_s: float
+    """How long to wait before the groups are made: those before have failed, with nobody lost."""
     meet: tuple[str, int]
     """Host and port of the store where process groups meet."""
 
@@ -230,6 +234,18 @@ def _unpack(packed: bytes, replica: int, rank: int, position: int, serial: int) 
     return Run(**order, replica=replica, rank=rank, position=position, serial=serial)
 
 
+def shows_recent(run: Run | None, built: int) -> bool:
+    """Whether a worker that joins shows the latest steps that it saw committed. One worker of a
+    whole replica does it for all. Had it no time to, and the replica is replaced by one of its
+    survivors, they do when they have built that.
+
+    Args:
+        run: its part in the roster, where the last answer was one.
+        built: see `Report`.
+    """
+    return run is None or run.rank == 0 or not built
+
+
 @dataclass(frozen=True, kw_only=True)
 class Leave:
     """Let go of your replica, keep the state, and join again: a coordinator that is lost had told
@@ -245,6 +261,16 @@ class Stop:
 
 
 Answer = Build | Run | Leave | Stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """The answer to records."""
+
+    steps: int
+    """Steps that are in the run's records now."""
+    save_wanted: bool
+    """The lead is to have a checkpoint written."""
 
 
 @dataclass(frozen=True, kw_only=True)

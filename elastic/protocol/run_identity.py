@@ -29,7 +29,7 @@ from checkpointing import (
     open_store,
 )
 from elastic.protocol.run_paths import RunPaths
-from trainer.engine.state import MOMENTS, PARAMETERS
+from trainer.engine.state import PARAMETERS
 
 log = logging.getLogger(__name__)
 
@@ -123,17 +123,18 @@ def check_own(manifest: Manifest, identity: RunIdentity, model: StateTable | Non
 
 
 def check_model(manifest: Manifest, model: StateTable) -> None:
-    """Checks that a checkpoint has exactly the tensors of `model`. Moments of a parameter that is
-    frozen now do not count.
+    """Checks that a checkpoint has exactly the tensors of `model`, moments of the same names
+    included. Those of a parameter that is frozen now do not count.
 
     Raises:
         IncompatibleError: naming the first tensors that differ.
     """
-    spare = {
-        name: info
-        for name, info in manifest.tensors.items()
-        if name.startswith(MOMENTS) and PARAMETERS + name.split("/", 1)[1] in model
-    }
+    kinds = {name.split("/", 1)[0] for name in model}
+    spare = {}
+    for name, info in manifest.tensors.items():
+        kind, _, parameter = name.partition("/")
+        if kind in kinds and PARAMETERS + parameter in model:
+            spare[name] = info
     check_compatible(manifest, {**spare, **model})
 
 

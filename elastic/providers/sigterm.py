@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import threading
@@ -15,8 +16,21 @@ def catch_sigterm() -> None:
 
     Ray's own handler would end it at once. Call it on the process's main thread; in a Ray Train
     worker that is where `Backend.on_start` runs what it executes.
+
+    Python's handlers wait until the main thread has time for them, which may be in native code. The
+    interpreter writes to its wake-up descriptor at once.
     """
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
     signal.signal(signal.SIGTERM, lambda number, _: _terms.put(number))
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    threading.Thread(target=_listen, args=[heard], name="signals", daemon=True).start()
+
+
+def _listen(heard: int) -> None:
+    while numbers := os.read(heard, 64):
+        if signal.SIGTERM in numbers:
+            _terms.put(signal.SIGTERM)
 
 
 def on_sigterm(callback: Callable[[], None]) -> None:

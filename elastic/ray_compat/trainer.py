@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -89,26 +86,15 @@ class ElasticRayTrainer(DataParallelTrainer):
         actor: Any = ray.remote(**options)(ElasticController)
         controller: Any = actor.options(scheduling_strategy=here).remote(**arguments)
         try:
-            with self._aborted_by_sigint(controller):
-                return self._wait_for(controller)
+            return self._wait_for(controller)
+        except (KeyboardInterrupt, SystemExit):
+            # First, so that the ends of its workers are no losses.
+            self._coordinator.call(CoordinatorApi.fail, "the run was interrupted")
+            raise
         finally:
             ray.kill(controller)
             # A controller that was killed left them, and one that was interrupted may have.
             remove_groups(self.train_run_context.run_id)
-
-    @contextlib.contextmanager
-    def _aborted_by_sigint(self, controller: Any) -> Iterator[None]:
-        """Ctrl-C ends the run, and after it is what it was before: Ray Train's handler would keep
-        the controller alive, and swallow it."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.getsignal(signal.SIGINT)
-        self._register_sigint_handler(controller)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def _wait_for(self, controller: Any) -> Result:
         running, over = controller.run.remote(), self._coordinator.send(CoordinatorApi.over)

@@ -5,8 +5,8 @@ workers lost on the way belong to it. A lost spare is an incident of its own, wi
 unless its node takes slots down as well.
 
 Time is measured where a healthy replica feels it: in the gaps between committed steps. The median
-gap is the step time; what a gap takes beyond it is a stall. A `RunStarted` splits the run: the time
-between a stop and the next start is in no gap.
+gap without a regroup is the step time; what a gap takes beyond it is a stall. A `RunStarted` splits
+the run: the time between a stop and the next start is in no gap.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Gap:
     """Steps that were committed in the gap and then lost; they were done again later."""
     tokens: int
     """Tokens of the later step."""
+    roster: float | None
+    """When the last roster within stood, in seconds since the epoch; None: there was no regroup."""
 
     @property
     def seconds(self) -> float:
@@ -193,6 +195,7 @@ def find_gaps(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[Gap]
         (e.time, e.lost_steps) for e in events if isinstance(e, RegroupDone) and e.lost_steps
     )
     lost_by = [0, *accumulate(n for _, n in losses)]
+    rosters = sorted(e.time for e in events if isinstance(e, RegroupDone))
     times = [time for time, _ in losses]
     return [
         Gap(
@@ -202,15 +205,24 @@ def find_gaps(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[Gap]
                 0, lost_by[bisect_right(times, b.time)] - lost_by[bisect_right(times, a.time)]
             ),
             tokens=b.tokens,
+            roster=_last_within(rosters, a.time, b.time),
         )
         for a, b in pairwise(steps)
         if bisect_right(starts, b.time) <= bisect_right(starts, a.time)
     ]
 
 
+def _last_within(times: Sequence[float], begin: float, end: float) -> float | None:
+    index = bisect_right(times, end)
+    return times[index - 1] if index and times[index - 1] > begin else None
+
+
 def median_step_s(gaps: Sequence[Gap]) -> float | None:
-    """The step time of an undisturbed step: the median over all gaps; None without gaps."""
-    return median(g.seconds for g in gaps) if gaps else None
+    """The time of an undisturbed step: the median over the gaps without a regroup. Where there is
+    none, the time from a roster to the next step stands for it; None without gaps."""
+    undisturbed = [g.seconds for g in gaps if g.roster is None]
+    times = undisturbed or [g.end - g.roster for g in gaps if g.roster is not None]
+    return median(times) if times else None
 
 
 def find_incidents(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[Incident]:

@@ -37,6 +37,7 @@ from elastic.protocol.events import (
     SnapshotFailed,
     StepRecord,
     StepSkipped,
+    StopRequested,
     WorkerLost,
 )
 from elastic.reporting.callback import Callback
@@ -119,6 +120,8 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return f"heal of {event.slot} from replica {event.source} failed: {event.reason}"
         case HelperKilled():
             return f"killed the {event.helper} of node {event.node}: {event.detail}"
+        case StopRequested():
+            return f"stopping after this step, with a checkpoint ({event.reason})"
         case Draining():
             left = "" if event.deadline_s is None else f", {event.deadline_s:.0f} s left"
             return f"{', '.join(event.workers)} will go ({event.reason}{left})"

@@ -71,7 +71,8 @@ class Report:
     tokens_per_s: float | None
     """Tokens over the time between committed steps, stalls included, start-up not."""
     median_step_s: float | None
-    """Median time between consecutive committed steps."""
+    """Median time between consecutive committed steps with no regroup in between; where there are
+    none, from a roster to the next committed step."""
     longest_stall_s: float | None
     """Largest time between consecutive committed steps, less the median and the time of lost
     steps. A stop and a new start of the run are not a stall."""
@@ -79,8 +80,10 @@ class Report:
     """1 - disturbed / elapsed. `elapsed` is the time between consecutive committed steps, summed,
     which leaves out start-up and the time between a stop and the next start. `disturbed` is, summed
     over the gaps between committed steps that an incident or a regroup runs through, what they
-    take beyond the median step time; the time of lost steps lies in these gaps. Other jitter does
-    not count, nor does a lost spare, so an undisturbed run has 1.0."""
+    take beyond the median step time; the time of lost steps lies in these gaps. Both count the time
+    from the first roster of a start to the last regroup before its first step, and from its last
+    step to the last regroup after it. Other jitter does not count, nor does a lost spare, so an
+    undisturbed run has 1.0."""
     regroups: int
     """Regroups other than those that start the run."""
     repeated_steps: int
@@ -137,7 +140,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         tokens_per_s=_ratio(sum(g.tokens for g in gaps), _elapsed_s(gaps)),
         median_step_s=step_s,
         longest_stall_s=None if step_s is None else max(g.stall_s(step_s) for g in gaps),
-        effective_time=_effective_time(events, gaps, incidents),
+        effective_time=_effective_time(events, steps, gaps, incidents),
         regroups=sum(e.outcome != "start" for e in regroups),
         repeated_steps=sum(e.repeated_steps for e in regroups),
         lost_steps=sum(e.lost_steps for e in regroups),
@@ -203,26 +206,55 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _effective_time(
-    events: Sequence[Event], gaps: Sequence[Gap], incidents: Sequence[Incident]
+    events: Sequence[Event],
+    steps: Sequence[StepRecord],
+    gaps: Sequence[Gap],
+    incidents: Sequence[Incident],
 ) -> float | None:
     """See `Report.effective_time`."""
-    step_s = median_step_s(gaps)
-    if step_s is None:
-        return None
+    step_s = median_step_s(gaps) or 0.0
     spans = [i.span for i in incidents if i.regrouped] + _regroup_spans(events)
     disturbed = {gap for span in spans for gap in touching(gaps, *span)}
-    lost = _ratio(sum(g.excess_s(step_s) for g in disturbed), _elapsed_s(gaps))
+    outside_s = sum(end - begin for begin, end in _outside_gaps(events, steps, spans))
+    lost_s = sum(g.excess_s(step_s) for g in disturbed) + outside_s
+    lost = _ratio(lost_s, _elapsed_s(gaps) + outside_s)
     return None if lost is None else 1.0 - lost
 
 
 def _regroup_spans(events: Sequence[Event]) -> list[tuple[float, float]]:
-    """From call to roster of every regroup; those that start the run touch no gap."""
+    """From call to roster, or to the end, of every regroup but those that start the run."""
     spans = []
     for session in split_at_starts(events):
         called = {e.generation: e.time for e in _of(session, RegroupCalled)}
         for done in _of(session, RegroupDone):
-            spans.append((called.get(done.generation, done.time), done.time))
+            begin = called.pop(done.generation, done.time)
+            if done.outcome != "start":
+                spans.append((begin, done.time))
+        spans += [(begin, session[-1].time) for begin in called.values()]
     return spans
+
+
+def _outside_gaps(
+    events: Sequence[Event], steps: Sequence[StepRecord], spans: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """Of each start of the run, the time that regroups took before its first step and after its
+    last."""
+    found = []
+    times = sorted(s.time for s in steps)
+    sessions = split_at_starts(events)
+    starts = [*(s[0].time for s in sessions[1:]), float("inf")]
+    for session, next_start in zip(sessions, starts, strict=True):
+        rosters = _of(session, RegroupDone)
+        if not rosters:
+            continue
+        first = session[0].time
+        ends = [end for begin, end in spans if first <= begin < next_start]
+        done = times[bisect_left(times, first) : bisect_left(times, next_start)]
+        before = [end for end in ends if not done or end <= done[0]]
+        found.append((rosters[0].time, max(before, default=0.0)))
+        if done:
+            found.append((done[-1], max(ends, default=0.0)))
+    return [(begin, end) for begin, end in found if end > begin]
 
 
 _INCIDENT_COLUMNS = (

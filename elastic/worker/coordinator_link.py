@@ -30,6 +30,7 @@ from elastic.protocol.messages import (
     Run,
     Signal,
     Standing,
+    shows_recent,
 )
 from elastic.protocol.rpc import until_answered
 from elastic.worker.fault_injection import Injection
@@ -65,11 +66,12 @@ class CoordinatorLink:
         self._settled = 0
         self._run: Run | None = None
         self._standing = Standing(identity=identity)
-        self._heal_news: Callable[[], ObjectRef[None]] | None = None
-        """Sends what became of this worker's heal: once more to another coordinator."""
+        self._news: list[Callable[[], ObjectRef[None]]] = []
+        """Each sends what this worker has told of its part in the roster: once more to another
+        coordinator."""
         self._save_schedule = SaveSchedule(job.checkpoint)
         self.outbox = Outbox(job.coordinator, self._save_schedule.ask)
-        self.saves = Saver(job, identity, self.outbox, self._save_schedule)
+        self.saves = Saver(job, identity, self.outbox, self._save_schedule, self.leave_now)
         self.injection = Injection(job, identity.worker)
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -82,9 +84,7 @@ class CoordinatorLink:
         self._mark(step, "wait")
         self._standing = self._standing.joining(report)
         recent = self.outbox.recent()
-        # One worker of a whole replica does it for all. Had it no time to, and the replica is
-        # replaced by one of its survivors, they do when they have built that.
-        if self._run is None or self._run.rank == 0 or not report.built:
+        if shows_recent(self._run, report.built):
             report = replace(report, recent=recent)
         answer = self._coordinator.call(CoordinatorApi.join, report)
         # First of all: the next coordinator may be asking where this worker stands.
@@ -102,7 +102,7 @@ class CoordinatorLink:
             workers = self._job.train.parallel.workers
             self.injection.slot = answer.replica * workers + answer.rank
         if isinstance(answer, Run):
-            self._heal_news = None
+            self._news = []
 
     def trouble(self, step: int | None, detail: str, cause: Cause) -> bool:
         """Reports an exception. Returns whether it was only the loss of a peer."""
@@ -158,9 +158,10 @@ class CoordinatorLink:
                 time=now,
                 generation=run.generation,
                 replicas=len(run.lanes),
-                sample_digests=list(commit.digests),
+                sample_digests=commit.sample_digests,
             )
         )
+        self.outbox.let_go(commit.recorded)
         if not applied and run.lead:
             self.outbox.event(
                 events.StepSkipped(
@@ -173,19 +174,25 @@ class CoordinatorLink:
         self._standing = replace(self._standing, behind=False)
         seconds = time.monotonic() - newcomer.started_at
         worker, size, steps = self._identity.worker, newcomer.bytes, newcomer.steps_behind
-        self._tell_of_heal(
+        self._tell(
             lambda: self._coordinator.send(CoordinatorApi.caught_up, worker, size, seconds, steps)
         )
 
     def heal_failed(self, reason: str) -> None:
         """See Link."""
         worker = self._identity.worker
-        self._tell_of_heal(
-            lambda: self._coordinator.send(CoordinatorApi.heal_failed, worker, reason)
+        self._tell(lambda: self._coordinator.send(CoordinatorApi.heal_failed, worker, reason))
+
+    def cross_lost(self, reason: str) -> None:
+        """The group across replicas has failed, and nobody has announced a fault."""
+        assert self._run is not None
+        worker, generation = self._identity.worker, self._run.generation
+        self._tell(
+            lambda: self._coordinator.send(CoordinatorApi.cross_lost, worker, generation, reason)
         )
 
-    def _tell_of_heal(self, send: Callable[[], ObjectRef[None]]) -> None:
-        self._heal_news = send
+    def _tell(self, send: Callable[[], ObjectRef[None]]) -> None:
+        self._news.append(send)
         send()
 
     def compared(self, step: int, checksums: list[int | None]) -> None:
@@ -231,6 +238,10 @@ class CoordinatorLink:
         """See Link."""
         assert self._run is not None
         return self.saves.saving(lead=self._run.lead)
+
+    def recorded(self) -> int:
+        """See Link."""
+        return self.outbox.recorded
 
     def save_skipped(self, step: int, places: Sequence[Place]) -> None:
         """See Link."""
@@ -287,7 +298,7 @@ class CoordinatorLink:
     def _tell_again(self) -> None:
         """Repeats what the coordinator that was lost may not have heard, or have told nobody."""
         with contextlib.suppress(ray.exceptions.RayError):
-            if self._heal_news is not None:
-                until_answered(self._heal_news)
+            for send in tuple(self._news):
+                until_answered(send)
             if self.saves.hand_in_again is not None:
                 self.saves.hand_in_again()

@@ -1,7 +1,8 @@
 """What a worker reports to the run's records: steps and events, queued and sent by a thread.
 
 Every worker queues every step, and the lead alone sends them: if it is lost, the next one has the
-same records. So a step stays queued until it is known to be recorded.
+same records. So a step stays queued until it is known to be recorded: to the lead by the
+coordinator's answer, to the others by the lead's word in a later commit.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ log = logging.getLogger(__name__)
 
 _SEND_INTERVAL_S = 0.2
 _RECORDS_KEPT = 10_000
-_RECENT_MOST = 500
-"""Steps that a worker shows when it joins: more than the lead can have failed to send."""
 
 
 class Outbox:
@@ -40,7 +39,7 @@ class Outbox:
         self._coordinator, self._save_wanted = coordinator, save_wanted
         self._steps: deque[StepRecord] = deque(maxlen=_RECORDS_KEPT)
         self._events: deque[Event] = deque()
-        self._lead = False
+        self._lead, self._recorded = False, 0
         self._sending = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="report", daemon=True).start()
@@ -54,15 +53,27 @@ class Outbox:
         self._events.append(event)
 
     def recent(self) -> tuple[StepRecord, ...]:
-        """The latest steps queued; what was being sent has arrived."""
+        """The steps queued; what was being sent has arrived."""
         with self._sending:
-            return tuple(self._steps)[-_RECENT_MOST:]
+            return tuple(self._steps)
+
+    @property
+    def recorded(self) -> int:
+        """Steps that the records hold, as far as the lead knows; 0 where this is not its worker."""
+        return self._recorded if self._lead else 0
+
+    def let_go(self, recorded: int) -> None:
+        """So many steps are in the records, as the lead says. It lets go of its own when it has
+        sent them."""
+        while not self._lead and self._steps and self._steps[0].step < recorded:
+            self._steps.popleft()
 
     def settle(self, answer: Answer) -> None:
         """The coordinator answered this worker's join: lets go of what it has, or what is void."""
         with self._sending:
             self._lead = isinstance(answer, Run) and answer.lead
             if isinstance(answer, Run):
+                self._recorded = answer.recorded
                 while self._steps and self._steps[0].step < answer.recorded:
                     self._steps.popleft()
                 if answer.restore:
@@ -73,8 +84,11 @@ class Outbox:
         with self._sending:
             steps = list(self._steps) if self._lead else []
             happened = list(self._events)
-            record = CoordinatorApi.record
-            if (steps or happened) and self._coordinator.call(record, steps, happened):
+            if not steps and not happened:
+                return
+            answer = self._coordinator.call(CoordinatorApi.record, steps, happened)
+            self._recorded = answer.steps
+            if answer.save_wanted:
                 self._save_wanted()
             for queue, sent in ((self._steps, steps), (self._events, happened)):
                 for _ in sent:

@@ -34,6 +34,9 @@ from trainer.engine.engine import Engine
 from trainer.engine.host_copy import HostBuffer, Share
 from trainer.replication.step_commit import Place, Saving
 
+_LISTEN_S = 0.1
+"""How often a worker that waits for an upload looks whether it is called away."""
+
 _PATIENCE_S = 60.0
 """How long to try again after an uploader has died with a save."""
 
@@ -46,9 +49,18 @@ class Saver:
         identity: this worker's.
         outbox: to the run's records.
         clock: when a checkpoint is wanted.
+        leave_now: whether a fault has called this worker away.
     """
 
-    def __init__(self, job: Job, identity: Identity, outbox: Outbox, clock: SaveSchedule) -> None:
+    def __init__(
+        self,
+        job: Job,
+        identity: Identity,
+        outbox: Outbox,
+        clock: SaveSchedule,
+        leave_now: Callable[[], bool],
+    ) -> None:
+        self._leave_now = leave_now
         self._job, self._identity, self._outbox = job, identity, outbox
         self._coordinator = job.coordinator
         self._writing: dict[Place, tuple[threading.Thread, HostBuffer]] = {}
@@ -77,8 +89,9 @@ class Saver:
         places: Sequence[Place],
     ) -> None:
         """Begins to save the state before `step` to `places`. All workers with state call it."""
-        if step >= self._job.train.steps:
-            self.wait()
+        if step >= run.until:
+            if not self.wait():
+                return
             if self._coordinator.call(CoordinatorApi.saved, step):
                 return
         places = [place for place in places if not self._is_busy(place)]
@@ -114,10 +127,15 @@ class Saver:
         self._writing[upload.place] = thread, buffer
         thread.start()
 
-    def wait(self) -> None:
-        """Waits until whatever is being written is written."""
+    def wait(self) -> bool:
+        """Waits until whatever is being written is written. Returns False where a fault calls this
+        worker away before."""
         for thread, _ in self._writing.values():
-            thread.join()
+            while thread.is_alive():
+                if self._leave_now():
+                    return False
+                thread.join(_LISTEN_S)
+        return True
 
     # -- memory ------------------------------------------------------------------------------------
 

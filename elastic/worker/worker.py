@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 import traceback
 import uuid
 from typing import Any
@@ -57,6 +58,8 @@ _CAUSES: dict[Origin, Cause] = {
     "code": USER_ERROR,
 }
 """What a worker is lost for, by the origin of its exception."""
+
+_PAUSE_TICK_S = 0.01
 
 _LEASES_OF_SILENCE = 2
 """By then the coordinator has written off the node of a peer that is not heard any more: the error
@@ -231,6 +234,7 @@ class Worker:
         assert self.engine is not None
         self.generation = run.generation
         self.link.at_step(run.step, "regroup")
+        self.pause(run.pause_s)
         if run.restore or run.position in dict(run.heals):
             self.progress = None  # void, or a peer lacks its part: the whole replica takes it anew
         cross = self.make_cross_group(run, self.engine)
@@ -255,7 +259,13 @@ class Worker:
             if loop is not None and loop.has_state():
                 self.progress = self.position
         if self.finished and self.progress is not None:
-            self.finish(run)
+            self.finished = self.finish(run)
+
+    def pause(self, seconds: float) -> None:
+        """Waits, unless it is called away."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.link.leave_now():
+            time.sleep(_PAUSE_TICK_S)
 
     def make_cross_group(self, run: Run, engine: Engine) -> CrossGroup:
         """The group over this worker's (shard, tensor) in all replicas."""
@@ -267,6 +277,7 @@ class Worker:
             rank=run.position,
             device=self.job.scaling.device,
             leave_now=self.link.leave_now,
+            on_lost=self.link.cross_lost,
         )
 
     def catch_up(self, run: Run, cross: CrossGroup) -> None:
@@ -278,7 +289,7 @@ class Worker:
         loop = self.make_loop(run, cross, progress, None)
         loop.finish_step(run.commit)
         # At the end, `run` sees to it; in a reassembled replica only some of the workers are here.
-        if progress.step < self.job.train.steps and not self.reassembled:
+        if progress.step < run.until and not self.reassembled:
             loop.save_and_evaluate()
 
     def begin_heal(self, run: Run, engine: Engine) -> Source | Newcomer | None:
@@ -322,6 +333,7 @@ class Worker:
                 snapshot_every=self.job.checkpoint.memory_every,
                 compare_every=self.job.health.compare_every,
                 max_nonfinite_steps=self.job.health.max_nonfinite_steps,
+                until=run.until,
                 generation=run.generation,
             ),
             link=self.link,
@@ -329,10 +341,13 @@ class Worker:
             newcomer=heal if isinstance(heal, Newcomer) else None,
         )
 
-    def finish(self, run: Run) -> None:
-        """Hands in everything that the run still needs from this worker."""
+    def finish(self, run: Run) -> bool:
+        """Hands in everything that the run still needs from this worker. Returns False where a
+        fault calls it away before."""
         assert self.engine is not None
-        self.link.saves.wait()
+        if not self.link.saves.wait():
+            return False
         self.link.outbox.flush()
         where = " ".join(f"{name} {at}" for name, at in self.engine.slot.coordinates.items())
         self.link.compare(f"generation {run.generation} {where}", self.engine.state.digest())
+        return True

@@ -27,7 +27,7 @@ KEYS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # the first time it installs its peers
 @pytest.mark.timeout(900)
 def test_the_benchmark_of_checkpoints_measures_everything() -> None:
     command = [sys.executable, "-m", "benchmarks.checkpoint", "--size-mib", "64", "--rounds", "1"]

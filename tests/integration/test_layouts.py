@@ -69,6 +69,7 @@ def single_process(
     for name, buffer in model.named_buffers():
         buffer.data.copy_(buffers[name])
     o = train.optimizer
+    assert isinstance(o, OptimizerConfig)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [

@@ -58,10 +58,12 @@ def unstopped(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return run
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after", "signals"), [(2, 1, 1), (1, 2, 2)])
 def test_stopped_at_half_and_started_again(
-    unstopped: Callable[[], str], tmp_path: Path, before: int, after: int
+    unstopped: Callable[[], str], tmp_path: Path, before: int, after: int, signals: int
 ) -> None:
+    """By the first Ctrl-C after the step that is under way, which is saved; by the second at
+    once."""
     gate, root = tmp_path / "gate", tmp_path / "gated"
     address = ray.get_runtime_context().gcs_address
     command = [
@@ -73,21 +75,35 @@ def test_stopped_at_half_and_started_again(
         str(before),
     ]
     paths = str(ROOT)
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths})
+    said = tmp_path / "said"
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, stderr=said.open("w")
+    )
     manifest = root / "checkpoints" / "m" / f"{HALF:012}.json"
     wait_until(manifest.exists, process)
+    events = root / "events.jsonl"
     process.send_signal(signal.SIGINT)
+    wait_until(lambda: '"stop_requested"' in events.read_text(), process)
+    if signals == 2:
+        process.send_signal(signal.SIGINT)
+    else:
+        gate.touch()
     process.wait(DEADLINE_S)
-    assert json.loads((root / "report.json").read_text())["outcome"] == "interrupted"
+    assert said.read_text().endswith("KeyboardInterrupt\n"), said.read_text()
+    report = json.loads((root / "report.json").read_text())
+    assert report["outcome"] == ("interrupted" if signals == 2 else "stopped")
+    assert report["incidents"] == [], "the ends of its workers are no losses"
+    assert signals == 2 or report["steps"] > HALF + 1
+    saved = HALF if signals == 2 else report["steps"]
     gate.touch()
     result = gated_trainer(str(tmp_path), str(gate), after).fit()
     assert numbers_of(result)["outcome"] == "finished"
     starts = [
         json.loads(line)["start_step"]
-        for line in (root / "events.jsonl").read_text().splitlines()
+        for line in events.read_text().splitlines()
         if '"run_started"' in line
     ]
-    assert starts == [0, HALF]
+    assert starts == [0, saved]
     assert weights_of(tmp_path) == unstopped()
 
 

@@ -1,8 +1,9 @@
-"""Errors in user code and non-finite losses end a run with what the user needs to know, and
-soon."""
+"""Errors in user code, non-finite losses, and collectives that fail for ever end a run with what
+the user needs to know, and soon."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,12 @@ from elastic import (
     ScalingConfig,
     TrainConfig,
 )
-from elastic.protocol.events import WorkerLost
+from elastic.membership.failure import plan_pause_s
+from elastic.protocol.events import CrossGroupLost, RegroupDone, WorkerLost
 from elastic.reporting.event_log import read_events
-from tests.support.user_code import endless_loss, failing_loss, model
+from tests.support.user_code import endless_loss, failing_loss, loss_before_a_bad_link, model
+
+MOST_IN_VAIN = 4
 
 
 def trainer(loss: object, storage: Path) -> ElasticTrainer:
@@ -32,7 +36,7 @@ def trainer(loss: object, storage: Path) -> ElasticTrainer:
         TrainConfig(task=task, steps=8, global_batch=2, lanes=2),
         scaling=ScalingConfig(max_replicas=2),
         run_config=RunConfig(name="run", storage_path=str(storage)),
-        health=HealthConfig(max_nonfinite_steps=3),
+        health=HealthConfig(max_nonfinite_steps=3, max_regroups_without_progress=MOST_IN_VAIN),
     )
 
 
@@ -53,3 +57,20 @@ def test_non_finite_steps_end_the_run_naming_step_and_samples(
 ) -> None:
     with pytest.raises(RunFailedError, match=r"3 steps in a row up to step 2 .*samples of step 2"):
         trainer(endless_loss, tmp_path).fit()
+
+
+def test_collectives_that_fail_while_nobody_dies_end_the_run(cluster: None, tmp_path: Path) -> None:
+    with pytest.raises(
+        RunFailedError, match=rf"{MOST_IN_VAIN} regroups in a row .*: the link is bad\."
+    ):
+        trainer(loss_before_a_bad_link, tmp_path).fit()
+    happened = read_events(tmp_path / "run" / "events.jsonl")
+    assert not any(isinstance(e, WorkerLost) for e in happened)
+    told = [e for e in happened if isinstance(e, CrossGroupLost)]
+    assert [e.reason for e in told] == ["the link is bad"] * MOST_IN_VAIN
+    assert len({e.slot for e in told}) == 1 and len({e.generation for e in told}) == MOST_IN_VAIN
+    stood = {e.generation: e.time for e in happened if isinstance(e, RegroupDone)}
+    for n, event in enumerate(told):  # ever longer after their roster
+        assert event.time - stood[event.generation] >= plan_pause_s(n)
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["regroups"] == MOST_IN_VAIN - 1 and report["effective_time"] < 0.5

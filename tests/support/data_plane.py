@@ -91,7 +91,7 @@ class WorkerResult:
     buckets: int
     losses: list[float]
     norms: list[float]
-    digests: list[tuple[int, ...]]
+    digests: list[list[int]]
     evaluations: list[tuple[int, float, int]]
     local: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]
     """Parameter name -> (offsets, sizes, this worker's slice) at the end."""
@@ -204,7 +204,13 @@ def train_at(
         LaneSums(lanes, engine.gradient.numel(), engine.device),
         lanes=dealt[replica],
         progress=progress,
-        config=LoopConfig(lanes=lanes, save_every=None, compare_every=None, max_nonfinite_steps=2),
+        config=LoopConfig(
+            lanes=lanes,
+            save_every=None,
+            compare_every=None,
+            max_nonfinite_steps=2,
+            until=train.steps,
+        ),
         link=link,
     )
     error: Exception | None = None
@@ -225,7 +231,7 @@ def train_at(
         buckets=len(engine.layout.buckets),
         losses=[c.loss for c in link.commits],
         norms=[c.grad_norm for c in link.commits],
-        digests=[c.digests for c in link.commits],
+        digests=[c.sample_digests for c in link.commits],
         evaluations=link.evaluations,
         local=local,
         saved=link.saved,

@@ -15,7 +15,7 @@ from tests.support.data_plane import make_engine
 from tests.support.fabric import Fabric, FabricGroup
 from tests.support.quiet_link import QuietLink
 from trainer.backend.rendezvous import Rendezvous
-from trainer.config import OptimizerConfig, TrainConfig
+from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import Outcome, TrainLoop
 from trainer.recovery.heal import Newcomer, Source
@@ -46,13 +46,14 @@ def small_task() -> CustomTask:
     return CustomTask(build_model=build_model, loss_function=loss_of, dataset=samples)
 
 
-def small_train(steps: int) -> TrainConfig:
+def small_train(steps: int, *, shard: int = 1) -> TrainConfig:
     """A short run of it."""
     return TrainConfig(
         task=small_task(),
         steps=steps,
         global_batch=8,
         lanes=LANES,
+        parallel=ParallelConfig(shard=shard),
         optimizer=OptimizerConfig(lr=1e-2, warmup_steps=1, clip_norm=0.5),
         seed=3,
     )
@@ -125,6 +126,7 @@ class Member(QuietLink):
                 save_every=None,
                 compare_every=None,
                 max_nonfinite_steps=1,
+                until=self.engine.train_config.steps,
                 generation=generation,
             ),
             link=self,

@@ -46,6 +46,10 @@ class QuietLink(Link):
         """See Link."""
         return Saving()
 
+    def recorded(self) -> int:
+        """See Link."""
+        return 0
+
     def save_skipped(self, step: int, places: Sequence[Place]) -> None:
         """See Link."""
 

@@ -8,9 +8,9 @@ must hold is in `simulation_checks.py`; a state in which nobody can move is a de
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import chain
 from typing import Any
 
 from elastic.membership.decisions import GroupConfig
@@ -20,6 +20,9 @@ from elastic.protocol.messages import Build, Report, Run, Signal, Stop
 from tests.support import simulation_checks as checks
 from tests.support.simulated_worker import Applied, Channel, Lost, SimWorker
 from trainer.parallel.layout import ParallelDims
+
+Happening = tuple[str, Any, Callable[[Any], bool], Any]
+"""Kind, who, what happens (it returns whether anything did), and of whom."""
 
 MOST_EVENTS = 20_000
 HESITATION = 0.95
@@ -36,6 +39,8 @@ class Plan:
     workers_per_replica: int
     start_workers: int
     lanes: int
+    collectives: int
+    """Collectives across replicas in a reduce, and in a restore, one after the other."""
     steps: int
     save_every: int | None
     memory_every: int | None
@@ -52,7 +57,7 @@ class Plan:
     crashes: int
     """Times that the coordinator is lost, and started anew."""
     silent: bool
-    """A death does not wake those who wait across replicas: a signal has to."""
+    """As on NCCL, a death does not wake those who wait for the dead: a signal has to."""
     by_priority: bool
     """Whoever has the highest (random, sometimes changing) priority moves, not just anyone."""
 
@@ -61,7 +66,7 @@ class Plan:
         """The schedule of a seed; one in five is harder on the coordinator, and one in five of
         machines with workers of two replicas, of which there are no more."""
         rng = random.Random(seed)
-        most, each = rng.randint(1, 4), rng.randint(1, 2)
+        most, each = rng.randint(1, 4), rng.choice([1, 1, 2, 2, 3, 4])
         least = rng.randint(1, most)
         start = rng.randint(least, most) * each + rng.randint(0, 2)
         plan = Plan(
@@ -71,12 +76,13 @@ class Plan:
             workers_per_replica=each,
             start_workers=start,
             lanes=most + rng.choice([0, 0, 3]),
+            collectives=rng.choice([1, 2, 4]),
             steps=rng.randint(2, 5),
             save_every=rng.choice([None, 1, 2]),
             memory_every=rng.choice([None, 1, 2]),
             kills=rng.randint(0, 4),
             write_offs=rng.choice([0, 0, 2]),
-            flakes=rng.choice([0, 0, 2]),
+            flakes=rng.choice([0, 0, 2, 4]),
             drains=rng.choice([0, 0, 1, 3]),
             crashes=rng.choice([0, 0, 0, 1, 2]),
             silent=rng.random() < 0.5,
@@ -123,6 +129,7 @@ class World:
             lanes=plan.lanes,
             steps=plan.steps,
             start_workers=plan.start_workers,
+            max_regroups_without_progress=8 + plan.flakes,
         )
         self.membership = Membership(self.config, Progress())
         self.channels: dict[tuple[Any, ...], Channel] = {}
@@ -150,6 +157,8 @@ class World:
         """Steps that were in the records before the last decision."""
         self.joins: dict[str, tuple[Report, list[tuple[int, int]]]] = {}
         """Calls to join on their way."""
+        self.cross_lost: dict[str, int] = {}
+        """Worker -> generation: messages on their way that its group across replicas has failed."""
         self.unnoticed: list[str] = []
         """Dead workers that nobody has told the coordinator of."""
         self.to_kill: list[str] = []
@@ -189,59 +198,74 @@ class World:
 
     def _one_event(self) -> bool:
         events = list(self._events())
-        if self.plan.by_priority:
-            if self._priorities and self.rng.random() < 0.05:
-                self._priorities[self.rng.choice(list(self._priorities))] = self.rng.random()
-            events.sort(key=lambda e: self._priorities.setdefault(e[:2], self.rng.random()))
-        else:
-            self.rng.shuffle(events)
-        if self.to_kill and self.rng.random() < HESITATION:
-            events.sort(key=lambda e: e[0] == "execute")
-        return any(event[2]() for event in events)
+        order = self._by_priority if self.plan.by_priority else self._in_any_order
+        if not self.to_kill or self.rng.random() >= HESITATION:
+            return any(happens(of) for _, _, happens, of in order(events))
+        killed = [event for event in events if event[0] == "execute"]
+        others = [event for event in events if event[0] != "execute"]
+        return any(happens(of) for _, _, happens, of in chain(order(others), order(killed)))
 
-    def _events(self) -> Iterator[tuple[str, Any, Callable[[], bool]]]:
-        """(kind, who, what happens; it returns whether anything did)."""
+    def _by_priority(self, events: list[Happening]) -> Iterable[Happening]:
+        priorities = self._priorities
+        if priorities and self.rng.random() < 0.05:
+            priorities[self.rng.choice(list(priorities))] = self.rng.random()
+        for event in events:
+            if event[:2] not in priorities:
+                priorities[event[:2]] = self.rng.random()
+        return sorted(events, key=lambda event: priorities[event[:2]])
+
+    def _in_any_order(self, events: list[Happening]) -> Iterable[Happening]:
+        """Shuffled as far as it is read."""
+        while events:
+            at = int(self.rng.random() * len(events))
+            events[at], events[-1] = events[-1], events[at]
+            yield events.pop()
+
+    def _events(self) -> Iterator[Happening]:
         for name, worker in self.workers.items():
             if worker.done or name in self.dead:
                 continue
-            yield "move", name, partial(self._move, worker)
+            if worker.answer is not None or not worker.waits_for_answer:
+                yield "move", name, self._move, worker
             if name in self.posted and self.posted[name].serial > worker.heard:
-                yield "hear", name, partial(self._hear, worker)
+                yield "hear", name, self._hear, worker
             if worker.writing is not None:
-                yield "write", name, partial(self._written, worker)
-            if worker.source in self.copies and worker.arrived is None:
-                yield "state", name, partial(self._state_arrives, worker)
+                yield "write", name, self._written, worker
+            if worker.source is not None and worker.arrived is None:
+                yield "state", name, self._state_arrives, worker
             if worker.remembering is not None:
-                yield "remember", name, partial(self._remembered, worker)
+                yield "remember", name, self._remembered, worker
             if worker.records and worker.run is not None and worker.run.lead:
-                yield "flush", name, partial(self._flush, worker)
+                yield "flush", name, self._flush, worker
         for name in self.joins:
-            yield "join", name, partial(self._join, name)
+            yield "join", name, self._join, name
+        for name in self.cross_lost:
+            yield "cross_lost", name, self._cross_lost, name
         for name in self.unnoticed:
-            yield "notice", name, partial(self._notice, name)
+            yield "notice", name, self._notice, name
         for name in self.to_kill:
-            yield "execute", name, partial(self._execute, name)
+            yield "execute", name, self._execute, name
         for rank in self.vacant:
-            yield "arrive", rank, partial(self._arrive, rank)
+            yield "arrive", rank, self._arrive, rank
         for attempt, parts in self.receipts.items():
             if len(parts) == self.plan.workers_per_replica:
-                yield "commit", attempt, partial(self._checkpoint, attempt)
+                yield "commit", attempt, self._checkpoint, attempt
         for attempt, parts in self.parts.items():
             if len(parts) == self.plan.workers_per_replica:
-                yield "complete", attempt, partial(self._complete, attempt)
+                yield "complete", attempt, self._complete, attempt
 
     def _flush(self, worker: SimWorker) -> bool:
         worker.flush()
         return True
 
     def _state_arrives(self, worker: SimWorker) -> bool:
-        assert worker.source is not None
-        if worker.source[1] in self.dead or worker.heal_failed:
+        source = worker.source
+        if source not in self.copies or source[1] in self.dead or worker.heal_failed:
             return False
         if self.flake():
             worker.heal_failed = True
         else:
-            worker.arrived = self.copies[worker.source]
+            worker.arrived = self.copies[source]
         return True
 
     def _move(self, worker: SimWorker) -> bool:
@@ -304,10 +328,13 @@ class World:
         self._lose_answers()
         self.joins.clear()
         standings = [worker.standing() for worker in alive if worker.name not in self.lost]
+        taken = {s.replica for s in standings if s.generation}
+        """By replicas of a roster. One that had left may be the newest that is whole."""
         given_up = {
             s.formed
             for s in standings
-            if not s.built or (s.replica >= self.plan.max_replicas and not s.generation)
+            if not s.built
+            or (not s.generation and (s.replica in taken or s.replica >= self.plan.max_replicas))
         }
         self.taken_apart.update(s.identity.worker for s in standings if s.formed in given_up)
         self.membership.resume(
@@ -322,9 +349,12 @@ class World:
             self.membership.lose(name)
         for name in self.drained - self.lost:
             self.membership.drain(name, dismiss=name in self.going)
+        self.cross_lost.clear()
         for worker in alive:  # calls that were lost with it are made again
             if worker.waits_for_answer and worker.answer is None:
                 self.send_join(worker)
+            if worker.cross_lost is not None:
+                self.send_cross_lost(worker)
         self._advance()
 
     def _lose_answers(self) -> None:
@@ -428,6 +458,15 @@ class World:
         self._advance(report)
         return True
 
+    def send_cross_lost(self, worker: SimWorker) -> None:
+        assert worker.cross_lost is not None
+        self.cross_lost[worker.name] = worker.cross_lost
+
+    def _cross_lost(self, name: str) -> bool:
+        self.membership.cross_lost(self.cross_lost.pop(name), "a connection was reset")
+        self._advance()
+        return True
+
     def record(self, steps: list[tuple[int, int]]) -> None:
         """As `RunLog.take_steps`."""
         for step, generation in steps:
@@ -474,6 +513,8 @@ class World:
         signal = self.posted[worker.name]
         self.trace.append(f"{worker.name} hears {signal}")
         worker.heard = worker.called[signal.kind] = signal.serial
+        if signal.broken and signal.serial > worker.settled and self.plan.silent:
+            worker.replica_aborted = worker.built > 0
         return True
 
     def _written(self, worker: SimWorker) -> bool:

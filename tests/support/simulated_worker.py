@@ -1,10 +1,11 @@
 """A simulated worker: a generator that follows `elastic/worker/worker.py`, `trainer/loop/steps.py`,
 `trainer/recovery/heal.py` and `elastic/worker/coordinator_link.py`, and yields what it waits for.
 
-What is known of the network: a collective inside a replica fails for its survivors once a member is
-gone. One across replicas may do so (Gloo), or may wait until a signal calls its worker away (NCCL,
-or a frozen peer); those who complete it get the same values. Waiting for a group to gather ends
-only when all are there, or with a signal. `simulated_run.py` decides who moves when.
+What is known of the network: a collective fails for those who wait in it once a member is gone
+(Gloo), or only when a signal calls its worker away, or says that its own replica is broken (NCCL,
+or a frozen peer). Those who complete one across replicas get the same values, while it may fail for
+others of them. Waiting for a group to gather ends only when all are there, or with a signal.
+`simulated_run.py` decides who moves when.
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from elastic.protocol.messages import Answer, Build, Identity, Leave, Report, Run, Standing, Stop
+from elastic.protocol.messages import (
+    Answer,
+    Build,
+    Identity,
+    Leave,
+    Report,
+    Run,
+    Standing,
+    Stop,
+    shows_recent,
+)
 from tests.support import simulation_checks as checks
 from trainer.replication.step_commit import Commit
 
@@ -36,7 +47,7 @@ def make_commit(step: int, boundary: bool = False, generation: int = 1) -> Commi
         loss=2.0,
         grad_norm=1.0,
         tokens=10,
-        digests=(),
+        digests=b"",
         boundary=boundary,
         generation=generation,
     )
@@ -104,10 +115,15 @@ class SimWorker:
         """Of the roster that it worked in last."""
         self.meet = 0
         """The coordinator at whose store its process groups meet."""
+        self.replica_aborted = False
+        """It was told that its replica is broken, and has aborted the replica's group."""
         self.waits_for_answer = False
         self.place_in_run = Standing(identity=self.identity)
         """As in `CoordinatorLink`."""
         self.heal_failed = self.newcomer = self.lacked_state = False
+        self.cross_lost: int | None = None
+        """Generation whose group across replicas has failed for it, with nobody calling it: it
+        tells each coordinator so until it has its next part."""
         self.writing: tuple[int, int, int, Applied] | None = None
         self.remembering: tuple[int, int, int, Applied] | None = None
         """As `writing`, for a snapshot."""
@@ -167,6 +183,7 @@ class SimWorker:
         self.place_in_run = self.place_in_run.after(answer)
         self.run = answer if isinstance(answer, Run) else None
         if isinstance(answer, Run):
+            self.cross_lost = None
             kept = [] if answer.restore else self.records
             self.records = [record for record in kept if record[0] >= answer.recorded]
         if isinstance(answer, Build | Run):
@@ -178,7 +195,7 @@ class SimWorker:
         if self.replica is not None:
             self.replica.closed.add(self.name)
         self.replica = None
-        self.built, self.finished = 0, False
+        self.built, self.finished, self.replica_aborted = 0, False, False
 
     def _build(self, answer: Build) -> Life:
         checks.check_build(self.world, self, answer)
@@ -189,7 +206,7 @@ class SimWorker:
         self.replica = channel = self.world.channels["replica", answer.formed]
         assert channel.members[answer.rank] == self.name
         yield from self._gather(channel)
-        yield from self._inside("init")
+        yield from self._inside("init", hears=True)
         self.built = answer.formed
 
     def _train(self, run: Run) -> Life:
@@ -263,7 +280,8 @@ class SimWorker:
             read = yield from cross.collective(("read", run.step), applied is not None)
             unreadable = not all(read.values())
             if not unreadable:
-                yield from cross.collective(("handed round", run.step))
+                for number in range(self.world.plan.collectives):
+                    yield from cross.collective(("handed round", run.step, number))
         except Lost:
             lost = True
         agreed = yield from self._inside(("restored", run.generation), (unreadable, lost))
@@ -301,7 +319,8 @@ class SimWorker:
             yield from self._inside(("lanes", run.generation, step))
         self.gradient = None
         try:
-            yield from cross.collective(("reduce", step))
+            for number in range(self.world.plan.collectives):
+                yield from cross.collective(("reduce", step, number))
             self.gradient = (step, run.generation)
         except Lost:
             failed = True
@@ -375,9 +394,8 @@ class SimWorker:
             self.records = []
 
     def recent(self) -> list[tuple[int, int]]:
-        """The steps that it shows when it joins: see `CoordinatorLink.join`."""
-        shows = self.run is None or self.run.rank == 0 or not self.built
-        return self.records if shows else []
+        """The steps that it shows when it joins."""
+        return self.records if shows_recent(self.run, self.built) else []
 
     def _writer_idle(self) -> Wait:
         return Wait("writer", lambda: self.writing is None)
@@ -394,8 +412,16 @@ class SimWorker:
             fails=lambda: self.leave_now() or (notices and world.incarnation != incarnation),
         )
 
-    def _inside(self, key: Any, value: Any = None, needs: tuple[str, ...] | None = None) -> Life:
-        """A collective of the replica; it completes once `needs` (default: all) have entered."""
+    def _inside(
+        self,
+        key: Any,
+        value: Any = None,
+        needs: tuple[str, ...] | None = None,
+        *,
+        hears: bool = False,
+    ) -> Life:
+        """A collective of the replica; it completes once `needs` (default: all) have entered. That
+        in which its group is made `hears` calls."""
         channel = self.replica
         assert channel is not None
         if len(channel.members) == 1:
@@ -403,13 +429,17 @@ class SimWorker:
             return {self.name: value}
         there = channel.entered.setdefault(key, {})
         there[self.name] = value
-        needs = needs or channel.members
+        needs, wakes = needs or channel.members, not self.world.plan.silent
         return (
             yield Wait(
                 str(key),
                 lambda: all(name in there for name in needs),
                 lambda: there,
-                fails=lambda: self.world.any_gone(channel),
+                fails=lambda: (
+                    self.replica_aborted
+                    or (hears and self.leave_now())
+                    or (wakes and self.world.any_gone(channel))
+                ),
             )
         )
 
@@ -419,7 +449,7 @@ class Cross:
     generation."""
 
     def __init__(self, worker: SimWorker, run: Run) -> None:
-        self.worker, self.lost = worker, False
+        self.worker, self.lost, self.generation = worker, False, run.generation
         self.channel = worker.world.channels["cross", run.generation, run.rank]
         assert self.channel.members[run.position] == worker.name
         assert len(self.channel.members) == len(run.lanes)
@@ -435,10 +465,15 @@ class Cross:
             yield Wait(
                 "connect",
                 lambda: len(there) == len(self.channel.members),
-                fails=lambda: world.any_gone(self.channel) or world.incarnation != incarnation,
+                fails=lambda: (
+                    self.worker.leave_now()
+                    or world.any_gone(self.channel)
+                    or world.incarnation != incarnation
+                ),
+                crosses=True,
             )
         except Lost:
-            self.lost = True
+            self._lose()
 
     def collective(self, key: Any, value: Any = None) -> Life:
         worker, channel = self.worker, self.channel
@@ -460,5 +495,11 @@ class Cross:
                 )
             )
         except Lost:
-            self.lost = True
+            self._lose()
             raise
+
+    def _lose(self) -> None:
+        self.lost = True
+        if not self.worker.leave_now():
+            self.worker.cross_lost = self.generation
+            self.worker.world.send_cross_lost(self.worker)

@@ -8,6 +8,7 @@ import time
 
 from elastic.coordinator.actor import Coordinator
 from elastic.protocol.events import Event, StepRecord
+from elastic.protocol.messages import Recorded
 from elastic.ray_compat.cluster import started_anew
 
 STUCK_AT = 5
@@ -17,7 +18,7 @@ STUCK_AT = 5
 class StuckCoordinator(Coordinator):
     """A coordinator whose event loop hangs once; the one that is started in its place does not."""
 
-    async def record(self, steps: list[StepRecord], happened: list[Event]) -> bool:
+    async def record(self, steps: list[StepRecord], happened: list[Event]) -> Recorded:
         """See CoordinatorApi."""
         answer = await super().record(steps, happened)
         if any(record.step >= STUCK_AT for record in steps) and not started_anew():

@@ -13,6 +13,7 @@ from checkpointing import Keys, Manifest, Store, TensorSlice, commit, open_store
 
 KEYS = Keys()
 STEP = 7
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def make_tiny(*, tied: bool = False, steps: int = 3) -> Tiny:
     moments = {
         f"{key}/{name}": optimizer.state[param][key]
         for name, param in model.named_parameters()
-        for key in ("exp_avg", "exp_avg_sq")
+        for key in MOMENTS
     }
     return Tiny(model=model.eval(), config=config.to_dict(), moments=moments)
 

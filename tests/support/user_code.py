@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
+
+from trainer.errors import GroupError
+from trainer.replication.replicas import CrossGroup, Flight
 
 
 def model() -> nn.Module:
@@ -18,3 +23,20 @@ def failing_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, i
 
 def endless_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (model(batch) / 0).sum(), batch.numel()
+
+
+def slow_to_evaluate(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    if not model.training:
+        time.sleep(0.5)
+    return model(batch).square().sum(), batch.numel()
+
+
+def loss_before_a_bad_link(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """From sample 5 on, no collective across replicas comes through on this worker."""
+    if (batch == 5).any():
+        CrossGroup.poll = _fail  # type: ignore[method-assign]
+    return model(batch).square().sum(), batch.numel()
+
+
+def _fail(self: CrossGroup, flight: Flight) -> None:
+    raise self._lose(GroupError("the link is bad"))

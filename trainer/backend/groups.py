@@ -168,7 +168,9 @@ def replica_connections() -> Connections:
 def leave_replica_group() -> None:
     """Closes the default group, if there is one, so that peers still waiting in it wake up: Gloo
     closes its connections when nothing refers to the group any more."""
+    global _connections
     with _ending:
+        _connections = Connections()
         while _meshes:
             # Only torch.compile reads it; not every release has it.
             getattr(_meshes.pop(), "_pg_registry", {}).clear()

@@ -21,8 +21,8 @@ from trainer.config import TrainConfig
 from trainer.engine.batches import to_device
 from trainer.engine.build import build_model
 from trainer.engine.flat_layout import FlatLayout
-from trainer.engine.schedule import learning_rate
-from trainer.engine.state import MOMENTS, HeldState, WorkerState
+from trainer.engine.optimizer import make_optimizer
+from trainer.engine.state import PARAMETERS, HeldState, WorkerState
 from trainer.models.family import HUGGING_FACE
 from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
@@ -98,44 +98,23 @@ class Engine:
         self._watch = BackwardWatch(self.model, slot.dims.fsdp)
         self._leaves = [nn.Parameter(local) for local in self.layout.locals]
         self.replace_gradient()
-        self.optimizer = self._make_optimizer()
-        self.state = self._make_state(elsewhere)
+        leaves = dict(zip(self.layout.names, self._leaves, strict=True))
+        self.optimizer = make_optimizer(train.optimizer, leaves, self.device)
+        self.state = self._make_state(leaves, elsewhere)
 
     def _room(self) -> dict[str, int]:
         """Numbers in the longest slice of each parameter over the ranks that it is sharded over."""
         longest = local_slices(self.model, replace(self.slot, rank=self.slot.tensor))
         return {name: math.prod(box.sizes) for name, box in longest.items()}
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        settings = self.train_config.optimizer
-        decayed = [leaf for leaf in self._leaves if leaf.dim() >= 2]
-        plain = [leaf for leaf in self._leaves if leaf.dim() < 2]
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": settings.weight_decay},
-                {"params": plain, "weight_decay": 0.0},
-            ],
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True,
-        )
-        for leaf in self._leaves:
-            optimizer.state[leaf] = {
-                "step": torch.zeros((), dtype=torch.float32, device=self.device),
-                "exp_avg": torch.zeros_like(leaf),
-                "exp_avg_sq": torch.zeros_like(leaf),
-            }
-        return optimizer
-
-    def _make_state(self, elsewhere: set[str]) -> WorkerState:
+    def _make_state(self, leaves: Mapping[str, nn.Parameter], elsewhere: set[str]) -> WorkerState:
         frozen = {
             name: local_tensor(param)
             for name, param in self.model.named_parameters()
             if not param.requires_grad
         }
         return WorkerState(
-            leaves=dict(zip(self.layout.names, self._leaves, strict=True)),
+            leaves=leaves,
             frozen=frozen,
             optimizer=self.optimizer,
             slices=self._slices,
@@ -159,7 +138,7 @@ class Engine:
         self.state.await_copy()
         fill(self.model, self._slices, source)
         for name, tensor in self.state.tensors().items():
-            if name.startswith(MOMENTS):
+            if not name.startswith(PARAMETERS):
                 tensor.zero_()
         self.state.optimizer_steps = 0
         self.forget_initial_weights()
@@ -305,10 +284,7 @@ class Engine:
         """The optimizer step on `gradient` times `scale`, at the learning rate of `step`."""
         self.state.await_copy()
         self.gradient.mul_(scale)
-        rate = learning_rate(self.train_config.optimizer, step, self.train_config.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        self.optimizer.step(self.train_config.optimizer.rate(step, self.train_config.steps))
 
 
 def _numbers_of(tensor: torch.Tensor) -> list[float]:

@@ -1,14 +1,15 @@
 """A worker's part of the model and optimizer state, as named tensors: what is saved, loaded,
 healed, held and compared.
 
-The names are those of a checkpoint: `param/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`. The tensors
-are the local slices themselves, so whoever fills them fills the model and the optimizer.
+The names are those of a checkpoint: `param/NAME`, and for each of the optimizer's moments
+`MOMENT/NAME`, such as AdamW's `exp_avg/NAME` and `exp_avg_sq/NAME`. The tensors are the local
+slices themselves, so whoever fills them fills the model and the optimizer.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,8 +17,9 @@ from torch import nn
 
 from checkpointing import TensorInfo, TensorSlice, plan_writers
 from trainer.engine.host_copy import HostBuffer, Share
+from trainer.engine.optimizer import SliceOptimizer
 
-PARAMETERS, MOMENTS = "param/", ("exp_avg/", "exp_avg_sq/")
+PARAMETERS = "param/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class WorkerState:
         *,
         leaves: Mapping[str, nn.Parameter],
         frozen: Mapping[str, torch.Tensor],
-        optimizer: torch.optim.Optimizer,
+        optimizer: SliceOptimizer,
         slices: Mapping[str, TensorSlice],
         replicated: Set[str],
     ) -> None:
@@ -62,22 +64,18 @@ class WorkerState:
     @property
     def optimizer_steps(self) -> int:
         """Steps that reached the weights; fewer than the committed ones where some were skipped."""
-        first = next(iter(self._leaves.values()))
-        return int(self._optimizer.state[first]["step"])
+        return self._optimizer.steps
 
     @optimizer_steps.setter
     def optimizer_steps(self, steps: int) -> None:
-        for leaf in self._leaves.values():
-            self._optimizer.state[leaf]["step"].fill_(steps)
+        self._optimizer.steps = steps
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor by its name in a checkpoint: local slices, sharing their memory."""
         state = {PARAMETERS + name: tensor for name, tensor in self._frozen.items()}
         state |= {PARAMETERS + name: leaf.detach() for name, leaf in self._leaves.items()}
-        for prefix in MOMENTS:
-            key = prefix.rstrip("/")
-            for name, leaf in self._leaves.items():
-                state[prefix + name] = self._optimizer.state[leaf][key]
+        for moment, tensors in self._optimizer.moments.items():
+            state |= {f"{moment}/{name}": tensor for name, tensor in tensors.items()}
         return state
 
     def slices(self) -> dict[str, TensorSlice]:
@@ -143,14 +141,20 @@ class WorkerState:
         return total.hexdigest()
 
 
-def state_table(model: nn.Module) -> dict[str, TensorInfo]:
+def state_table(model: nn.Module, moments: Sequence[str]) -> dict[str, TensorInfo]:
     """What the state of a whole model is: every tensor's shape and dtype, by its name in a
-    checkpoint. A frozen parameter has no moments."""
+    checkpoint. A frozen parameter has no moments.
+
+    Args:
+        model: it.
+        moments: the optimizer's.
+    """
     table = {}
     for name, param in model.named_parameters():
         info = TensorInfo(tuple(param.shape), str(param.dtype).removeprefix("torch."))
-        kinds = (PARAMETERS, *MOMENTS) if param.requires_grad else (PARAMETERS,)
-        table.update({kind + name: info for kind in kinds})
+        table[PARAMETERS + name] = info
+        if param.requires_grad:
+            table.update({f"{moment}/{name}": info for moment in moments})
     return table
 
 

@@ -1,8 +1,8 @@
 """A checkpoint as torch.distributed.checkpoint (DCP) writes it, under torchtitan's names.
 
     {fqn}                                    the weights, at the top level
-    optimizer.state.{fqn}.exp_avg, .exp_avg_sq, .step
-    optimizer.param_groups.{fqn}.lr, .betas, …   where the checkpoint says which they are
+    optimizer.state.{fqn}.{moment}, .step    the moments by their names, such as exp_avg
+    optimizer.param_groups.{fqn}.lr, .betas, …   of AdamW, where the checkpoint says which they are
     train_state.step
 
 DCP's own writer keeps all that it has written in memory until the end. So the files are written
@@ -35,10 +35,15 @@ from torch.distributed.checkpoint.metadata import (
 from checkpointing import Box, Reader
 from checkpointing.format.dtypes import item_bytes
 from trainer.config import OptimizerConfig
-from trainer.engine.schedule import learning_rate
-from trainer.engine.state import MOMENTS, PARAMETERS
+from trainer.engine.state import PARAMETERS
 from trainer.exchange.dcp_metadata import METADATA
-from trainer.exchange.pieces import finished_directory, model_config, parameter_names, pieces_of
+from trainer.exchange.pieces import (
+    finished_directory,
+    model_config,
+    moment_names,
+    parameter_names,
+    pieces_of,
+)
 from trainer.models.hf import build_on_meta
 
 _FILE_BYTES = 4 << 30
@@ -159,7 +164,8 @@ def export_dcp(reader: Reader, target: Path, *, config_path: Path | None = None)
     """
     manifest = reader.manifest
     names, state = parameter_names(manifest), manifest.training_state
-    trained = [name for name in names if MOMENTS[0] + name in manifest.tensors]
+    moments = moment_names(manifest)
+    trained = [n for n in names if any(f"{m}/{n}" in manifest.tensors for m in moments)]
     config = model_config(manifest, config_path)
     with finished_directory(target) as directory:
         writer = _Writer(directory=directory)
@@ -169,9 +175,9 @@ def export_dcp(reader: Reader, target: Path, *, config_path: Path | None = None)
             if name in names:
                 writer.alias(name, other)
         for name in trained:
-            for prefix in MOMENTS:
-                path = ("optimizer", f"state.{name}.{prefix.rstrip('/')}")
-                writer.tensor(path, reader, prefix + name)
+            for moment in moments:
+                path = ("optimizer", f"state.{name}.{moment}")
+                writer.tensor(path, reader, f"{moment}/{name}")
         steps = torch.tensor(float(state.get("optimizer_steps", manifest.step)))
         writer.scalar([("optimizer", f"state.{name}.step") for name in trained], steps)
         groups = _param_groups(reader, trained)
@@ -182,7 +188,7 @@ def export_dcp(reader: Reader, target: Path, *, config_path: Path | None = None)
         writer.close()
     if groups:
         return []
-    return ["It has no param_groups: the checkpoint does not say its optimizer's settings."]
+    return ["It has no param_groups: the checkpoint does not tell AdamW's settings."]
 
 
 def _tied(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -194,16 +200,18 @@ def _tied(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _param_groups(reader: Reader, names: list[str]) -> dict[tuple[str, Any], list[str]]:
-    """AdamW's settings as `get_optimizer_state_dict` flattens them: (key, value) -> parameters."""
+    """AdamW's settings as `get_optimizer_state_dict` flattens them: (key, value) -> parameters.
+
+    None where the run had another optimizer or a schedule of its own: their code is not at hand.
+    """
     state = reader.manifest.training_state
-    if "optimizer" not in state or "steps" not in state:
+    told = state.get("optimizer", {})
+    if told.keys() != OptimizerConfig().info.keys() or "steps" not in state:
         return {}
-    settings = OptimizerConfig(
-        **{**state["optimizer"], "betas": tuple(state["optimizer"]["betas"])}
-    )
+    settings = OptimizerConfig(**{**told, "betas": tuple(told["betas"])})
     last = max(0, reader.manifest.step - 1)
     common = {
-        "lr": learning_rate(settings, last, state["steps"]),
+        "lr": settings.rate(last, state["steps"]),
         "initial_lr": settings.lr,
         "betas": settings.betas,
         "eps": settings.eps,

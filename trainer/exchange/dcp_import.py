@@ -1,4 +1,5 @@
-"""A torch.distributed.checkpoint directory as a checkpoint: weights, and AdamW's moments if there.
+"""A torch.distributed.checkpoint directory as a checkpoint: weights, and an optimizer's moments if
+they are there, such as AdamW's:
 
     saved as                                       becomes
     {fqn: w}  or  {"model": {fqn: w}}              param/{fqn}
@@ -17,7 +18,7 @@ from __future__ import annotations
 import io
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ import torch
 from checkpointing import Keys, Manifest, Store, TensorSlice
 from checkpointing.format.boxes import Index
 from checkpointing.format.dtypes import DTYPES
-from trainer.engine.state import MOMENTS, PARAMETERS
+from trainer.engine.state import PARAMETERS
 from trainer.errors import ExchangeError
 from trainer.exchange.dcp_metadata import DcpMetadata, StoredBytes, StoredTensor, read_metadata
 from trainer.exchange.intake import Incoming, commit_incoming, fresh_moments, stored_dtype
@@ -56,7 +57,13 @@ class Contents:
 
 
 def import_dcp(
-    store: Store, keys: Keys, source: Path, *, step: int | None, config_path: Path | None = None
+    store: Store,
+    keys: Keys,
+    source: Path,
+    *,
+    step: int | None,
+    moments: Sequence[str],
+    config_path: Path | None = None,
 ) -> tuple[Manifest, list[str]]:
     """Commits what is in `source` as a checkpoint.
 
@@ -65,6 +72,7 @@ def import_dcp(
         keys: names in the store.
         source: the directory with `.metadata`.
         step: step at which a run goes on; None takes the checkpoint's own.
+        moments: those of the run's optimizer, under which names the source has them, too.
         config_path: the model's config.json: then only its parameters are taken, which leaves out
             the second copy of tied ones, and the checkpoint can be exported to Hugging Face.
 
@@ -76,7 +84,7 @@ def import_dcp(
         CheckpointError: see `commit_incoming`.
     """
     metadata = read_metadata(source)
-    contents = plan_contents(metadata)
+    contents = plan_contents(metadata, moments)
     shapes = {name: metadata.tensors[flat].shape for name, flat in contents.parameters.items()}
     config = None if config_path is None else read_config(config_path)
     if config is not None:
@@ -84,29 +92,35 @@ def import_dcp(
     if not shapes:
         raise ExchangeError(str(source), "it holds no weights", "Name a checkpoint of a model")
     wanted = step if step is not None else _own_step(source, metadata, contents)
-    missing = [p + n for n in shapes for p in MOMENTS if p + n not in contents.moments]
+    wanted_moments = [f"{moment}/{name}" for name in shapes for moment in moments]
+    missing = [name for name in wanted_moments if name not in contents.moments]
     done = _number(source, metadata, contents.optimizer_step) or wanted if contents.moments else 0
     state = {
         "optimizer_steps": done,
         "imported": {"from": "dcp", "path": str(source)},
         **({} if config is None else {"task": {"model": config}}),
     }
-    fresh = set(missing)
+    fresh = {name.split("/", 1)[1] for name in missing}
     incoming = (
-        item for name in shapes for item in _parameter(source, metadata, contents, name, fresh)
+        item
+        for name in shapes
+        for item in _parameter(
+            source, metadata, contents, name, moments=moments, fresh=name in fresh
+        )
     )
     manifest = commit_incoming(store, keys, incoming, step=wanted, training_state=state)
     return manifest, _remarks(contents, shapes, missing)
 
 
-def plan_contents(metadata: DcpMetadata) -> Contents:
-    """Sorts the entries by what they are. Pure."""
+def plan_contents(metadata: DcpMetadata, wanted: Sequence[str]) -> Contents:
+    """Sorts the entries by what they are. Pure. `wanted`: names of the moments."""
     parameters, moments, ignored = {}, {}, []
+    entry = re.compile(rf"state\.(.+)\.({'|'.join(('step', *wanted))})")
     optimizer_step = step = None
     for flat in (*metadata.tensors, *metadata.objects):
         path = metadata.paths.get(flat) or _guess_path(flat)
         is_tensor = flat in metadata.tensors
-        state = re.fullmatch(r"state\.(.+)\.(step|exp_avg|exp_avg_sq)", ".".join(path[1:]))
+        state = entry.fullmatch(".".join(path[1:]))
         if path[0] in _OPTIMIZERS and state and is_tensor:
             if state[2] == "step":
                 optimizer_step = optimizer_step or flat
@@ -169,17 +183,23 @@ def _number(source: Path, metadata: DcpMetadata, flat: str | None) -> int | None
 
 
 def _parameter(
-    source: Path, metadata: DcpMetadata, contents: Contents, name: str, fresh: set[str]
+    source: Path,
+    metadata: DcpMetadata,
+    contents: Contents,
+    name: str,
+    *,
+    moments: Sequence[str],
+    fresh: bool,
 ) -> Iterator[Incoming]:
     flat = contents.parameters[name]
     shape = metadata.tensors[flat].shape
     yield from _chunks(source, flat, metadata.tensors[flat], PARAMETERS + name)
-    if any(prefix + name in fresh for prefix in MOMENTS):
-        yield from fresh_moments(name, shape)
+    if fresh:
+        yield from fresh_moments(name, shape, moments)
         return
-    for prefix in MOMENTS:
-        flat = contents.moments[prefix + name]
-        yield from _chunks(source, flat, metadata.tensors[flat], prefix + name)
+    for moment in moments:
+        flat = contents.moments[f"{moment}/{name}"]
+        yield from _chunks(source, flat, metadata.tensors[flat], f"{moment}/{name}")
 
 
 def _chunks(source: Path, flat: str, tensor: StoredTensor, name: str) -> Iterator[Incoming]:
@@ -237,7 +257,8 @@ def _remarks(contents: Contents, shapes: Mapping[str, Index], missing: list[str]
     remarks = []
     if missing:
         remarks.append(
-            f"{len(missing)} optimizer moments are not in it, first {missing[0]}: they start at 0."
+            f"{len(missing)} optimizer moments are not in it, first {missing[0]}: they start at 0. "
+            "If it has others, name them with --moments."
         )
     left = [*contents.ignored, *(name for name in contents.parameters if name not in shapes)]
     if left:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from trainer.models.hf import ModelConfig, build_on_meta
 from trainer.models.pretrained import PretrainedWeights
 
 
-def import_hf(store: Store, keys: Keys, source: Path, *, step: int) -> Manifest:
+def import_hf(
+    store: Store, keys: Keys, source: Path, *, step: int, moments: Sequence[str]
+) -> Manifest:
     """Commits the weights in `source` as the checkpoint of `step`.
 
     Weights become float32. Only the model's parameters are taken: of tied ones a single copy, and
@@ -27,6 +29,7 @@ def import_hf(store: Store, keys: Keys, source: Path, *, step: int) -> Manifest:
         keys: names in the store.
         source: directory with config.json and safetensors weights.
         step: step at which a run goes on from them.
+        moments: those of the run's optimizer.
 
     Raises:
         ExchangeError, ConfigError: `source` is not a whole model, or its architecture is unknown.
@@ -37,7 +40,11 @@ def import_hf(store: Store, keys: Keys, source: Path, *, step: int) -> Manifest:
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     weights = PretrainedWeights(str(source))
     weights.check(shapes)
-    incoming = (item for name in shapes for item in _parameter(weights, name, shapes[name]))
+    incoming = (
+        item
+        for name, shape in shapes.items()
+        for item in (*_parameter(weights, name, shape), *fresh_moments(name, shape, moments))
+    )
     state = {
         "optimizer_steps": 0,
         "imported": {"from": "hf", "path": str(source)},
@@ -52,4 +59,3 @@ def _parameter(weights: PretrainedWeights, name: str, shape: Index) -> Iterator[
             part=TensorSlice(PARAMETERS + name, shape, "float32", box.offsets, box.sizes),
             read=partial(weights.read, name, shape, box.offsets, box.sizes),
         )
-    yield from fresh_moments(name, shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -27,7 +27,6 @@ from checkpointing.format.boxes import Index
 from checkpointing.format.dtypes import item_bytes
 from checkpointing.format.layout import SEGMENT_BYTES
 from checkpointing.format.segment import slice_bytes
-from trainer.engine.state import MOMENTS
 from trainer.errors import ExchangeError
 from trainer.exchange.pieces import pieces_of
 
@@ -50,12 +49,12 @@ def stored_dtype(dtype: str) -> str:
     return _WIDENED.get(dtype, dtype)
 
 
-def fresh_moments(name: str, shape: Index) -> Iterator[Incoming]:
+def fresh_moments(name: str, shape: Index, moments: Sequence[str]) -> Iterator[Incoming]:
     """An optimizer's moments before its first step, for parameter `name`."""
-    for prefix in MOMENTS:
+    for moment in moments:
         if 0 in shape:
-            yield _zeros(prefix + name, shape, (0,) * len(shape), shape)
-        for box in pieces_of(prefix + name, shape, item_bytes("float32")):
+            yield _zeros(f"{moment}/{name}", shape, (0,) * len(shape), shape)
+        for box in pieces_of(f"{moment}/{name}", shape, item_bytes("float32")):
             yield _zeros(box.name, shape, box.offsets, box.sizes)
 
 

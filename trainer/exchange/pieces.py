@@ -54,6 +54,12 @@ def parameter_names(manifest: Manifest) -> list[str]:
     return sorted(names)
 
 
+def moment_names(manifest: Manifest) -> list[str]:
+    """Names of the moments in a checkpoint, such as `exp_avg`, sorted."""
+    kinds = {name.split("/", 1)[0] for name in manifest.tensors if not _is_parameter(name)}
+    return sorted(kinds)
+
+
 def _is_parameter(name: str) -> bool:
     return name.startswith(PARAMETERS)
 

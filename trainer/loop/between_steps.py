@@ -7,7 +7,6 @@ something, and wait for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -20,16 +19,14 @@ from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Place, Saving
 
 
-def plan_saves(
-    progress: Progress, config: LoopConfig, *, steps: int
-) -> tuple[list[Place], list[Place]]:
+def plan_saves(progress: Progress, config: LoopConfig) -> tuple[list[Place], list[Place]]:
     """Where the state before `progress.step` is saved, and where that is due and skipped. Pure, and
     the same on all workers: what differs among them has come with the last commit.
 
     What was asked for waits for a place that is busy, and is not skipped.
     """
     step = progress.step
-    if step == steps:
+    if step == config.until:
         return ["store"], []
     saving = Saving() if progress.last is None else progress.last.saving
     every: dict[Place, int | None] = {"store": config.save_every, "memory": config.snapshot_every}
@@ -83,10 +80,10 @@ class BetweenSteps:
         self.link.compared(step, checksums)
 
     def save_and_evaluate(self) -> None:
-        """What is due, and at the end both. All replicas with state save together, each its part;
-        every replica evaluates for itself."""
+        """What is due, and at the end both; where the run ends early it is only saved. All replicas
+        with state save together, each its part; every replica evaluates for itself."""
         step, last = self.progress.step, self.progress.step == self.train.steps
-        places, skipped = plan_saves(self.progress, self.config, steps=self.train.steps)
+        places, skipped = plan_saves(self.progress, self.config)
         if skipped:
             self.link.save_skipped(step, skipped)
         if places:
@@ -106,24 +103,34 @@ class BetweenSteps:
             "global_batch": self.train.global_batch,
             "samples": self.samples,
             "steps": self.train.steps,
-            "optimizer": asdict(self.train.optimizer),
+            "optimizer": dict(self.train.optimizer.info),
             "task": dict(self.engine.task.info),
         }
         self.link.save(self.progress.step, self.engine, state, places)
 
+    def all_leave(self) -> bool:
+        """Whether a fault has called one of this replica's workers away: then all leave, since they
+        are in the same collectives."""
+        return self.engine.sum_in_replica([float(self.link.leave_now())])[0] > 0
+
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Mean loss over the held-out samples, split over the replica's shard ranks."""
+        """Mean loss over the held-out samples, split over the replica's shard ranks.
+
+        A fault elsewhere ends it; it is not made up for, unless it is that of the run's end."""
         data = self.engine.task.eval_data()
         if data is None or len(data) == 0:
             return
-        self.link.at_step(self.progress.step, "evaluation")
         shard, shards = self.engine.slot.shard, self.train.parallel.shard
         count = min(len(data), self.train.eval_samples)
         micro = self.train.micro_samples(self.config.lanes)
         self.engine.model.eval()
         loss_sum, tokens = 0.0, 0
         for start in range(0, count, micro * shards):
+            self.link.at_step(self.progress.step, "evaluation")
+            if self.all_leave():
+                self.engine.model.train()
+                return
             # Every rank runs every batch, for its peers' collectives; none is counted twice.
             ids = [start + shard * micro + offset for offset in range(micro)]
             kept = [index for index in ids if index < count]

@@ -43,6 +43,8 @@ class LoopConfig:
     """Steps between comparisons of the replicas."""
     max_nonfinite_steps: int
     """Skipped steps in a row that end the run."""
+    until: int
+    """Steps at which the run ends."""
     generation: int = 0
     """Of the roster; it is noted in its commits."""
 
@@ -87,6 +89,11 @@ class Link(Protocol):
 
     def saving(self) -> Saving:
         """What this worker has to say about saves; asked before each commit."""
+        ...
+
+    def recorded(self) -> int:
+        """Steps that the run's records hold, as far as the lead knows; 0 from all others. Asked
+        before each commit."""
         ...
 
     def save_skipped(self, step: int, places: Sequence[Place]) -> None:

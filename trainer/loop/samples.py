@@ -67,8 +67,10 @@ def micro_seed(*parts: int) -> int:
 class Ledger:
     """Which samples every step of a run must take (I2). Pure data; it crosses to whoever checks."""
 
-    train: TrainConfig
-    """The settings of the run; the task is not needed."""
+    seed: int
+    """Seed of the run."""
+    global_batch: int
+    """Samples in a step."""
     lanes: int
     """Lanes of the run."""
     samples: int
@@ -87,8 +89,9 @@ class Ledger:
         Raises:
             LedgerError: other samples.
         """
-        ids = step_ids(self.train, self.samples, step)
-        size = self.train.global_batch // self.lanes
+        first = step * self.global_batch
+        ids = sample_ids(self.seed, first, self.global_batch, self.samples)
+        size = self.global_batch // self.lanes
         if len(digests) != self.lanes:
             raise LedgerError(step, 0)
         for lane, digest in enumerate(digests):
@@ -113,7 +116,7 @@ def samples_sha256(
         LedgerError: a step is missing, or took other samples.
     """
     total, found = hashlib.sha256(), list(committed)
-    ledger = Ledger(train=train, lanes=lanes, samples=samples)
+    ledger = Ledger(seed=train.seed, global_batch=train.global_batch, lanes=lanes, samples=samples)
     for step in range(train.steps):
         if step >= len(found) or found[step][0] != step:
             raise LedgerError(step, 0)

@@ -22,7 +22,6 @@ import torch
 from trainer.config import TrainConfig
 from trainer.data import SampleSource
 from trainer.engine.engine import Engine
-from trainer.engine.schedule import learning_rate
 from trainer.errors import CrossGroupLost, NonFiniteError
 from trainer.loop.between_steps import BetweenSteps
 from trainer.loop.link import Link, LoopConfig, Progress
@@ -82,9 +81,10 @@ class TrainLoop:
             RuntimeError: a collective inside the replica failed: a peer of this replica is gone.
             NonFiniteError: too many steps in a row were not finite.
         """
-        if self.progress.step == self.train.steps:
+        until = self.config.until
+        if self.progress.step == until:
             self.save_and_evaluate()  # whoever was to do it at the end may be gone
-        while self.progress.step < self.train.steps:
+        while self.progress.step < until:
             commit = self.try_step()
             if commit is None:
                 return "fault"
@@ -185,6 +185,7 @@ class TrainLoop:
             failed=failed,
             boundary=self.link.leave_at_boundary(),
             saving=self.link.saving(),
+            recorded=self.link.recorded(),
         )
         replica = self.engine.sum_at_first(vector)
         self.link.at_step(step, "in_commit")
@@ -223,7 +224,7 @@ class TrainLoop:
         self.sums.clear()
         self.progress.step = commit.step + 1
         self.progress.last, self.progress.in_step = commit, False
-        rate = learning_rate(self.train.optimizer, commit.step, self.train.steps)
+        rate = self.train.optimizer.rate(commit.step, self.train.steps)
         self.link.committed(commit, rate, commit.finite)
         if self.progress.skipped_in_a_row >= self.config.max_nonfinite_steps:
             samples = step_ids(self.train, len(self.data), commit.step)

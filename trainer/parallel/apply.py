@@ -25,8 +25,11 @@ from trainer.parallel.tensor import apply_tensor_parallel
 
 
 def warm_up() -> None:
-    """Imports what the first `parallelize` of a process would import, for a third of a second."""
-    import torch._dynamo  # noqa: F401 (for DTensor)
+    """Imports what the first engine of a process would import, for a third of a second."""
+    import torch._dynamo  # for DTensor
+
+    with torch.autograd.profiler.record_function("warm-up"):  # as an optimizer's step does
+        pass
 
 
 def parallelize(

@@ -5,6 +5,11 @@ frozen or cut off cannot be woken from outside; on a fault signal the group, the
 buffers are abandoned instead. A failed or abandoned collective raises `CrossGroupLost`, and the
 caller goes on with what its own replica still expects of it (the loop enters the in-replica part of
 the commit with the failure noted), so a healthy replica never blocks in itself.
+
+A collective may fail on one member alone, whose peers then wait for it in the next one, while it
+waits inside its replica for a worker that may wait so in another of these groups. So whoever meets
+a failure that nobody has announced says so at once (`on_lost`), and the control plane calls all
+away. Decision: docs/decisions/025.
 """
 
 from __future__ import annotations
@@ -47,6 +52,8 @@ class CrossGroup:
         rank: position of this worker's replica.
         device: where the tensors are.
         leave_now: true once a fault has been announced; polled while waiting.
+        on_lost: called once, with the reason, where the group has failed and no fault was
+            announced. It may neither block nor raise.
     """
 
     def __init__(
@@ -59,12 +66,13 @@ class CrossGroup:
         rank: int,
         device: Device,
         leave_now: Callable[[], bool],
+        on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.rank, self.size = rank, len(lanes)
         self.total_lanes = total_lanes
         self.blocks = [blocks_of(held, total_lanes) for held in lanes]
         self._device = torch.device(device)
-        self._leave_now = leave_now
+        self._leave_now, self._on_lost = leave_now, on_lost
         self._in_flight: dict[int, Flight] = {}
         self._groups: list[Any] = []
         self._lost: str | None = None
@@ -87,7 +95,7 @@ class CrossGroup:
                 leave_now=self._leave_now,
             )
         except RuntimeError as error:
-            self._lost = str(error)
+            self._lose(error)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduces `tensor` over the replicas, in place."""
@@ -208,4 +216,6 @@ class CrossGroup:
 
     def _lose(self, error: RuntimeError) -> CrossGroupLost:
         self._lost = str(error)
+        if not self._leave_now():
+            self._on_lost(self._lost)
         return CrossGroupLost(self._lost)

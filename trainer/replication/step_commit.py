@@ -2,7 +2,7 @@
 
 One float64 vector is summed over the replica (shard x tensor) and then over the replicas:
 
-    [grad norm^2, failed, boundary, save, busy per place ...,
+    [grad norm^2, failed, boundary, save, recorded, busy per place ...,
      loss per lane ..., tokens per lane ..., digest per lane ...]
 
 Each lane's entries are set by the one replica that computed the lane and are zero elsewhere, so
@@ -11,7 +11,8 @@ equal on every replica, and is the first replica's. `failed` says that a worker'
 cross-replica reduce did not come through; `boundary` that a worker has heard of a planned regroup;
 `save` that a worker asks for a checkpoint after this step, beside those that are due; `busy` that a
 worker is still writing an earlier one. So all know what is saved, and what is skipped, with no word
-more.
+more. `recorded`, which the lead alone sets, is how many steps the run's records hold: nobody need
+keep its own of those.
 Design: docs/architecture.md, "A step and its commit".
 """
 
@@ -30,7 +31,7 @@ Place = Literal["store", "memory"]
 
 PLACES: tuple[Place, ...] = ("store", "memory")
 
-HEADER = 4 + len(PLACES)
+HEADER = 5 + len(PLACES)
 DIGEST_BITS = 32
 """Of one sample: a float64 holds the sum of up to 2**21 of them exactly."""
 
@@ -71,14 +72,23 @@ class Commit:
     """Norm of the mean gradient, before clipping."""
     tokens: int
     """Tokens in the step."""
-    digests: tuple[int, ...]
-    """Per lane, the sum of its workers' sample digests."""
+    digests: bytes
+    """Per lane, the sum of its workers' sample digests, as int64: every worker of a run shows its
+    last commit when it joins, and hundreds of numbers cost more to pickle than all else."""
     boundary: bool
     """Leave after this step: a planned regroup is due."""
     generation: int = 0
     """Of the roster that committed it: a gradient of an earlier attempt at the step is another."""
     saving: Saving = Saving()
     """What any worker has to say about saves."""
+    recorded: int = 0
+    """Steps that the run's records hold, as the lead knew."""
+
+    @property
+    def sample_digests(self) -> list[int]:
+        """`digests` as numbers."""
+        found: list[int] = np.frombuffer(self.digests, dtype=np.int64).tolist()
+        return found
 
     @property
     def finite(self) -> bool:
@@ -121,9 +131,10 @@ def pack(
     failed: bool,
     boundary: bool,
     saving: Saving,
+    recorded: int,
 ) -> list[float]:
     """One worker's contribution to the commit vector, of length `HEADER` + 3 * `lanes`."""
-    vector = [norm_squared, float(failed), float(boundary), float(saving.wanted)]
+    vector = [norm_squared, float(failed), float(boundary), float(saving.wanted), float(recorded)]
     vector += [float(place in saving.busy) for place in PLACES]
     vector += [0.0] * (3 * lanes)
     for lane, stat in stats.items():
@@ -144,13 +155,14 @@ def unpack(vector: Sequence[float], *, step: int, lanes: int, generation: int = 
         loss=sum(loss) / max(1, total_tokens),
         grad_norm=math.sqrt(norm_squared) / max(1, total_tokens) if norm_squared >= 0 else math.nan,
         tokens=total_tokens,
-        digests=tuple(int(digest) for digest in digests),
+        digests=np.asarray(digests).astype(np.int64).tobytes(),
         boundary=vector[2] > 0,
         generation=generation,
         saving=Saving(
             wanted=vector[3] > 0,
             busy=frozenset(
-                place for place, busy in zip(PLACES, vector[4:HEADER], strict=True) if busy > 0
+                place for place, busy in zip(PLACES, vector[5:HEADER], strict=True) if busy > 0
             ),
         ),
+        recorded=int(vector[4]),
     )

@@ -37,6 +37,7 @@ def test_the_message_is_the_fact_the_numbers_and_the_next_knob() -> None:
 
 def test_the_public_names_are_these() -> None:
     assert elastic.__all__ == [
+        "Callback",
         "CausalLM",
         "CheckpointConfig",
         "CheckpointConfigError",

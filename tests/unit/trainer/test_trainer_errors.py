@@ -11,6 +11,7 @@ from trainer.errors import (
     ConfigError,
     CrossGroupLost,
     ExchangeError,
+    GroupError,
     NonFiniteError,
     TrainerError,
 )
@@ -20,6 +21,7 @@ ALL: list[TrainerError] = [
     ConfigError("train.steps", 0, "must be at least 1", "Use 1 or more"),
     NonFiniteError(7, 3, (4, 5, 6)),
     CrossGroupLost("left for a regroup"),
+    GroupError("a peer did not come within 25 s"),
     ExchangeError("/models/llama", "it holds no weights", "Name a checkpoint of a model"),
     LedgerError(12, 3),
     TokensCorruptError("/data/00000.bin", "4 bytes, 8 expected"),

@@ -183,6 +183,10 @@ def test_fates(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "nowhere: not a transformers configuration",
         ),
         (["import", "{run}", "--from", "dcp", "nowhere"], "nowhere/.metadata: it cannot be read"),
+        (
+            ["import", "{run}", "--from", "dcp", "nowhere", "--moments", "momentum,a/b"],
+            "'a/b' cannot be the name of a moment",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_2(
@@ -225,6 +229,19 @@ def test_out_and_in_again(run: Path, tiny: Tiny, capsys: pytest.CaptureFixture[s
             if form == "dcp" or name.startswith("param/"):
                 assert torch.equal(Reader(store, manifest).read_full(name), tensor)
         assert ask(capsys, "verify", other, "newest")[0] == 0
+
+
+@pytest.mark.parametrize(("option", "moments"), [("a,b", {"a", "b"}), ("", set())])
+def test_an_import_makes_the_moments_that_are_named(
+    run: Path, capsys: pytest.CaptureFixture[str], option: str, moments: set[str]
+) -> None:
+    target, other = run.parent / "hf", run.parent / "other"
+    assert ask(capsys, "export", run, "newest", target, "--to", "hf")[0] == 0
+    done = ask(capsys, "import", other, target, "--from", "hf", "--step", 3, "--moments", option)
+    assert done[0] == 0
+    manifest = newest(open_store(other / "checkpoints"), KEYS)
+    assert manifest is not None
+    assert {name.split("/")[0] for name in manifest.tensors} == {"param", *moments}
 
 
 def test_import_waits_for_no_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,6 @@ from elastic.membership.progress import Progress
 from elastic.protocol import events
 from elastic.protocol.messages import Build, Identity, Report, Run, Standing
 from elastic.protocol.run_paths import RunPaths
-from trainer.config import TrainConfig
 from trainer.loop.samples import Ledger
 from trainer.parallel.layout import ParallelDims
 
@@ -31,6 +30,7 @@ GROUPS = GroupConfig(
     lanes=1,
     steps=STEPS,
     start_workers=1,
+    max_regroups_without_progress=8,
 )
 SPARE = Identity(worker="spare", rank=1, node="n", pid=2)
 
@@ -75,9 +75,7 @@ def make_records(root: Path, membership: Membership) -> RunLog:
         snapshot=None,
         started=started,
         faults=(),
-        ledger=Ledger(
-            train=TrainConfig(task=None, steps=STEPS, global_batch=1), lanes=1, samples=1
-        ),
+        ledger=Ledger(seed=0, global_batch=1, lanes=1, samples=1),
     )
     return RunLog(config, membership)
 
@@ -97,6 +95,8 @@ def replayed() -> Replay:
         formations=1,
         recorded=RECORDED,
         committed=frozenset(),
+        winding_down=False,
+        until=None,
         fired=(),
     )
 
@@ -112,7 +112,7 @@ async def failover(root: Path) -> None:
     snapshots = SlowSnapshots(membership)
     workers: Any = Workers(membership)
     looking: Any = snapshots
-    work = Failover(replayed(), membership, dispatcher, workers, looking)
+    work = Failover(replayed(), membership, dispatcher, workers, looking, 10.0)
     await work.hear(Standing(identity=SPARE))
     await snapshots.asked.wait()
     await dispatcher.tell()

@@ -86,6 +86,17 @@ def test_a_start_that_went_back_behind_its_first_step(tmp_path: Path) -> None:
     assert (known.recorded, known.restored) == (5, 3)
 
 
+def test_a_run_that_was_asked_to_end(tmp_path: Path) -> None:
+    asked = events.StopRequested(time=2.0, reason="SIGINT")
+    happened = [started(0.0), regrouped(1.0, 1, 0, "start"), asked]
+    known = replay(write(tmp_path, happened, []), 0)
+    assert (known.winding_down, known.until) == (True, None), "no roster knows of it yet"
+    known = replay(write(tmp_path, [regrouped(3.0, 2, 4, "boundary")], []), 0)
+    assert (known.winding_down, known.until) == (True, 4)
+    known = replay(write(tmp_path, [started(9.0, 4)], []), 4)
+    assert (known.winding_down, known.until) == (False, None), "it was continued since"
+
+
 def test_before_the_first_roster_there_is_nothing(tmp_path: Path) -> None:
     known = replay(write(tmp_path, [started(0.0, 7), joined("a")], []), 7)
     assert (known.generation, known.recorded, known.formations) == (0, 7, 0)

@@ -24,7 +24,6 @@ from elastic.protocol import events
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
 from tests.support.tiny_checkpoint import KEYS, write_state
-from trainer.config import TrainConfig
 from trainer.loop.samples import Ledger
 from trainer.parallel.layout import ParallelDims
 
@@ -62,6 +61,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
         lanes=1,
         steps=30,
         start_workers=1,
+        max_regroups_without_progress=8,
     )
     config = CoordinatorConfig(
         groups=groups,
@@ -75,7 +75,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
             time=0.0, name="r", layout={}, steps=30, start_step=20, versions={}
         ),
         faults=(),
-        ledger=Ledger(train=TrainConfig(task=None, steps=30, global_batch=1), lanes=1, samples=1),
+        ledger=Ledger(seed=0, global_batch=1, lanes=1, samples=1),
     )
     membership = Membership(groups, Progress(generation=GENERATION, restore_step=20))
     records = RunLog(config, membership)

@@ -47,6 +47,7 @@ class Desk:
             lanes=replicas,
             steps=STEPS,
             start_workers=replicas * each,
+            max_regroups_without_progress=8,
         )
         train = TrainConfig(task=None, steps=STEPS, global_batch=replicas)
         config = CoordinatorConfig(
@@ -61,7 +62,12 @@ class Desk:
                 time=0.0, name="r", layout={}, steps=STEPS, start_step=0, versions={}
             ),
             faults=(),
-            ledger=Ledger(train=train, lanes=replicas, samples=STEPS * replicas),
+            ledger=Ledger(
+                seed=train.seed,
+                global_batch=train.global_batch,
+                lanes=replicas,
+                samples=STEPS * replicas,
+            ),
         )
         self.paths = config.paths
         self.membership = Membership(groups, Progress())

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from elastic.config import HealthConfig
-from elastic.membership.failure import Loss, decide_failure
+from elastic.membership.failure import Loss, decide_failure, decide_in_vain, plan_pause_s
 from elastic.protocol.causes import OUT_OF_MEMORY, Cause
 
 HEALTH = HealthConfig(max_same_step_errors=2, max_crashes=4, max_hangs=2)
@@ -44,6 +44,16 @@ def user_error(step: int | None, committed: int = 0, formation: int | None = Non
         formation = next(_formations)
     found = loss("user_error", step, committed, "Traceback: ZeroDivisionError")
     return dataclasses.replace(found, formation=formation)
+
+
+def test_a_link_has_half_a_minute_to_come_back_before_the_default_budget_is_spent() -> None:
+    most = HealthConfig().max_regroups_without_progress
+    pauses = [plan_pause_s(regroups) for regroups in range(1, most)]
+    assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
+    assert plan_pause_s(50) == 16.0
+    assert decide_in_vain(most - 1, 5, most, "reset") is None
+    error = decide_in_vain(most, 5, most, None)
+    assert error is not None and "no worker said why" in error
 
 
 def test_without_losses_the_run_goes_on() -> None:

@@ -23,6 +23,7 @@ def test_a_regroup_looks_at_each_worker_a_few_times_not_at_all_of_them_for_each(
         lanes=replicas,
         steps=10,
         start_workers=WORKERS,
+        max_regroups_without_progress=8,
     )
     membership = Membership(config, Progress())
     identities = [Identity(worker=f"w{i}", rank=i, node="n", pid=i) for i in range(WORKERS)]
@@ -60,7 +61,7 @@ def test_an_order_is_pickled_once_and_each_part_of_it_arrives_whole() -> None:
     lanes = ((0, 1), (2,))
     order = Order(
         generation=1, lanes=lanes, step=0, commit=None, heals=(), restore=True, source="store",
-        recorded=0, meet=("", 0),
+        recorded=0, until=9, pause_s=0.0, meet=("", 0),
     )  # fmt: skip
     first = order.part(replica=0, rank=0, position=0, serial=1)
     second = order.part(replica=4, rank=1, position=1, serial=2)
@@ -69,5 +70,5 @@ def test_an_order_is_pickled_once_and_each_part_of_it_arrives_whole() -> None:
     there = pickle.loads(pickle.dumps(second))
     assert there == second == Run(
         generation=1, replica=4, rank=1, position=1, lanes=lanes, step=0, commit=None, heals=(),
-        restore=True, source="store", recorded=0, meet=("", 0), serial=2,
+        restore=True, source="store", recorded=0, until=9, pause_s=0.0, meet=("", 0), serial=2,
     )  # fmt: skip

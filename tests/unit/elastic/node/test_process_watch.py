@@ -109,6 +109,17 @@ def test_a_stopped_process_is_killed_and_reported_with_what_it_did(
     assert stays_quiet(watch, 0.3)
 
 
+def test_where_a_worker_is_in_its_work(start: Start) -> None:
+    watch = ProcessWatch(FREEZE_TIMEOUT_S)
+    process, fd = start("")
+    assert watch.position("w1") is None
+    watch.watch("w1", process.pid, fd)
+    first, second = watch.position("w1"), watch.position("w1")
+    assert first is not None and second is not None
+    assert first.phase == "phase backward of step 4"
+    assert 0 < first.in_phase_s < second.in_phase_s < DEADLINE_S
+
+
 def test_a_process_that_keeps_the_interpreters_lock_is_killed(start: Start) -> None:
     watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start(HOLD_THE_LOCK)
     watch.watch("w0", process.pid, fd)

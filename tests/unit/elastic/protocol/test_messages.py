@@ -16,16 +16,18 @@ from elastic.protocol.messages import (
     Identity,
     Leave,
     Order,
+    Recorded,
     Report,
     Run,
     Signal,
     Standing,
     Stop,
+    shows_recent,
 )
 from trainer.replication.step_commit import Commit
 
 COMMIT = Commit(
-    step=4, loss=2.5, grad_norm=float("inf"), tokens=64, digests=(2**40 - 1, 0), boundary=True
+    step=4, loss=2.5, grad_norm=float("inf"), tokens=64, digests=bytes(16), boundary=True
 )
 RECORD = StepRecord(
     step=4, loss=2.5, grad_norm=1.0, lr=1e-3, tokens=64, time=1.0, generation=2, replicas=2,
@@ -34,7 +36,7 @@ RECORD = StepRecord(
 IDENTITY = Identity(worker="w0-abc", rank=0, node="f00", pid=42)
 ORDER = Order(
     generation=2, lanes=((0, 2), (1,), ()), step=5, commit=COMMIT, heals=((2, 0),), restore=False,
-    source="store", recorded=4, meet=("h", 1),
+    source="store", recorded=4, until=9, pause_s=0.5, meet=("h", 1),
 )  # fmt: skip
 ALL = [
     IDENTITY,
@@ -49,13 +51,14 @@ ALL = [
     Run(
         generation=2, replica=1, rank=0, position=1, lanes=((0, 2), (1,), ()), step=5,
         commit=COMMIT, heals=((2, 0),), restore=False, source="store",
-        recorded=4, meet=("h", 1), serial=9,
+        recorded=4, until=9, pause_s=0.5, meet=("h", 1), serial=9,
     ),
     ORDER,
     Death(worker="w0-abc", cause=HANG, detail="stopped"),
     Stop(error=None),
     Stop(error="user code failed"),
     Signal(serial=1, kind="boundary"),
+    Recorded(steps=5, save_wanted=False),
     Death(worker="w0-abc", cause=HANG, detail="stopped by a signal"),
 ]  # fmt: skip
 
@@ -99,3 +102,12 @@ def test_where_a_worker_stands_follows_from_the_answers_to_it() -> None:
     assert (seated.source, seated.behind, seated.proven) == (0, True, False)
     assert seated.after(Stop(error=None)) == seated
     assert seated.after(Leave()) == Standing(identity=IDENTITY)
+
+
+def test_a_step_that_only_one_of_a_replica_knows_is_shown_once_the_replica_is_replaced() -> None:
+    """It had joined as one of a whole replica, for which another one was to speak, and that was
+    lost: the steps would be in no record."""
+    first, second = (ORDER.part(replica=1, rank=n, position=1, serial=1) for n in range(2))
+    assert shows_recent(first, built=3) and not shows_recent(second, built=3)
+    assert shows_recent(second, built=0), "its replica is no more"
+    assert shows_recent(None, built=4), "it has built its part of the one that replaces it"

@@ -195,15 +195,25 @@ def test_a_worker_refuses_it_as_it_would_a_damaged_one(
 
 def test_moments_of_what_is_frozen_now_do_not_count(paths: RunPaths) -> None:
     """As where all of an imported model was trained, or none: they were made for everything."""
-    save(paths, 2, None)
+    trained = {f"{kind}/v": WEIGHT for kind in ("param", "exp_avg", "exp_avg_sq")}
+    write_state(open_store(paths.checkpoints), state(WEIGHT, **trained), step=2)
     manifest = load_manifest(open_store(paths.checkpoints), KEYS, 2)
-    frozen = table({"param/w": WEIGHT})
+    frozen = table({"param/w": WEIGHT, **trained})
     check_model(manifest, frozen)
     with pytest.raises(IncompatibleError, match="absent in the model"):
         check_model(manifest, {})
-    more = table({"param/w": WEIGHT, "param/v": WEIGHT})
-    with pytest.raises(IncompatibleError, match=r"'param/v': absent in .*, float32 \[4, 3\] in"):
+    more = {**frozen, **table({"param/u": WEIGHT})}
+    with pytest.raises(IncompatibleError, match=r"'param/u': absent in .*, float32 \[4, 3\] in"):
         check_model(manifest, more)
+
+
+@pytest.mark.parametrize("moments", [(), ("momentum",), ("exp_avg",)])
+def test_another_optimizers_state_is_no_state(paths: RunPaths, moments: tuple[str, ...]) -> None:
+    save(paths, 2, None)
+    manifest = load_manifest(open_store(paths.checkpoints), KEYS, 2)
+    now = table({f"{kind}/w": WEIGHT for kind in ("param", *moments)})
+    with pytest.raises(IncompatibleError, match=r"'exp_avg_sq/w': float32 .* absent"):
+        check_model(manifest, now)
 
 
 def test_what_was_frozen_then_cannot_be_trained_now(paths: RunPaths) -> None:

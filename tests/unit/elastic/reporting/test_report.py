@@ -144,6 +144,41 @@ def test_a_regroup_for_growth_counts_as_disturbance() -> None:
     assert (report.regroups, report.incidents) == (1, ())
 
 
+def regroups(*times: float) -> list[Event]:
+    """For faults with nobody lost, each 0.25 s long."""
+    events: list[Event] = []
+    for generation, time in enumerate(times, start=2):
+        events += [
+            RegroupCalled(time=time, generation=generation, reason="fault"),
+            RegroupDone(time=time + 0.25, generation=generation, step=1, replicas=2, lanes={},
+                        renumbered={}, outcome="repeat", lost_steps=0, repeated_steps=1),
+        ]  # fmt: skip
+    return events
+
+
+def test_where_each_step_is_disturbed_the_time_after_the_last_regroup_is_that_of_a_step() -> None:
+    # Ten seconds between commits; the last regroup in them is over a second before the commit.
+    times = [begin + n for begin in (103, 113, 123, 133) for n in (1.0, 2.5, 8.75)]
+    report = build_report([*start(100.0), *regroups(*times)], steps_at(103, 113, 123, 133, 143))
+    assert report.median_step_s == 1.0
+    assert report.longest_stall_s == 9.0
+    assert report.effective_time == pytest.approx(1 - 36.0 / 40.0)
+
+
+def test_regroups_after_the_last_step_and_before_the_first_count() -> None:
+    # From the first roster (101) to the end of the regroup at 102, and from the last step to the
+    # end of the last regroup, nothing was done that counts.
+    events = [*start(100.0), *regroups(102.0, 105.5, 114.75), ended(116.0, 3, "failed")]
+    report = build_report(events, steps_at(103, 104, 105))
+    assert report.effective_time == pytest.approx(1 - (1.25 + 10.0) / (1.25 + 2.0 + 10.0))
+
+
+def test_a_run_that_never_came_to_a_step_was_of_no_effect() -> None:
+    called = RegroupCalled(time=103.0, generation=4, reason="fault")
+    events = [*start(100.0), *regroups(101.5, 102.25), called, ended(103.5, 0, "failed")]
+    assert build_report(events, []).effective_time == 0.0
+
+
 def test_two_crashes_in_one_gap_count_once() -> None:
     events = [*start(100.0), *crash(105.5, 2, step=3), *crash(106.5, 3, step=3)]
     report = build_report(events, steps_at(103, 104, 105, 108, 109, 110))

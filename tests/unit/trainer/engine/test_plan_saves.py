@@ -15,15 +15,16 @@ STEPS = 100
 
 def plan(step: int, saving: Saving, **every: Any) -> tuple[list[str], list[str]]:
     commit = Commit(
-        step=step - 1, loss=1.0, grad_norm=1.0, tokens=1, digests=(), boundary=False, saving=saving
+        step=step - 1, loss=1.0, grad_norm=1.0, tokens=1, digests=b"", boundary=False, saving=saving
     )
     config = LoopConfig(
         **{"save_every": 10, "snapshot_every": 4, **every},
         lanes=1,
         compare_every=None,
         max_nonfinite_steps=1,
+        until=STEPS,
     )
-    places, skipped = plan_saves(Progress(step=step, last=commit), config, steps=STEPS)
+    places, skipped = plan_saves(Progress(step=step, last=commit), config)
     return list(places), list(skipped)
 
 

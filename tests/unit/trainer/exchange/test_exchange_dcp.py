@@ -12,13 +12,27 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from checkpointing import Reader, load_manifest, open_store
-from tests.support.tiny_checkpoint import KEYS, STEP, Tiny, make_tiny, state_of, write_tiny
+from tests.support.tiny_checkpoint import (
+    KEYS,
+    MOMENTS,
+    STEP,
+    Tiny,
+    make_tiny,
+    state_of,
+    training_state,
+    write_state,
+    write_tiny,
+)
 from trainer.errors import ExchangeError
 from trainer.exchange.dcp_export import export_dcp
 from trainer.exchange.dcp_import import import_dcp
 from trainer.exchange.dcp_metadata import read_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def params_of(tiny: Tiny) -> list[tuple[str, torch.Tensor]]:
+    return list(tiny.model.named_parameters())
 
 
 def exported(tiny: Tiny, tmp_path: Path) -> Path:
@@ -80,7 +94,7 @@ def test_import_takes_equal_bits(tmp_path: Path, flat: bool, wrap: bool) -> None
     tiny = make_tiny()
     source = saved_by_torch(tiny, tmp_path / "dcp", flat=flat, wrap=wrap)
     store = open_store(tmp_path / "run")
-    manifest, remarks = import_dcp(store, KEYS, source, step=None)
+    manifest, remarks = import_dcp(store, KEYS, source, step=None, moments=MOMENTS)
     assert manifest.step == 11
     assert manifest.training_state["optimizer_steps"] == 3
     assert load_manifest(store, KEYS, 11) == manifest
@@ -97,7 +111,9 @@ def test_there_and_back_again(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(tiny.config))
     store = open_store(tmp_path / "again")
-    manifest, remarks = import_dcp(store, KEYS, directory, step=None, config_path=config)
+    manifest, remarks = import_dcp(
+        store, KEYS, directory, step=None, moments=MOMENTS, config_path=config
+    )
     assert manifest.step == STEP
     assert manifest.training_state["optimizer_steps"] == 3
     assert manifest.training_state["task"]["model"] == json.loads(config.read_text())
@@ -106,13 +122,54 @@ def test_there_and_back_again(tmp_path: Path) -> None:
         assert torch.equal(Reader(store, manifest).read_full(name), tensor)
 
 
+def test_another_optimizers_moments_go_under_their_own_names(tmp_path: Path) -> None:
+    """What wrote them is not imported: a checkpoint names no code."""
+    tiny = make_tiny(steps=1)
+    params = {f"param/{name}": p.detach() for name, p in tiny.model.named_parameters()}
+    momenta = {name.replace("param", "momentum"): p + 1 for name, p in params.items()}
+    told = {**training_state(tiny), "optimizer": {"name": "no_such_module.Lion", "lr": 1.0}}
+    store = open_store(tmp_path / "run")
+    write_state(store, {**params, **momenta}, state=told)
+    reader = Reader(store, load_manifest(store, KEYS, STEP))
+    (remark,) = export_dcp(reader, tmp_path / "dcp")
+    assert "no param_groups" in remark
+    loaded = {f"optimizer.state.{n}.momentum": torch.zeros_like(p) for n, p in params_of(tiny)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for name, _ in params_of(tiny):
+        assert torch.equal(loaded[f"optimizer.state.{name}.momentum"], momenta[f"momentum/{name}"])
+    again = open_store(tmp_path / "again")
+    manifest, remarks = import_dcp(again, KEYS, tmp_path / "dcp", step=None, moments=("momentum",))
+    assert remarks == [] and manifest.tensors.keys() == {**params, **momenta}.keys()
+    for name, tensor in {**params, **momenta}.items():
+        assert torch.equal(Reader(again, manifest).read_full(name), tensor)
+    wrong = open_store(tmp_path / "wrong")
+    manifest, remarks = import_dcp(wrong, KEYS, tmp_path / "dcp", step=None, moments=MOMENTS)
+    assert "moments are not in it" in remarks[0] and "--moments" in remarks[0]
+    assert "were left behind" in remarks[1] and ".momentum" in remarks[1]
+    weights, _ = import_dcp(
+        open_store(tmp_path / "weights"), KEYS, tmp_path / "dcp", step=None, moments=()
+    )
+    assert weights.tensors.keys() == params.keys()
+
+
+def test_a_schedule_of_ones_own_is_not_made_up(tmp_path: Path) -> None:
+    tiny = make_tiny(steps=1)
+    told = training_state(tiny)
+    told["optimizer"]["schedule"] = {"class": "no_such_module.Schedule"}
+    store = open_store(tmp_path / "run")
+    write_state(store, state_of(tiny), state=told)
+    reader = Reader(store, load_manifest(store, KEYS, STEP))
+    (remark,) = export_dcp(reader, tmp_path / "dcp")
+    assert "no param_groups" in remark
+
+
 def test_weights_alone_get_a_new_optimizer(tmp_path: Path) -> None:
     tiny = make_tiny(steps=1)
     dcp.save(tiny.model.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
     store = open_store(tmp_path / "run")
     with pytest.raises(ExchangeError, match="--step"):
-        import_dcp(store, KEYS, tmp_path / "dcp", step=None)
-    manifest, (remark,) = import_dcp(store, KEYS, tmp_path / "dcp", step=5)
+        import_dcp(store, KEYS, tmp_path / "dcp", step=None, moments=MOMENTS)
+    manifest, (remark,) = import_dcp(store, KEYS, tmp_path / "dcp", step=5, moments=MOMENTS)
     assert "moments" in remark
     assert manifest.training_state["optimizer_steps"] == 0
     reader = Reader(store, manifest)
@@ -127,7 +184,14 @@ def test_import_refuses_another_model(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**tiny.config, "num_hidden_layers": 3}))
     with pytest.raises(ExchangeError, match=r"model\.layers\.2\S+ of the model .* absent"):
-        import_dcp(open_store(tmp_path / "run"), KEYS, tmp_path / "dcp", step=5, config_path=config)
+        import_dcp(
+            open_store(tmp_path / "run"),
+            KEYS,
+            tmp_path / "dcp",
+            step=5,
+            moments=MOMENTS,
+            config_path=config,
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -164,7 +228,7 @@ def test_no_pickle_runs(tmp_path: Path) -> None:
     (file,) = directory.glob("*.distcp")
     torch.save(_Evil(str(owned)), file)
     with pytest.raises(ExchangeError, match=r"distcp: \S+ cannot be read at byte"):
-        import_dcp(open_store(tmp_path / "run"), KEYS, directory, step=5)
+        import_dcp(open_store(tmp_path / "run"), KEYS, directory, step=5, moments=MOMENTS)
     assert not owned.exists()
 
 
@@ -182,7 +246,9 @@ def test_tensors_in_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     dcp.load(weights, checkpoint_id=directory, no_dist=True)
     for name, tensor in tiny.model.state_dict().items():
         assert torch.equal(weights[name], tensor)
-    manifest, _ = import_dcp(open_store(tmp_path / "again"), KEYS, directory, step=None)
+    manifest, _ = import_dcp(
+        open_store(tmp_path / "again"), KEYS, directory, step=None, moments=MOMENTS
+    )
     reader = Reader(open_store(tmp_path / "again"), manifest)
     for name, tensor in state_of(tiny).items():
         assert torch.equal(reader.read_full(name), tensor)
@@ -201,5 +267,5 @@ def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
     for raw, fact in ((flipped, "CRC32"), (good[: len(good) // 2], "cannot be read at byte")):
         file.write_bytes(raw)
         with pytest.raises(ExchangeError, match=rf"__0_0\.distcp: .*{fact}"):
-            import_dcp(open_store(tmp_path / "again"), KEYS, directory, step=3)
+            import_dcp(open_store(tmp_path / "again"), KEYS, directory, step=3, moments=MOMENTS)
     assert open_store(tmp_path / "again").list("m/") == []

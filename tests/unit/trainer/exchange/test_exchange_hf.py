@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from checkpointing import AlreadyCommittedError, MissingError, Reader, load_manifest, open_store
 from tests.support.tiny_checkpoint import (
     KEYS,
+    MOMENTS,
     STEP,
     Tiny,
     make_tiny,
@@ -125,7 +126,7 @@ def test_import_takes_the_weights_and_a_new_optimizer(tmp_path: Path, tied: bool
     tiny = make_tiny(tied=tied)
     tiny.model.save_pretrained(tmp_path / "hf", max_shard_size="5KB")
     store = open_store(tmp_path / "run")
-    manifest = import_hf(store, KEYS, tmp_path / "hf", step=4)
+    manifest = import_hf(store, KEYS, tmp_path / "hf", step=4, moments=MOMENTS)
     assert load_manifest(store, KEYS, 4) == manifest
     reader = Reader(store, manifest)
     wanted = state_of(tiny)
@@ -136,9 +137,9 @@ def test_import_takes_the_weights_and_a_new_optimizer(tmp_path: Path, tied: bool
     assert manifest.training_state["optimizer_steps"] == 0
     assert manifest.training_state["task"]["model"]["hidden_size"] == 16
     with pytest.raises(AlreadyCommittedError):
-        import_hf(store, KEYS, tmp_path / "hf", step=4)
+        import_hf(store, KEYS, tmp_path / "hf", step=4, moments=MOMENTS)
     with pytest.raises(ExchangeError, match="from its seed"):
-        import_hf(store, KEYS, tmp_path / "hf", step=0)
+        import_hf(store, KEYS, tmp_path / "hf", step=0, moments=MOMENTS)
 
 
 def test_import_widens_half_precision(tmp_path: Path) -> None:
@@ -146,6 +147,6 @@ def test_import_widens_half_precision(tmp_path: Path) -> None:
     wanted = {n: p.detach().bfloat16().float() for n, p in tiny.model.named_parameters()}
     tiny.model.bfloat16().save_pretrained(tmp_path / "hf")
     store = open_store(tmp_path / "run")
-    reader = Reader(store, import_hf(store, KEYS, tmp_path / "hf", step=1))
+    reader = Reader(store, import_hf(store, KEYS, tmp_path / "hf", step=1, moments=MOMENTS))
     for name, tensor in wanted.items():
         assert torch.equal(reader.read_full(f"param/{name}"), tensor)

@@ -16,7 +16,7 @@ KEPT = torch.ones(MIB // 4)  # 1 MiB
 
 
 def commit_of(step: int) -> Commit:
-    return Commit(step=step, loss=1.0, grad_norm=2.0, tokens=4, digests=(), boundary=False)
+    return Commit(step=step, loss=1.0, grad_norm=2.0, tokens=4, digests=b"", boundary=False)
 
 
 def never() -> HostMemory:

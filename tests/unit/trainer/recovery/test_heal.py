@@ -50,7 +50,7 @@ def pair() -> Iterator[tuple[Rendezvous, Engine, Engine]]:
 
 
 def commit_of(step: int) -> Commit:
-    return Commit(step=step, loss=1.0, grad_norm=2.0, tokens=4, digests=(), boundary=False)
+    return Commit(step=step, loss=1.0, grad_norm=2.0, tokens=4, digests=b"", boundary=False)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3])

@@ -25,17 +25,18 @@ def test_the_layout_of_the_vector() -> None:
         0: LaneStats(loss=0.5, tokens=3, digest=11),
     }
     busy = Saving(wanted=True, busy=frozenset({"memory"}))
-    vector = pack(3, stats, norm_squared=4.0, failed=False, boundary=True, saving=busy)
-    head = [4.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    vector = pack(3, stats, norm_squared=4.0, failed=False, boundary=True, saving=busy, recorded=9)
+    head = [4.0, 0.0, 1.0, 1.0, 9.0, 0.0, 1.0]
     assert vector == [*head, 0.5, 0.0, 1.5, 3.0, 0.0, 7.0, 11.0, 0.0, 99.0]
-    failed = pack(2, {}, norm_squared=0.0, failed=True, boundary=False, saving=Saving())
-    assert failed == [0.0, 1.0, *[0.0] * 10]
+    failed = pack(2, {}, norm_squared=0.0, failed=True, boundary=False, saving=Saving(), recorded=0)
+    assert failed == [0.0, 1.0, *[0.0] * 11]
 
 
 def test_a_summed_vector_is_read() -> None:
-    sums = [36.0, 0.0, 0.0, 0.0, 3.0, 0.0, 2.0, 4.0, 1.0, 2.0, 8.0, 9.0]
+    sums = [36.0, 0.0, 0.0, 0.0, 15.0, 3.0, 0.0, 2.0, 4.0, 1.0, 2.0, 8.0, 9.0]
     commit = unpack(sums, step=17, lanes=2)
-    assert (commit.step, commit.tokens, commit.digests) == (17, 3, (8, 9))
+    assert (commit.step, commit.tokens, commit.sample_digests) == (17, 3, [8, 9])
+    assert commit.recorded == 15
     assert commit.loss == 2.0  # 6 nats over 3 tokens
     assert commit.grad_norm == 2.0  # root of 36 over 3 tokens
     assert commit.finite
@@ -70,6 +71,7 @@ def test_the_order_of_the_replicas_does_not_matter(
             failed=False,
             boundary=replica == 1,
             saving=Saving(wanted=replica == 2),
+            recorded=0,
         )
         for replica in range(replicas)
     ]
@@ -77,7 +79,7 @@ def test_the_order_of_the_replicas_does_not_matter(
     commit = unpack(np.sum(order, axis=0).tolist(), step=0, lanes=lanes)
     tokens = sum(stat.tokens for stat in stats)
     assert commit.tokens == tokens
-    assert commit.digests == tuple(stat.digest for stat in stats)
+    assert commit.sample_digests == [stat.digest for stat in stats]
     assert commit.loss == sum(stat.loss for stat in stats) / max(1, tokens)
     assert commit.boundary == (replicas > 1)
     assert commit.saving == Saving(wanted=replicas > 2)
@@ -93,12 +95,13 @@ def test_a_bad_loss_in_one_lane_makes_the_step_non_finite(loss: float) -> None:
             failed=False,
             boundary=False,
             saving=Saving(),
+            recorded=0,
         )
         for lane, value in ((0, 1.0), (1, loss))
     ]
     commit = unpack(np.sum(vectors, axis=0).tolist(), step=0, lanes=2)
     assert not commit.finite
-    assert (commit.tokens, commit.digests) == (10, (1, 2))
+    assert (commit.tokens, commit.sample_digests) == (10, [1, 2])
 
 
 @pytest.mark.parametrize("norm_squared", [math.nan, math.inf, -1.0])

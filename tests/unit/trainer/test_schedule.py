@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import OptimizerConfig
-from trainer.engine.schedule import learning_rate
+from trainer.optimizer import WarmupCosine
 
 
 def rates(steps: int, **values: float) -> list[float]:
-    config = OptimizerConfig(**{"lr": 1.0, "min_lr_ratio": 0.2, **values})  # type: ignore[arg-type]
-    return [learning_rate(config, step, steps) for step in range(steps)]
+    schedule = WarmupCosine(**{"lr": 1.0, "min_lr_ratio": 0.2, **values})  # type: ignore[arg-type]
+    return [schedule.rate(step, steps) for step in range(steps)]
 
 
 def test_the_warm_up_is_a_straight_line_up_to_the_peak() -> None:

@@ -1,0 +1,82 @@
+"""Ctrl-C and SIGTERM to the driver: the first lets the run end well, the second at once."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+import ray
+
+from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.rpc import Remote
+
+log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopping:
+    """What the two signals mean while a run goes on: for as long as the `with` block lasts, in the
+    main thread. In another thread they mean what they meant before.
+
+    The first one has the coordinator end the run after the step that is under way, with a
+    checkpoint; the block goes on meanwhile. The second one is raised in the block.
+
+    Args:
+        coordinator: the run's coordinator actor.
+    """
+
+    def __init__(self, coordinator: Remote[CoordinatorApi]) -> None:
+        self._coordinator = coordinator
+        self._before: dict[int, Any] = {}
+        self._number: int | None = None
+
+    def __enter__(self) -> Stopping:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {n: signal.signal(n, self._take) for n in _SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has come."""
+        return self._number is not None
+
+    def settle(self) -> None:
+        """The run has ended as asked, and all is written down: now the signal does what it would
+        have done without us. Called after the block; returns where none has come.
+
+        Raises:
+            KeyboardInterrupt: it was Ctrl-C.
+        """
+        if self._number is not None:
+            signal.raise_signal(self._number)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._number is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            sys.exit(128 + number)
+        self._number = number
+        # A handler must not wait, and what it interrupted may hold any lock.
+        threading.Thread(target=self._tell, name="stop", daemon=True).start()
+
+    def _tell(self) -> None:
+        name = signal.Signals(self._number or 0).name
+        log.warning("%s: the run saves and stops after this step; again: it stops at once", name)
+        try:
+            self._coordinator.call(CoordinatorApi.wind_down, name)
+        except ray.exceptions.RayError as error:
+            log.warning("the run was not told to stop: %s", error)
