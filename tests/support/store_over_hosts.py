@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -21,11 +22,11 @@ if __name__ == "__main__":
     if rank == 0:
         store = TCPStore("0.0.0.0", PORT, is_master=True, wait_for_workers=False)
         print("listens", flush=True)
+        store.wait(["one/here/count"], timedelta(hours=1))
+        print("waited in", flush=True)
         threading.Event().wait()
     meet = Rendezvous(host=host, port=PORT, timeout_s=900, silent_s=silent_s)
-    gather(meet, "one", 1, bool)
-    print("waiting", flush=True)
     try:
-        gather(meet, "two", 2, bool)
+        gather(meet, "one", 2, bool)
     except GroupError as error:
         print(f"given up: {error}", flush=True)
