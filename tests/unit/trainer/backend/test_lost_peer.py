@@ -69,7 +69,7 @@ def train_or_end(
     assert isinstance(result, Exception)
     if rank == LOST:
         assert (origin_of(result), type(result)) == ("code", RuntimeError), result
-        return
+        os._exit(0)  # as a worker does
     assert origin_of(result) == "group", result
     noticed_s = time.monotonic() - float(store.get("gone"))
     del result  # its frames hold the replica
