@@ -349,6 +349,12 @@ class World:
             self.membership.lose(name)
         for name in self.drained - self.lost:
             self.membership.drain(name, dismiss=name in self.going)
+        for worker in alive:
+            # The last coordinator took its replica for broken, and this one does not. `Troubles`
+            # takes it for the culprit, then.
+            if worker.replica_aborted and not self.membership.replica_broken(worker.name):
+                self.to_kill.append(worker.name)
+                self._lose(worker.name)
         self.cross_lost.clear()
         for worker in alive:  # calls that were lost with it are made again
             if worker.waits_for_answer and worker.answer is None:

@@ -151,7 +151,8 @@ def check_build(world: World, worker: SimWorker, answer: Build) -> None:
     if answer.keep:
         assert worker.progress is not None and worker.place == answer.rank
     apart = worker.name in world.taken_apart
-    world.taken_apart.discard(worker.name)
+    if channel is not None:
+        world.taken_apart.discard(worker.name)
     assert (
         channel is None
         or apart
