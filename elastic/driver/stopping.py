@@ -55,12 +55,14 @@ class Stopping:
         return self._number is not None
 
     def settle(self) -> None:
-        """The run has ended as asked, and all is written down: now the signal does what it would
-        have done without us. Called after the block; returns where none has come.
+        """The run has ended as asked, and all is written down. Called after the block; returns
+        where no signal has come, or where SIGTERM is ignored.
 
         Raises:
-            KeyboardInterrupt: it was Ctrl-C.
+            KeyboardInterrupt: it was Ctrl-C. SIGTERM does what it would have done without us.
         """
+        if self._number == signal.SIGINT:  # also where a shell has had it ignored
+            raise KeyboardInterrupt
         if self._number is not None:
             signal.raise_signal(self._number)
 
