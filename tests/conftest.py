@@ -45,6 +45,16 @@ def _no_thread_left_in_native_code() -> Iterator[None]:
             assert not thread.is_alive(), f"{thread.name} is still in a process group"
 
 
+@pytest.fixture(autouse=True)
+def _gloo_listens_anywhere_again() -> Iterator[None]:
+    """A group made in this process has set where Gloo listens, also for programs that later tests
+    start on other hosts."""
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    yield
+    if before is None:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """One real Ray cluster for all runs; tests without a run do not wait for Ray's import."""
