@@ -15,10 +15,10 @@ help:  ## what there is
 demo: $(READY)  ## train a small model and break it on the way; ARGS="..." changes the run
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
-test: $(READY)  ## the tests, 12 minutes at most on two cores
+test: $(READY)  ## the tests, ten minutes on two cores
 	$(BIN)/pytest
 
-test-slow: $(READY)  ## the tests that `make test` leaves out
+test-slow: $(READY)  ## those that `make test` leaves out for their cost
 	$(BIN)/pytest -m slow
 
 test-soak: $(READY)  ## machines that come and go, partitions, every fault point; most of an hour

@@ -42,7 +42,7 @@ def check_equal(broken: Outcome, whole: Outcome, faults: int) -> None:
 
 SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 KILLS = [
-    pytest.param(1, 1, (EARLY, MIDDLE)),
+    pytest.param(1, 1, (EARLY, MIDDLE), marks=SLOW),
     pytest.param(2, 1, (EARLY,), marks=SLOW),
     pytest.param(1, 2, (MIDDLE,), marks=SLOW),
     pytest.param(2, 1, (MIDDLE,), marks=SOAK),

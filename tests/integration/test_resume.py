@@ -58,7 +58,9 @@ def unstopped(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return run
 
 
-@pytest.mark.parametrize(("before", "after", "signals"), [(2, 1, 1), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("before", "after", "signals"), [(2, 1, 1), pytest.param(1, 2, 2, marks=pytest.mark.slow)]
+)
 def test_stopped_at_half_and_started_again(
     unstopped: Callable[[], str], tmp_path: Path, before: int, after: int, signals: int
 ) -> None:
@@ -128,6 +130,7 @@ def cut_back(storage: Path, steps: int) -> None:
             manifest.unlink()
 
 
+@pytest.mark.slow
 def test_continues_in_other_layouts(
     finished: tuple[Path, Outcome], text: Path, tmp_path: Path
 ) -> None:
