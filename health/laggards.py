@@ -1,12 +1,13 @@
-"""From a worker's place in its work to a verdict: is it stuck? Pure.
+"""From the places of workers in their work to a verdict: who of them is stuck? Pure.
 
 A worker that is called away and does not come may be at work that takes long: an evaluation, an
 upload, the first step of a model that is compiled. It enters a new phase of it now and then. One
-that is stuck does not.
+that is stuck does not; nor does one that waits for either in a collective.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -18,16 +19,28 @@ class Position:
     """The phase it is in, with its step."""
     in_phase_s: float
     """How long it has been in it, in seconds."""
+    waits: bool
+    """It is a phase in which it waits for workers of other replicas."""
 
 
-def patience_left_s(position: Position | None, timeout_s: float) -> float:
-    """How much longer to wait for a worker that was called more than `timeout_s` ago.
+def find_stuck(
+    positions: Mapping[str, Position | None], timeout_s: float
+) -> tuple[list[str], float]:
+    """Who is stuck of the workers that were called more than `timeout_s` ago and have not come.
+
+    While one of them enters new phases, the others may be waiting for it. When none does, those who
+    do not wait for anybody are to blame; all of them, where there is no such one.
 
     Args:
-        position: where it is; None where nobody can tell.
+        positions: worker -> where it is; None where nobody can tell.
         timeout_s: how long one phase may take.
 
     Returns:
-        Seconds; 0 for one that is stuck.
+        Those who are stuck, and otherwise the seconds to wait before the next look.
     """
-    return 0.0 if position is None else max(0.0, timeout_s - position.in_phase_s)
+    in_phase_s = [timeout_s if p is None else p.in_phase_s for p in positions.values()]
+    left_s = max((timeout_s - seconds for seconds in in_phase_s), default=0.0)
+    if left_s > 0:
+        return [], left_s
+    busy = [worker for worker, p in positions.items() if p is None or not p.waits]
+    return busy or list(positions), 0.0

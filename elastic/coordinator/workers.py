@@ -25,7 +25,7 @@ from elastic.protocol import events
 from elastic.protocol.causes import CRASH, HANG, NODE, PREEMPTION, Cause, entry_of
 from elastic.protocol.messages import Death, Identity, Signal
 from elastic.ray_compat.cluster import live_nodes
-from health.laggards import patience_left_s
+from health.laggards import find_stuck
 
 log = logging.getLogger(__name__)
 
@@ -205,27 +205,22 @@ class Workers:
 
     async def lose_laggards(self, called: Mapping[str, Signal]) -> None:
         """Ends the workers that have not followed a call in time, and are stuck."""
-        timeout_s = self._health.regroup_timeout_s
-        pause_s = timeout_s
+        timeout_s = pause_s = self._health.regroup_timeout_s
         while pause_s:
             await asyncio.sleep(pause_s)
-            laggards = self._membership.calls.laggards(called)
-            left_s = await asyncio.gather(*(self._judge(laggard) for laggard in laggards))
-            pause_s = min((left for left in left_s if left), default=0.0)
-
-    async def _judge(self, laggard: str) -> float:
-        """Ends a laggard that is stuck. Returns how much longer to wait for one that is not."""
-        identity, timeout_s = self.started.get(laggard), self._health.regroup_timeout_s
-        if identity is None:
-            return 0.0
-        position = await self._agents.position(identity)
-        left_s = patience_left_s(position, timeout_s)
-        if left_s == 0:
-            detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
-            if position is not None:
-                detail += f": for {position.in_phase_s:.0f} s in {position.phase}"
-            await self.kill(laggard, HANG, detail)
-        return left_s
+            laggards = [
+                self.started[worker]
+                for worker in self._membership.calls.laggards(called)
+                if worker in self.started
+            ]
+            found = await asyncio.gather(*map(self._agents.position, laggards))
+            positions = dict(zip((one.worker for one in laggards), found, strict=True))
+            stuck, pause_s = find_stuck(positions, timeout_s)
+            for worker in stuck:
+                detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
+                if (position := positions[worker]) is not None:
+                    detail += f": for {position.in_phase_s:.0f} s in {position.phase}"
+                await self.kill(worker, HANG, detail)
 
     async def lose_node(self, node: str, detail: str) -> None:
         """Writes off all workers of a node."""

@@ -25,6 +25,9 @@ from health.laggards import Position
 from health.process import read_state
 from trainer.loop.phases import PHASES
 
+_WAITING = frozenset(map(PHASES.index, ("reduce", "in_commit")))
+"""Numbers of the phases in which a worker waits for other replicas."""
+
 
 @dataclass(kw_only=True)
 class _Process:
@@ -81,8 +84,12 @@ class ProcessWatch:
             records = [p.heartbeat.read() for p in found if p.heartbeat is not None]
         if not records or records[0].serial == 0:
             return None
-        in_phase_s = time.monotonic() - records[0].phase_s
-        return Position(phase=_phase_of(records[0]), in_phase_s=in_phase_s)
+        record = records[0]
+        return Position(
+            phase=_phase_of(record),
+            in_phase_s=time.monotonic() - record.phase_s,
+            waits=record.phase in _WAITING,
+        )
 
     def kill_all(self, cause: Cause, detail: str) -> list[Death]:
         """Ends all processes. Returns the deaths that are news."""

@@ -26,8 +26,7 @@ def endless_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, i
 
 
 def slow_to_evaluate(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-    if not model.training:
-        time.sleep(0.5)
+    time.sleep(0.2 if model.training else 0.5)
     return model(batch).square().sum(), batch.numel()
 
 
