@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from tests.support import ROOT
 from tests.support.fakes.s3_faults import FaultServer
 from tests.support.fakes.s3_server import BUCKET, faulty_s3_server
 from tests.support.gated_run import HALF, gated_trainer, saved_weights
+from tests.support.watching import stop_at_once
 
 DEADLINE_S = 180.0
 SEGMENT = re.compile(r"base/gated/d/[0-9a-f]{2}/r(\d{5})/(\d{12})-\d+-\d+/\d{5}\.safetensors")
@@ -69,7 +69,7 @@ def test_stopped_and_gone_on_with_from_s3(
         while not faults.count("put", prefix=record, status=200):
             assert process.poll() is None and time.monotonic() < deadline_s
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        stop_at_once(process, tmp_path / "gated")
         process.wait(DEADLINE_S)
     finally:
         process.kill()

@@ -25,7 +25,7 @@ from tests.support import ROOT
 from tests.support.fakes.s3_faults import FaultServer, Rule
 from tests.support.fakes.s3_server import BUCKET, faulty_s3_server
 from tests.support.gated_run import HALF, STEPS, gated_trainer, saved_weights
-from tests.support.watching import events_of, wait_until
+from tests.support.watching import events_of, stop_at_once, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -55,7 +55,7 @@ def run(config: S3Config, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     )
     yield process
     if process.poll() is None:
-        process.send_signal(signal.SIGINT)  # it ends its cluster
+        stop_at_once(process, tmp_path / "gated")  # it ends its cluster
         process.wait(DEADLINE_S)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +32,14 @@ def wait_until(
     while not what():
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(pause_s)
+
+
+def stop_at_once(process: subprocess.Popen[bytes], root: Path) -> None:
+    """Interrupts a program's run twice: at the first Ctrl-C it would end the step under way, which
+    may be waiting for a file."""
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: process.poll() is not None or bool(events_of(root, "stop_requested")))
+    process.send_signal(signal.SIGINT)
 
 
 def parent_of(pid: int) -> int:
