@@ -380,7 +380,6 @@ class Membership:
         staying, _ = self._find_staying(present, present)
         if staying:
             self._regroup(present, staying, effects)
-            self.until = self.progress.began
         else:
             self.stopped = Stop(error=None)
 
@@ -409,6 +408,8 @@ class Membership:
                 return
         lost = max(0, progress.reached - step) if outcome == "restore" else 0
         progress.begin(step, back=not staying)
+        if self.winding_down:
+            self.until = step
         self.roster = next_roster(
             generation=progress.generation,
             staying=staying,
@@ -446,7 +447,7 @@ class Membership:
             restore=restore,
             source="memory" if restore and step > progress.restore_step else "store",
             recorded=progress.recorded,
-            until=step if self.winding_down else self.until,
+            until=self.until,
             pause_s=plan_pause_s(progress.in_vain) if self.call == "fault" else 0.0,
             meet=self._meet,
         )

@@ -80,11 +80,11 @@ class ProcessWatch:
     def position(self, worker: str) -> Position | None:
         """Where a worker is in its work, by its heartbeat; None where that is not known."""
         with self._lock:
-            found = [p for p in self._processes.values() if p.worker == worker and p.heartbeat]
-            records = [p.heartbeat.read() for p in found if p.heartbeat is not None]
-        if not records or records[0].serial == 0:
+            beats = (p.heartbeat for p in self._processes.values() if p.worker == worker)
+            heartbeat = next(beats, None)
+            record = None if heartbeat is None else heartbeat.read()
+        if record is None or record.serial == 0:
             return None
-        record = records[0]
         return Position(
             phase=_phase_of(record),
             in_phase_s=time.monotonic() - record.phase_s,

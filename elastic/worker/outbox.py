@@ -65,8 +65,8 @@ class Outbox:
     def let_go(self, recorded: int) -> None:
         """So many steps are in the records, as the lead says. It lets go of its own when it has
         sent them."""
-        while not self._lead and self._steps and self._steps[0].step < recorded:
-            self._steps.popleft()
+        if not self._lead:
+            self._drop(recorded)
 
     def settle(self, answer: Answer) -> None:
         """The coordinator answered this worker's join: lets go of what it has, or what is void."""
@@ -74,10 +74,13 @@ class Outbox:
             self._lead = isinstance(answer, Run) and answer.lead
             if isinstance(answer, Run):
                 self._recorded = answer.recorded
-                while self._steps and self._steps[0].step < answer.recorded:
-                    self._steps.popleft()
+                self._drop(answer.recorded)
                 if answer.restore:
                     self._steps.clear()
+
+    def _drop(self, recorded: int) -> None:
+        while self._steps and self._steps[0].step < recorded:
+            self._steps.popleft()
 
     def flush(self) -> None:
         """Sends what is queued, and waits until the coordinator has it."""
