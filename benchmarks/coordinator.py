@@ -55,25 +55,22 @@ from elastic.protocol import events
 from elastic.protocol.causes import CRASH
 from elastic.protocol.messages import Build, Identity, Report, Run
 from elastic.protocol.run_paths import RunPaths
-from trainer.config import TrainConfig
-from trainer.loop.samples import Ledger, step_ids
+from trainer.loop.samples import Ledger
 from trainer.parallel.layout import ParallelDims
-from trainer.replication.step_commit import Commit, sample_digest
+from trainer.replication.step_commit import Commit
 
 NODE = 8
 LANES, STEP = 512, 20
 RECENT = 2
 """Steps that fit between two of the lead's words to the coordinator, at five steps a second."""
-TRAIN = TrainConfig(task=None, steps=1, global_batch=LANES)
-SAMPLES = 100_000
+LEDGER = Ledger(seed=0, global_batch=LANES, lanes=LANES, samples=100_000)
 BEAT_INTERVAL_S = HealthConfig().node_beat_s
 
 
 @functools.cache
-def digests(step: int) -> tuple[int, ...]:
+def digests(step: int) -> list[int]:
     """Of the samples that a step must take, one for each lane."""
-    ids = step_ids(TRAIN, SAMPLES, step)
-    return tuple(sample_digest(ids[lane : lane + 1], lane) for lane in range(LANES))
+    return LEDGER.digests(step)
 
 
 class LocalCoordinator(Coordinator):
@@ -147,7 +144,7 @@ class SimulatedWorker:
                 time=time.time(),
                 generation=self.generation,
                 replicas=1,
-                sample_digests=list(digests(step)),
+                sample_digests=digests(step),
             )
             for step in range(STEP - RECENT, STEP)
         )
@@ -248,7 +245,7 @@ def _config(workers: int, directory: Path) -> CoordinatorConfig:
         restore_step=0,
         snapshot=None,
         faults=(),
-        ledger=Ledger(seed=TRAIN.seed, global_batch=LANES, lanes=LANES, samples=SAMPLES),
+        ledger=LEDGER,
         started=events.RunStarted(
             time=time.time(), name="bench", layout={}, steps=1000, start_step=0, versions={}
         ),

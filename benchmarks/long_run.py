@@ -33,19 +33,12 @@ from elastic.membership.decisions import GroupConfig
 from elastic.protocol import events
 from elastic.protocol.messages import Build, Report, Run
 from elastic.protocol.run_paths import RunPaths
-from trainer.config import TrainConfig
-from trainer.loop.samples import Ledger, step_ids
+from trainer.loop.samples import Ledger
 from trainer.parallel.layout import ParallelDims
-from trainer.replication.step_commit import Commit, sample_digest
+from trainer.replication.step_commit import Commit
 
-REPLICAS, LANES, SAMPLES = 2, 2, 1000
-TRAIN = TrainConfig(task=None, steps=1, global_batch=LANES)
-
-
-def digests(step: int) -> list[int]:
-    """Of the samples that a step must take, one for each lane."""
-    ids = step_ids(TRAIN, SAMPLES, step)
-    return [sample_digest(ids[lane : lane + 1], lane) for lane in range(LANES)]
+REPLICAS, LANES = 2, 2
+LEDGER = Ledger(seed=0, global_batch=LANES, lanes=LANES, samples=1000)
 
 
 class LongWorker(SimulatedWorker):
@@ -127,7 +120,7 @@ class LongRun:
                 time=time.time(),
                 generation=generation,
                 replicas=REPLICAS,
-                sample_digests=digests(step),
+                sample_digests=LEDGER.digests(step),
             )
             for step in range(first, first + steps)
         ]
@@ -200,7 +193,7 @@ def coordinator_config(steps: int, directory: Path) -> CoordinatorConfig:
         restore_step=0,
         snapshot=None,
         faults=(),
-        ledger=Ledger(seed=TRAIN.seed, global_batch=LANES, lanes=LANES, samples=SAMPLES),
+        ledger=LEDGER,
         started=events.RunStarted(
             time=time.time(), name="long", layout={}, steps=steps, start_step=0, versions={}
         ),

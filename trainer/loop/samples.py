@@ -8,7 +8,7 @@ them, each lane an equal stretch of these, each shard rank an equal stretch of t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,15 +89,26 @@ class Ledger:
         Raises:
             LedgerError: other samples.
         """
-        first = step * self.global_batch
-        ids = sample_ids(self.seed, first, self.global_batch, self.samples)
-        size = self.global_batch // self.lanes
+        ids = self._ids(step)
         if len(digests) != self.lanes:
             raise LedgerError(step, 0)
-        for lane, digest in enumerate(digests):
-            if sample_digest(ids[lane * size : (lane + 1) * size], lane * size) != digest:
+        for lane, (due, digest) in enumerate(zip(self._digests(ids), digests, strict=True)):
+            if due != digest:
                 raise LedgerError(step, lane)
         return ids
+
+    def digests(self, step: int) -> list[int]:
+        """Per lane, what the workers compute from the ids of a step."""
+        return list(self._digests(self._ids(step)))
+
+    def _ids(self, step: int) -> Ids:
+        first = step * self.global_batch
+        return sample_ids(self.seed, first, self.global_batch, self.samples)
+
+    def _digests(self, ids: Ids) -> Iterator[int]:
+        size = self.global_batch // self.lanes
+        for start in range(0, self.lanes * size, size):
+            yield sample_digest(ids[start : start + size], start)
 
 
 def samples_sha256(
