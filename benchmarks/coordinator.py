@@ -239,6 +239,7 @@ def _config(workers: int, directory: Path) -> CoordinatorConfig:
             max_regroups_without_progress=8,
         ),
         paths=RunPaths(root=directory),
+        prefix="benchmark/",
         health=HealthConfig(max_crashes=workers),
         checkpoint=CheckpointConfig(every_steps=None),
         generation=0,

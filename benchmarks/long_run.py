@@ -28,11 +28,11 @@ from checkpointing import CheckpointConfig
 from elastic import HealthConfig
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.replay import replay
-from elastic.driver.observer import conclude
 from elastic.membership.decisions import GroupConfig
 from elastic.protocol import events
 from elastic.protocol.messages import Build, Report, Run
 from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.conclusion import conclude
 from trainer.loop.samples import Ledger
 from trainer.parallel.layout import ParallelDims
 from trainer.replication.step_commit import Commit
@@ -186,6 +186,7 @@ def coordinator_config(steps: int, directory: Path) -> CoordinatorConfig:
             max_regroups_without_progress=8,
         ),
         paths=RunPaths(root=directory),
+        prefix="benchmark/",
         # A call waits so long for those who do not follow it; here an hour passes in a second.
         health=HealthConfig(regroup_timeout_s=2.0),
         checkpoint=CheckpointConfig(every_steps=None),

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import logging
 import platform
 import secrets
 import time
 from importlib.metadata import version
 
-import ray
-from ray.train import Checkpoint, Result, RunConfig, TrainingFailedError
+from ray.train import Checkpoint, Result, RunConfig
 
 from checkpointing import CheckpointConfig, Snapshot
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordinator.actor import MOST_CALLS, Coordinator
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.driver.arguments import check_arguments
-from elastic.driver.coordinator_watch import CoordinatorWatch
 from elastic.driver.observer import Observer
 from elastic.driver.resources import wait_for_workers
 from elastic.driver.resume import (
@@ -29,32 +27,35 @@ from elastic.driver.resume import (
     local_path,
     remove_orphans,
     run_directory,
+    run_root,
     set_others_aside,
 )
-from elastic.driver.stopping import Stopping
-from elastic.errors import RunFailedError
+from elastic.driver.running import check_same, find_run, follow
 from elastic.membership.decisions import GroupConfig
-from elastic.node.snapshot_survey import clear_snapshots, find_snapshot
+from elastic.node.snapshot_survey import find_snapshot
 from elastic.protocol import events
-from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.faults import Fault, check_faults
 from elastic.protocol.job import Job
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_identity import RunIdentity, StateTable, identify, record_identity
 from elastic.protocol.run_paths import RunPaths
-from elastic.providers.ray_drain import DrainWatch
-from elastic.providers.tell import tell_coordinator
-from elastic.ray_compat.cluster import draining_nodes, start_actor
+from elastic.protocol.supervisor_api import SupervisorApi
+from elastic.ray_compat.cluster import connect, start_actor
+from elastic.ray_compat.groups import end_all
+from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.placement import Wanted
-from elastic.ray_compat.trainer import ElasticRayTrainer
+from elastic.ray_compat.trainer import controller_variables
 from elastic.reporting.callback import Callback
-from elastic.worker.worker import train_worker
+from elastic.supervisor.plan import RunPlan
+from elastic.supervisor.supervisor import MOST_DRIVERS, Supervisor
 from trainer.config import TrainConfig
 from trainer.engine.build import build_model
 from trainer.engine.optimizer import try_optimizer
 from trainer.engine.state import state_table
 from trainer.loop.samples import Ledger
 from trainer.tasks.task import PreparedTask, default_cache_dir
+
+log = logging.getLogger(__name__)
 
 _RECORDED_VERSIONS = ("torch", "ray", "transformers", "tokenizers", "numpy")
 
@@ -114,13 +115,21 @@ class ElasticTrainer:
             train.check(self.lanes)
         check_faults(faults, steps=train.steps, slots=self.scaling.slots(train.parallel))
 
-    def fit(self) -> Result:
-        """Runs to the end.
+    def fit(self, *, detach: bool = False) -> Result:
+        """Runs to the end. Where this very run is going on already, attaches to it.
+
+        The run belongs to the cluster: it goes on where this process is killed, and the same
+        command attaches again. The first Ctrl-C or SIGTERM has it save and stop.
+
+        Args:
+            detach: return once the run is under way. `elastic attach` shows it, `elastic stop`
+                stops it, the same command without `detach` waits for its end.
 
         Returns:
             Ray Train's Result; `metrics` holds the report's numbers and, as `checkpoint_store`,
             where the checkpoints lie; `checkpoint` is their directory, None where they lie on S3;
-            `path` is the run directory with the report and the records.
+            `path` is the run directory with the report and the records. With `detach`, `metrics`
+            and `checkpoint` are None.
 
         Raises:
             ConfigError: before any worker starts.
@@ -129,33 +138,101 @@ class ElasticTrainer:
                 included.
         """
         try_optimizer(self.train.optimizer)
-        with run_directory(self.run_config, self.checkpoint) as paths:
-            identity, snapshot = identify(paths), self._find_snapshot(paths)
-            self._find_origin(paths, identity, snapshot, None)  # before data is prepared for hours
-            cache = default_cache_dir(local_path(self.run_config))
-            task = self.train.task.prepare(self.train, cache)
-            model = state_table(build_model(task, self.train)[0], self.train.optimizer.moments)
-            origin = self._find_origin(paths, identity, snapshot, model)
-            if origin.manifest is not None:
-                check_continues(origin.manifest, self.train, task)
-            _connect()
-            plan = wait_for_workers(self.scaling, self.train.parallel)
-            record_identity(paths, identity)
-            set_others_aside(paths, origin.stored, identity, model)
-            remove_orphans(paths, last_generation(paths, origin.manifest) + 1)
-            config = self._coordinator_config(paths, origin, plan, task)
-            observer = Observer(paths, self.callbacks)
-            coordinator = start_actor(Coordinator, max_concurrency=MOST_CALLS, restarts=True)(
-                config
+        connect()
+        paths = RunPaths(root=run_root(self.run_config))
+        run = find_run(paths)
+        if run is not None:
+            check_same(
+                run,
+                train=self.train,
+                scaling=self.scaling,
+                checkpoint=self.checkpoint,
+                health=self.health,
             )
-            try:
-                with CoordinatorWatch(coordinator):
-                    result = self._run(coordinator, observer, paths, identity, task, plan)
-            finally:
-                ray.kill(coordinator.handle)
-            if self.checkpoint.memory_every is not None:
-                clear_snapshots(paths)  # the run is finished, and its end is in the store
-            return result
+            log.warning("the run in %s is going on: attached to it", paths.root)
+            observer = Observer(paths, self.callbacks)
+        else:
+            with run_directory(self.run_config, self.checkpoint) as paths:
+                run, observer = self._start(paths)
+        if detach:
+            return Result(metrics=None, checkpoint=None, error=None, path=str(paths.root))
+        about = run.call(SupervisorApi.about)
+        paths = about.job.paths
+        report = follow(run, about.job.coordinator, observer)
+        return Result(
+            metrics={
+                **report.to_json(),
+                "task": dict(about.task_info),
+                "checkpoint_store": str(paths.checkpoints),
+            },
+            checkpoint=Checkpoint(str(paths.checkpoints)) if paths.store is None else None,
+            error=None,
+            path=str(paths.root),
+        )
+
+    def _start(self, paths: RunPaths) -> tuple[Remote[SupervisorApi], Observer]:
+        """Starts the run: from here on it belongs to the cluster."""
+        identity, snapshot = identify(paths), self._find_snapshot(paths)
+        self._find_origin(paths, identity, snapshot, None)  # before data is prepared for hours
+        cache = default_cache_dir(local_path(self.run_config))
+        task = self.train.task.prepare(self.train, cache)
+        model = state_table(build_model(task, self.train)[0], self.train.optimizer.moments)
+        origin = self._find_origin(paths, identity, snapshot, model)
+        if origin.manifest is not None:
+            check_continues(origin.manifest, self.train, task)
+        plan = wait_for_workers(self.scaling, self.train.parallel)
+        record_identity(paths, identity)
+        set_others_aside(paths, origin.stored, identity, model)
+        remove_orphans(paths, last_generation(paths, origin.manifest) + 1)
+        attempt = secrets.randbits(31)
+        prefix = f"{paths.key}/{attempt:08x}/"
+        config = self._coordinator_config(paths, origin, plan, task, prefix)
+        observer = Observer(paths, self.callbacks)
+        end_all(f"{paths.key}/")  # what a start that was ended from outside has left
+        try:
+            coordinator = start_actor(
+                Coordinator,
+                max_concurrency=MOST_CALLS,
+                restarts=True,
+                name=f"{prefix}coordinator",
+            )(Kept.keep(f"{prefix}config", config))
+            job = Job(
+                train=dataclasses.replace(self.train, task=None),
+                task=task,
+                lanes=self.lanes,
+                scaling=self.scaling,
+                checkpoint=self.checkpoint,
+                health=self.health,
+                paths=paths,
+                identity=identity,
+                attempt=attempt,
+                faults=self.faults,
+                coordinator=coordinator,
+            )
+            run = start_actor(
+                Supervisor,
+                max_concurrency=MOST_DRIVERS,
+                restarts=True,
+                name=paths.key,
+                variables=controller_variables(),
+            )(Kept.keep(f"{prefix}plan", self._run_plan(job, plan, prefix)))
+        except BaseException:
+            end_all(prefix)
+            raise
+        return run, observer
+
+    def _run_plan(self, job: Job, plan: WorkerPlan, prefix: str) -> RunPlan:
+        return RunPlan(
+            job=job,
+            workers=plan.workers(self.train.parallel),
+            wanted=Wanted(
+                replicas=self.scaling.max_replicas,
+                workers_per_replica=self.train.parallel.workers,
+                spares=self.scaling.spares,
+            ),
+            run_config=self.run_config,
+            prefix=prefix,
+        )
 
     def _find_origin(
         self,
@@ -176,7 +253,6 @@ class ElasticTrainer:
     def _find_snapshot(self, paths: RunPaths) -> Snapshot | None:
         if self.checkpoint.memory_every is None:
             return None
-        _connect()
         return find_snapshot(paths)
 
     def _coordinator_config(
@@ -185,6 +261,7 @@ class ElasticTrainer:
         origin: Origin,
         plan: WorkerPlan,
         task: PreparedTask,
+        prefix: str,
     ) -> CoordinatorConfig:
         stored, manifest = origin.stored, origin.manifest
         parallel = self.train.parallel
@@ -199,6 +276,7 @@ class ElasticTrainer:
                 max_regroups_without_progress=self.health.max_regroups_without_progress,
             ),
             paths=paths,
+            prefix=prefix,
             health=self.health,
             checkpoint=self.checkpoint,
             generation=last_generation(paths, manifest),
@@ -228,90 +306,3 @@ class ElasticTrainer:
                 },
             ),
         )
-
-    # -- the run -----------------------------------------------------------------------------------
-
-    def _run(
-        self,
-        coordinator: Remote[CoordinatorApi],
-        observer: Observer,
-        paths: RunPaths,
-        identity: RunIdentity,
-        task: PreparedTask,
-        plan: WorkerPlan,
-    ) -> Result:
-        job = Job(
-            train=dataclasses.replace(self.train, task=None),
-            task=task,
-            lanes=self.lanes,
-            scaling=self.scaling,
-            checkpoint=self.checkpoint,
-            health=self.health,
-            paths=paths,
-            identity=identity,
-            attempt=secrets.randbits(31),
-            faults=self.faults,
-            coordinator=coordinator,
-        )
-        trainer = ElasticRayTrainer(
-            train_worker,
-            job=job,
-            coordinator=coordinator,
-            workers=plan.workers(self.train.parallel),
-            wanted=Wanted(
-                replicas=self.scaling.max_replicas,
-                workers_per_replica=self.train.parallel.workers,
-                spares=self.scaling.spares,
-            ),
-            resources_per_worker=self.scaling.resources_per_worker,
-            run_config=self.run_config,
-        )
-        observer.start()
-        watch = DrainWatch(draining_nodes, tell_coordinator(coordinator))
-        outcome: events.RunOutcome = "interrupted"
-        error: str | None = None
-        stopping = Stopping(coordinator)
-        try:
-            with stopping:
-                error = self._wait(trainer, coordinator)
-            outcome = "failed" if error else "stopped" if stopping.asked else "finished"
-        finally:
-            watch.close()
-            with contextlib.suppress(ray.exceptions.RayError):
-                coordinator.call(CoordinatorApi.end, outcome, error)
-            report = observer.finish()
-        if error is not None:
-            raise RunFailedError(error)
-        stopping.settle()
-        return Result(
-            metrics={
-                **report.to_json(),
-                "task": dict(task.info),
-                "checkpoint_store": str(paths.checkpoints),
-            },
-            checkpoint=Checkpoint(str(paths.checkpoints)) if paths.store is None else None,
-            error=None,
-            path=str(paths.root),
-        )
-
-    @staticmethod
-    def _wait(trainer: ElasticRayTrainer, coordinator: Remote[CoordinatorApi]) -> str | None:
-        """Waits for the end of the run. Returns why it failed, None where it is finished."""
-        try:
-            trainer.fit()
-        except (TrainingFailedError, ray.exceptions.RayError) as failure:
-            try:
-                verdict = coordinator.call(CoordinatorApi.verdict)
-            except ray.exceptions.RayError as gone:
-                return f"the coordinator died ({gone}); run the same name again to continue"
-            # A worker lost just before the end is not replaced any more: that is no failure.
-            if verdict is not None:
-                return verdict.error
-            return f"Ray Train gave up; run the same name again to continue. It said: {failure}"
-        return None
-
-
-def _connect() -> None:
-    """Joins the cluster, or starts one here, unless the driver has done so."""
-    if not ray.is_initialized():
-        ray.init()

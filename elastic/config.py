@@ -100,6 +100,9 @@ class HealthConfig:
     node_timeout_s: float = 5.0
     """A node that was not heard for this long is lost; cut off from the coordinator for as long, it
     ends its workers itself."""
+    supervisor_timeout_s: float = 600.0
+    """A run whose supervisor was not heard for this long ends itself. Where it is lost, Ray starts
+    another, once its head node is there to do it."""
 
     def __post_init__(self) -> None:
         check_types(self, "health")

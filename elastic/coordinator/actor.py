@@ -13,6 +13,7 @@ step path. All methods run on one event loop, so none needs a lock.
       Failover ── the run after a restart of the coordinator
       HealNews, Receipts, Restores, Snapshots, Injections ── what the workers tell of each
       Uploaders ── who writes what the workers have copied
+      Supervised ─ ends what a run without a supervisor would leave behind
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from elastic.coordinator.restores import Restores
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.snapshots import Snapshots, start_holder
 from elastic.coordinator.store_keys import sweep_store
+from elastic.coordinator.supervised import Supervised
 from elastic.coordinator.trouble import Troubles
 from elastic.coordinator.uploaders import Uploaders
 from elastic.coordinator.workers import Workers
@@ -65,6 +67,7 @@ from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import find_checkpoint
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
 from elastic.ray_compat.cluster import own_address, started_anew
+from elastic.ray_compat.kept import Kept
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +95,17 @@ def _when_known(
 
 
 class Coordinator(CoordinatorApi):
-    """An async Ray actor; the driver makes it and all workers know it. `CoordinatorApi` says what
-    each call means."""
+    """An async Ray actor, detached and restarted for ever; all workers know it. `CoordinatorApi`
+    says what each call means.
 
-    def __init__(self, config: CoordinatorConfig) -> None:
+    Args:
+        config: the run.
+    """
+
+    def __init__(self, config: CoordinatorConfig | Kept[CoordinatorConfig]) -> None:
         anew = started_anew()
+        if isinstance(config, Kept):
+            config = config.value
         self.config = config = _as_stored(config) if anew else config
         host = own_address()
         self._store = host_store(host)
@@ -134,6 +143,7 @@ class Coordinator(CoordinatorApi):
             config.health.regroup_timeout_s,
         )
         self._troubles = Troubles(config.health, self._membership, self._dispatcher, self._workers)
+        self._supervised = Supervised(config, self._dispatcher, self._records)
         self._failover: Failover | None = None
         if anew:
             self._failover = self._replay(faults)
@@ -205,6 +215,7 @@ class Coordinator(CoordinatorApi):
     # -- workers -----------------------------------------------------------------------------------
 
     async def hello(self, identity: Identity) -> None:
+        self._supervised.begin()
         failover = self._failing_over
         if failover is not None and failover.awaits(identity.worker):
             await failover.hear(Standing(identity=identity))  # its hello was not answered
@@ -213,6 +224,7 @@ class Coordinator(CoordinatorApi):
         await self._arrivals.hello(identity)
 
     async def resume(self, standing: Standing) -> None:
+        self._supervised.begin()
         if (failover := self._failing_over) is not None:
             await failover.hear(standing)
 
@@ -363,7 +375,7 @@ class Coordinator(CoordinatorApi):
     async def drain_worker(self, worker: str, reason: str) -> None:
         await self._workers.drain([worker], reason, None, None)
 
-    # -- the driver --------------------------------------------------------------------------------
+    # -- the supervisor and the driver -------------------------------------------------------------
 
     @_when_known
     async def expect(self, workers: int) -> None:
@@ -384,7 +396,7 @@ class Coordinator(CoordinatorApi):
             await self._dispatcher.advance()
 
     async def awake(self) -> None:
-        pass
+        self._supervised.renew()
 
     async def verdict(self) -> Stop | None:
         return self._membership.stopped

@@ -21,6 +21,8 @@ class CoordinatorConfig:
     """Sizes."""
     paths: RunPaths
     """Where the records go."""
+    prefix: str
+    """The names of all that belongs to this start of the run begin with it."""
     health: HealthConfig
     """Bounds and budgets."""
     checkpoint: CheckpointConfig

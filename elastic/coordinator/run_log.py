@@ -121,6 +121,8 @@ class RunLog:
     def end(self, outcome: events.RunOutcome, error: str | None) -> None:
         """Writes the last event and closes the records."""
         membership = self._membership
+        if outcome == "finished" and membership.winding_down:
+            outcome = "stopped"
         finished = membership.stopped is not None and membership.stopped.error is None
         membership.stop(f"the run was {outcome}")
         if finished and self._digests:

@@ -10,16 +10,15 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from elastic.protocol.events import Event, StepRecord, event_from_json, step_from_json
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.callback import Callback
-from elastic.reporting.event_log import read_events, read_steps
+from elastic.reporting.conclusion import conclude
 from elastic.reporting.follower import Follower
-from elastic.reporting.picture import draw
 from elastic.reporting.progress import ProgressPrinter
-from elastic.reporting.report import Report, build_report, write_report
+from elastic.reporting.report import Report
 from elastic.reporting.tensorboard import TensorBoardLog
 
 log = logging.getLogger(__name__)
@@ -43,12 +42,18 @@ class Observer:
         self._steps = Follower(paths.steps, step_from_json)
         self._printer = ProgressPrinter(sys.stderr)
         self._callbacks = [self._printer, TensorBoardLog(paths.tensorboard), *callbacks]
-        self._over = threading.Event()
+        self._over, self._left = threading.Event(), False
         self._report: Future[Report] = Future()
 
     def start(self) -> None:
-        """Starts the thread; call `finish` some time."""
+        """Starts the thread; call `finish` or `leave` some time."""
         threading.Thread(target=self._run, name="observer", daemon=True).start()
+
+    def leave(self) -> None:
+        """Stops looking; the run goes on."""
+        self._left = True
+        self._over.set()
+        wait([self._report])
 
     def finish(self) -> Report:
         """Call it when the records are closed. Returns the report, of which the callbacks have been
@@ -58,14 +63,20 @@ class Observer:
 
     def _run(self) -> None:
         try:
-            self._report.set_result(self._follow())
+            self._follow()
+            if self._left:
+                self._report.cancel()
+            else:
+                self._report.set_result(self._conclude())
         except BaseException as error:  # for `finish` to raise
             self._report.set_exception(error)
 
-    def _follow(self) -> Report:
+    def _follow(self) -> None:
         while not self._over.wait(_INTERVAL_S):
             self._look()
         self._look()
+
+    def _conclude(self) -> Report:
         report = conclude(self._paths)
         self._tell(report)
         return report
@@ -104,17 +115,3 @@ def _call(callback: Callback, what: Event | StepRecord | Report) -> None:
             callback.on_end(what)
         case _:
             callback.on_event(what)
-
-
-def conclude(paths: RunPaths) -> Report:
-    """Writes `report.json`, `report.txt` and `run.png` from the records. A disk that is full costs
-    the files, not the run's outcome."""
-    happened, steps = read_events(paths.events), read_steps(paths.steps)
-    report = build_report(happened, steps)
-    try:
-        write_report(paths.root, report)
-        if steps:
-            draw(paths.root, report, steps, happened)
-    except OSError as error:
-        log.warning("the report is printed, but not written whole: %s", error)
-    return report

@@ -66,7 +66,7 @@ def run_directory(run_config: RunConfig, checkpoint: CheckpointConfig) -> Iterat
             "Use a directory that all nodes see, and checkpoint.store for checkpoints on S3",
         )
     paths = RunPaths(
-        root=Path(local_path(run_config), str(run_config.name)).absolute(),
+        root=run_root(run_config),
         store=checkpoint.place(str(run_config.name)),
     )
     with ExitStack() as held:
@@ -116,6 +116,11 @@ def _check_place(store: StorePlace, resume: Resume) -> None:
             f"there cannot be set aside",
             "Use another run_config.name, or delete them",
         )
+
+
+def run_root(run_config: RunConfig) -> Path:
+    """The run directory."""
+    return Path(local_path(run_config), str(run_config.name)).absolute()
 
 
 def local_path(run_config: RunConfig) -> str:

@@ -49,11 +49,6 @@ class Stopping:
         for number, before in self._before.items():
             signal.signal(number, before)
 
-    @property
-    def asked(self) -> bool:
-        """Whether a signal has come."""
-        return self._number is not None
-
     def settle(self) -> None:
         """The run has ended as asked, and all is written down. Called after the block; returns
         where no signal has come, or where SIGTERM is ignored.

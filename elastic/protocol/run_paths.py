@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,11 @@ class RunPaths:
     def checkpoints(self) -> Path | StorePlace:
         """The checkpoint store, for `open_store`."""
         return self.root / "checkpoints" if self.store is None else self.store
+
+    @property
+    def key(self) -> str:
+        """Tells the run from all others on a cluster."""
+        return f"{self.root.name}-{hashlib.sha256(bytes(self.root)).hexdigest()[:12]}"
 
     @property
     def identity(self) -> Path:

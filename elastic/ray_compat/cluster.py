@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import ray
@@ -14,8 +14,17 @@ from elastic.protocol.rpc import Remote
 
 log = logging.getLogger(__name__)
 
+NAMESPACE = "elastic"
+"""Where the names of all our actors are, whatever the namespace of the driver's job is."""
+
 _Args = ParamSpec("_Args")
 _Actor = TypeVar("_Actor")
+
+
+def connect() -> None:
+    """Joins the cluster, or starts one here, unless this process has done so."""
+    if not ray.is_initialized():
+        ray.init()
 
 
 def start_actor(
@@ -24,14 +33,18 @@ def start_actor(
     node: str | None = None,
     max_concurrency: int,
     restarts: bool = False,
+    name: str | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Callable[_Args, Remote[_Actor]]:
     """An actor that takes no CPU slot, on `node` (Ray's id) or on this process's own.
 
     Args:
         cls: the actor's class.
-        node: where it lives; it never moves.
+        node: where it lives. It never moves, unless it has a name and the node is lost.
         max_concurrency: calls that may be pending in it.
         restarts: whether it is started anew when its process dies.
+        name: unique on the cluster. Such an actor outlives its maker: it ends by `end_actors`.
+        variables: of its environment, beside its maker's.
 
     Returns:
         What starts it; it takes what the class takes.
@@ -39,7 +52,11 @@ def start_actor(
     options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": max_concurrency}
     if restarts:
         options["max_restarts"] = -1
-    place = on_node(node or ray.get_runtime_context().get_node_id())
+    if name is not None:
+        options |= detached(name)
+    if variables:
+        options["runtime_env"] = {"env_vars": dict(variables)}
+    place = on_node(node or ray.get_runtime_context().get_node_id(), soft=name is not None)
 
     def start(*args: _Args.args, **kwargs: _Args.kwargs) -> Remote[_Actor]:
         actor: Any = ray.remote(**options)(cls)
@@ -48,13 +65,46 @@ def start_actor(
     return start
 
 
-def process_here(actor: Remote[object]) -> int | None:
-    """The process of an actor on this process's own node; None where it is elsewhere, or starts."""
+def detached(name: str) -> dict[str, Any]:
+    """Options of an actor that outlives its maker, under `name`."""
+    return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
+
+
+def find_actor(name: str) -> Any | None:
+    """Ray's handle of a named actor; None where there is none."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def named_actors(prefix: str) -> list[str]:
+    """Names of the named actors that begin with `prefix`."""
+    rows = ray.util.list_named_actors(all_namespaces=True)
+    named = [row["name"] for row in rows if row["namespace"] == NAMESPACE]
+    return [name for name in named if name.startswith(prefix)]
+
+
+def end_actors(prefix: str) -> None:
+    """Ends all named actors whose names begin with `prefix`, for good."""
+    for name in named_actors(prefix):
+        if (handle := find_actor(name)) is not None:
+            ray.kill(handle)
+
+
+def end_own_actor() -> None:
+    """Ends the actor that this process is, for good."""
+    ray.kill(ray.get_runtime_context().current_actor)
+
+
+def process_of(actor: Remote[object]) -> tuple[int, bool] | None:
+    """The process of an actor, and whether it is on this process's own node; None while it
+    starts."""
     row = state.actor_table(actor.handle._actor_id.hex())
     if row.get("State") != "ALIVE":
         return None
     here = row["Address"]["NodeID"] == ray.get_runtime_context().get_node_id()
-    return int(row["Pid"]) if here else None
+    return int(row["Pid"]), here
 
 
 def live_nodes() -> list[str]:
@@ -90,9 +140,10 @@ def started_anew() -> bool:
     return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
 
 
-def on_node(node: str) -> NodeAffinitySchedulingStrategy:
-    """The strategy that places an actor on `node` (Ray's id) and nowhere else."""
-    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+def on_node(node: str, *, soft: bool = False) -> NodeAffinitySchedulingStrategy:
+    """The strategy that places an actor on `node` (Ray's id) and nowhere else; `soft`: elsewhere
+    where that is lost."""
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=soft)
 
 
 def available_per_node() -> list[dict[str, float]]:

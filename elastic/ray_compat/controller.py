@@ -49,10 +49,11 @@ class ElasticBackendConfig(BackendConfig):
     Args:
         wanted: the workers of the run when all its machines are there.
         coordinator: is told how many workers the run starts with.
+        prefix: the names of placement groups and workers begin with it; nobody else's do.
     """
 
-    def __init__(self, wanted: Wanted, coordinator: Remote[CoordinatorApi]) -> None:
-        self.wanted, self.coordinator = wanted, coordinator
+    def __init__(self, wanted: Wanted, coordinator: Remote[CoordinatorApi], prefix: str) -> None:
+        self.wanted, self.coordinator, self.prefix = wanted, coordinator, prefix
 
     @property
     def backend_cls(self) -> type[Backend]:

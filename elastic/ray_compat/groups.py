@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ray._raylet import PlacementGroupID
 from ray.util.placement_group import (
@@ -15,6 +16,8 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from elastic.ray_compat.cluster import end_actors
+from elastic.ray_compat.kept import forget
 from elastic.ray_compat.placement import GroupState
 
 START_PATIENCE_S = 5.0
@@ -22,8 +25,6 @@ START_PATIENCE_S = 5.0
 
 _LEAST_WAIT_S = 1
 """Ray waits for whole seconds, and says False to less even where the group is placed."""
-
-_NUMBERS = itertools.count()
 
 
 @dataclass(kw_only=True)
@@ -37,12 +38,12 @@ class PlacementGroups:
     """All that a run holds. Stands where Ray Train keeps its one placement group's handle.
 
     Args:
-        run: name of the run, unique on the cluster; the groups' names begin with it.
+        prefix: the groups' names begin with it; nobody else's do.
         bundle: resources of one worker.
     """
 
-    def __init__(self, run: str, bundle: dict[str, float]) -> None:
-        self._run, self._bundle = run, bundle
+    def __init__(self, prefix: str, bundle: dict[str, float]) -> None:
+        self._prefix, self._bundle = prefix, bundle
         self._held: dict[str, _Held] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -57,8 +58,10 @@ class PlacementGroups:
 
     def ask(self, size: int) -> None:
         """Asks for a group of `size` workers. Returns at once: Ray places it when it can."""
-        name = f"{self._run}-{next(_NUMBERS)}"
-        group = placement_group([self._bundle] * size, strategy="PACK", name=name)
+        name = f"{self._prefix}{secrets.token_hex(4)}"
+        group = placement_group(
+            [self._bundle] * size, strategy="PACK", name=name, lifetime="detached"
+        )
         self._held[name] = _Held(group=group, size=size)
 
     def remove(self, name: str) -> None:
@@ -73,6 +76,17 @@ class PlacementGroups:
             held.placed = True
             return "placed", row["bundles_to_node_id"]
         return "lost" if held.placed else "pending", row.get("bundles_to_node_id", {})
+
+    def take_up(self) -> bool:
+        """Holds the groups that another process, which is gone, has asked for under this prefix.
+        Returns whether there are any."""
+        for row in _groups_of(self._prefix):
+            self._held[row["name"]] = _Held(
+                group=_group_of(row),
+                size=len(row["bundles"]),
+                placed=row["state"] in ("CREATED", "RESCHEDULING"),
+            )
+        return bool(self._held)
 
     # -- what Ray Train asks of a handle -----------------------------------------------------------
 
@@ -108,9 +122,22 @@ class PlacementGroups:
             self.remove(name)
 
 
-def remove_groups(run: str) -> None:
-    """Gives back what a run still holds; for the driver, should the controller have died."""
-    for row in placement_group_table().values():
-        if row["name"].startswith(f"{run}-") and row["state"] != "REMOVED":
-            id_ = PlacementGroupID.from_hex(row["placement_group_id"])
-            remove_placement_group(PlacementGroup(id_))
+def end_all(prefix: str) -> None:
+    """Leaves nothing on the cluster whose name begins with `prefix`: actors, placement groups and
+    what is kept for them."""
+    end_actors(prefix)
+    for row in _groups_of(prefix):
+        remove_placement_group(_group_of(row))
+    forget(prefix)
+
+
+def _groups_of(prefix: str) -> list[dict[str, Any]]:
+    return [
+        row
+        for row in placement_group_table().values()
+        if row["name"].startswith(prefix) and row["state"] != "REMOVED"
+    ]
+
+
+def _group_of(row: dict[str, Any]) -> PlacementGroup:
+    return PlacementGroup(PlacementGroupID.from_hex(row["placement_group_id"]))

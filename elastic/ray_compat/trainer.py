@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
@@ -17,21 +19,27 @@ from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.rpc import RETRY_S, Remote, restarting
-from elastic.ray_compat.cluster import on_node
+from elastic.protocol.rpc import Remote, restarting
 from elastic.ray_compat.controller import (
     CoordinatorDecides,
     ElasticBackendConfig,
     ElasticController,
 )
-from elastic.ray_compat.groups import remove_groups
 from elastic.ray_compat.placement import Wanted
 
-POLL_OFTEN = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
+_POLL_OFTEN = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
 """Unless the user says otherwise. A poll costs one small call a worker, off the step path."""
 
 END_PATIENCE_S = 60.0
 """How long the controller may take to notice that the run is over: the last net."""
+
+_LOOK_S = 0.5
+"""How often it is looked whether the run is over."""
+
+
+def controller_variables() -> dict[str, str]:
+    """What the environment of the process with the controller must hold, by this process's own."""
+    return {**_POLL_OFTEN, **get_env_vars_to_propagate()}
 
 
 class ElasticRayTrainer(DataParallelTrainer):
@@ -41,6 +49,7 @@ class ElasticRayTrainer(DataParallelTrainer):
         train_worker: the train function, called with `{"job": job}`.
         job: what every worker gets.
         coordinator: the run's coordinator actor.
+        prefix: the names of the run's actors and placement groups begin with it.
         workers: how many to start with, spares included.
         wanted: how many there are when all machines are there.
         resources_per_worker: what Ray reserves for each.
@@ -53,6 +62,7 @@ class ElasticRayTrainer(DataParallelTrainer):
         *,
         job: Any,
         coordinator: Remote[CoordinatorApi],
+        prefix: str,
         workers: int,
         wanted: Wanted,
         resources_per_worker: dict[str, float],
@@ -62,7 +72,7 @@ class ElasticRayTrainer(DataParallelTrainer):
         super().__init__(
             train_worker,
             train_loop_config={"job": job},
-            backend_config=ElasticBackendConfig(wanted, coordinator),
+            backend_config=ElasticBackendConfig(wanted, coordinator, prefix),
             scaling_config=RayScalingConfig(
                 num_workers=workers,
                 use_gpu="GPU" in resources_per_worker,
@@ -79,30 +89,36 @@ class ElasticRayTrainer(DataParallelTrainer):
         return [c for c in super()._create_default_callbacks() if not isinstance(c, unwanted)]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Result:
+        """In this process, on a thread of its own: the run's supervisor is the actor that Ray Train
+        would make for it."""
         arguments["failure_policy"] = CoordinatorDecides(self._coordinator)
-        variables = {**POLL_OFTEN, **get_env_vars_to_propagate()}
-        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": variables}}
-        here = on_node(ray.get_runtime_context().get_node_id())
-        actor: Any = ray.remote(**options)(ElasticController)
-        controller: Any = actor.options(scheduling_strategy=here).remote(**arguments)
-        try:
-            return self._wait_for(controller)
-        except (KeyboardInterrupt, SystemExit):
-            # First, so that the ends of its workers are no losses.
-            self._coordinator.call(CoordinatorApi.fail, "the run was interrupted")
-            raise
-        finally:
-            ray.kill(controller)
-            # A controller that was killed left them, and one that was interrupted may have.
-            remove_groups(self.train_run_context.run_id)
+        controller: Any = ElasticController(**arguments)
+        ended: Future[None] = Future()
 
-    def _wait_for(self, controller: Any) -> Result:
-        running, over = controller.run.remote(), self._coordinator.send(CoordinatorApi.over)
-        while over in ray.wait([running, over], num_returns=1)[0] and restarting(over):
-            time.sleep(RETRY_S)
-            over = self._coordinator.send(CoordinatorApi.over)
-        if not ray.wait([running], timeout=END_PATIENCE_S)[0]:
-            ray.kill(controller)
-        ray.get(running)
-        result: Result = ray.get(controller.get_result.remote())
+        def control() -> None:
+            try:
+                asyncio.run(controller.run())
+                ended.set_result(None)
+            except BaseException as error:
+                ended.set_exception(error)
+
+        threading.Thread(target=control, name="controller", daemon=True).start()
+        self._await(ended)
+        result: Result = controller.get_result()
         return result
+
+    def _await(self, ended: Future[None]) -> None:
+        """Waits for the controller.
+
+        Raises:
+            TimeoutError: the run is over, and it does not notice.
+        """
+        over = self._coordinator.send(CoordinatorApi.over)
+        while not wait([ended], _LOOK_S).done:
+            if not ray.wait([over], timeout=0)[0]:
+                continue
+            if not restarting(over):
+                ended.result(END_PATIENCE_S)
+                return
+            over = self._coordinator.send(CoordinatorApi.over)
+        ended.result()

@@ -4,6 +4,9 @@ Ray Train's own has one placement group, a fixed number of workers, and blocks w
 replaced. Here each replica has a placement group of its own, and a thread of its own starts each
 worker: actor, train context, callbacks, train function, as Ray Train's worker group does it. What
 comes of it is taken in between two polls.
+
+Workers and their placement groups outlive the controller's process. Their names say where each
+sits, so the one that is started in its place takes them up as they are.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from typing import Any
 import ray
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.checkpoint.report_handler import ReportCallbackHandler
+from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
+from ray.train.v2._internal.execution.context import DistributedContext
 from ray.train.v2._internal.execution.worker_group import (
     Worker,
     WorkerGroup,
@@ -30,7 +35,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.rpc import Remote
-from elastic.ray_compat.cluster import draining_nodes
+from elastic.ray_compat.cluster import detached, draining_nodes, find_actor, named_actors
 from elastic.ray_compat.groups import PlacementGroups
 from elastic.ray_compat.placement import (
     MOST_PENDING_GROUPS,
@@ -45,6 +50,9 @@ from elastic.ray_compat.placement import (
 
 log = logging.getLogger(__name__)
 
+_ANSWER_S = 30.0
+"""A worker that says nothing to a new controller for so long is ended."""
+
 
 @dataclass(kw_only=True)
 class SeatedWorker(Worker):
@@ -54,6 +62,29 @@ class SeatedWorker(Worker):
     """Group and bundle."""
     launch: int
     """Number of its start; rising."""
+
+
+class WorkerNames:
+    """Names of a run's placement groups and workers on the cluster.
+
+        PREFIXgroup/7d90f2aa    PREFIXworker/7d90f2aa/BUNDLE/LAUNCH
+
+    Args:
+        prefix: the run's own.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.groups, self.workers = f"{prefix}group/", f"{prefix}worker/"
+
+    def of(self, seat: Seat, launch: int) -> str:
+        """The name of a worker."""
+        group, bundle = seat
+        return f"{self.workers}{group.removeprefix(self.groups)}/{bundle}/{launch}"
+
+    def parse(self, name: str) -> tuple[Seat, int]:
+        """Seat and launch of the worker that has this name."""
+        group, bundle, launch = name.removeprefix(self.workers).split("/")
+        return (self.groups + group, int(bundle)), int(launch)
 
 
 class ElasticWorkerGroup(WorkerGroup):
@@ -74,7 +105,8 @@ class ElasticWorkerGroup(WorkerGroup):
         config: Any = self._train_run_context.backend_config
         self._wanted: Wanted = config.wanted
         self._coordinator: Remote[CoordinatorApi] = config.coordinator
-        self._groups = PlacementGroups(self._train_run_context.run_id, context.resources_per_worker)
+        self._names = WorkerNames(config.prefix)
+        self._groups = PlacementGroups(self._names.groups, context.resources_per_worker)
         self._ranks: dict[Seat, int] = {}
         self._new_ranks = itertools.count(context.num_workers)
         self._starting: set[Seat] = set()
@@ -84,9 +116,54 @@ class ElasticWorkerGroup(WorkerGroup):
     # -- the first workers, all at once ------------------------------------------------------------
 
     def _start_impl(self, worker_group_state_builder: Any) -> None:
+        if self._groups.take_up():
+            self._take_up(worker_group_state_builder)
+            return
         super()._start_impl(worker_group_state_builder)
         # Ray Train's own replacement goes by these, and by its one placement group.
         self._replica_groups = self._worker_rank_to_replica_group_rank = None
+
+    def _take_up(self, builder: Any) -> None:
+        """Goes on with the workers that a controller before this one has started."""
+        builder.with_placement_group_handle(self._groups)
+        sync_actor: Any = SynchronizationActor
+        builder.with_sync_actor(sync_actor.remote())  # nobody asks it anything
+        builder.with_workers(self._find_workers())
+        self._worker_group_state = builder.build()
+        seated = self.get_workers()
+        self._ranks = {w.seat: w.distributed_context.world_rank for w in seated}
+        first = self._worker_group_context.num_workers
+        self._new_ranks = itertools.count(
+            max([first, *(rank + 1 for rank in self._ranks.values())])
+        )
+        self.launches = max((worker.launch for worker in seated), default=0)
+        for worker in seated:
+            self._pauses.begun(worker.seat, time.monotonic())
+
+    def _find_workers(self) -> list[Any]:
+        """The workers that were given their train function. One that was still being started is
+        ended."""
+        asked = {}
+        for name in named_actors(self._names.workers):
+            if (actor := find_actor(name)) is not None:
+                asked[name] = actor, actor.get_metadata.remote(), actor.execute.remote(_world_rank)
+        answers = [answer for _, *two in asked.values() for answer in two]
+        if answers:
+            ray.wait(answers, num_returns=len(answers), timeout=_ANSWER_S)
+        workers = []
+        for name, (actor, metadata, rank) in asked.items():
+            try:
+                known, world_rank = ray.get([metadata, rank], timeout=0)
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                log.warning("worker %s is ended and replaced, it does not answer: %s", name, error)
+                ray.kill(actor)
+                continue
+            worker = self._seated(actor, known, *self._names.parse(name))
+            worker.distributed_context = DistributedContext(
+                world_rank=world_rank, world_size=1, local_rank=0, local_world_size=1, node_rank=0
+            )
+            workers.append(worker)
+        return workers
 
     def _create_placement_group(self, *_: Any) -> Any:
         workers, each = self._worker_group_context.num_workers, self._wanted.workers_per_replica
@@ -227,6 +304,16 @@ class ElasticWorkerGroup(WorkerGroup):
         else:
             self._news.put((seat, workers[0]))
 
+    def _seated(self, actor: Any, known: Any, seat: Seat, launch: int) -> SeatedWorker:
+        return SeatedWorker(
+            actor=actor,
+            metadata=known,
+            resources=self.get_resources_per_worker(),
+            placement_group_bundle_index=seat[1],
+            seat=seat,
+            launch=launch,
+        )
+
     def _hire(self, seats: list[Seat], first_launch: int) -> list[Any]:
         """Starts an actor in each seat and waits for them."""
         resources = self.get_resources_per_worker()
@@ -237,10 +324,11 @@ class ElasticWorkerGroup(WorkerGroup):
         actors = [
             actor_class.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=self._groups[name], placement_group_bundle_index=bundle
-                )
+                    placement_group=self._groups[seat[0]], placement_group_bundle_index=seat[1]
+                ),
+                **detached(self._names.of(seat, first_launch + i)),
             ).remote()
-            for name, bundle in seats
+            for i, seat in enumerate(seats)
         ]
         try:
             facts = ray.get([actor.get_metadata.remote() for actor in actors])
@@ -249,13 +337,11 @@ class ElasticWorkerGroup(WorkerGroup):
                 ray.kill(actor)
             raise WorkerGroupStartupFailedError(f"a worker did not start: {error}") from error
         return [
-            SeatedWorker(
-                actor=actor,
-                metadata=known,
-                resources=resources,
-                placement_group_bundle_index=seat[1],
-                seat=seat,
-                launch=first_launch + i,
-            )
+            self._seated(actor, known, seat, first_launch + i)
             for i, (actor, known, seat) in enumerate(zip(actors, facts, seats, strict=True))
         ]
+
+
+def _world_rank() -> int:
+    """Called in a worker; raises where it has no train context yet."""
+    return int(ray.train.get_context().get_world_rank())

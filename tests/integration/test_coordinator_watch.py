@@ -7,10 +7,10 @@ from typing import cast
 import pytest
 import ray
 
-from elastic.driver.coordinator_watch import CoordinatorWatch
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.rpc import Remote
 from elastic.ray_compat.cluster import start_actor
+from elastic.supervisor.coordinator_watch import CoordinatorWatch
 from health import questions
 from tests.support.stuck_coordinator import Loop
 from tests.support.watching import wait_until

@@ -68,6 +68,7 @@ def make_records(root: Path, membership: Membership) -> RunLog:
     config = CoordinatorConfig(
         groups=GROUPS,
         paths=RunPaths(root=root),
+        prefix="run/",
         health=HealthConfig(),
         checkpoint=CheckpointConfig(memory_every=1),
         generation=0,

@@ -66,6 +66,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     config = CoordinatorConfig(
         groups=groups,
         paths=paths,
+        prefix="run/",
         health=HealthConfig(),
         checkpoint=CheckpointConfig(),
         generation=GENERATION,

@@ -53,6 +53,7 @@ class Desk:
         config = CoordinatorConfig(
             groups=groups,
             paths=RunPaths(root=directory),
+            prefix="run/",
             health=HealthConfig(),
             checkpoint=CheckpointConfig(),
             generation=0,

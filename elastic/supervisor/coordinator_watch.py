@@ -1,9 +1,10 @@
-"""The driver's eye on the coordinator, which lives on the driver's node.
+"""The supervisor's eye on the coordinator.
 
 A coordinator that ends is started anew by Ray, and no step stops. One that is frozen by a signal,
 or whose event loop is stuck, answers nobody, and nothing fails a call to it: the next worker that
-is lost would be waited for without end. So the driver asks it something every few seconds, and
-kills one that is frozen or stuck.
+is lost would be waited for without end. So the supervisor asks it something every few seconds, and
+kills one that is frozen or stuck. On its own node, where both begin, it sees at once that a process
+is frozen; elsewhere by the questions alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ray import ObjectRef
 from elastic.node.process_watch import ProcessWatch
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.rpc import Remote
-from elastic.ray_compat.cluster import process_here
+from elastic.ray_compat.cluster import process_of
 from health.lease import AwakeClock
 from health.questions import ANSWER_S, decide_next
 
@@ -70,19 +71,20 @@ class CoordinatorWatch:
 
     def _look(self) -> None:
         now_s = self._clock.tick(time.monotonic())
-        pid = process_here(self._coordinator)
-        if pid not in (None, self._watched):
+        process = process_of(self._coordinator)
+        if process is None:  # it starts, which may take its time
+            self._questions.clear()
+            return
+        pid, here = process
+        if here and pid != self._watched:
             self._processes.watch(_NAME, pid, heartbeat_fd=None)
             self._watched = pid
         self._processes.ended(timeout_s=0)
         for death in self._processes.frozen(now_s):
             log.warning("the coordinator is killed: %s", death.detail)
-        if pid is None:  # it starts, which may take its time
-            self._questions.clear()
-        else:
-            self._question(now_s)
+        self._question(now_s, here)
 
-    def _question(self, now_s: float) -> None:
+    def _question(self, now_s: float, here: bool) -> None:
         if self._questions and ray.wait(self._questions, timeout=0)[0]:
             self._questions.clear()  # answered, or failed with the process
         unanswered = len(self._questions)
@@ -93,5 +95,8 @@ class CoordinatorWatch:
         elif step == "stuck":
             found = f"{unanswered} questions, {ANSWER_S:g} s apart, have no answer"
             log.warning("the coordinator is killed: its event loop is stuck: %s", found)
-            self._processes.signal(_NAME, signal.SIGKILL)
+            if here:
+                self._processes.signal(_NAME, signal.SIGKILL)
+            else:
+                ray.kill(self._coordinator.handle, no_restart=False)
             self._questions.clear()

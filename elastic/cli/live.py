@@ -1,0 +1,90 @@
+"""`elastic attach` and `elastic stop`: for runs that are going on."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError
+
+_RUN = "the run's directory, storage_path/name, as this machine sees it"
+_ADDRESS = "of the Ray cluster (default: RAY_ADDRESS, else the one on this machine)"
+
+
+def add_to(commands: Any) -> None:
+    """Adds both to the parsers of `commands`."""
+    attach = commands.add_parser(
+        "attach",
+        help="show a run that is going on, until it ends",
+        description="Shows the progress of a run until it ends, and its report. Ctrl-C leaves it; "
+        "the run goes on. Exit status 1 where the run failed.",
+    )
+    stop = commands.add_parser(
+        "stop",
+        help="have a run save and stop",
+        description="Has a run stop after the step that is under way, with a checkpoint, and waits "
+        "until it has. The same name again continues it.",
+    )
+    stop.add_argument("--now", action="store_true", help="at once, without a checkpoint")
+    for verb, action in ((attach, attach_to), (stop, stop_run)):
+        verb.add_argument("run", metavar="RUN", help=_RUN)
+        verb.add_argument("--address", help=_ADDRESS)
+        verb.set_defaults(action=action)
+
+
+def attach_to(options: argparse.Namespace) -> int:
+    """`attach`"""
+    from elastic.driver.observer import Observer
+    from elastic.driver.running import watch
+    from elastic.protocol.supervisor_api import SupervisorApi
+
+    run = _find(options)
+    ending = watch(run, Observer(run.call(SupervisorApi.about).job.paths, ()))
+    if ending.error is not None:
+        print(f"elastic: the run failed: {ending.error}", file=sys.stderr)
+    return int(ending.error is not None)
+
+
+def stop_run(options: argparse.Namespace) -> int:
+    """`stop`"""
+    from elastic.protocol.coordinator_api import CoordinatorApi
+    from elastic.protocol.supervisor_api import SupervisorApi
+
+    run = _find(options)
+    if options.now:
+        run.call(SupervisorApi.interrupt)
+    else:
+        coordinator = run.call(SupervisorApi.about).job.coordinator
+        coordinator.call(CoordinatorApi.wind_down, "elastic stop")
+    run.call(SupervisorApi.ending)
+    print(f"the run in {options.run} has stopped")
+    return 0
+
+
+def _find(options: argparse.Namespace) -> Any:
+    """The run's supervisor.
+
+    Raises:
+        ConfigError: no such run is going on there.
+    """
+    import ray
+
+    from elastic.driver.running import find_run
+    from elastic.protocol.run_paths import RunPaths
+
+    try:
+        ray.init(options.address or "auto", log_to_driver=False, logging_level=logging.WARNING)
+    except ConnectionError as error:
+        raise ConfigError(
+            "--address", options.address, f"there is no Ray cluster: {error}", "Name its address"
+        ) from error
+    root = Path(options.run).expanduser().absolute()
+    run = find_run(RunPaths(root=root))
+    if run is None:
+        raise ConfigError(
+            "RUN", options.run, f"no run is going on in {root}", "Name a run's directory"
+        )
+    return run

@@ -1,0 +1,62 @@
+"""A run whose supervisor is gone for good ends: nobody would start workers, and nobody clear up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.dispatcher import Dispatcher
+from elastic.coordinator.run_log import RunLog
+from elastic.ray_compat.cluster import end_own_actor
+from elastic.ray_compat.groups import end_all
+from health.lease import AwakeClock
+
+log = logging.getLogger(__name__)
+
+_LOOKS = 10
+"""Times within the lease that it is looked at."""
+
+
+class Supervised:
+    """The supervisor's lease, which it renews with every question whether the coordinator answers.
+
+    Args:
+        config: how long it lasts, and the prefix of all that is to be ended.
+        dispatcher: tells the workers.
+        records: where it is written down.
+    """
+
+    def __init__(self, config: CoordinatorConfig, dispatcher: Dispatcher, records: RunLog) -> None:
+        self._limit_s, self._prefix = config.health.supervisor_timeout_s, config.prefix
+        self._dispatcher, self._records = dispatcher, records
+        self._clock = AwakeClock(self._limit_s / _LOOKS)
+        self._begun, self._renewed_s = False, 0.0
+
+    def begin(self) -> None:
+        """The lease begins, at the first word of a worker."""
+        if not self._begun:
+            self._begun = True
+            self.renew()
+            self._dispatcher.spawn(self._check())
+
+    def renew(self) -> None:
+        """The supervisor is there."""
+        self._renewed_s = self._clock.tick(time.monotonic())
+
+    async def _check(self) -> None:
+        while True:
+            await asyncio.sleep(self._limit_s / _LOOKS)
+            silent_s = self._clock.tick(time.monotonic()) - self._renewed_s
+            if silent_s > self._limit_s:
+                break
+        reason = (
+            f"its supervisor was not heard for {silent_s:.0f} s "
+            f"(health.supervisor_timeout_s = {self._limit_s:g})"
+        )
+        log.error("the run is ended: %s", reason)
+        await self._dispatcher.stop(reason)
+        self._records.end("failed", reason)
+        await asyncio.to_thread(end_all, self._prefix)
+        end_own_actor()

@@ -1,0 +1,143 @@
+"""A run that is going on: how a driver finds it, follows it to its end, and stops it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import fields, replace
+from typing import Any
+
+import ray
+
+from checkpointing import CheckpointConfig
+from elastic.config import HealthConfig, ScalingConfig
+from elastic.driver.observer import Observer
+from elastic.driver.stopping import Stopping
+from elastic.errors import RunFailedError
+from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.rpc import Remote
+from elastic.protocol.run_paths import RunPaths
+from elastic.protocol.supervisor_api import Ending, SupervisorApi
+from elastic.ray_compat.cluster import find_actor
+from elastic.reporting.report import Report
+from trainer.config import TrainConfig
+from trainer.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_GONE_S = 10.0
+"""How long Ray may take to free the name of an actor that was ended."""
+_LOOK_S = 0.05
+
+
+def find_run(paths: RunPaths) -> Remote[SupervisorApi] | None:
+    """The supervisor of the run that is going on in this run directory; None where none is. One
+    whose run is over is ended."""
+    deadline = time.monotonic() + _GONE_S
+    while (handle := find_actor(paths.key)) is not None and time.monotonic() < deadline:
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            run = Remote[SupervisorApi](handle)
+            if run.call(SupervisorApi.going_on):
+                return run
+            ray.kill(handle)
+        time.sleep(_LOOK_S)
+    return None
+
+
+def check_same(
+    run: Remote[SupervisorApi],
+    *,
+    train: TrainConfig,
+    scaling: ScalingConfig,
+    checkpoint: CheckpointConfig,
+    health: HealthConfig,
+) -> None:
+    """Checks that a run that is going on has these settings; its task is not compared.
+
+    Raises:
+        ConfigError: naming the first field that differs.
+    """
+    job = run.call(SupervisorApi.about).job
+    pairs: dict[str, tuple[Any, Any]] = {
+        "train": (replace(train, task=None), job.train),
+        "scaling": (scaling, job.scaling),
+        "checkpoint": (checkpoint, job.checkpoint),
+        "health": (health, job.health),
+    }
+    for name, (now, there) in pairs.items():
+        for field in fields(now):
+            value, before = getattr(now, field.name), getattr(there, field.name)
+            if value != before:
+                raise ConfigError(
+                    f"{name}.{field.name}",
+                    value,
+                    f"a run of this name is going on, with {before!r}",
+                    f"Use {before!r} to attach to it, end it with `elastic stop {job.paths.root}`, "
+                    f"or use another run_config.name",
+                )
+
+
+def follow(
+    run: Remote[SupervisorApi], coordinator: Remote[CoordinatorApi], observer: Observer
+) -> Report:
+    """Shows a run until it ends. The first Ctrl-C or SIGTERM has it save and stop, the second ends
+    it at once.
+
+    Args:
+        run: its supervisor.
+        coordinator: its coordinator.
+        observer: tells the callbacks.
+
+    Returns:
+        The report, which is written by then.
+
+    Raises:
+        RunFailedError: the run ended with an error.
+    """
+    observer.start()
+    stopping = Stopping(coordinator)
+    try:
+        with stopping:
+            ending = _ending(run)
+    except (KeyboardInterrupt, SystemExit):
+        run.call(SupervisorApi.interrupt)
+        _ending(run)
+        _conclude(run, observer)
+        raise
+    report = _conclude(run, observer)
+    if ending.error is not None:
+        raise RunFailedError(ending.error)
+    stopping.settle()
+    return report
+
+
+def watch(run: Remote[SupervisorApi], observer: Observer) -> Ending:
+    """Shows a run until it ends, or until this process is interrupted, which is nothing to it.
+
+    Args:
+        run: its supervisor.
+        observer: tells the callbacks.
+    """
+    observer.start()
+    try:
+        ending = _ending(run)
+    except BaseException:
+        observer.leave()
+        raise
+    observer.finish()
+    return ending
+
+
+def _conclude(run: Remote[SupervisorApi], observer: Observer) -> Report:
+    """The run has ended: writes the report, and lets the supervisor go."""
+    report = observer.finish()
+    ray.kill(run.handle)
+    return report
+
+
+def _ending(run: Remote[SupervisorApi]) -> Ending:
+    try:
+        return run.call(SupervisorApi.ending)
+    except ray.exceptions.RayActorError as gone:
+        return Ending(error=f"its supervisor was ended ({gone}); run the same name again")

@@ -1,0 +1,44 @@
+"""What others may ask of a run's supervisor (`elastic/supervisor/supervisor.py`), and where it is
+found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elastic.protocol.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a run ended."""
+
+    error: str | None
+    """Why it failed; None where it did not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What whoever attaches to a run must know of it."""
+
+    job: Job
+    """What its workers were given; without the task."""
+    task_info: Mapping[str, Any]
+    """What the prepared task says of itself."""
+
+
+class SupervisorApi(Protocol):
+    """Make each call by `Remote[SupervisorApi]`. All are idempotent."""
+
+    async def about(self) -> About:
+        """What run this is."""
+
+    async def going_on(self) -> bool:
+        """Whether the run has not ended."""
+
+    async def interrupt(self) -> None:
+        """The run ends at once, without a checkpoint."""
+
+    async def ending(self) -> Ending:
+        """Waits for the end of the run, which has left the run directory by then."""

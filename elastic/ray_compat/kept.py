@@ -1,0 +1,51 @@
+"""Values that outlive the process that made them: in Ray's own key-value store, on its head node.
+
+The arguments of an actor lie with whoever made it. One that is to be started anew after its maker
+is gone takes what it needs from here.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from ray import cloudpickle
+from ray.experimental import internal_kv
+
+from elastic.ray_compat.cluster import NAMESPACE
+
+_Value = TypeVar("_Value")
+
+
+class Kept(Generic[_Value]):
+    """A value under a key. Crosses Ray as its key alone.
+
+    Args:
+        key: unique on the cluster.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    @classmethod
+    def keep(cls, key: str, value: _Value) -> Kept[_Value]:
+        """Puts `value` there, until `forget`."""
+        internal_kv._internal_kv_put(key, cloudpickle.dumps(value), namespace=NAMESPACE)
+        return cls(key)
+
+    @property
+    def value(self) -> _Value:
+        """What was put there.
+
+        Raises:
+            KeyError: it was forgotten.
+        """
+        data = internal_kv._internal_kv_get(self.key, namespace=NAMESPACE)
+        if data is None:
+            raise KeyError(self.key)
+        value: _Value = cloudpickle.loads(data)
+        return value
+
+
+def forget(prefix: str) -> None:
+    """Deletes all that lies under keys that begin with `prefix`."""
+    internal_kv._internal_kv_del(prefix, del_by_prefix=True, namespace=NAMESPACE)

@@ -1,0 +1,1 @@
+"""The supervisor: the actor that a run belongs to, whoever has started it."""

@@ -1,0 +1,188 @@
+"""The supervisor: the actor that a run belongs to, whoever has started it.
+
+It is Ray Train's controller, and what must be there as long as the run: the lock of the run
+directory, the watch over the coordinator, the look-out for nodes that Ray drains, the clearing up
+at the end. The driver starts it, attaches, and may go.
+
+    driver gone ──────────► nothing changes; the next driver of the same run attaches
+    supervisor lost ──────► Ray starts another, on another node if it must be; workers, placement
+                            groups and coordinator live on, and it takes them up
+    coordinator lost ─────► the same for that (`elastic/coordinator/failover.py`)
+    run over ─────────────► everything under the run's prefix is ended, then the supervisor itself
+
+All that outlives a process here is a named actor or placement group (`ray_compat/cluster.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import ray
+from ray.train import TrainingFailedError
+
+from elastic.node.snapshot_survey import clear_snapshots
+from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.events import RunEnded, RunOutcome
+from elastic.protocol.run_paths import RunPaths, hold_run
+from elastic.protocol.supervisor_api import About, Ending, SupervisorApi
+from elastic.providers.ray_drain import DrainWatch
+from elastic.providers.tell import tell_coordinator
+from elastic.ray_compat.cluster import draining_nodes, end_actors, end_own_actor, started_anew
+from elastic.ray_compat.groups import end_all
+from elastic.ray_compat.kept import Kept
+from elastic.ray_compat.trainer import ElasticRayTrainer
+from elastic.reporting.conclusion import conclude
+from elastic.reporting.event_log import read_events
+from elastic.supervisor.coordinator_watch import CoordinatorWatch
+from elastic.supervisor.plan import RunPlan
+from elastic.worker.worker import train_worker
+from trainer.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MOST_DRIVERS = 1000
+"""Calls pending in the actor at once: each driver that is attached has one."""
+
+LINGER_S = 10.0
+"""How long a run that is over can be asked for its ending. A driver that is attached writes the
+report and ends the supervisor before; where there is none, the supervisor does both then."""
+
+_HANDOVER_S = 30.0
+"""How long the driver may hold on to the lock of the run directory."""
+_LOCK_RETRY_S = 0.2
+
+_FAREWELL_S = 5.0
+"""How long workers may take to follow an interruption."""
+
+
+class Supervisor(SupervisorApi):
+    """An async Ray actor, detached and restarted for ever. `SupervisorApi` says what each call
+    means.
+
+    Args:
+        plan: the run.
+    """
+
+    def __init__(self, plan: Kept[RunPlan]) -> None:
+        self._plan = plan.value
+        self._coordinator = self._plan.job.coordinator
+        self._anew, self._interrupted = started_anew(), False
+        self._ending: Future[Ending] = Future()
+        threading.Thread(target=self._run, name="supervisor", daemon=True).start()
+
+    async def about(self) -> About:
+        job = self._plan.job
+        return About(job=dataclasses.replace(job, task=None), task_info=dict(job.task.info))
+
+    async def going_on(self) -> bool:
+        return not self._ending.done()
+
+    async def interrupt(self) -> None:
+        if not self._interrupted:
+            self._interrupted = True
+            threading.Thread(target=self._interrupt, name="interrupt", daemon=True).start()
+
+    async def ending(self) -> Ending:
+        return await asyncio.wrap_future(self._ending)
+
+    # -- threads -----------------------------------------------------------------------------------
+
+    def _interrupt(self) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            # First, so that the ends of its workers are no losses.
+            self._coordinator.call(CoordinatorApi.fail, "the run was interrupted")
+        time.sleep(_FAREWELL_S)
+        end_actors(f"{self._plan.prefix}worker/")  # whoever still starts, or is in a long step
+
+    def _run(self) -> None:
+        paths = self._plan.job.paths
+        try:
+            with _hold(paths, anew=self._anew):
+                ending = self._supervise(paths)
+        except BaseException:
+            ending = Ending(error=f"the run's supervisor failed:\n{traceback.format_exc()}")
+        end_all(self._plan.prefix)
+        self._ending.set_result(ending)
+        time.sleep(LINGER_S)
+        conclude(paths)
+        end_own_actor()
+
+    def _supervise(self, paths: RunPaths) -> Ending:
+        if self._anew and (ended := _ended(paths)) is not None:
+            return Ending(error=ended.error)
+        drains = DrainWatch(draining_nodes, tell_coordinator(self._coordinator))
+        with CoordinatorWatch(self._coordinator), contextlib.closing(drains):
+            error = self._train()
+        outcome: RunOutcome = "failed" if error else "finished"
+        if self._interrupted:
+            outcome, error = "interrupted", None
+        with contextlib.suppress(ray.exceptions.RayError):
+            self._coordinator.call(CoordinatorApi.end, outcome, error)
+        if self._plan.job.checkpoint.memory_every is not None and outcome == "finished":
+            clear_snapshots(paths)  # the run's end is in the store
+        return Ending(error=error)
+
+    def _train(self) -> str | None:
+        """Returns why the run failed; None where it did not."""
+        plan = self._plan
+        trainer = ElasticRayTrainer(
+            train_worker,
+            job=plan.job,
+            coordinator=self._coordinator,
+            prefix=plan.prefix,
+            workers=plan.workers,
+            wanted=plan.wanted,
+            resources_per_worker=plan.job.scaling.resources_per_worker,
+            run_config=plan.run_config,
+        )
+        try:
+            trainer.fit()
+        except (TrainingFailedError, TimeoutError, ray.exceptions.RayError) as failure:
+            try:
+                verdict = self._coordinator.call(CoordinatorApi.verdict)
+            except ray.exceptions.RayError as gone:
+                return f"the coordinator died ({gone}); run the same name again to continue"
+            # A worker lost just before the end is not replaced any more: that is no failure.
+            if verdict is not None:
+                return verdict.error
+            return f"Ray Train gave up; run the same name again to continue. It said: {failure}"
+        return None
+
+
+@contextlib.contextmanager
+def _hold(paths: RunPaths, *, anew: bool) -> Iterator[None]:
+    """Holds the lock of the run directory. Whoever has the supervisor's name has the run, so one
+    that is started `anew` goes on without the lock where a lost machine still seems to hold it.
+
+    Raises:
+        ConfigError: it is held by somebody else.
+    """
+    deadline = time.monotonic() + _HANDOVER_S
+    with contextlib.ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(hold_run(paths))
+                break
+            except ConfigError as error:
+                if anew:
+                    log.warning("the run goes on without its lock: %s", error)
+                    break
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_LOCK_RETRY_S)
+        yield
+
+
+def _ended(paths: RunPaths) -> RunEnded | None:
+    """The run's last event, where the run is over."""
+    happened = read_events(paths.events)
+    last = happened[-1] if happened else None
+    return last if isinstance(last, RunEnded) else None

@@ -1,0 +1,189 @@
+"""The run belongs to the cluster: drivers come and go, a supervisor is started anew, and in the end
+nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import ray._private.state as ray_state
+from ray.util.placement_group import placement_group_table
+
+from elastic import ConfigError, HealthConfig
+from elastic.cli.main import main
+from elastic.driver.running import find_run
+from elastic.protocol.run_paths import RunPaths
+from elastic.ray_compat.cluster import named_actors
+from tests.support import ROOT
+from tests.support.gated_run import HALF, STEPS, gated_trainer, saved_weights
+from tests.support.tiny import numbers_of
+from tests.support.watching import events_of, wait_until
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    storage = tmp_path_factory.mktemp("undisturbed")
+    gate = storage / "gate"
+    gate.touch()
+    gated_trainer(str(storage), str(gate), 2).fit()
+    return saved_weights(storage / "gated" / "checkpoints")
+
+
+@contextlib.contextmanager
+def driver(storage: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A driver whose run has come to the gate."""
+    address = ray.get_runtime_context().gcs_address
+    arguments = [address, str(storage), str(storage / "gate"), "2"]
+    process = subprocess.Popen(
+        [sys.executable, "tests/support/gated_run.py", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        wait_until((storage / "gated" / "checkpoints" / "m" / f"{HALF:012}.json").exists)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def last_event(storage: Path) -> dict[str, Any]:
+    """Of the run."""
+    line: dict[str, Any] = json.loads(
+        (storage / "gated" / "events.jsonl").read_text().splitlines()[-1]
+    )
+    return line
+
+
+def is_left(storage: Path) -> list[str]:
+    """What the run has on the cluster."""
+    key = RunPaths(root=storage / "gated").key
+    groups = [g["name"] for g in placement_group_table().values() if g["state"] != "REMOVED"]
+    return named_actors(key) + [name for name in groups if name.startswith(key)]
+
+
+def supervisor_pid() -> int:
+    (pid,) = [
+        actor["Pid"]
+        for actor in ray_state.actors().values()
+        if actor["ActorClassName"] == "Supervisor" and actor["State"] == "ALIVE"
+    ]
+    return int(pid)
+
+
+def test_the_driver_is_killed_and_the_same_command_attaches(
+    undisturbed: str, tmp_path: Path
+) -> None:
+    with driver(tmp_path) as process:
+        process.kill()
+        process.wait()
+        assert is_left(tmp_path)
+        again = gated_trainer(str(tmp_path), str(tmp_path / "gate"), 2)
+        again.health = HealthConfig(max_hangs=3)
+        with pytest.raises(ConfigError, match=r"max_hangs = 3: .* going on, with 10"):
+            again.fit()
+        again.health = HealthConfig()
+        (tmp_path / "gate").touch()
+        report = numbers_of(again.fit())
+    assert (report["outcome"], report["steps"], report["lost_steps"]) == ("finished", STEPS, 0)
+    assert len(events_of(tmp_path / "gated", "run_started")) == 1
+    assert not events_of(tmp_path / "gated", "worker_lost")
+    assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed
+    wait_until(lambda: not is_left(tmp_path))
+
+
+def test_a_job_that_is_stopped_saves_without_its_driver(undisturbed: str, tmp_path: Path) -> None:
+    """`ray job stop` sends SIGTERM and kills what is there 3 s later: here the run stands still all
+    that time."""
+    with driver(tmp_path) as process:
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: bool(events_of(tmp_path / "gated", "stop_requested")))
+        process.kill()
+        process.wait()
+        (tmp_path / "gate").touch()
+        wait_until(lambda: last_event(tmp_path)["kind"] == "run_ended")
+    ended = last_event(tmp_path)
+    assert ended["outcome"] == "stopped" and HALF < ended["step"] < STEPS
+    assert not events_of(tmp_path / "gated", "worker_lost")
+    wait_until(lambda: not is_left(tmp_path))
+    report = json.loads((tmp_path / "gated" / "report.json").read_text())
+    assert report["outcome"] == "stopped", "the supervisor has written it"
+    again = numbers_of(gated_trainer(str(tmp_path), str(tmp_path / "gate"), 2).fit())
+    assert again["outcome"] == "finished"
+    assert [e["start_step"] for e in events_of(tmp_path / "gated", "run_started")] == [
+        0,
+        ended["step"],
+    ]
+    assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed
+
+
+@pytest.mark.parametrize("loses_a_worker", [False, True])
+def test_a_supervisor_that_is_killed_is_started_anew(
+    undisturbed: str, tmp_path: Path, loses_a_worker: bool
+) -> None:
+    """It takes the workers up as they are; one that ends thereafter is replaced."""
+    with driver(tmp_path) as process:
+        before = supervisor_pid()
+        os.kill(before, signal.SIGKILL)
+        joined = events_of(tmp_path / "gated", "worker_joined")
+        wait_until(lambda: is_anew(before))
+        if loses_a_worker:
+            os.kill(joined[0]["pid"], signal.SIGKILL)
+            wait_until(lambda: len(events_of(tmp_path / "gated", "worker_joined")) > len(joined))
+        (tmp_path / "gate").touch()
+        assert process.wait(120) == 0
+    lost = [event["pid"] for event in events_of(tmp_path / "gated", "worker_lost")]
+    assert lost == ([joined[0]["pid"]] if loses_a_worker else [])
+    ended = last_event(tmp_path)
+    assert (ended["outcome"], ended["step"]) == ("finished", STEPS)
+    assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed
+    wait_until(lambda: not is_left(tmp_path))
+
+
+def is_anew(before: int) -> bool:
+    with contextlib.suppress(ValueError):
+        return supervisor_pid() != before
+    return False
+
+
+def test_a_run_that_nobody_waits_for(
+    cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Started with `detach`, shown by `elastic attach`, and stopped by `elastic stop`."""
+    gate, root = tmp_path / "gate", tmp_path / "gated"
+    started = gated_trainer(str(tmp_path), str(gate), 1).fit(detach=True)
+    assert started.path == str(root) and started.metrics is None
+    address = ray.get_runtime_context().gcs_address
+
+    def elastic(*arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "elastic.cli.main", *arguments, "--address", address],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    wait_until((root / "checkpoints" / "m" / f"{HALF:012}.json").exists)
+    leaves, stays = elastic("attach", str(root)), elastic("attach", str(root))
+    stops = elastic("stop", str(root))
+    wait_until(lambda: bool(events_of(root, "stop_requested")))
+    assert find_run(RunPaths(root=root)) is not None
+    assert leaves.stdout is not None and "step 7/12" in leaves.stdout.readline()
+    leaves.send_signal(signal.SIGINT)
+    assert leaves.wait(60) == 128 + signal.SIGINT
+    gate.touch()
+    assert stops.wait(60) == 0 and stays.wait(60) == 0
+    assert stays.stdout is not None and "gated: stopped" in stays.stdout.read()
+    wait_until(lambda: not is_left(tmp_path))
+    assert main(["stop", str(root), "--address", address]) == 2
+    assert "no run is going on" in capsys.readouterr().err
