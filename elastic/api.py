@@ -150,7 +150,7 @@ class ElasticTrainer:
                 health=self.health,
             )
             log.warning("the run in %s is going on: attached to it", paths.root)
-            observer = Observer(paths, self.callbacks)
+            observer = Observer(paths, self.callbacks, attaches=True)
         else:
             with run_directory(self.run_config, self.checkpoint) as paths:
                 run, observer = self._start(paths)

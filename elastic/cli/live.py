@@ -42,7 +42,7 @@ def attach_to(options: argparse.Namespace) -> int:
     from elastic.protocol.supervisor_api import SupervisorApi
 
     run = _find(options)
-    ending = watch(run, Observer(run.call(SupervisorApi.about).job.paths, ()))
+    ending = watch(run, Observer(run.call(SupervisorApi.about).job.paths, (), attaches=True))
     if ending.error is not None:
         print(f"elastic: the run failed: {ending.error}", file=sys.stderr)
     return int(ending.error is not None)

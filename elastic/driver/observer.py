@@ -12,10 +12,18 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 
-from elastic.protocol.events import Event, StepRecord, event_from_json, step_from_json
+from elastic.protocol.events import (
+    Event,
+    RegroupDone,
+    RunStarted,
+    StepRecord,
+    event_from_json,
+    step_from_json,
+)
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.callback import Callback
 from elastic.reporting.conclusion import conclude
+from elastic.reporting.event_log import last_step, read_events
 from elastic.reporting.follower import Follower
 from elastic.reporting.progress import ProgressPrinter
 from elastic.reporting.report import Report
@@ -29,21 +37,35 @@ _INTERVAL_S = 0.25
 class Observer:
     """Follows a run's files on a thread of the driver, and tells the callbacks.
 
-    Make it before the coordinator: what the files hold by then is of earlier starts of the run.
+    What the files hold by then is passed over: make it before the coordinator, for a run that is
+    about to start.
 
     Args:
         paths: the run directory.
         callbacks: the user's; the progress line and TensorBoard come before them.
+        attaches: the run is going on, and the progress line says where it is.
     """
 
-    def __init__(self, paths: RunPaths, callbacks: Sequence[Callback]) -> None:
+    def __init__(
+        self, paths: RunPaths, callbacks: Sequence[Callback], *, attaches: bool = False
+    ) -> None:
         self._paths = paths
         self._events = Follower(paths.events, event_from_json)
         self._steps = Follower(paths.steps, step_from_json)
         self._printer = ProgressPrinter(sys.stderr)
         self._callbacks = [self._printer, TensorBoardLog(paths.tensorboard), *callbacks]
+        if attaches:
+            self._catch_up()
         self._over, self._left = threading.Event(), False
         self._report: Future[Report] = Future()
+
+    def _catch_up(self) -> None:
+        happened = read_events(self._paths.events)
+        for kind in (RunStarted, RegroupDone):
+            if known := [event for event in happened if isinstance(event, kind)]:
+                self._printer.on_event(known[-1])
+        if (step := last_step(self._paths.steps, lambda _: True)) is not None:
+            self._printer.on_step(step)
 
     def start(self) -> None:
         """Starts the thread; call `finish` or `leave` some time."""
