@@ -30,7 +30,7 @@ from elastic.driver.resume import (
     run_root,
     set_others_aside,
 )
-from elastic.driver.running import check_same, find_run, follow
+from elastic.driver.running import check_same, find_run, follow, may_be_going_on
 from elastic.membership.decisions import GroupConfig
 from elastic.node.snapshot_survey import find_snapshot
 from elastic.protocol import events
@@ -52,6 +52,7 @@ from trainer.config import TrainConfig
 from trainer.engine.build import build_model
 from trainer.engine.optimizer import try_optimizer
 from trainer.engine.state import state_table
+from trainer.errors import ConfigError
 from trainer.loop.samples import Ledger
 from trainer.tasks.task import PreparedTask, default_cache_dir
 
@@ -138,9 +139,11 @@ class ElasticTrainer:
                 included.
         """
         try_optimizer(self.train.optimizer)
-        connect()
         paths = RunPaths(root=run_root(self.run_config))
-        run = find_run(paths)
+        run = None
+        if may_be_going_on(paths):
+            connect()
+            run = find_run(paths)
         if run is not None:
             check_same(
                 run,
@@ -180,6 +183,14 @@ class ElasticTrainer:
         origin = self._find_origin(paths, identity, snapshot, model)
         if origin.manifest is not None:
             check_continues(origin.manifest, self.train, task)
+        connect()
+        if find_run(paths) is not None:
+            raise ConfigError(
+                "run_config.name",
+                paths.root.name,
+                "a run of this name has just been started",
+                "Run the same command again to attach to it, or use another name",
+            )
         plan = wait_for_workers(self.scaling, self.train.parallel)
         record_identity(paths, identity)
         set_others_aside(paths, origin.stored, identity, model)
@@ -253,6 +264,7 @@ class ElasticTrainer:
     def _find_snapshot(self, paths: RunPaths) -> Snapshot | None:
         if self.checkpoint.memory_every is None:
             return None
+        connect()
         return find_snapshot(paths)
 
     def _coordinator_config(

@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 
 from elastic.protocol.events import (
     Event,
@@ -58,6 +58,7 @@ class Observer:
             self._catch_up()
         self._over, self._left = threading.Event(), False
         self._report: Future[Report] = Future()
+        self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
 
     def _catch_up(self) -> None:
         happened = read_events(self._paths.events)
@@ -69,13 +70,13 @@ class Observer:
 
     def start(self) -> None:
         """Starts the thread; call `finish` or `leave` some time."""
-        threading.Thread(target=self._run, name="observer", daemon=True).start()
+        self._thread.start()
 
     def leave(self) -> None:
         """Stops looking; the run goes on."""
         self._left = True
         self._over.set()
-        wait([self._report])
+        self._thread.join()
 
     def finish(self) -> Report:
         """Call it when the records are closed. Returns the report, of which the callbacks have been
@@ -86,9 +87,7 @@ class Observer:
     def _run(self) -> None:
         try:
             self._follow()
-            if self._left:
-                self._report.cancel()
-            else:
+            if not self._left:
                 self._report.set_result(self._conclude())
         except BaseException as error:  # for `finish` to raise
             self._report.set_exception(error)

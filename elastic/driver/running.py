@@ -16,10 +16,12 @@ from elastic.driver.observer import Observer
 from elastic.driver.stopping import Stopping
 from elastic.errors import RunFailedError
 from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.events import RunEnded
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import Ending, SupervisorApi
 from elastic.ray_compat.cluster import find_actor
+from elastic.reporting.event_log import last_event
 from elastic.reporting.report import Report
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
@@ -31,9 +33,14 @@ _GONE_S = 10.0
 _LOOK_S = 0.05
 
 
+def may_be_going_on(paths: RunPaths) -> bool:
+    """Whether the records of a run have no end yet. Needs no cluster."""
+    return paths.events.exists() and not isinstance(last_event(paths.events), RunEnded)
+
+
 def find_run(paths: RunPaths) -> Remote[SupervisorApi] | None:
-    """The supervisor of the run that is going on in this run directory; None where none is. One
-    whose run is over is ended."""
+    """The supervisor of the run that is going on in this run directory, on the cluster that this
+    process has joined; None where none is. One whose run is over is ended."""
     deadline = time.monotonic() + _GONE_S
     while (handle := find_actor(paths.key)) is not None and time.monotonic() < deadline:
         with contextlib.suppress(ray.exceptions.RayActorError):

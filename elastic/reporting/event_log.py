@@ -123,6 +123,16 @@ def read_steps(path: str | os.PathLike[str]) -> list[StepRecord]:
     return [kept[step] for step in sorted(kept)]
 
 
+def last_event(path: str | os.PathLike[str]) -> Event | None:
+    """The last event of a file; None where there is none, or the last line is none."""
+    for line in _lines_from_the_end(Path(path)):
+        try:
+            return event_from_json(object_of_line(line))
+        except ValueError:
+            break
+    return None
+
+
 def last_step(
     path: str | os.PathLike[str], counts: Callable[[StepRecord], bool]
 ) -> StepRecord | None:

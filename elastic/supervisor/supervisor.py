@@ -40,7 +40,7 @@ from elastic.ray_compat.groups import end_all
 from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.trainer import ElasticRayTrainer
 from elastic.reporting.conclusion import conclude
-from elastic.reporting.event_log import read_events
+from elastic.reporting.event_log import last_event
 from elastic.supervisor.coordinator_watch import CoordinatorWatch
 from elastic.supervisor.plan import RunPlan
 from elastic.worker.worker import train_worker
@@ -116,7 +116,7 @@ class Supervisor(SupervisorApi):
         end_own_actor()
 
     def _supervise(self, paths: RunPaths) -> Ending:
-        if self._anew and (ended := _ended(paths)) is not None:
+        if self._anew and isinstance(ended := last_event(paths.events), RunEnded):
             return Ending(error=ended.error)
         drains = DrainWatch(draining_nodes, tell_coordinator(self._coordinator))
         with CoordinatorWatch(self._coordinator), contextlib.closing(drains):
@@ -179,10 +179,3 @@ def _hold(paths: RunPaths, *, anew: bool) -> Iterator[None]:
                     raise
             time.sleep(_LOCK_RETRY_S)
         yield
-
-
-def _ended(paths: RunPaths) -> RunEnded | None:
-    """The run's last event, where the run is over."""
-    happened = read_events(paths.events)
-    last = happened[-1] if happened else None
-    return last if isinstance(last, RunEnded) else None
