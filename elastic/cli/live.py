@@ -76,7 +76,12 @@ def _find(options: argparse.Namespace) -> Any:
     from elastic.protocol.run_paths import RunPaths
 
     try:
-        ray.init(options.address or "auto", log_to_driver=False, logging_level=logging.WARNING)
+        ray.init(
+            options.address or "auto",
+            ignore_reinit_error=True,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
     except ConnectionError as error:
         raise ConfigError(
             "--address", options.address, f"there is no Ray cluster: {error}", "Name its address"
