@@ -147,11 +147,15 @@ class Hosts(Network):
     Args:
         count: hosts beside the head.
         cpus: CPUs that Ray counts on each; the head has none.
+        idle: hosts that have none, either.
     """
 
-    def __init__(self, count: int, *, cpus: int) -> None:
+    def __init__(self, count: int, *, cpus: int, idle: Sequence[int] = ()) -> None:
         super().__init__(count)
-        self._cpus = cpus
+        self._cpus, self._idle = cpus, idle
+        # What the head knows outlives its machine.
+        self.environment["RAY_gcs_storage"] = "rocksdb"
+        self.environment["RAY_gcs_storage_path"] = str(self.folder / "gcs")
         self.environment["RAY_AUTH_MODE"] = "disabled"
         self.environment.pop("RAY_ADDRESS", None)
         self.address = f"{HEAD_IP}:{PORT}"
@@ -162,15 +166,13 @@ class Hosts(Network):
 
     def begin(self) -> None:
         """See Network."""
-        head = ["--head", f"--port={PORT}", "--num-cpus=0"]
-        spared = ["--include-dashboard=false", "--no-monitor"]
-        self._await(HEAD, self._ray_start(HEAD, *head, *spared))
+        self.start(HEAD)
         joining = [(host, self._join(host)) for host in range(len(self._names) - 1)]
         for host, start in joining:
             self._await(host, start)
 
     def start(self, host: int) -> None:
-        """Starts the raylet of a host that has none any more."""
+        """Starts the raylet of a host that has none, or none any more; Ray's head with it."""
         self._await(host, self._join(host))
 
     def given_up(self) -> bool:
@@ -179,7 +181,11 @@ class Hosts(Network):
         return "Node is dead because the health check failed" in log.read_text()
 
     def _join(self, host: int) -> subprocess.Popen[bytes]:
-        return self._ray_start(host, f"--address={self.address}", f"--num-cpus={self._cpus}")
+        if host == HEAD:
+            head = ["--head", f"--port={PORT}", "--num-cpus=0"]
+            return self._ray_start(HEAD, *head, "--include-dashboard=false", "--no-monitor")
+        cpus = 0 if host in self._idle else self._cpus
+        return self._ray_start(host, f"--address={self.address}", f"--num-cpus={cpus}")
 
     def _ray_start(self, host: int, *arguments: str) -> subprocess.Popen[bytes]:
         own = [f"--node-ip-address={ip_of(host)}", f"--temp-dir={self.folder / str(host)}"]

@@ -1,0 +1,62 @@
+"""The machine of the supervisor and the coordinator is lost, or Ray's head, with the driver on it:
+the workers on the other machines go on, and lose no step."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic.protocol import events
+from tests.support.hosts import HEAD, requires_hosts
+from tests.support.run_on_hosts import PATIENCE_S, PartitionRun, run_on
+
+SOME = 20
+"""Steps that show that the run goes on."""
+IDLE, WORKING = 0, (1, 2)
+
+pytestmark = [requires_hosts, pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE_S)]
+
+
+def wait_for_a_coordinator(run: PartitionRun, after_s: float) -> None:
+    run.wait_until(lambda: bool(run.of_kind(events.CoordinatorStarted, after_s=after_s)))
+    recorded = len(run.steps())
+    run.wait_until(lambda: len(run.steps()) > recorded + SOME)
+
+
+def finish(run: PartitionRun, killed_s: float) -> None:
+    """The run ends as if nothing had happened."""
+    run.finish()
+    assert not run.of_kind(events.WorkerLost)
+    assert not run.of_kind(events.RegroupCalled, after_s=killed_s)
+    times = [step.time for step in run.steps()]
+    assert max(b - a for a, b in zip(times, times[1:], strict=False)) < 5
+    (ended,) = run.of_kind(events.RunEnded)
+    assert ended.outcome == "finished"
+
+
+def test_the_machine_of_the_control_plane_is_lost(tmp_path: Path) -> None:
+    """Driver, supervisor and coordinator at once; another machine has none of the workers."""
+    with run_on(tmp_path, hosts=3, replicas=2, idle=[IDLE], driver=IDLE) as run:
+        assert run.under_way() in WORKING
+        killed_s = time.time()
+        run.hosts.kill(IDLE)
+        run.process.wait()
+        run.start_driver(HEAD)
+        wait_for_a_coordinator(run, killed_s)
+        finish(run, killed_s)
+
+
+def test_the_machine_of_rays_head_is_lost(tmp_path: Path) -> None:
+    """And with it driver, supervisor and coordinator. What Ray knows lies on a disk of its own, and
+    another machine takes the address."""
+    with run_on(tmp_path, hosts=2, replicas=2) as run:
+        run.under_way()
+        killed_s = time.time()
+        run.hosts.kill(HEAD)
+        run.process.wait()
+        run.hosts.start(HEAD)
+        wait_for_a_coordinator(run, killed_s)
+        run.start_driver(HEAD)
+        finish(run, killed_s)

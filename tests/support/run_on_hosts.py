@@ -1,0 +1,125 @@
+"""A run on several hosts (`hosts.py`), slow until a file appears, and what its records say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from checkpointing import Keys, Reader, load_manifest, open_store, params_sha256
+from elastic.protocol import events
+from elastic.reporting.event_log import read_events, read_steps
+from tests.support import ROOT
+from tests.support.growing_run import STEPS
+from tests.support.hosts import HEAD, Hosts
+
+PROGRAM = ROOT / "tests/support/partition_run.py"
+UNDER_WAY = 15
+"""Steps before anything happens: there is a checkpoint by then."""
+PATIENCE_S = 300.0
+
+E = TypeVar("E", bound=events.Event)
+
+
+class PartitionRun:
+    """A run on hosts, and what its records say.
+
+    Args:
+        hosts: the cluster.
+        storage: where the run directory lies, which all hosts share.
+        replicas: of the run.
+        shard: degree.
+        driver: the host that its driver starts on.
+    """
+
+    def __init__(
+        self, hosts: Hosts, storage: Path, replicas: int, shard: int, driver: int = HEAD
+    ) -> None:
+        self.hosts, self.storage, self.root = hosts, storage, storage / "run"
+        self.gate, self._log = storage / "gate", storage / "log"
+        arguments = [hosts.address, storage, self.gate, replicas, shard]
+        self._program = [sys.executable, str(PROGRAM), *map(str, arguments)]
+        self.start_driver(driver)
+
+    def start_driver(self, host: int) -> None:
+        """Starts the run, or attaches to it, if the driver before this one has ended."""
+        self.process = self.hosts.popen(host, self._program, self._log)
+
+    def of_kind(self, kind: type[E], *, after_s: float = 0.0) -> list[E]:
+        """Events later than `after_s`, seconds since the epoch."""
+        path = self.root / "events.jsonl"
+        known = read_events(path) if path.exists() else []
+        return [event for event in known if isinstance(event, kind) and event.time > after_s]
+
+    def steps(self) -> list[events.StepRecord]:
+        path = self.root / "steps.jsonl"
+        return read_steps(path) if path.exists() else []
+
+    def wait_until(self, what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not what():
+            assert self.process.poll() is None, self._log.read_text()[-4000:]
+            assert time.monotonic() < deadline, self.of_kind(events.Event)
+            time.sleep(0.05)
+
+    def wait_for_replicas(self, count: int, *, after_s: float) -> None:
+        """Waits for a roster of `count` replicas, all of them with state."""
+
+        def stands() -> bool:
+            done = self.of_kind(events.RegroupDone, after_s=after_s)
+            return bool(done) and sum(map(bool, done[-1].lanes.values())) == count
+
+        self.wait_until(stands)
+
+    def under_way(self) -> int:
+        """Waits for the middle of the run. Returns the host of the lead worker, which records the
+        steps and saves."""
+        self.wait_until(lambda: len(self.steps()) > UNDER_WAY)
+        (lead, *_) = [r.workers[0] for r in self.of_kind(events.ReplicaForming) if r.replica == 0]
+        (pid,) = [w.pid for w in self.of_kind(events.WorkerJoined) if w.worker == lead]
+        return self.hosts.host_of(pid)
+
+    def finish(self) -> None:
+        """Opens the gate, waits for the end, and checks the outcome."""
+        self.gate.touch()
+        assert self.process.wait(PATIENCE_S) == 0, self._log.read_text()[-4000:]
+        assert [step.step for step in self.steps()] == list(range(STEPS))
+        assert params_of(self.root) == params_of(self.storage / "whole")
+        assert json.loads((self.storage / "left.json").read_text()) == []
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def params_of(root: Path) -> str:
+    """The hash of a finished run's weights."""
+    store = open_store(root / "checkpoints")
+    manifest = load_manifest(store, Keys(), STEPS)
+    names = [name for name in manifest.tensors if name.startswith("param/")]
+    return params_sha256(Reader(store, manifest), names)
+
+
+@contextlib.contextmanager
+def run_on(
+    tmp_path: Path,
+    *,
+    hosts: int,
+    cpus: int = 1,
+    replicas: int,
+    shard: int = 1,
+    idle: Sequence[int] = (),
+    driver: int = HEAD,
+) -> Iterator[PartitionRun]:
+    """A run of a cluster of its own."""
+    with Hosts(hosts, cpus=cpus, idle=idle) as there:
+        run = PartitionRun(there, tmp_path, replicas, shard, driver)
+        try:
+            yield run
+        finally:
+            run.close()
