@@ -75,6 +75,8 @@ class WorkerJoined(Event):
     """Node it runs on."""
     pid: int
     """Its process id on that node."""
+    born_ticks: int | None
+    """When that process was started, in clock ticks since the node was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +303,17 @@ class SnapshotFailed(Event):
     """Steps it contained."""
     reason: str
     """Why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentEnded(Event):
+    """The process of a node's agent has ended. Another one takes the node's workers up, unless that
+    keeps happening: then the node is lost."""
+
+    node: str
+    """The node."""
+    detail: str
+    """What Ray says of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
