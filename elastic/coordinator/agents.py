@@ -247,13 +247,6 @@ class NodeAgents:
         silent = decide_lost_nodes(renewed_s, awake_s, timeout_s)
         late = decide_lost_nodes(unheard_s, awake_s, START_S)
         limit = f"health.node_timeout_s = {timeout_s:g}"
-        return {
-            **{
-                n: f"its node was not heard for {age_s:.1f} s ({limit})"
-                for n, age_s in silent.items()
-            },
-            **{
-                n: f"its agent ended, and none was heard for {age_s:.1f} s"
-                for n, age_s in late.items()
-            },
-        }
+        why = {n: f"its node was not heard for {s:.1f} s ({limit})" for n, s in silent.items()}
+        why |= {n: f"its agent ended, and none was heard for {s:.1f} s" for n, s in late.items()}
+        return why
