@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from elastic.protocol.causes import Cause
 
-RegroupReason = Literal["fault", "grow", "heal", "drain", "stop"]
+RegroupReason = Literal["fault", "grow", "heal", "drain", "move", "stop"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
 RunOutcome = Literal["finished", "stopped", "failed", "interrupted"]
 
@@ -118,7 +118,8 @@ class RegroupCalled(Event):
     """Generation of the roster to come."""
     reason: RegroupReason
     """Why. `grow`: a formed replica enters, without lanes. `heal`: newcomers have the state and get
-    lanes, or a heal failed and is begun again. `drain`: machines that will go are left."""
+    lanes, or a heal failed and is begun again. `drain`: machines that will go are left. `move`: a
+    replica on several nodes is left, in favour of one that has formed on a single one."""
 
 
 @dataclass(frozen=True, kw_only=True)

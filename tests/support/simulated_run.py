@@ -8,7 +8,8 @@ must hold is in `simulation_checks.py`; a state in which nobody can move is a de
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -38,6 +39,8 @@ class Plan:
     min_replicas: int
     workers_per_replica: int
     start_workers: int
+    node_workers: int
+    """Neighbours in rank on one node."""
     lanes: int
     collectives: int
     """Collectives across replicas in a reduce, and in a restore, one after the other."""
@@ -69,12 +72,17 @@ class Plan:
         most, each = rng.randint(1, 4), rng.choice([1, 1, 2, 2, 3, 4])
         least = rng.randint(1, most)
         start = rng.randint(least, most) * each + rng.randint(0, 2)
+        machines = random.Random(f"machines of {seed}")
+        node_workers = machines.randint(1, 2 * each)
+        if machines.random() < 0.3:  # spares for a move
+            start = most * each + machines.randint(0, 2 * each)
         plan = Plan(
             seed=seed,
             max_replicas=most,
             min_replicas=least,
             workers_per_replica=each,
             start_workers=start,
+            node_workers=node_workers,
             lanes=most + rng.choice([0, 0, 3]),
             collectives=rng.choice([1, 2, 4]),
             steps=rng.randint(2, 5),
@@ -143,7 +151,8 @@ class World:
         """Formations that have lost a member."""
         self.taken_apart: set[str] = set()
         """Workers of replicas that somebody with a part of the last copy was taken out of, that
-        made room for what those made, or that were being built when the coordinator was lost."""
+        made room for what those made, that were being built when the coordinator was lost, or that
+        left for one on a single node."""
         self.saved: dict[int, Applied] = {0: ()}
         self.snapshot: tuple[int, Applied] | None = None
         """The newest complete snapshot, which some node of those that hold it has."""
@@ -176,13 +185,30 @@ class World:
         """Of these, who is to end by itself."""
         self.succeeded: set[str] = set()
         """Of these, in whose place another one starts before it is gone."""
-        self.dismissed = 0
+        self.dismissed = self.moves = 0
         self.copies: dict[tuple[int, str], Applied] = {}
         """(generation, worker) -> the state that it sends to newcomers."""
         self.trace: list[str] = []
         self.outcomes: list[str] = []
         self._arrivals = 0
         self._priorities: dict[Any, float] = {}
+
+    # -- machines ----------------------------------------------------------------------------------
+
+    def nodes_of(self, names: Iterable[str]) -> set[str]:
+        """The nodes of these workers."""
+        return {self.workers[name].identity.node for name in names}
+
+    def split_groups(self, names: Sequence[str]) -> int:
+        """Tensor groups of a replica that are on more than one node."""
+        tensor = self.config.dims.tensor
+        groups = (names[at : at + tensor] for at in range(0, len(names), tensor))
+        return sum(len(self.nodes_of(group)) > 1 for group in groups)
+
+    def most_on_a_node(self, names: Iterable[str]) -> int:
+        """The most of these workers that are on one node."""
+        counts = Counter(self.workers[name].identity.node for name in names)
+        return max(counts.values(), default=0)
 
     # -- the scheduler -----------------------------------------------------------------------------
 
@@ -498,7 +524,9 @@ class World:
         self.vacant.remove(rank)
         self._arrivals += 1
         name = f"w{self._arrivals}"
-        self.workers[name] = worker = SimWorker(self, name, rank)
+        self.workers[name] = worker = SimWorker(
+            self, name, rank, f"n{rank // self.plan.node_workers}"
+        )
         worker.wait = next(worker.life)
         return True
 
@@ -618,6 +646,12 @@ class World:
             if effects.regrouped.outcome in ("start", "restore"):
                 self._went_back(effects.regrouped.step, roster.generation)
             self.trace.append(f"ROSTER {effects.regrouped}")
+            places = self.membership.places
+            there = self.broken | places.standing.keys() | places.forming.keys()
+            for replica in placed:
+                if replica.formed not in there and self.drained.isdisjoint(replica.workers):
+                    self.moves += 1
+                    self.taken_apart.update(replica.workers)
             self.outcomes.append(effects.regrouped.outcome)
             for rank in range(self.plan.workers_per_replica):
                 members = tuple(replica.workers[rank] for replica in roster.replicas)

@@ -1249,6 +1249,7 @@ TWO_BY_TWO = Plan(
     min_replicas=1,
     workers_per_replica=2,
     start_workers=4,
+    node_workers=2,
     lanes=2,
     collectives=4,
     steps=2,
