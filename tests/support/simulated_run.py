@@ -39,6 +39,8 @@ class Plan:
     min_replicas: int
     workers_per_replica: int
     start_workers: int
+    further_workers: int
+    """Workers beyond those that the start waits for; whoever comes first is in it."""
     node_workers: int
     """Neighbours in rank on one node."""
     lanes: int
@@ -66,23 +68,22 @@ class Plan:
 
     @staticmethod
     def draw(seed: int) -> Plan:
-        """The schedule of a seed; one in five is harder on the coordinator, and one in five of
-        machines with workers of two replicas, of which there are no more."""
+        """The schedule of a seed; one in five is harder on the coordinator, one in five of machines
+        with workers of two replicas, of which there are no more, and one in five of replicas that
+        begin on several nodes, and of whole nodes that come later."""
         rng = random.Random(seed)
         most, each = rng.randint(1, 4), rng.choice([1, 1, 2, 2, 3, 4])
         least = rng.randint(1, most)
         start = rng.randint(least, most) * each + rng.randint(0, 2)
         machines = random.Random(f"machines of {seed}")
-        node_workers = machines.randint(1, 2 * each)
-        if machines.random() < 0.3:  # spares for a move
-            start = most * each + machines.randint(0, 2 * each)
         plan = Plan(
             seed=seed,
             max_replicas=most,
             min_replicas=least,
             workers_per_replica=each,
             start_workers=start,
-            node_workers=node_workers,
+            further_workers=machines.choice([0, 0, each, 2 * each]),
+            node_workers=machines.randint(1, 2 * each),
             lanes=most + rng.choice([0, 0, 3]),
             collectives=rng.choice([1, 2, 4]),
             steps=rng.randint(2, 5),
@@ -108,6 +109,18 @@ class Plan:
                 kills=rng.randint(0, 1),
                 drains=rng.randint(1, 4),
                 save_every=rng.choice([None, None, 2, 4]),
+            )
+        if seed % 5 == 2:
+            each = machines.randint(2, 4)
+            return replace(
+                plan,
+                min_replicas=machines.randint(1, plan.max_replicas),
+                workers_per_replica=each,
+                start_workers=plan.max_replicas * each,
+                further_workers=machines.randint(1, 3) * each,
+                node_workers=each + machines.choice([0, 0, 1]),
+                steps=machines.randint(4, 12),
+                kills=machines.randint(0, 2),
             )
         if seed % 5:
             return plan
@@ -172,7 +185,7 @@ class World:
         """Dead workers that nobody has told the coordinator of."""
         self.to_kill: list[str] = []
         """Workers written off, to be killed."""
-        self.vacant: list[int] = list(range(plan.start_workers))
+        self.vacant: list[int] = list(range(plan.start_workers + plan.further_workers))
         """Ranks that Ray will start a worker for."""
         self.kills, self.write_offs, self.flakes = plan.kills, plan.write_offs, plan.flakes
         self.drains, self.crashes = plan.drains, plan.crashes

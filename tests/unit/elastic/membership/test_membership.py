@@ -1227,7 +1227,7 @@ def play_all(seeds: range) -> list[World]:
     assert set(outcomes) == {"start", "repeat", "finish_step", "boundary", "restore"}
     for harm in ("kills", "write_offs", "flakes"):
         assert any(getattr(w, harm) < getattr(w.plan, harm) for w in worlds), f"no {harm}"
-    assert any(w.dismissed for w in worlds)
+    assert any(w.dismissed for w in worlds) and any(w.moves for w in worlds)
     return worlds
 
 
@@ -1249,6 +1249,7 @@ TWO_BY_TWO = Plan(
     min_replicas=1,
     workers_per_replica=2,
     start_workers=4,
+    further_workers=0,
     node_workers=2,
     lanes=2,
     collectives=4,
