@@ -13,7 +13,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 from ray.exceptions import (
     ActorUnavailableError,
@@ -24,12 +24,12 @@ from ray.exceptions import (
 
 from elastic.config import HealthConfig
 from elastic.coordinator.listening import open_beats
-from elastic.node.agent import NodeAgent
+from elastic.node.agent import NodeAgent, find_reach
 from elastic.node.beats import BeatListener, name_of
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.messages import Helper, Identity
 from elastic.protocol.rpc import RETRY_S, Remote
-from elastic.ray_compat.cluster import start_actor
+from elastic.ray_compat.cluster import raylet_of, start_actor
 from health.laggards import Position
 from health.lease import AwakeClock, decide_hopeless, decide_lost_nodes
 
@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 START_S = 30.0
 """How long a node may do without a beat when its agent's process has ended: several times what the
 start of another one takes on a busy machine."""
+
+End = Literal["ended", "node ended", "refused"]
+"""What becomes of an agent: its process ended, all of the node's did, or Ray starts it not."""
 
 _Args = ParamSpec("_Args")
 _Answer = TypeVar("_Answer")
@@ -132,22 +135,21 @@ class NodeAgents:
         )
         return token, handle
 
-    async def outlive(self, node: str) -> str:
-        """Waits for the end of the node's agent. Returns what became of it.
-
-        Raises:
-            ActorUnschedulableError: Ray starts none there.
-        """
+    async def outlive(self, node: str) -> tuple[End, str]:
+        """Waits for the end of the node's agent. Returns what became of it, also in words."""
         handle = self._agents[node].handle
         while True:
             try:
                 await handle.send(NodeAgent.wait)
             except ActorUnschedulableError:
-                raise
-            except ActorUnavailableError:  # it may live, and its lease says whether
+                return "refused", "Ray starts none there"
+            except ActorUnavailableError:
+                # It may live: its lease says whether. But a raylet takes all its processes along.
+                if await asyncio.to_thread(_raylet_has_ended, node):
+                    return "node ended", "so is its raylet"
                 await asyncio.sleep(RETRY_S)
             except Exception as error:
-                return type(error).__name__
+                return "ended", type(error).__name__
 
     def ended(self, node: str, token: str, now_s: float) -> bool | None:
         """An agent has ended, at `now_s` of the monotonic clock.
@@ -250,3 +252,13 @@ class NodeAgents:
         why = {n: f"its node was not heard for {s:.1f} s ({limit})" for n, s in silent.items()}
         why |= {n: f"its agent ended, and none was heard for {s:.1f} s" for n, s in late.items()}
         return why
+
+
+def _raylet_has_ended(node: str) -> bool:
+    """Ray itself may take half a minute to say so."""
+    try:
+        address = raylet_of(node)
+    except Exception as error:  # Ray may be unreachable for a while
+        log.warning("whether the raylet of node %s lives is not known: %s", node, error)
+        return False
+    return address is None or find_reach(address) == "refuses"

@@ -8,8 +8,6 @@ import signal
 import time
 from collections.abc import Collection, Iterable, Mapping
 
-from ray.exceptions import ActorUnschedulableError
-
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
@@ -240,31 +238,26 @@ class Workers:
         their end.
         """
         while True:
-            try:
-                end = await self._agents.outlive(node)
-                unschedulable = False
-            except ActorUnschedulableError:
-                end, unschedulable = "Ray starts none there", True
+            end, how = await self._agents.outlive(node)
             again = self._agents.ended(node, token, time.monotonic())
             if again is None or self._membership.stopped is not None:
                 return
-            if unschedulable:
+            if end != "ended":
                 break
-            self._records.note(events.AgentEnded(time=time.time(), node=node, detail=end))
+            self._records.note(events.AgentEnded(time=time.time(), node=node, detail=how))
             if not again:
                 break
             workers = [self.started[worker] for worker in self._on(node)]
             token = self._agents.start_next(node, own_handle(), workers)
         self._agents.forget(node)
-        if unschedulable and node in await asyncio.to_thread(live_nodes):
+        if end == "refused" and node in await asyncio.to_thread(live_nodes):
             log.warning("the workers on node %s are not watched: Ray drains it", node)
             self._unwatched.add(node)
             self._snapshots.node_lost(node)  # nor a holder of what lies there
             await self.lose_unwatched(())
-        elif unschedulable:
-            await self.lose_node(node, f"its node agent is gone: {end}")
         else:
-            await self.lose_node(node, f"its node agents keep ending, the last one: {end}")
+            so_often = "s keep ending, the last one" if end == "ended" else " is gone"
+            await self.lose_node(node, f"its node agent{so_often}: {how}")
 
     async def _check_leases(self) -> None:
         """Loses the nodes that were not heard of in time, for as long as the run lasts."""

@@ -207,7 +207,7 @@ class NodeAgent:
 
     def _fence(self, silent_s: float, now_s: float) -> None:
         """Kills the workers where this node is cut off."""
-        reach, timeout_s = _reach(self._address), self._health.node_timeout_s
+        reach, timeout_s = find_reach(self._address), self._health.node_timeout_s
         cut_off = decide_cut_off(reach, silent_s, timeout_s)
         if cut_off:
             detail = (
@@ -224,7 +224,8 @@ class NodeAgent:
         os._exit(0)
 
 
-def _reach(address: tuple[str, int]) -> Reach:
+def find_reach(address: tuple[str, int]) -> Reach:
+    """What becomes of an attempt to connect to `address`, host and port. It may take a second."""
     try:
         socket.create_connection(address, timeout=_PROBE_TIMEOUT_S).close()
     except ConnectionRefusedError:

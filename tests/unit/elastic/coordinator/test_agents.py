@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -142,3 +143,20 @@ def test_agents_that_keep_ending_are_not_started_again(agents: NodeAgents) -> No
     agents.forget("n")
     assert agents.ended("n", token, 30.0) is None
     assert agents.ended("n", started(agents, "n"), 31.0) is True, "another day"
+
+
+def test_a_raylet_has_ended_where_its_machine_refuses_or_ray_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def look(found: Callable[[str], object]) -> bool:
+        monkeypatch.setattr(module, "raylet_of", found)
+        return module._raylet_has_ended("n")
+
+    def unreachable(node: str) -> None:
+        raise ConnectionError
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        assert not look(lambda node: address)
+    assert look(lambda node: address) and look(lambda node: None)
+    assert not look(unreachable), "Ray cannot say"
