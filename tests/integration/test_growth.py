@@ -17,6 +17,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from checkpointing import Keys, Reader, newest, open_store, params_sha256
+from elastic.coordinator.agents import START_S
 from elastic.protocol import events
 from elastic.protocol.events import Event
 from elastic.providers.ec2_spot import METADATA_VARIABLE
@@ -25,6 +26,7 @@ from tests.support import ROOT
 from tests.support.draining import announce_drain
 from tests.support.fakes.metadata import serve_metadata
 from tests.support.growing_run import STEPS
+from tests.support.watching import actor_beside
 
 PROGRAM = ROOT / "tests/support/growing_run.py"
 SOAK = pytest.mark.soak
@@ -267,6 +269,26 @@ def test_a_machine_that_will_go_is_left_with_nothing_repeated(
     assert min(len(e.lanes) for e in rosters) >= minimum
     assert rosters[-1].lanes.keys() == {"0", "1"}
     assert weights == undisturbed(start_run)
+
+
+@SOAK
+def test_a_machine_is_lost_while_another_agent_starts_there(
+    machines: Cluster, start_run: StartRun
+) -> None:
+    """Nobody is left to say so: it is waited for no longer than an agent may take to start."""
+    for _ in range(2):
+        second = machines.add_node(num_cpus=1)
+    run = start_run()
+    (victim,) = [w for w in joined(run.wait_for_replicas(2)) if w.node == second.node_id]
+    os.kill(actor_beside(victim.pid, "NodeAgent"), signal.SIGKILL)
+    run.wait_for(lambda all_: any(isinstance(e, events.AgentEnded) for e in all_))
+    machines.remove_node(second, allow_graceful=False)
+    gone_s = time.time()
+    happened = run.wait_for(lambda all_: bool(lost(all_)))
+    assert [(e.worker, e.cause) for e in lost(happened)] == [(victim.worker, "node")]
+    assert lost(happened)[0].time - gone_s < START_S + 5, lost(happened)
+    run.finish()
+    assert len(lost(run.events())) == 1
 
 
 def has_moved(all_: list[Event]) -> bool:
