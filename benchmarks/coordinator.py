@@ -81,7 +81,11 @@ class LocalCoordinator(Coordinator):
         self._workers.started[identity.worker] = identity
         self._records.note(
             events.WorkerJoined(
-                time=time.time(), worker=identity.worker, node=identity.node, pid=identity.pid
+                time=time.time(),
+                worker=identity.worker,
+                node=identity.node,
+                pid=identity.pid,
+                born_ticks=identity.born_ticks,
             )
         )
 

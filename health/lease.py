@@ -6,7 +6,7 @@ renewal came through, and each on a clock that stands still while it was itself 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 Reach = Literal["answers", "refuses", "silent"]
@@ -16,6 +16,9 @@ where the process is only slow; it refuses, as the process has ended; nothing co
 _ENDING_S = 30.0
 """How long an agent may outlive its coordinator's process at the most. Ray ends it at once, or 5 s
 after it has heard of that."""
+
+_MOST_ENDS, _ENDS_WITHIN_S = 3, 60.0
+"""An agent that has ended so often within so many seconds is not started again."""
 
 
 class AwakeClock:
@@ -55,6 +58,16 @@ def decide_lost_nodes(
     """
     ages = {node: awake_s - last_s for node, last_s in renewed_s.items()}
     return {node: age_s for node, age_s in ages.items() if age_s > timeout_s}
+
+
+def decide_hopeless(ended_s: Sequence[float]) -> bool:
+    """Whether a node's agents end so often that no further one is started there.
+
+    Args:
+        ended_s: when its agents have ended so far, in order, on a clock that never goes back.
+    """
+    last = ended_s[-_MOST_ENDS:]
+    return len(last) == _MOST_ENDS and last[-1] - last[0] <= _ENDS_WITHIN_S
 
 
 def decide_cut_off(reach: Reach, silent_s: float, timeout_s: float) -> bool:

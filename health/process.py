@@ -15,9 +15,26 @@ def parse_state(stat: str) -> str:
     return stat[stat.rindex(")") + 1 :].split()[0]
 
 
+def parse_born_ticks(stat: str) -> int:
+    """When the process of such a line was started, in clock ticks since the machine was."""
+    return int(stat[stat.rindex(")") + 1 :].split()[19])
+
+
 def read_state(pid: int) -> str | None:
     """The state letter of process `pid`; None where it is gone."""
+    stat = _read_stat(pid)
+    return None if stat is None else parse_state(stat)
+
+
+def read_born_ticks(pid: int) -> int | None:
+    """When process `pid` was started (`parse_born_ticks`); None where it is gone. Two processes
+    that have the same id, one after the other, differ in it."""
+    stat = _read_stat(pid)
+    return None if stat is None else parse_born_ticks(stat)
+
+
+def _read_stat(pid: int) -> str | None:
     try:
-        return parse_state(Path(f"/proc/{pid}/stat").read_text(errors="replace"))
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None

@@ -56,6 +56,7 @@ from elastic.protocol.faults import FaultPlan
 from elastic.protocol.messages import (
     Answer,
     Death,
+    Helper,
     Identity,
     Recorded,
     Report,
@@ -244,8 +245,9 @@ class Coordinator(CoordinatorApi):
         return await self._troubles.settle(worker, step, detail, cause)
 
     @_when_known
-    async def fail(self, error: str) -> None:
-        await self._dispatcher.stop(error)
+    async def fail(self, error: str, worker: str | None = None) -> None:
+        if worker is None or worker in self._membership.members:
+            await self._dispatcher.stop(error)
 
     @_when_known
     async def record(
@@ -290,7 +292,9 @@ class Coordinator(CoordinatorApi):
 
     async def compare(self, slot: str, digest: str) -> None:
         if not self._records.compare(slot, digest):
-            await self.fail(f"replicas differ at the end of the run in {slot}: this is a bug")
+            await self._dispatcher.stop(
+                f"replicas differ at the end of the run in {slot}: this is a bug"
+            )
 
     @_when_known
     async def corrupt(self, worker: str, detail: str) -> None:
@@ -358,8 +362,8 @@ class Coordinator(CoordinatorApi):
             self._dispatcher.spawn(self._workers.lose_all(deaths))
         return True
 
-    async def helper_started(self, node: str, helper: str, pid: int) -> None:
-        self._agents.watch_helper(node, helper, pid)
+    async def helper_started(self, node: str, helper: Helper) -> None:
+        self._agents.watch_helper(node, helper)
 
     async def helper_killed(self, node: str, helper: str, detail: str) -> None:
         self._records.note(

@@ -1,41 +1,73 @@
-"""The run's node agents, as the coordinator knows them: who holds a lease, and who let it run
-out."""
+"""The run's node agents, as the coordinator knows them: who holds a lease, and who let it run out.
+
+an agent's process ends ──► another one is started, with the workers and helpers to take up
+     ──► its first beat begins a new lease
+none beats for START_S, or they keep ending ──► the node is lost
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import uuid
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
-from ray import ObjectRef
-from ray.exceptions import ActorUnschedulableError, RayError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    RayActorError,
+    RayError,
+)
 
 from elastic.config import HealthConfig
 from elastic.coordinator.listening import open_beats
-from elastic.node.agent import NodeAgent
+from elastic.node.agent import NodeAgent, find_reach
 from elastic.node.beats import BeatListener, name_of
 from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.messages import Identity
-from elastic.protocol.rpc import Remote
-from elastic.ray_compat.cluster import start_actor
+from elastic.protocol.messages import Helper, Identity
+from elastic.protocol.rpc import RETRY_S, Remote
+from elastic.ray_compat.cluster import raylet_of, start_actor
 from health.laggards import Position
-from health.lease import AwakeClock, decide_lost_nodes
+from health.lease import AwakeClock, decide_hopeless, decide_lost_nodes
+
+log = logging.getLogger(__name__)
+
+START_S = 30.0
+"""How long a node may do without a beat when its agent's process has ended: several times what the
+start of another one takes on a busy machine."""
+
+End = Literal["ended", "node ended", "refused"]
+"""What becomes of an agent: its process ended, all of the node's did, or Ray starts it not."""
+
+_Args = ParamSpec("_Args")
+_Answer = TypeVar("_Answer")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Agent:
-    """A node agent."""
+    """The agent of a node; one after the other."""
 
     token: str
     """Tells it from others that the node may have had, and signs its datagrams."""
     handle: Remote[NodeAgent]
     """The actor."""
+    helpers: dict[str, Helper] = field(default_factory=dict)
+    """What it watches beside workers, by name."""
+    renewed_s: float | None = None
+    """When its lease was renewed last; None: it has not beaten yet."""
+    ended_s: list[float] = field(default_factory=list)
+    """When those before it ended."""
+    earlier: set[str] = field(default_factory=set)
+    """Their tokens."""
+    unheard_s: float | None = None
+    """Since when none of them beats, where one has ended."""
 
 
 class NodeAgents:
-    """At most one agent for each node. All methods are immediate, except `outlive`, `position` and
-    `listen`.
+    """At most one agent for each node. All methods are immediate but those that are async.
 
     Args:
         health: bounds.
@@ -48,7 +80,6 @@ class NodeAgents:
         self._agents: dict[str, _Agent] = {}
         self._tokens: dict[bytes, str] = {}  # by name of an agent, those of the forgotten too
         self._nodes: dict[str, str] = {}  # by token
-        self._renewed_s: dict[str, float] = {}
         self._socket = open_beats(address[0])
         self.check_interval_s = health.node_beat_s / 2
         """How often to call `overdue`."""
@@ -60,6 +91,8 @@ class NodeAgents:
             lambda: BeatListener(self._tokens, self.renew_by_token), sock=self._socket
         )
 
+    # -- agents that start and end -----------------------------------------------------------------
+
     def start(self, node: str, coordinator: Remote[CoordinatorApi]) -> str | None:
         """Starts the node's agent where it has none. Its lease begins with its first beat.
 
@@ -68,59 +101,119 @@ class NodeAgents:
         """
         if node in self._agents:
             return None
-        token = f"{self._coordinator}-{secrets.token_hex()}"
-        handle = start_actor(NodeAgent, node=node, max_concurrency=8)(
-            coordinator,
-            node,
-            token,
-            self._address,
-            (self._address[0], self._socket.getsockname()[1]),
-            self._health,
-        )
+        token, handle = self._start(node, coordinator, (), ())
         self._agents[node] = _Agent(token=token, handle=handle)
-        self._tokens[name_of(token)], self._nodes[token] = token, node
         return token
 
-    def watch(self, identity: Identity) -> ObjectRef[None]:
-        """Has a worker watched. Returns what to await until it is."""
-        return self._agents[identity.node].handle.send(NodeAgent.watch, identity)
+    def start_next(
+        self, node: str, coordinator: Remote[CoordinatorApi], workers: Sequence[Identity]
+    ) -> str:
+        """Starts another agent in the place of one that has `ended`. It takes up the node's
+        `workers`, and the helpers. Returns its token."""
+        agent = self._agents[node]
+        agent.earlier.add(agent.token)
+        agent.renewed_s = None
+        if agent.unheard_s is None:
+            agent.unheard_s = self._clock.awake_s
+        helpers = tuple(agent.helpers.values())
+        agent.token, agent.handle = self._start(node, coordinator, workers, helpers)
+        return agent.token
 
-    def signal(self, identity: Identity, number: int) -> None:
+    def _start(
+        self,
+        node: str,
+        coordinator: Remote[CoordinatorApi],
+        workers: Sequence[Identity],
+        helpers: Sequence[Helper],
+    ) -> tuple[str, Remote[NodeAgent]]:
+        token = f"{self._coordinator}-{secrets.token_hex()}"
+        self._tokens[name_of(token)], self._nodes[token] = token, node
+        beats = self._address[0], self._socket.getsockname()[1]
+        start = start_actor(NodeAgent, node=node, max_concurrency=8)
+        handle = start(
+            coordinator, node, token, self._address, beats, self._health, workers, helpers
+        )
+        return token, handle
+
+    async def outlive(self, node: str) -> tuple[End, str]:
+        """Waits for the end of the node's agent. Returns what became of it, also in words."""
+        handle = self._agents[node].handle
+        while True:
+            try:
+                await handle.send(NodeAgent.wait)
+            except ActorUnschedulableError:
+                return "refused", "Ray starts none there"
+            except ActorUnavailableError:
+                # It may live: its lease says whether. But a raylet takes all its processes along.
+                if await asyncio.to_thread(_raylet_has_ended, node):
+                    return "node ended", "so is its raylet"
+                await asyncio.sleep(RETRY_S)
+            except Exception as error:
+                return "ended", type(error).__name__
+
+    def ended(self, node: str, token: str, now_s: float) -> bool | None:
+        """An agent has ended, at `now_s` of the monotonic clock.
+
+        Returns:
+            Whether the node should have another one; None where that was not its agent any more.
+        """
+        agent = self._agents.get(node)
+        if agent is None or agent.token != token:
+            return None
+        agent.ended_s.append(now_s)
+        return not decide_hopeless(agent.ended_s)
+
+    def forget(self, node: str) -> None:
+        """The node was written off, or can have no agent."""
+        self._agents.pop(node, None)
+
+    # -- what agents do ----------------------------------------------------------------------------
+
+    async def watch(self, identity: Identity) -> None:
+        """Returns once the agent of its node watches a worker, where there is one."""
+        await self._ask(identity.node, NodeAgent.watch, identity)
+
+    async def signal(self, identity: Identity, number: int) -> None:
         """Sends a signal to a worker's process, where its node has an agent."""
-        agent = self._agents.get(identity.node)
-        if agent is not None:
-            agent.handle.send(NodeAgent.signal, identity.worker, number)
+        try:
+            await self._ask(identity.node, NodeAgent.signal, identity, number)
+        except RayError as error:
+            log.warning("signal %d does not reach %s: %s", number, identity.worker, error)
 
     async def position(self, identity: Identity) -> Position | None:
         """Where a worker is in its work; None where its node's agent does not say."""
-        agent = self._agents.get(identity.node)
-        if agent is None:
-            return None
-        asked = agent.handle.send(NodeAgent.position, identity.worker)
+        asked = self._ask(identity.node, NodeAgent.position, identity.worker)
         try:
-            return await asyncio.wait_for(asked, self._health.node_timeout_s)
+            return await asyncio.wait_for(asked, START_S)
         except (RayError, asyncio.TimeoutError):
             return None
 
-    def watch_helper(self, node: str, helper: str, pid: int) -> None:
-        """Has a helper (`elastic/node/helpers.py`) watched while its node's agent lasts."""
+    async def _ask(
+        self,
+        node: str,
+        method: Callable[Concatenate[NodeAgent, _Args], _Answer],
+        *args: _Args.args,
+        **kwargs: _Args.kwargs,
+    ) -> _Answer | None:
+        """Asks the agent of a node; where it ends before it answers, the next one. It must be
+        idempotent. None where there is none."""
+        while (agent := self._agents.get(node)) is not None:
+            try:
+                return await agent.handle.send(method, *args, **kwargs)
+            except ActorUnschedulableError:
+                break
+            except RayActorError:
+                await asyncio.sleep(RETRY_S)
+        return None
+
+    def watch_helper(self, node: str, helper: Helper) -> None:
+        """Has a helper (`elastic/node/helpers.py`) watched by its node's agents."""
         agent = self._agents.get(node)
         if agent is not None:
-            agent.handle.send(NodeAgent.watch_helper, helper, pid)
+            agent.helpers[helper.name] = helper
+            agent.handle.send(NodeAgent.watch_helper, helper)
 
-    async def outlive(self, node: str) -> str:
-        """Waits for the end of the node's agent. Returns what became of it.
-
-        Raises:
-            ActorUnschedulableError: Ray starts none there.
-        """
-        try:
-            await self._agents[node].handle.send(NodeAgent.wait)
-        except ActorUnschedulableError:
-            raise
-        except Exception as error:
-            return type(error).__name__
-        return "it returned"
+    # -- leases ------------------------------------------------------------------------------------
 
     def renew(self, node: str, token: str) -> bool:
         """Renews the lease of a node. Returns False for an agent that was forgotten.
@@ -138,21 +231,34 @@ class NodeAgents:
 
     def _renew(self, node: str, token: str) -> bool:
         agent = self._agents.get(node)
-        if agent is None or agent.token != token:
+        if agent is None:
             return False
-        self._renewed_s[node] = self._clock.awake_s
-        return True
+        if agent.token == token:
+            agent.renewed_s, agent.unheard_s = self._clock.awake_s, None
+            return True
+        # Of one that has ended its last words come late. It holds no lease, and is no reason to end
+        # the workers of the next one.
+        return token in agent.earlier
 
-    def overdue(self, now_s: float) -> dict[str, float]:
-        """Nodes whose lease has run out by `now_s` of the monotonic clock, with its age."""
-        awake_s = self._clock.tick(now_s)
-        return decide_lost_nodes(self._renewed_s, awake_s, self._health.node_timeout_s)
+    def overdue(self, now_s: float) -> dict[str, str]:
+        """Nodes that were not heard in time by `now_s` of the monotonic clock, and why not."""
+        awake_s, timeout_s = self._clock.tick(now_s), self._health.node_timeout_s
+        agents = self._agents.items()
+        renewed_s = {node: a.renewed_s for node, a in agents if a.renewed_s is not None}
+        unheard_s = {node: a.unheard_s for node, a in agents if a.unheard_s is not None}
+        silent = decide_lost_nodes(renewed_s, awake_s, timeout_s)
+        late = decide_lost_nodes(unheard_s, awake_s, START_S)
+        limit = f"health.node_timeout_s = {timeout_s:g}"
+        why = {n: f"its node was not heard for {s:.1f} s ({limit})" for n, s in silent.items()}
+        why |= {n: f"its agent ended, and none was heard for {s:.1f} s" for n, s in late.items()}
+        return why
 
-    def forget(self, node: str, token: str | None = None) -> bool:
-        """Forgets the node's agent; with `token`, only that one. Returns whether it was known."""
-        agent = self._agents.get(node)
-        if agent is None or token not in (None, agent.token):
-            return False
-        del self._agents[node]
-        self._renewed_s.pop(node, None)
-        return True
+
+def _raylet_has_ended(node: str) -> bool:
+    """Ray itself may take half a minute to say so."""
+    try:
+        address = raylet_of(node)
+    except Exception as error:  # Ray may be unreachable for a while
+        log.warning("whether the raylet of node %s lives is not known: %s", node, error)
+        return False
+    return address is None or find_reach(address) == "refuses"

@@ -45,7 +45,11 @@ class Arrivals:
         self.hellos += 1
         self._records.note(
             events.WorkerJoined(
-                time=time.time(), worker=identity.worker, node=identity.node, pid=identity.pid
+                time=time.time(),
+                worker=identity.worker,
+                node=identity.node,
+                pid=identity.pid,
+                born_ticks=identity.born_ticks,
             )
         )
         self.put_off_start()

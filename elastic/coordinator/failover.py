@@ -80,7 +80,13 @@ class Failover:
         for worker, joined in expected.items():
             if worker not in self._standings:
                 self._workers.watch(
-                    Identity(worker=worker, rank=_SEAT_UNKNOWN, node=joined.node, pid=joined.pid)
+                    Identity(
+                        worker=worker,
+                        rank=_SEAT_UNKNOWN,
+                        node=joined.node,
+                        pid=joined.pid,
+                        born_ticks=joined.born_ticks,
+                    )
                 )
         await asyncio.gather(
             self._dispatcher.until(

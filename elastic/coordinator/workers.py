@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import time
 from collections.abc import Collection, Iterable, Mapping
-
-import ray
-from ray import ObjectRef
-from ray.exceptions import ActorUnschedulableError
 
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.config import CoordinatorConfig
@@ -59,7 +54,7 @@ class Workers:
         self.draining_nodes: set[str] = set()
         """Machines that will go."""
         self._draining: set[str] = set()
-        self._watches: dict[str, ObjectRef[None]] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
         self._unwatched: set[str] = set()
         self._ended: set[tuple[str, int]] = set()
         """Node and process of workers whose end Ray has seen."""
@@ -76,16 +71,16 @@ class Workers:
         self.started[identity.worker] = identity
         token = self._agents.start(identity.node, own_handle())
         if token is not None:
-            self._dispatcher.spawn(self._await_agent(identity.node, token))
+            self._dispatcher.spawn(self._keep_agent(identity.node, token))
             if self._in_memory:
                 self._snapshots.node_joined(identity.node)
-        self._watches[identity.worker] = self._agents.watch(identity)
+        watching = self._agents.watch(identity)
+        self._watches[identity.worker] = asyncio.get_running_loop().create_task(watching)
 
     async def until_watched(self, worker: str) -> None:
         """Waits until the agent of its node watches `worker`, where it has one."""
         if worker in self._watches:
-            with contextlib.suppress(ActorUnschedulableError):
-                await self._watches.pop(worker)
+            await self._watches.pop(worker)
 
     # -- machines that go --------------------------------------------------------------------------
 
@@ -194,14 +189,12 @@ class Workers:
     async def expel(self, worker: str) -> None:
         """Ends the process of a worker that a coordinator before this one has written off."""
         identity = self.started.pop(worker)
-        with contextlib.suppress(ray.exceptions.RayError):
-            await self.until_watched(worker)
-        self._agents.signal(identity, signal.SIGKILL)
+        await self._agents.signal(identity, signal.SIGKILL)
 
     def signal(self, worker: str, number: int) -> None:
         """Sends a signal to the process of a worker, where it has started."""
         if worker in self.started:
-            self._agents.signal(self.started[worker], number)
+            self._dispatcher.spawn(self._agents.signal(self.started[worker], number))
 
     async def lose_laggards(self, called: Mapping[str, Signal]) -> None:
         """Ends the workers that have not followed a call in time, and are stuck."""
@@ -236,36 +229,43 @@ class Workers:
             if identity.node in self._unwatched and (identity.node, identity.pid) in self._ended:
                 await self.lose(worker, CRASH, f"process {identity.pid} ended, as Ray saw")
 
-    async def _await_agent(self, node: str, token: str) -> None:
-        """Ends when the node's agent does: its workers are lost with it.
+    async def _keep_agent(self, node: str, token: str) -> None:
+        """Starts another agent whenever the node's has ended; its workers go on. They are lost
+        where agents keep ending there, or Ray starts none as the machine is gone.
 
-        Ray starts nothing on a machine that it drains. A coordinator that is started anew meanwhile
-        gets no agent there. Its workers have until their machine goes, and Ray sees their end.
+        Ray starts nothing either on a machine that it drains. A coordinator that is started anew
+        meanwhile gets no agent there. Its workers have until their machine goes, and Ray sees
+        their end.
         """
-        try:
-            end = await self._agents.outlive(node)
-        except ActorUnschedulableError:
-            end = "Ray starts none there"
-            if node in await asyncio.to_thread(live_nodes):
-                log.warning("the workers on node %s are not watched: Ray drains it", node)
-                self._unwatched.add(node)
-                self._agents.forget(node, token)
-                self._snapshots.node_lost(node)  # nor a holder of what lies there
-                await self.lose_unwatched(())
+        while True:
+            end, how = await self._agents.outlive(node)
+            again = self._agents.ended(node, token, time.monotonic())
+            if again is None or self._membership.stopped is not None:
                 return
-        if self._agents.forget(node, token):
-            await self.lose_node(node, f"its node agent is gone: {end}")
+            if end != "ended":
+                break
+            self._records.note(events.AgentEnded(time=time.time(), node=node, detail=how))
+            if not again:
+                break
+            workers = [self.started[worker] for worker in self._on(node)]
+            token = self._agents.start_next(node, own_handle(), workers)
+        self._agents.forget(node)
+        if end == "refused" and node in await asyncio.to_thread(live_nodes):
+            log.warning("the workers on node %s are not watched: Ray drains it", node)
+            self._unwatched.add(node)
+            self._snapshots.node_lost(node)  # nor a holder of what lies there
+            await self.lose_unwatched(())
+        else:
+            so_often = "s keep ending, the last one" if end == "ended" else " is gone"
+            await self.lose_node(node, f"its node agent{so_often}: {how}")
 
     async def _check_leases(self) -> None:
         """Loses the nodes that were not heard of in time, for as long as the run lasts."""
         await self._agents.listen()
-        limit_s = self._health.node_timeout_s
         while True:
             await asyncio.sleep(self._agents.check_interval_s)
-            for node, age_s in self._agents.overdue(time.monotonic()).items():
+            overdue = self._agents.overdue(time.monotonic())
+            for node in overdue:
                 self._agents.forget(node)
-                await self.lose_node(
-                    node,
-                    f"its node was not heard for {age_s:.1f} s "
-                    f"(health.node_timeout_s = {limit_s:g})",
-                )
+            for node, why in overdue.items():
+                await self.lose_node(node, why)

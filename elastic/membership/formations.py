@@ -2,8 +2,9 @@
 
 Spares, survivors of broken replicas and replacements wait in the pool. Whenever it holds enough for
 a missing replica, or for the successor of one that will leave, one is formed while the others
-train. Where no replica is left whole, the survivors may still hold a whole copy between them: then
-they become one (`reassembly.py`).
+train. So is one on a single node in the place of one on several (`topology.py`). Where no replica
+is left whole, the survivors may still hold a whole copy between them: then they become one
+(`reassembly.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from elastic.membership.decisions import GroupConfig
 from elastic.membership.places import Places
 from elastic.membership.progress import Progress
 from elastic.membership.reassembly import find_copy, plan_reassembly
-from elastic.protocol.messages import Report
+from elastic.membership.topology import holds_together, plan_seats
+from elastic.protocol.messages import Identity, Report
 from elastic.protocol.roster import Replica, find_room, plan_formations
 
 
@@ -26,6 +28,7 @@ class Formations:
         progress: when the run went back last.
         places: who has a place; it changes with every formation.
         waiting: the workers that wait in `join`, with their reports: a view.
+        members: all workers, with their nodes: a view.
     """
 
     def __init__(
@@ -34,9 +37,10 @@ class Formations:
         progress: Progress,
         places: Places,
         waiting: Mapping[str, Report],
+        members: Mapping[str, Identity],
     ) -> None:
         self._config, self._progress = config, progress
-        self._places, self._waiting = places, waiting
+        self._places, self._waiting, self._members = places, waiting, members
         self.begun = 0
         """Replicas that ever began to form."""
         self._start_workers = config.start_workers
@@ -91,15 +95,42 @@ class Formations:
         self.expect(self._config.min_replicas * self._config.workers_per_replica)
 
     def from_pool(self) -> tuple[Replica, ...]:
-        """Forms the replicas that there is room and workers for, of neighbours in rank."""
-        config, places = self._config, self._places
+        """Forms the replicas that there is room and workers for."""
         least = self._start_workers if self.begun == 0 else 1
-        if len(places.idle) < max(least, config.workers_per_replica):
+        if len(self._places.idle) < max(least, self._config.workers_per_replica):
             return ()
         if self._room <= 0:
-            return ()
-        ranks = {worker: self._waiting[worker].identity.rank for worker in places.idle}
-        return self._form(sorted(places.idle, key=lambda worker: (ranks[worker], worker)))
+            return self._succeed_a_straddling_one()
+        return self._form(self._choose_from_pool())
+
+    def _choose_from_pool(self) -> list[str]:
+        """Tensor groups are not split over nodes: where a node holds one at all, workers rather
+        wait for their like. But the run does not wait for that below `min_replicas`."""
+        config, places, tensor = self._config, self._places, self._config.dims.tensor
+        seats = self._plan_seats(places.idle, tensor, self._room)
+        chosen = [worker for seat in seats for worker in seat]
+        left = places.idle.difference(chosen)
+        if tensor > 1 and len(left) >= config.workers_per_replica:
+            most = self._room - len(seats)
+            if holds_together(self._members.values(), tensor):
+                most = min(most, config.min_replicas - places.whole - len(seats))
+            for seat in self._plan_seats(left, 1, most):
+                chosen.extend(seat)
+        return chosen
+
+    def _succeed_a_straddling_one(self) -> tuple[Replica, ...]:
+        """Forms a replica on one node, where there are the workers, in the place of one on several:
+        that leaves when this has the state (`plan_departures`)."""
+        straddling = self._places.straddling
+        if straddling:
+            for seat in self._plan_seats(self._places.idle, self._config.workers_per_replica, 1):
+                return self._form(seat, moving=len(straddling))
+        return ()
+
+    def _plan_seats(self, pool: Iterable[str], together: int, most: int) -> list[tuple[str, ...]]:
+        free = [self._waiting[worker].identity for worker in pool]
+        size = self._config.workers_per_replica
+        return plan_seats(free, size=size, together=together, most=most)
 
     def from_survivors(self, members: Iterable[str]) -> tuple[Replica, ...] | None:
         """One replica that goes on with what its workers hold, where none that stands has state.
@@ -165,12 +196,14 @@ class Formations:
                 self._broken.append(youngest)
             places.take_apart(youngest.workers)
 
-    def _form(self, pool: Sequence[str]) -> tuple[Replica, ...]:
+    def _form(self, pool: Sequence[str], *, moving: int = 0) -> tuple[Replica, ...]:
+        """Forms replicas of `pool`, one after the other. Beside those that will leave, `moving`
+        others may have a successor."""
         places = self._places
         replicas = plan_formations(
             pool=pool,
             taken={r.index for r in (*places.standing.values(), *places.forming.values())},
-            draining=len(places.draining),
+            draining=len(places.draining) + moving,
             max_replicas=self._config.max_replicas,
             workers_per_replica=self._config.workers_per_replica,
             next_number=self.begun + 1,

@@ -73,8 +73,8 @@ class Membership:
         self.until = config.steps
         """Steps at which it ends."""
         self.calls, self.heals = Calls(), Heals()
-        self.places = Places(self.waiting.keys())
-        self.formations = Formations(config, progress, self.places, self.waiting)
+        self.places = Places(self.waiting.keys(), self.members, config.dims.tensor)
+        self.formations = Formations(config, progress, self.places, self.waiting, self.members)
         self._meet = meet
         self._lost: set[str] = set()
         self._torn: set[str] = set()
@@ -191,7 +191,7 @@ class Membership:
         """
         self.winding_down = winding_down
         self.until = self.config.steps if until is None else until
-        self.members = {s.identity.worker: s.identity for s in standings}
+        self.members.update({s.identity.worker: s.identity for s in standings})
         self.calls.resume(standings)
         found = plan_resumption(
             standings,
@@ -335,11 +335,11 @@ class Membership:
             effects.called = "fault"
             self._signal_roster("fault", effects)
         elif self.call is None and not self._some_finished:
-            least = self.config.min_replicas
+            least, most = self.config.min_replicas, self.config.max_replicas
             if self.winding_down:
                 effects.called = "stop" if self.until == self.config.steps else None
             else:
-                effects.called = decide_planned(self.places, self.heals, least)
+                effects.called = decide_planned(self.places, self.heals, least, most)
             if effects.called is not None:
                 self._signal_roster("boundary", effects)
 
@@ -362,7 +362,8 @@ class Membership:
             needed = self.config.min_replicas * self.config.workers_per_replica
             effects.short_of = 0 if self.formations.begun == 0 else max(0, needed - here)
             return
-        leaving = plan_departures(places, self.heals, self.config.min_replicas)
+        least, most = self.config.min_replicas, self.config.max_replicas
+        leaving = plan_departures(places, self.heals, least, most)
         draining = {replica.formed for replica in leaving}
         present = [*places.standing.values(), *places.ready]
         able = [replica for replica in present if replica.formed not in draining]

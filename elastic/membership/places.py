@@ -7,8 +7,10 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
+from elastic.membership.topology import Spread, find_spread
+from elastic.protocol.messages import Identity
 from elastic.protocol.roster import Replica
 
 
@@ -17,10 +19,12 @@ class Places:
 
     Args:
         here: the workers that wait in `join`: a view that changes as they come and go.
+        members: all workers, with their nodes: a view as well.
+        tensor: workers in a tensor group.
     """
 
-    def __init__(self, here: Set[str]) -> None:
-        self._here = here
+    def __init__(self, here: Set[str], members: Mapping[str, Identity], tensor: int) -> None:
+        self._here, self._members, self._tensor = here, members, tensor
         self.standing: dict[int, Replica] = {}
         """Formation -> replica of the roster that is still whole, in order of position."""
         self.forming: dict[int, Replica] = {}
@@ -31,6 +35,8 @@ class Places:
         """Workers that wait and have no place: spares, survivors, replacements."""
         self.retired: set[str] = set()
         """Workers that get no place any more."""
+        self._straddling: dict[int, Spread] = {}
+        """Replicas, standing or forming, that are on more than one node."""
         self._unbuilt: dict[int, set[str]] = {}
         self._of: dict[str, Replica] = {}
 
@@ -61,6 +67,16 @@ class Places:
         replicas = (self._of.get(worker) for worker in self.retired)
         formed = {replica.formed for replica in replicas if replica is not None}
         return [replica for number, replica in self.standing.items() if number in formed]
+
+    @property
+    def straddling(self) -> list[Replica]:
+        """Standing replicas on more than one node that are not `draining`, the worst first."""
+        if not self._straddling:
+            return []
+        draining = {replica.formed for replica in self.draining}
+        found = [f for f in self._straddling if f in self.standing and f not in draining]
+        found.sort(key=lambda formed: self._straddling[formed], reverse=True)
+        return [self.standing[formed] for formed in found]
 
     @property
     def unready(self) -> int:
@@ -115,6 +131,7 @@ class Places:
     def _dissolve(self, replica: Replica) -> Replica:
         self.standing.pop(replica.formed, None)
         self._unbuilt.pop(replica.formed, None)
+        self._straddling.pop(replica.formed, None)
         for other in replica.workers:
             del self._of[other]
         self.absent.difference_update(replica.workers)
@@ -130,6 +147,9 @@ class Places:
         for replica in replicas:
             self.forming[replica.formed] = replica
             self._unbuilt[replica.formed] = set(replica.workers)
+            spread = find_spread(replica.workers, self._members, self._tensor)
+            if spread.nodes > 1:
+                self._straddling[replica.formed] = spread
             self._of.update(dict.fromkeys(replica.workers, replica))
             self.idle.difference_update(replica.workers)
 

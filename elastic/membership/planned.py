@@ -8,12 +8,17 @@ from elastic.protocol.events import RegroupReason
 from elastic.protocol.roster import Replica
 
 
-def plan_departures(places: Places, heals: Heals, min_replicas: int) -> list[Replica]:
-    """Replicas on machines that will go and that the others can do without."""
+def plan_departures(
+    places: Places, heals: Heals, min_replicas: int, max_replicas: int
+) -> list[Replica]:
+    """Replicas that the others can do without: on machines that will go; and those on several nodes
+    for which others, each on one node, have formed beside them and have the state."""
     draining = places.draining
     gone = {replica.formed for replica in draining} | heals.behind
     remaining = sum(formed not in gone for formed in places.standing)
-    return draining if remaining >= max(1, min_replicas) else []
+    surplus = 0 if heals.behind else max(0, remaining - max_replicas)
+    leaving = draining if remaining >= max(1, min_replicas) else []
+    return [*leaving, *places.straddling[:surplus]]
 
 
 def all_copies_go(places: Places, heals: Heals) -> bool:
@@ -22,10 +27,13 @@ def all_copies_go(places: Places, heals: Heals) -> bool:
     return bool(having) and not any(places.retired.isdisjoint(r.workers) for r in having)
 
 
-def decide_planned(places: Places, heals: Heals, min_replicas: int) -> RegroupReason | None:
+def decide_planned(
+    places: Places, heals: Heals, min_replicas: int, max_replicas: int
+) -> RegroupReason | None:
     """Why to regroup after a step. A heal is not disturbed for a replica that could join later."""
-    if plan_departures(places, heals, min_replicas):
-        return "drain"
+    leaving = plan_departures(places, heals, min_replicas, max_replicas)
+    if leaving:
+        return "move" if leaving[0] in places.straddling else "drain"
     if heals.again:
         return "heal"
     if heals.behind:

@@ -14,6 +14,9 @@ agent that was written off hears so in the answer to its next call, ends what is
 
     lease runs out at the coordinator: its workers are lost, it is forgotten ──► False to its beats
     lease runs out here: the workers are killed ──► their deaths wait to be told
+
+An agent whose own process ends costs nobody anything: the coordinator starts another, which takes
+the same workers and helpers up and reports those that have ended in between.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 
 import ray
 from ray import ObjectRef
@@ -32,7 +36,7 @@ from elastic.node.beats import BeatSender
 from elastic.node.process_watch import ProcessWatch
 from elastic.protocol.causes import HANG, NODE
 from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.messages import Death, Identity
+from elastic.protocol.messages import Death, Helper, Identity
 from elastic.protocol.rpc import Remote
 from elastic.providers.node_watches import start_watches
 from elastic.providers.tell import tell_coordinator
@@ -49,7 +53,7 @@ _MOST_UNANSWERED = 2
 
 
 class NodeAgent:
-    """Watches a node's workers and renews its lease. The coordinator makes one per node.
+    """Watches a node's workers and renews its lease. The coordinator makes one per node at a time.
 
     Args:
         coordinator: the run's.
@@ -58,6 +62,8 @@ class NodeAgent:
         address: host and port on which the coordinator's process listens.
         beats: host and port of its socket for beats.
         health: bounds.
+        workers: of this node, which an agent before this one has watched.
+        helpers: of this node, likewise.
     """
 
     def __init__(
@@ -68,6 +74,8 @@ class NodeAgent:
         address: tuple[str, int],
         beats: tuple[str, int],
         health: HealthConfig,
+        workers: Iterable[Identity] = (),
+        helpers: Iterable[Helper] = (),
     ) -> None:
         self._coordinator, self._node, self._token = coordinator, node, token
         self._address, self._health = address, health
@@ -84,6 +92,11 @@ class NodeAgent:
         self._heard_s = 0.0
         """Awake time up to which the coordinator is known to have been in reach."""
         self._run_over = False
+        self._waiter = threading.Event()
+        for worker in workers:
+            self.watch(worker)
+        for helper in helpers:
+            self.watch_helper(helper)
         self._watches = start_watches(node, self._announce)
         threading.Thread(target=self._run, name="node-agent", daemon=True).start()
 
@@ -94,25 +107,32 @@ class NodeAgent:
 
     def watch(self, identity: Identity) -> None:
         """Watches a worker of this node from now on; reports it at once where it has ended."""
-        self._processes.watch(identity.worker, identity.pid, identity.heartbeat_fd)
+        self._processes.watch(
+            identity.worker, identity.pid, identity.heartbeat_fd, identity.born_ticks
+        )
 
-    def watch_helper(self, helper: str, pid: int) -> None:
+    def watch_helper(self, helper: Helper) -> None:
         """Watches a helper of this node (`elastic/node/helpers.py`) from now on.
 
         It is killed where it is frozen; where it ends, those who wait for it know."""
-        self._helpers.watch(helper, pid, heartbeat_fd=None)
+        self._helpers.watch(helper.name, helper.pid, None, helper.born_ticks)
 
-    def signal(self, worker: str, number: int) -> None:
-        """Sends a signal to the process of `worker`, if it is one of this node's and still runs."""
-        self._processes.signal(worker, number)
+    def signal(self, identity: Identity, number: int) -> None:
+        """Sends a signal to the process of a worker of this node, if it still runs. It may have
+        been written off before this agent was there to watch it."""
+        self.watch(identity)
+        self._processes.signal(identity.worker, number)
 
     def position(self, worker: str) -> Position | None:
         """Where a worker of this node is in its work; None where that is not known."""
         return self._processes.position(worker)
 
     def wait(self) -> None:
-        """Never returns: a pending call to it fails when this agent is lost."""
-        threading.Event().wait()
+        """Does not return before it is called again: a pending call to it fails when this agent is
+        lost."""
+        before, self._waiter = self._waiter, threading.Event()
+        before.set()
+        self._waiter.wait()
 
     def _run(self) -> None:
         try:
@@ -187,7 +207,7 @@ class NodeAgent:
 
     def _fence(self, silent_s: float, now_s: float) -> None:
         """Kills the workers where this node is cut off."""
-        reach, timeout_s = _reach(self._address), self._health.node_timeout_s
+        reach, timeout_s = find_reach(self._address), self._health.node_timeout_s
         cut_off = decide_cut_off(reach, silent_s, timeout_s)
         if cut_off:
             detail = (
@@ -204,7 +224,8 @@ class NodeAgent:
         os._exit(0)
 
 
-def _reach(address: tuple[str, int]) -> Reach:
+def find_reach(address: tuple[str, int]) -> Reach:
+    """What becomes of an attempt to connect to `address`, host and port. It may take a second."""
     try:
         socket.create_connection(address, timeout=_PROBE_TIMEOUT_S).close()
     except ConnectionRefusedError:

@@ -10,15 +10,19 @@ from __future__ import annotations
 import os
 
 from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.messages import Helper
 from elastic.protocol.rpc import Remote
+from health.process import read_born_ticks
 
 
-def announce(coordinator: Remote[CoordinatorApi], node: str, helper: str) -> None:
+def announce(coordinator: Remote[CoordinatorApi], node: str, name: str) -> None:
     """Has this process watched by the agent of its node. Each helper calls it once, as it starts.
 
     Args:
         coordinator: the run's.
         node: Ray's id of this node.
-        helper: what it is, in words.
+        name: what it is, in words.
     """
-    coordinator.call(CoordinatorApi.helper_started, node, helper, os.getpid())
+    pid = os.getpid()
+    helper = Helper(name=name, pid=pid, born_ticks=read_born_ticks(pid))
+    coordinator.call(CoordinatorApi.helper_started, node, helper)

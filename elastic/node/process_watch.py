@@ -22,7 +22,7 @@ from elastic.protocol.messages import Death
 from health.diagnosis import History, Sample, decide_frozen, observe
 from health.heartbeat import NO_STEP, HeartbeatReader, Record
 from health.laggards import Position
-from health.process import read_state
+from health.process import read_born_ticks, read_state
 from trainer.loop.phases import PHASES
 
 _WAITING = frozenset(map(PHASES.index, ("reduce", "in_commit")))
@@ -35,7 +35,7 @@ class _Process:
 
     worker: str
     pid: int
-    heartbeat: HeartbeatReader | None
+    heartbeat: HeartbeatReader | None = None
     history: History | None = None
     reported: bool = False
     """Its death was reported already, before the process came to its end."""
@@ -55,20 +55,42 @@ class ProcessWatch:
         self._poll = select.epoll()
         self._lock = threading.Lock()  # a pidfd may not be closed, and reused, while one signals it
 
-    def watch(self, worker: str, pid: int, heartbeat_fd: int | None) -> None:
-        """Watches process `pid`, which is `worker`, from now on."""
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            detail = "its process was gone when the watch began"
-            self._already_dead.append(Death(worker=worker, cause=CRASH, detail=detail))
-            return
-        heartbeat = None
-        with contextlib.suppress(OSError):
-            heartbeat = None if heartbeat_fd is None else HeartbeatReader(pid, heartbeat_fd)
+    def watch(
+        self, worker: str, pid: int, heartbeat_fd: int | None, born_ticks: int | None = None
+    ) -> None:
+        """Watches process `pid`, which is `worker`, from now on; reports it where it has ended.
+        Twice does no harm, and the second time may bring the heartbeat.
+
+        Args:
+            worker: its name.
+            pid: its id.
+            heartbeat_fd: descriptor of its heartbeat, if it has one.
+            born_ticks: when it was started (`health.process`), where that is known: a process of
+                the same id that was not is another one, and this one has ended.
+        """
         with self._lock:
-            self._processes[pidfd] = _Process(worker=worker, pid=pid, heartbeat=heartbeat)
-        self._poll.register(pidfd, select.EPOLLIN)
+            watched = next(
+                (p for p in self._processes.values() if (p.worker, p.pid) == (worker, pid)), None
+            )
+            if watched is None:
+                watched = self._open(worker, pid, born_ticks)
+            if watched is not None and watched.heartbeat is None and heartbeat_fd is not None:
+                with contextlib.suppress(OSError):
+                    watched.heartbeat = HeartbeatReader(pid, heartbeat_fd)
+
+    def _open(self, worker: str, pid: int, born_ticks: int | None) -> _Process | None:
+        """Begins to watch a process; None where it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            # Read after it was opened: whose id has a new owner by now has ended, too.
+            if born_ticks is None or read_born_ticks(pid) == born_ticks:
+                process = self._processes[pidfd] = _Process(worker=worker, pid=pid)
+                self._poll.register(pidfd, select.EPOLLIN)
+                return process
+            os.close(pidfd)
+        detail = "its process was gone when the watch began"
+        self._already_dead.append(Death(worker=worker, cause=CRASH, detail=detail))
+        return None
 
     def signal(self, worker: str, number: int) -> None:
         """Sends a signal to the process of `worker`, if it is one of this node's and still runs."""

@@ -14,6 +14,7 @@ from elastic.protocol.events import Event, RunOutcome, StepRecord
 from elastic.protocol.messages import (
     Answer,
     Death,
+    Helper,
     Identity,
     Recorded,
     Report,
@@ -48,8 +49,9 @@ class WorkerCalls(Protocol):
             "peer": join again; "own": the worker is written off and must exit.
         """
 
-    async def fail(self, error: str) -> None:
-        """Ends the run with an error that no retry can mend."""
+    async def fail(self, error: str, worker: str | None = None) -> None:
+        """Ends the run with an error that no retry can mend. What `worker` says does not count
+        where it was written off."""
 
     async def record(self, steps: list[StepRecord], happened: list[Event]) -> Recorded:
         """Committed steps from the lead worker, events from any; steps known already are passed
@@ -132,8 +134,8 @@ class NodeCalls(Protocol):
             False: the node was written off; the agent ends its workers and leaves.
         """
 
-    async def helper_started(self, node: str, helper: str, pid: int) -> None:
-        """A helper of a node has started, as process `pid`: it is watched from now on."""
+    async def helper_started(self, node: str, helper: Helper) -> None:
+        """A helper of a node has started: it is watched from now on."""
 
     async def helper_killed(self, node: str, helper: str, detail: str) -> None:
         """A helper was frozen, and its node's agent has killed it."""

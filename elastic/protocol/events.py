@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from elastic.protocol.causes import Cause
 
-RegroupReason = Literal["fault", "grow", "heal", "drain", "stop"]
+RegroupReason = Literal["fault", "grow", "heal", "drain", "move", "stop"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
 RunOutcome = Literal["finished", "stopped", "failed", "interrupted"]
 
@@ -75,6 +75,8 @@ class WorkerJoined(Event):
     """Node it runs on."""
     pid: int
     """Its process id on that node."""
+    born_ticks: int | None
+    """When that process was started, in clock ticks since the node was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,8 @@ class RegroupCalled(Event):
     """Generation of the roster to come."""
     reason: RegroupReason
     """Why. `grow`: a formed replica enters, without lanes. `heal`: newcomers have the state and get
-    lanes, or a heal failed and is begun again. `drain`: machines that will go are left."""
+    lanes, or a heal failed and is begun again. `drain`: machines that will go are left. `move`: a
+    replica on several nodes is left, in favour of one that has formed on a single one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +304,17 @@ class SnapshotFailed(Event):
     """Steps it contained."""
     reason: str
     """Why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentEnded(Event):
+    """The process of a node's agent has ended. Another one takes the node's workers up, unless that
+    keeps happening: then the node is lost."""
+
+    node: str
+    """The node."""
+    detail: str
+    """What Ray says of it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,22 @@ class Identity:
     """Ray's id of its node."""
     pid: int
     """Its process on that node."""
+    born_ticks: int | None = None
+    """When that was started (`health.process`): a later process may have the same id."""
     heartbeat_fd: int | None = None
     """Descriptor of its heartbeat in that process (`health.heartbeat`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Helper:
+    """A helper of a node (`elastic/node/helpers.py`)."""
+
+    name: str
+    """What it is, in words."""
+    pid: int
+    """Its process on that node."""
+    born_ticks: int | None
+    """When that was started, as in `Identity`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,6 +107,14 @@ def process_of(actor: Remote[object]) -> tuple[int, bool] | None:
     return int(row["Pid"]), here
 
 
+def raylet_of(node: str) -> tuple[str, int] | None:
+    """Host and port of the raylet on `node` (Ray's id); None where Ray knows that it is gone."""
+    for row in ray.nodes():
+        if row["NodeID"] == node and row["Alive"]:
+            return row["NodeManagerAddress"], row["NodeManagerPort"]
+    return None
+
+
 def live_nodes() -> list[str]:
     """Ray's ids of the nodes that it believes alive."""
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]

@@ -19,6 +19,7 @@ from statistics import median
 from typing import TextIO
 
 from elastic.protocol.events import (
+    AgentEnded,
     BelowMinimum,
     CheckpointCommitted,
     CheckpointFailed,
@@ -118,6 +119,8 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             )
         case HealFailed():
             return f"heal of {event.slot} from replica {event.source} failed: {event.reason}"
+        case AgentEnded():
+            return f"the agent of node {event.node} ended: {event.detail}"
         case HelperKilled():
             return f"killed the {event.helper} of node {event.node}: {event.detail}"
         case StopRequested():

@@ -113,7 +113,7 @@ class CoordinatorLink:
     def fail(self, error: str) -> None:
         """Ends the whole run."""
         self.outbox.flush()
-        self._coordinator.call(CoordinatorApi.fail, error)
+        self._coordinator.call(CoordinatorApi.fail, error, self._identity.worker)
 
     def terminating(self) -> None:
         """This process was sent SIGTERM: it will be killed soon."""

@@ -34,6 +34,7 @@ from elastic.providers.sigterm import on_sigterm
 from elastic.worker.coordinator_link import CoordinatorLink
 from elastic.worker.restoring import restore
 from health.heartbeat import Heartbeat
+from health.process import read_born_ticks
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.rendezvous import Rendezvous
@@ -84,6 +85,7 @@ class Worker:
             rank=rank,
             node=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
+            born_ticks=read_born_ticks(os.getpid()),
             heartbeat_fd=heartbeat.fd,
         )
         job.coordinator.call(CoordinatorApi.hello, self.identity)

@@ -17,6 +17,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from checkpointing import Keys, Reader, newest, open_store, params_sha256
+from elastic.coordinator.agents import START_S
 from elastic.protocol import events
 from elastic.protocol.events import Event
 from elastic.providers.ec2_spot import METADATA_VARIABLE
@@ -25,7 +26,7 @@ from tests.support import ROOT
 from tests.support.draining import announce_drain
 from tests.support.fakes.metadata import serve_metadata
 from tests.support.growing_run import STEPS
-from tests.support.watching import actor_beside, wait_until
+from tests.support.watching import actor_beside
 
 PROGRAM = ROOT / "tests/support/growing_run.py"
 SOAK = pytest.mark.soak
@@ -50,9 +51,9 @@ class GrowingRun:
     leaving: events.WorkerJoined
     """A worker on a machine that is to go."""
 
-    def __init__(self, cluster: Cluster, storage: Path, *, minimum: int, shard: int) -> None:
+    def __init__(self, cluster: Cluster, storage: Path, *sizes: int) -> None:
         self.gate, self.root, self._log = storage / "gate", storage / "run", storage / "log"
-        arguments = [cluster.address, storage, self.gate, 2, minimum, shard]
+        arguments = [cluster.address, storage, self.gate, *sizes]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(PROGRAM), *map(str, arguments)],
@@ -108,10 +109,12 @@ StartRun = Callable[..., GrowingRun]
 def start_run(machines: Cluster, tmp_path: Path) -> Iterator[StartRun]:
     runs: list[GrowingRun] = []
 
-    def start(*, minimum: int = 1, shard: int = 1) -> GrowingRun:
+    def start(
+        *, replicas: int = 2, minimum: int = 1, shard: int = 1, spares: int = 0
+    ) -> GrowingRun:
         storage = tmp_path / str(len(runs))
         storage.mkdir()
-        runs.append(GrowingRun(machines, storage, minimum=minimum, shard=shard))
+        runs.append(GrowingRun(machines, storage, replicas, minimum, shard, spares))
         return runs[-1]
 
     yield start
@@ -269,21 +272,49 @@ def test_a_machine_that_will_go_is_left_with_nothing_repeated(
 
 
 @SOAK
-def test_a_node_agent_dies(machines: Cluster, start_run: StartRun) -> None:
-    """Its workers are written off while they live, and nothing of them breaks: they are told, and
-    end before the run does."""
+def test_a_machine_is_lost_while_another_agent_starts_there(
+    machines: Cluster, start_run: StartRun
+) -> None:
+    """Nobody is left to say so: it is waited for no longer than an agent may take to start."""
+    for _ in range(2):
+        second = machines.add_node(num_cpus=1)
+    run = start_run()
+    (victim,) = [w for w in joined(run.wait_for_replicas(2)) if w.node == second.node_id]
+    os.kill(actor_beside(victim.pid, "NodeAgent"), signal.SIGKILL)
+    run.wait_for(lambda all_: any(isinstance(e, events.AgentEnded) for e in all_))
+    machines.remove_node(second, allow_graceful=False)
+    gone_s = time.time()
+    happened = run.wait_for(lambda all_: bool(lost(all_)))
+    assert [(e.worker, e.cause) for e in lost(happened)] == [(victim.worker, "node")]
+    assert lost(happened)[0].time - gone_s < START_S + 5, lost(happened)
+    run.finish()
+    assert len(lost(run.events())) == 1
+
+
+def has_moved(all_: list[Event]) -> bool:
+    """Whether the roster stands that a replica on several machines was left for."""
+    called = (i for i, e in enumerate(all_) if getattr(e, "reason", None) == "move")
+    return any(isinstance(e, events.RegroupDone) for e in all_[next(called, len(all_)) :])
+
+
+@pytest.mark.slow
+def test_a_replica_on_two_machines_moves_to_one(machines: Cluster, start_run: StartRun) -> None:
+    """There was none with room for it at the start. Nothing is lost by it and nothing repeated."""
     for _ in range(2):
         machines.add_node(num_cpus=1)
-    run = start_run()
-    first = joined(run.wait_for_replicas(2))[0]
-    os.kill(actor_beside(first.pid, "NodeAgent"), signal.SIGKILL)
-    before = len(run.wait_for(lambda all_: bool(lost(all_))))
-    wait_until(lambda: not Path(f"/proc/{first.pid}").exists(), 20.0)
-    happened = run.wait_for(lambda all_: any(map(trains_whole, all_[before:])))
-    assert [(e.worker, e.cause) for e in lost(happened)] == [(first.worker, "node")]
-    assert "its node agent is gone" in lost(happened)[0].detail
-    assert joined(happened)[2].node == first.node
-    assert run.finish() == undisturbed(start_run)
+    run = start_run(replicas=1, shard=2, spares=2)
+    run.wait_for_replicas(1)
+    assert len({worker.node for worker in joined(run.events())}) == 2
+    whole = machines.add_node(num_cpus=2)
+    happened = run.wait_for(has_moved)
+    moved = {worker.worker for worker in joined(happened) if worker.node == whole.node_id}
+    *_, successor = (e for e in happened if isinstance(e, events.ReplicaForming))
+    assert set(successor.workers) == moved
+    assert run.finish() == undisturbed(start_run, 2)
+    assert not lost(run.events())
+    rosters = [e for e in run.events() if isinstance(e, events.RegroupDone)]
+    assert not any(e.repeated_steps or e.lost_steps for e in rosters)
+    assert [sorted(e.lanes) for e in rosters] == [["0"], ["0", "1"], ["0"]]
 
 
 @pytest.fixture

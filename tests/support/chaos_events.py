@@ -19,7 +19,7 @@ from elastic.protocol.events import (
 
 
 def joined(time: float, worker: str) -> WorkerJoined:
-    return WorkerJoined(time=time, worker=worker, node="n", pid=1)
+    return WorkerJoined(time=time, worker=worker, node="n", pid=1, born_ticks=1)
 
 
 def forming(time: float, replica: int, *workers: str) -> ReplicaForming:

@@ -1,7 +1,7 @@
 """A run on a given cluster, slow until a file appears, as a program of its own: a test changes the
 cluster meanwhile.
 
-    python tests/support/growing_run.py ADDRESS STORAGE GATE REPLICAS MIN_REPLICAS SHARD
+    python tests/support/growing_run.py ADDRESS STORAGE GATE REPLICAS MIN_REPLICAS SHARD SPARES
 
 When it ends, STORAGE/left.json lists the processes, actors, placement groups and shared memory that
 it left behind.
@@ -85,8 +85,8 @@ def write_left_behind(storage: str, name: str = "run") -> None:
 
 if __name__ == "__main__":
     address, storage, gate, *numbers = sys.argv[1:]
-    replicas, min_replicas, shard = map(int, numbers)
+    replicas, min_replicas, shard, spares = map(int, numbers)
     ray.init(address=address, log_to_driver=False)
-    sizes = ScalingConfig(max_replicas=replicas, min_replicas=min_replicas)
+    sizes = ScalingConfig(max_replicas=replicas, min_replicas=min_replicas, spares=spares)
     growing_trainer(storage, gate, sizes, shard).fit()
     write_left_behind(storage)

@@ -8,7 +8,8 @@ must hold is in `simulation_checks.py`; a state in which nobody can move is a de
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -38,6 +39,10 @@ class Plan:
     min_replicas: int
     workers_per_replica: int
     start_workers: int
+    further_workers: int
+    """Workers beyond those that the start waits for; whoever comes first is in it."""
+    node_workers: int
+    """Neighbours in rank on one node."""
     lanes: int
     collectives: int
     """Collectives across replicas in a reduce, and in a restore, one after the other."""
@@ -63,18 +68,22 @@ class Plan:
 
     @staticmethod
     def draw(seed: int) -> Plan:
-        """The schedule of a seed; one in five is harder on the coordinator, and one in five of
-        machines with workers of two replicas, of which there are no more."""
+        """The schedule of a seed; one in five is harder on the coordinator, one in five of machines
+        with workers of two replicas, of which there are no more, and one in five of replicas that
+        begin on several nodes, and of whole nodes that come later."""
         rng = random.Random(seed)
         most, each = rng.randint(1, 4), rng.choice([1, 1, 2, 2, 3, 4])
         least = rng.randint(1, most)
         start = rng.randint(least, most) * each + rng.randint(0, 2)
+        machines = random.Random(f"machines of {seed}")
         plan = Plan(
             seed=seed,
             max_replicas=most,
             min_replicas=least,
             workers_per_replica=each,
             start_workers=start,
+            further_workers=machines.choice([0, 0, each, 2 * each]),
+            node_workers=machines.randint(1, 2 * each),
             lanes=most + rng.choice([0, 0, 3]),
             collectives=rng.choice([1, 2, 4]),
             steps=rng.randint(2, 5),
@@ -100,6 +109,18 @@ class Plan:
                 kills=rng.randint(0, 1),
                 drains=rng.randint(1, 4),
                 save_every=rng.choice([None, None, 2, 4]),
+            )
+        if seed % 5 == 2:
+            each = machines.randint(2, 4)
+            return replace(
+                plan,
+                min_replicas=machines.randint(1, plan.max_replicas),
+                workers_per_replica=each,
+                start_workers=plan.max_replicas * each,
+                further_workers=machines.randint(1, 3) * each,
+                node_workers=each + machines.choice([0, 0, 1]),
+                steps=machines.randint(4, 12),
+                kills=machines.randint(0, 2),
             )
         if seed % 5:
             return plan
@@ -143,7 +164,8 @@ class World:
         """Formations that have lost a member."""
         self.taken_apart: set[str] = set()
         """Workers of replicas that somebody with a part of the last copy was taken out of, that
-        made room for what those made, or that were being built when the coordinator was lost."""
+        made room for what those made, that were being built when the coordinator was lost, or that
+        left for one on a single node."""
         self.saved: dict[int, Applied] = {0: ()}
         self.snapshot: tuple[int, Applied] | None = None
         """The newest complete snapshot, which some node of those that hold it has."""
@@ -163,7 +185,7 @@ class World:
         """Dead workers that nobody has told the coordinator of."""
         self.to_kill: list[str] = []
         """Workers written off, to be killed."""
-        self.vacant: list[int] = list(range(plan.start_workers))
+        self.vacant: list[int] = list(range(plan.start_workers + plan.further_workers))
         """Ranks that Ray will start a worker for."""
         self.kills, self.write_offs, self.flakes = plan.kills, plan.write_offs, plan.flakes
         self.drains, self.crashes = plan.drains, plan.crashes
@@ -176,13 +198,30 @@ class World:
         """Of these, who is to end by itself."""
         self.succeeded: set[str] = set()
         """Of these, in whose place another one starts before it is gone."""
-        self.dismissed = 0
+        self.dismissed = self.moves = 0
         self.copies: dict[tuple[int, str], Applied] = {}
         """(generation, worker) -> the state that it sends to newcomers."""
         self.trace: list[str] = []
         self.outcomes: list[str] = []
         self._arrivals = 0
         self._priorities: dict[Any, float] = {}
+
+    # -- machines ----------------------------------------------------------------------------------
+
+    def nodes_of(self, names: Iterable[str]) -> set[str]:
+        """The nodes of these workers."""
+        return {self.workers[name].identity.node for name in names}
+
+    def split_groups(self, names: Sequence[str]) -> int:
+        """Tensor groups of a replica that are on more than one node."""
+        tensor = self.config.dims.tensor
+        groups = (names[at : at + tensor] for at in range(0, len(names), tensor))
+        return sum(len(self.nodes_of(group)) > 1 for group in groups)
+
+    def most_on_a_node(self, names: Iterable[str]) -> int:
+        """The most of these workers that are on one node."""
+        counts = Counter(self.workers[name].identity.node for name in names)
+        return max(counts.values(), default=0)
 
     # -- the scheduler -----------------------------------------------------------------------------
 
@@ -498,7 +537,9 @@ class World:
         self.vacant.remove(rank)
         self._arrivals += 1
         name = f"w{self._arrivals}"
-        self.workers[name] = worker = SimWorker(self, name, rank)
+        self.workers[name] = worker = SimWorker(
+            self, name, rank, f"n{rank // self.plan.node_workers}"
+        )
         worker.wait = next(worker.life)
         return True
 
@@ -618,6 +659,12 @@ class World:
             if effects.regrouped.outcome in ("start", "restore"):
                 self._went_back(effects.regrouped.step, roster.generation)
             self.trace.append(f"ROSTER {effects.regrouped}")
+            places = self.membership.places
+            there = self.broken | places.standing.keys() | places.forming.keys()
+            for replica in placed:
+                if replica.formed not in there and self.drained.isdisjoint(replica.workers):
+                    self.moves += 1
+                    self.taken_apart.update(replica.workers)
             self.outcomes.append(effects.regrouped.outcome)
             for rank in range(self.plan.workers_per_replica):
                 members = tuple(replica.workers[rank] for replica in roster.replicas)

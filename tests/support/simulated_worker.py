@@ -90,9 +90,9 @@ class Progress:
 class SimWorker:
     """One worker's life."""
 
-    def __init__(self, world: World, name: str, rank: int) -> None:
+    def __init__(self, world: World, name: str, rank: int, node: str) -> None:
         self.world, self.name, self.rank = world, name, rank
-        self.identity = Identity(worker=name, rank=rank, node="n", pid=rank)
+        self.identity = Identity(worker=name, rank=rank, node=node, pid=rank)
         self.called = {"fault": 0, "boundary": 0}
         self.heard = self.settled = self.built = 0
         self.answer: Answer | None = None

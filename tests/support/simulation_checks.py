@@ -41,6 +41,22 @@ def check_effects(
     assert len(placed) == len(set(placed)), "a worker in two replicas"
     assert set(placed) <= membership.members.keys(), "a slot without a live worker"
     check_nothing_dropped(world, effects, reports)
+    check_seats(world, effects)
+
+
+def check_seats(world: World, effects: Effects) -> None:
+    """A new replica is on one node where one has room for it, and splits no tensor group where a
+    node holds one, unless the run is short of replicas."""
+    membership, tensor = world.membership, world.config.dims.tensor
+    keep = {n for n, a in effects.answers.items() if isinstance(a, Build) and a.keep}
+    new = [replica for replica in effects.formed if keep.isdisjoint(replica.workers)]
+    whole = membership.places.whole
+    split = [r for r in new if world.split_groups(r.workers)]
+    if split and world.most_on_a_node(membership.members) >= tensor:
+        assert whole - (len(new) - len(split)) <= world.plan.min_replicas, "a needless split"
+    if effects.regrouped is None and any(len(world.nodes_of(r.workers)) > 1 for r in new):
+        room = world.most_on_a_node(membership.places.idle)
+        assert room < world.plan.workers_per_replica, "a node had room for a replica"
 
 
 def check_roster(
@@ -96,11 +112,15 @@ def check_roster(
 
 def check_numbers(world: World, roster: Roster) -> None:
     """No more replicas than `max_replicas` but for those that will leave, whose successors have
-    numbers beyond."""
+    numbers beyond: on machines that go, or on several nodes."""
     most = world.plan.max_replicas
     indices = {replica.index for replica in roster.replicas}
     draining = [r for r in roster.replicas if not world.drained.isdisjoint(r.workers)]
-    assert len(indices) <= most + len(draining) and max(indices) < most_replicas(most)
+    straddling = [
+        r for r in roster.replicas if r not in draining and len(world.nodes_of(r.workers)) > 1
+    ]
+    assert len(indices) <= most + len(draining) + len(straddling)
+    assert max(indices) < most_replicas(most)
     forming = {replica.index for replica in world.membership.places.forming.values()}
     assert max(indices) < most or set(range(most)) <= indices | forming, "a number is free"
 

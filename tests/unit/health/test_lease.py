@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from health.lease import AwakeClock, decide_cut_off, decide_lost_nodes
+from health.lease import AwakeClock, decide_cut_off, decide_hopeless, decide_lost_nodes
 
 
 def test_the_clock_counts_time_between_ticks_on_time() -> None:
@@ -60,3 +60,12 @@ def test_a_slow_coordinator_cuts_off_nobody() -> None:
 def test_a_coordinator_that_has_ended_is_waited_for_longer_than_an_agent_outlives_it() -> None:
     assert not decide_cut_off("refuses", silent_s=30.0, timeout_s=5.0)
     assert decide_cut_off("refuses", silent_s=60.0, timeout_s=5.0)
+
+
+def test_an_agent_that_ended_three_times_within_a_minute_is_not_started_again() -> None:
+    assert not decide_hopeless([0.0])
+    assert not decide_hopeless([0.0, 1.0])
+    assert decide_hopeless([0.0, 1.0, 60.0])
+    assert not decide_hopeless([0.0, 1.0, 60.1])
+    assert not decide_hopeless([0.0, 100.0, 101.0, 170.0])
+    assert decide_hopeless([0.0, 100.0, 101.0, 102.0])

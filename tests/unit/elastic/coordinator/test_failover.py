@@ -83,7 +83,7 @@ def make_records(root: Path, membership: Membership) -> RunLog:
 
 def replayed() -> Replay:
     """The only replica's worker is lost, a spare lives; nothing was saved to the store."""
-    joined = events.WorkerJoined(time=0.0, worker="spare", node="n", pid=2)
+    joined = events.WorkerJoined(time=0.0, worker="spare", node="n", pid=2, born_ticks=1)
     return Replay(
         started=2,
         workers={"spare": joined},

@@ -24,7 +24,7 @@ def started(time: float, start_step: int = 0) -> events.RunStarted:
 
 
 def joined(worker: str) -> events.WorkerJoined:
-    return events.WorkerJoined(time=1.0, worker=worker, node=f"n-{worker}", pid=1)
+    return events.WorkerJoined(time=1.0, worker=worker, node=f"n-{worker}", pid=1, born_ticks=1)
 
 
 def lost(worker: str) -> events.WorkerLost:

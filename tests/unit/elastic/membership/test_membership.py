@@ -55,12 +55,15 @@ class Group:
             config,
             Progress(generation=generation, restore_step=restore_step, snapshot_step=snapshot_step),
         )
+        self.nodes: dict[str, str] = {}
+        """Worker -> its node; "n" where it is not in here."""
         self.built: dict[str, int] = {}
         self.generations: dict[str, int] = {}
 
     def join(self, worker: str, step: int | None = None, **more: Any) -> Effects:
         """A worker joins with what it built last, from the roster that it was in last."""
-        identity = Identity(worker=worker, rank=int(worker[1:]), node="n", pid=1)
+        node = self.nodes.get(worker, "n")
+        identity = Identity(worker=worker, rank=int(worker[1:]), node=node, pid=1)
         built = more.pop("built", self.built.get(worker, 0))
         generation = more.pop("generation", self.generations.get(worker, 0))
         report = Report(identity=identity, built=built, step=step, generation=generation, **more)
@@ -932,6 +935,114 @@ def test_no_fewer_than_the_least_train_while_one_is_replaced() -> None:
     assert run_of(effects, "c2").heals == ((1, 0),)
 
 
+def on_nodes(group: Group, **nodes: str) -> Group:
+    """Says who is where: `m="c2 d3"`."""
+    group.nodes = {worker: node for node, names in nodes.items() for worker in names.split()}
+    return group
+
+
+def boundary(group: Group, step: int, *workers: str) -> Effects:
+    """They leave together after `step` - 1."""
+    for worker in workers:
+        effects = group.join(worker, step=step, last=commit(step - 1, boundary=True))
+    return effects
+
+
+def test_neighbours_on_a_node_are_put_together_before_those_in_rank() -> None:
+    group = on_nodes(Group(replicas=2, each=2), k="a0 d3", m="b1 c2")
+    for worker in ("a0", "b1", "c2"):
+        group.join(worker)
+    effects = group.join("d3")
+    assert [replica.workers for replica in effects.formed] == [("a0", "d3"), ("b1", "c2")]
+
+
+def test_a_tensor_group_is_not_split_while_enough_others_train() -> None:
+    """The survivor on m and the spare on k wait for their like."""
+    group = on_nodes(Group(replicas=2, each=2, start=5), n="a0 b1", m="c2 d3", k="e4 f5")
+    group.start("a0", "b1", "c2", "d3", "e4")
+    group.lose("d3")
+    boundary(group, 5, "a0", "b1")
+    assert group.join("c2", step=4, built=0).formed == []
+    (formed,) = group.join("f5").formed
+    assert formed.workers == ("e4", "f5")
+
+
+def test_a_split_tensor_group_is_better_than_no_training() -> None:
+    group = on_nodes(Group(replicas=1, each=2, start=3), m="a0 b1", k="c2")
+    group.start("a0", "b1", "c2")
+    group.lose("b1")
+    (formed,) = group.join("a0", step=4, built=0).formed
+    assert formed.workers == ("a0", "c2")
+
+
+def test_where_no_node_holds_a_tensor_group_it_is_split() -> None:
+    nodes = {"j": "a0", "k": "b1", "l": "c2", "m": "d3"}
+    group = on_nodes(Group(replicas=2, each=2), **nodes)
+    for worker in ("a0", "b1", "c2"):
+        group.join(worker)
+    effects = group.join("d3")
+    assert [replica.workers for replica in effects.formed] == [("a0", "b1"), ("c2", "d3")]
+
+
+def straddling_group() -> Group:
+    """Replica 0 is whole on n, replica 1 on two nodes, since its like on m is lost."""
+    nodes = {"n": "a0 b1", "m": "c2", "k": "e4", "l": "f5 g6", "o": "h7 i8"}
+    group = on_nodes(Group(replicas=2, each=2, least=2, start=4), **nodes)
+    group.start("a0", "b1", "c2", "e4")
+    return group
+
+
+def test_a_straddling_replica_moves_when_a_whole_seat_is_free() -> None:
+    """One forms on a node beside it and gets the state; then it leaves, at a boundary, with nothing
+    repeated, and its workers are spares."""
+    group = straddling_group()
+    assert group.join("f5").formed == []
+    (formed,) = group.join("g6").formed
+    assert (formed.index, formed.workers) == (2, ("f5", "g6"))
+    effects = group.build("f5", "g6")
+    assert (effects.called, len(effects.signals)) == ("grow", 4)
+    effects = boundary(group, 5, "a0", "b1", "c2", "e4")
+    assert layout(effects) == {0: ("a0", "b1"), 1: ("c2", "e4"), 2: ("f5", "g6")}
+    assert run_of(effects, "f5").heals == ((2, 0),) and group.advance().called is None
+    group.membership.caught_up("f5")
+    assert group.advance().called is None
+    group.membership.caught_up("g6")
+    effects = group.advance()
+    assert effects.called == "move" and set(signals(effects).values()) == {"boundary"}
+    effects = boundary(group, 8, "a0", "b1", "c2", "e4", "f5", "g6")
+    assert layout(effects) == {0: ("a0", "b1"), 1: ("f5", "g6")}
+    assert effects.regrouped is not None
+    assert (effects.regrouped.outcome, effects.regrouped.lost_steps) == ("boundary", 0)
+    assert effects.formed == [] and group.membership.places.idle == {"c2", "e4"}
+    assert group.advance() == Effects()
+
+
+def test_there_is_one_successor_for_each_straddling_replica() -> None:
+    group = straddling_group()
+    for worker in ("f5", "g6", "h7"):
+        group.join(worker)
+    assert group.join("i8").formed == []
+    assert group.membership.places.whole == 3
+    assert [replica.workers for replica in group.lose("f5").formed] == [("h7", "i8")]
+
+
+def test_a_straddling_replica_stays_where_another_one_is_lost() -> None:
+    """Its successor takes the place of that one."""
+    group = straddling_group()
+    group.join("f5")
+    group.join("g6")
+    group.build("f5", "g6")
+    boundary(group, 5, "a0", "b1", "c2", "e4")
+    group.membership.caught_up("f5")
+    group.membership.caught_up("g6")
+    assert group.advance().called == "move"
+    group.lose("a0")
+    for worker in ("c2", "e4", "f5"):
+        group.join(worker, step=6, in_step=True, last=commit(5))
+    effects = group.join("g6", step=6, in_step=True, last=commit(5))
+    assert layout(effects) == {1: ("c2", "e4"), 0: ("f5", "g6")}
+
+
 def test_one_that_has_left_and_is_still_there_is_gone_back_to_rather_than_a_checkpoint() -> None:
     group = Group(replicas=2, start=2)
     group.start("a0", "b1")
@@ -1227,7 +1338,7 @@ def play_all(seeds: range) -> list[World]:
     assert set(outcomes) == {"start", "repeat", "finish_step", "boundary", "restore"}
     for harm in ("kills", "write_offs", "flakes"):
         assert any(getattr(w, harm) < getattr(w.plan, harm) for w in worlds), f"no {harm}"
-    assert any(w.dismissed for w in worlds)
+    assert any(w.dismissed for w in worlds) and any(w.moves for w in worlds)
     return worlds
 
 
@@ -1249,6 +1360,8 @@ TWO_BY_TWO = Plan(
     min_replicas=1,
     workers_per_replica=2,
     start_workers=4,
+    further_workers=0,
+    node_workers=2,
     lanes=2,
     collectives=4,
     steps=2,
@@ -1274,7 +1387,7 @@ def test_collectives_that_fail_on_one_side_in_two_columns_leave_nobody_waiting()
 
 
 def test_these_schedules_read_saved_states_and_fail_to() -> None:
-    worlds = [play(seed) for seed in range(BATCH, 2 * BATCH)]
+    worlds = [play(seed) for seed in range(BATCH, 4 * BATCH)]
     assert any(w.checkpoints_failed for w in worlds)
     assert any(w.snapshots_read for w in worlds) and any(w.snapshots_failed for w in worlds)
 

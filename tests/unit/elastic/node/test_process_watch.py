@@ -14,7 +14,9 @@ import pytest
 from elastic.node.process_watch import ProcessWatch
 from elastic.protocol.causes import CRASH, HANG, NODE
 from elastic.protocol.messages import Death
+from health.process import read_born_ticks, read_state
 from tests.support import ROOT
+from tests.support.watching import wait_until
 
 DEADLINE_S = 30.0
 FREEZE_TIMEOUT_S = 0.5
@@ -87,6 +89,45 @@ def test_a_process_that_was_gone_is_reported() -> None:
     watch.watch("w0", process.pid, None)
     expected = Death(worker="w0", cause=CRASH, detail="its process was gone when the watch began")
     assert deaths(watch) == [expected]
+
+
+def test_a_process_that_ended_and_was_not_waited_for_is_reported_at_once(start: Start) -> None:
+    """The kernel keeps its id until then, and gives a descriptor for it."""
+    watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start("")
+    born = read_born_ticks(process.pid)
+    process.kill()
+    wait_until(lambda: read_state(process.pid) == "Z")
+    watch.watch("w0", process.pid, fd, born)
+    expected = Death(worker="w0", cause=CRASH, detail=f"process {process.pid} ended")
+    assert watch.ended(0) == [expected]
+
+
+def test_a_process_that_has_the_id_of_one_that_ended_is_left_alone(start: Start) -> None:
+    watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start("")
+    born = read_born_ticks(process.pid)
+    assert born is not None
+    watch.watch("w0", process.pid, fd, born - 1)
+    expected = Death(worker="w0", cause=CRASH, detail="its process was gone when the watch began")
+    assert watch.ended(0) == [expected]
+    watch.signal("w0", signal.SIGKILL)
+    os.kill(process.pid, signal.SIGSTOP)
+    assert stays_quiet(watch, 2 * FREEZE_TIMEOUT_S)
+    assert process.poll() is None
+
+
+def test_a_process_that_is_watched_twice_is_reported_once(start: Start) -> None:
+    """The second time may bring its heartbeat: a coordinator that was started anew learns of it
+    from the worker itself."""
+    watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start("")
+    born = read_born_ticks(process.pid)
+    watch.watch("w0", process.pid, None, born)
+    assert watch.position("w0") is None
+    for heartbeat in (fd, fd, None):
+        watch.watch("w0", process.pid, heartbeat, born)
+    assert watch.position("w0") is not None
+    process.kill()
+    assert [death.worker for death in deaths(watch)] == ["w0"]
+    assert stays_quiet(watch, 0.3)
 
 
 @pytest.mark.parametrize("heartbeat", [True, False])

@@ -13,6 +13,7 @@ from elastic.protocol.events import StepRecord
 from elastic.protocol.messages import (
     Build,
     Death,
+    Helper,
     Identity,
     Leave,
     Order,
@@ -40,6 +41,7 @@ ORDER = Order(
 )  # fmt: skip
 ALL = [
     IDENTITY,
+    Helper(name="uploader", pid=42, born_ticks=7),
     Report(identity=IDENTITY),
     Report(
         identity=IDENTITY, built=3, step=5, in_step=True, last=COMMIT, finished=True,
