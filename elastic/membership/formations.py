@@ -2,18 +2,20 @@
 
 Spares, survivors of broken replicas and replacements wait in the pool. Whenever it holds enough for
 a missing replica, or for the successor of one that will leave, one is formed while the others
-train. Where no replica is left whole, the survivors may still hold a whole copy between them: then
-they become one (`reassembly.py`).
+train. What is left of a replica with state comes first: it is made whole (`repairs.py`). Where no
+replica is left whole, the survivors may still hold a whole copy between them: then they become one
+(`reassembly.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.places import Places
 from elastic.membership.progress import Progress
 from elastic.membership.reassembly import find_copy, plan_reassembly
+from elastic.membership.repairs import merge_remnants, plan_repairs
 from elastic.protocol.messages import Report
 from elastic.protocol.roster import Replica, find_room, plan_formations
 
@@ -58,6 +60,8 @@ class Formations:
         longer wait for it: its replacement may take long to come."""
         self._start_workers -= 1
         self._give_up(self._places.lose(worker))
+        if self._room < 0:  # its successor is there already
+            self._places.set_remnants([*self._places.remnants.values()][:-1])
         self._reassembled = False
 
     def retire(self, worker: str) -> None:
@@ -98,8 +102,55 @@ class Formations:
             return ()
         if self._room <= 0:
             return ()
-        ranks = {worker: self._waiting[worker].identity.rank for worker in places.idle}
-        return self._form(sorted(places.idle, key=lambda worker: (ranks[worker], worker)))
+        kept_back = sum(config.workers_per_replica - len(r.workers) for r in places.unrepaired)
+        return self._form(self._pool[kept_back:])
+
+    @property
+    def _pool(self) -> list[str]:
+        """Idle workers, neighbours on the network next to each other."""
+        ranks = {worker: self._waiting[worker].identity.rank for worker in self._places.idle}
+        return sorted(ranks, key=lambda worker: (ranks[worker], worker))
+
+    @property
+    def mendable(self) -> bool:
+        """Whether what is left of some replica can be made whole."""
+        idle, size = len(self._places.idle), self._config.workers_per_replica
+        left, freed = merge_remnants(self._places.unrepaired, idle, size)
+        return any(len(remnant.workers) + idle + len(freed) >= size for remnant in left)
+
+    def repair(self) -> tuple[Replica, ...]:
+        """Has what is left of replicas made whole, as far as there are workers for it. Called where
+        all of them wait."""
+        places, size = self._places, self._config.workers_per_replica
+        unrepaired = places.unrepaired
+        if not unrepaired:
+            return ()
+        left, _ = merge_remnants(unrepaired, len(places.idle), size)
+        others = [each for each in places.remnants.values() if each not in unrepaired]
+        places.set_remnants([*others, *left])
+        return self._begin(plan_repairs(left, self._pool, size, self.begun + 1))
+
+    def repair_here(self) -> tuple[Replica, ...]:
+        """As `repair`, with nobody at work whom the survivors could follow meanwhile."""
+        repaired = self.repair()
+        self._places.forget(worker for replica in repaired for worker in replica.workers)
+        return repaired
+
+    def keep_remnants(self, holders: Set[str], *, entering: Set[str] = frozenset()) -> None:
+        """Of what is left of replicas those go on that are `holders` of the state. A replica that
+        forms of others is given up.
+
+        Args:
+            holders: workers.
+            entering: workers of replicas that enter the roster, and are of remnants no longer.
+        """
+        places = self._places
+        for worker in [*(places.survivors - holders - entering)]:
+            replica = places.of(worker)
+            if replica is not None:
+                places.take_apart([worker])
+                self._give_up(replica)
+        places.keep_remnants(holders - entering)
 
     def from_survivors(self, members: Iterable[str]) -> tuple[Replica, ...] | None:
         """One replica that goes on with what its workers hold, where none that stands has state.
@@ -118,6 +169,7 @@ class Formations:
         if places.absent or any(w not in self._waiting and not places.of(w) for w in members):
             return None
         self._reassembled = True
+        self.keep_remnants(set())
         if self._state_stands():
             return ()
         candidates = places.idle.union(*(r.workers for r in places.standing.values()))
@@ -151,7 +203,8 @@ class Formations:
     def _room(self) -> int:
         """How many more replicas may form."""
         places, most = self._places, self._config.max_replicas
-        return find_room(replicas=places.whole, draining=len(places.draining), max_replicas=most)
+        draining = len(places.draining)
+        return find_room(replicas=len(places.taken), draining=draining, max_replicas=most)
 
     def _make_room(self) -> None:
         """Successors of replicas that broke may have taken all there is: the youngest goes, as none
@@ -169,12 +222,15 @@ class Formations:
         places = self._places
         replicas = plan_formations(
             pool=pool,
-            taken={r.index for r in (*places.standing.values(), *places.forming.values())},
+            taken=places.taken,
             draining=len(places.draining),
             max_replicas=self._config.max_replicas,
             workers_per_replica=self._config.workers_per_replica,
             next_number=self.begun + 1,
         )
+        return self._begin(replicas)
+
+    def _begin(self, replicas: Sequence[Replica]) -> tuple[Replica, ...]:
         self.begun += len(replicas)
-        places.form(replicas)
-        return replicas
+        self._places.form(replicas)
+        return tuple(replicas)

@@ -22,8 +22,17 @@ def all_copies_go(places: Places, heals: Heals) -> bool:
     return bool(having) and not any(places.retired.isdisjoint(r.workers) for r in having)
 
 
-def decide_planned(places: Places, heals: Heals, min_replicas: int) -> RegroupReason | None:
-    """Why to regroup after a step. A heal is not disturbed for a replica that could join later."""
+def decide_planned(
+    places: Places, heals: Heals, min_replicas: int, *, mendable: bool
+) -> RegroupReason | None:
+    """Why to regroup after a step. A heal is not disturbed for a replica that could join later.
+
+    Args:
+        places: who has a place.
+        heals: who lacks state.
+        min_replicas: fewest to train with.
+        mendable: whether what is left of a replica can be made whole.
+    """
     if plan_departures(places, heals, min_replicas):
         return "drain"
     if heals.again:
@@ -31,4 +40,6 @@ def decide_planned(places: Places, heals: Heals, min_replicas: int) -> RegroupRe
     if heals.behind:
         return None
     ready = len(places.forming) > places.unready
-    return "heal" if heals.pairs else "grow" if ready else None
+    if heals.plan:
+        return "heal"
+    return "grow" if ready else "repair" if mendable else None

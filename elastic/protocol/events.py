@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from elastic.protocol.causes import Cause
 
-RegroupReason = Literal["fault", "grow", "heal", "drain", "stop"]
+RegroupReason = Literal["fault", "grow", "heal", "drain", "repair", "stop"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
 RunOutcome = Literal["finished", "stopped", "failed", "interrupted"]
 
@@ -116,7 +116,8 @@ class RegroupCalled(Event):
     """Generation of the roster to come."""
     reason: RegroupReason
     """Why. `grow`: a formed replica enters, without lanes. `heal`: newcomers have the state and get
-    lanes, or a heal failed and is begun again. `drain`: machines that will go are left."""
+    lanes, or a heal failed and is begun again. `drain`: machines that will go are left. `repair`:
+    workers have come for what is left of a replica, which is built whole beside the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,6 +151,8 @@ class World:
         self.went_back_in = 0
         self.snapshots_read = self.snapshots_failed = self.checkpoints_failed = 0
         self.damages = plan.damages
+        self.repairs = 0
+        """Replicas that entered a roster with a part of their state."""
         self.receipts: dict[tuple[int, int], dict[int, Applied]] = {}
         self.log: list[int] = []
         self.recorded = 0
@@ -229,6 +231,8 @@ class World:
                 yield "move", name, self._move, worker
             if name in self.posted and self.posted[name].serial > worker.heard:
                 yield "hear", name, self._hear, worker
+            if worker.side and not worker.side_built:
+                yield "beside", name, self._builds_beside, worker
             if worker.writing is not None:
                 yield "write", name, self._written, worker
             if worker.source is not None and worker.arrived is None:
@@ -256,6 +260,15 @@ class World:
 
     def _flush(self, worker: SimWorker) -> bool:
         worker.flush()
+        return True
+
+    def _builds_beside(self, worker: SimWorker) -> bool:
+        if not worker.builds_beside():
+            return False
+        if worker.side_built:
+            self.trace.append(f"{worker.name} has built {worker.side}")
+            self.membership.built(worker.name, worker.side)
+            self._advance()
         return True
 
     def _state_arrives(self, worker: SimWorker) -> bool:
@@ -620,7 +633,8 @@ class World:
             self.trace.append(f"ROSTER {effects.regrouped}")
             self.outcomes.append(effects.regrouped.outcome)
             for rank in range(self.plan.workers_per_replica):
-                members = tuple(replica.workers[rank] for replica in roster.replicas)
+                whole = [replica.workers[rank] for replica in roster.replicas]
+                members = (*whole, *(worker for _, worker in roster.followers_of(rank)))
                 self.channels["cross", roster.generation, rank] = Channel(members)
         self.posted.update(effects.signals)
         for name, answer in effects.answers.items():

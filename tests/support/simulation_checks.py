@@ -52,7 +52,7 @@ def check_roster(
     assert len(indices) == len(set(indices)) >= world.plan.min_replicas
     check_numbers(world, roster)
     assert not world.broken & {replica.formed for replica in roster.replicas}
-    assert set(runs) == set(roster.workers)
+    assert set(runs) == {*roster.workers, *roster.followers}
     for position, replica in enumerate(roster.replicas):
         assert len(replica.workers) == world.plan.workers_per_replica
         places = [(runs[worker].position, runs[worker].rank) for worker in replica.workers]
@@ -60,8 +60,8 @@ def check_roster(
     dealt = [lane for index in indices for lane in roster.lanes[index]]
     assert sorted(dealt) == list(range(world.plan.lanes))
     assert sum(run.lead for run in runs.values()) == 1
-    at_work, since = [reports[worker] for worker in roster.workers], world.went_back_in
-    steps: dict[str, int | None] = dict.fromkeys(roster.workers)
+    at_work, since = [reports[worker] for worker in runs], world.went_back_in
+    steps: dict[str, int | None] = dict.fromkeys(runs)
     known: list[int] = []
     for _, found in find_states(at_work, since=since):
         holders = {report.identity.worker: report.step or 0 for report in found}
@@ -84,14 +84,14 @@ def check_roster(
     assert (regrouped.outcome in ("start", "restore")) == (not known)
     if regrouped.outcome == "restore":
         check_restore(world, reports)
-    sources = {run.position: dict(run.heals).get(run.position) for run in runs.values()}
-    for run in runs.values():
-        source = sources[run.position]
-        workers = roster.replicas[run.position].workers
-        needs_state = not run.restore and any(steps[w] is None for w in workers)
-        assert needs_state == (source is not None)
-        assert source is None or sources[source] is None, "a source without state"
+    for worker, run in runs.items():
+        source = run.source_of(run.position)
+        assert run.lacks_state == (not run.restore and steps[worker] is None)
+        assert source is not None or not run.lacks_state
+        assert source is None or run.source_of(source) is None, "a source without state"
         assert source is None or not run.lanes[run.position], "lanes without state"
+        assert not run.follows or (worker in roster.followers and not run.restore)
+    world.repairs += sum(0 < len(h.ranks) < world.plan.workers_per_replica for h in run.heals)
 
 
 def check_numbers(world: World, roster: Roster) -> None:
@@ -102,7 +102,8 @@ def check_numbers(world: World, roster: Roster) -> None:
     draining = [r for r in roster.replicas if not world.drained.isdisjoint(r.workers)]
     assert len(indices) <= most + len(draining) and max(indices) < most_replicas(most)
     forming = {replica.index for replica in world.membership.places.forming.values()}
-    assert max(indices) < most or set(range(most)) <= indices | forming, "a number is free"
+    left = {remnant.index for remnant in roster.remnants}
+    assert max(indices) < most or set(range(most)) <= indices | forming | left, "a number is free"
 
 
 def check_restore(world: World, reports: Mapping[str, Report]) -> None:
@@ -165,7 +166,7 @@ def check_build(world: World, worker: SimWorker, answer: Build) -> None:
 
 def check_run(worker: SimWorker, run: Run) -> None:
     """Each committed step is applied once: nobody skips one, nobody goes back but for a restore."""
-    progress, heals = worker.progress, run.position in dict(run.heals)
+    progress, heals = worker.progress, run.lacks_state
     if run.restore:
         assert not heals
         return
@@ -173,6 +174,7 @@ def check_run(worker: SimWorker, run: Run) -> None:
     if progress is not None and not heals:
         assert progress.step in (run.step, run.step - 1)
         assert progress.step == run.step or run.commit is not None
+        assert run.rank == worker.place, "with the state of another rank"
 
 
 def check_trouble(world: World, worker: SimWorker) -> None:
