@@ -43,6 +43,7 @@ class Formations:
         """Replicas that ever began to form."""
         self._start_workers = config.start_workers
         self._broken: list[Replica] = []
+        self._repairs: set[int] = set()
         self._reassembled = False
         self._kept = 0  # number of the replica that goes on with what its workers hold
 
@@ -128,7 +129,10 @@ class Formations:
         left, _ = merge_remnants(unrepaired, len(places.idle), size)
         others = [each for each in places.remnants.values() if each not in unrepaired]
         places.set_remnants([*others, *left])
-        return self._begin(plan_repairs(left, self._pool, size, self.begun + 1))
+        repaired = self._begin(plan_repairs(left, self._pool, size, self.begun + 1))
+        self._repairs.intersection_update(places.forming)
+        self._repairs.update(replica.formed for replica in repaired)
+        return repaired
 
     def repair_here(self) -> tuple[Replica, ...]:
         """As `repair`, with nobody at work whom the survivors could follow meanwhile."""
@@ -166,10 +170,11 @@ class Formations:
         places = self._places
         if self._reassembled or self._kept in places.forming:
             return ()
+        self._give_up_repairs()
         if places.absent or any(w not in self._waiting and not places.of(w) for w in members):
             return None
         self._reassembled = True
-        self.keep_remnants(set())
+        places.set_remnants([])
         if self._state_stands():
             return ()
         candidates = places.idle.union(*(r.workers for r in places.standing.values()))
@@ -181,6 +186,13 @@ class Formations:
         formed = self._form(chosen)
         self._kept = formed[0].formed if formed else 0
         return formed
+
+    def _give_up_repairs(self) -> None:
+        """Who has built for one of them holds the state of its rank."""
+        for replica in [*self._places.forming.values()]:
+            if replica.formed in self._repairs:
+                self._places.take_apart(replica.workers)
+                self._give_up(replica)
 
     def _choose(self, candidates: Iterable[str]) -> list[str]:
         reports = [self._waiting[worker] for worker in sorted(candidates)]

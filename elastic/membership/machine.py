@@ -327,8 +327,8 @@ class Membership:
         return any(formed not in self.heals.behind for formed in self.places.standing)
 
     def _build(self, replicas: Sequence[Replica], effects: Effects, *, keep: bool = False) -> None:
-        """Has the workers of new replicas build their parts: with `keep`, and the state of its rank,
-        a worker goes on with that."""
+        """Has the workers of new replicas build their parts. With `keep`, one that has the state of
+        its rank goes on with that."""
         effects.formed.extend(replicas)
         for replica in replicas:
             for worker, build in self._parts_of(replica, keep=keep).items():
@@ -383,9 +383,7 @@ class Membership:
                 effects.called = "stop" if self.until == self.config.steps else None
             else:
                 mendable = self.formations.mendable
-                effects.called = decide_planned(
-                    self.places, self.heals, least, mendable=mendable
-                )
+                effects.called = decide_planned(self.places, self.heals, least, mendable=mendable)
             if effects.called is not None:
                 self._signal_roster("boundary", effects)
 
@@ -417,8 +415,7 @@ class Membership:
         able = [replica for replica in present if replica.formed not in draining]
         if draining and not self._find_staying(present, able)[0]:
             able = present  # those that stay have no state after all
-        others = places.taken - {replica.index for replica in present}
-        self._regroup(present, number_anew(able, others, self.config.max_replicas), effects)
+        self._regroup(present, able, effects)
 
     def _conclude_the_run(self, effects: Effects) -> None:
         """Whoever has state makes the last roster, which saves; where nobody has, nothing is lost
@@ -434,13 +431,19 @@ class Membership:
             self.stopped = Stop(error=None)
 
     def _regroup(self, present: list[Replica], able: list[Replica], effects: Effects) -> None:
-        """Of the replicas that are here the `able` ones make the next roster; one that leaves may
-        have seen a commit that they have not."""
-        progress = self.progress
+        """Of the replicas that are `present` the `able` ones make the next roster; one that leaves
+        may have seen a commit that they have not. What is left of others follows."""
+        progress, places = self.progress, self.places
         staying, holders = self._find_staying(present, able)
         having = {report.identity.worker for report in holders}
+        entering = {worker for replica in able for worker in replica.workers}
+        self.formations.keep_remnants(having, entering=entering)
+        beside = self._repair(effects)
+        others = places.taken - {replica.index for replica in present}
+        numbered = number_anew(able, others, self.config.max_replicas)
         stays = {replica.formed for replica in staying}
-        joining = [replica for replica in able if replica.formed not in stays]
+        staying = [replica for replica in numbered if replica.formed in stays]
+        joining = [replica for replica in numbered if replica.formed not in stays]
         resolution = decide_step(
             holders,
             stored=progress.stored,
@@ -461,20 +464,17 @@ class Membership:
         progress.begin(step, back=not staying)
         if self.winding_down:
             self.until = step
-        entering = {worker for replica in able for worker in replica.workers}
-        self.formations.keep_remnants(having, entering=entering)
-        builds = self._repair(effects)
         self.roster = next_roster(
             generation=progress.generation,
             staying=staying,
             joining=joining,
-            remnants=tuple(self.places.remnants.values()),
+            remnants=tuple(places.remnants.values()),
             total_lanes=self.config.lanes,
             before=self.roster if self.call == "fault" and staying else None,
         )
         self.heals.begin(self.roster, joining if staying else [], having)
         order = self._order(resolution, restore=not staying)
-        effects.answers.update(plan_parts(order, self.roster, self.calls.settled, builds))
+        effects.answers.update(plan_parts(order, self.roster, self.calls.settled, beside))
         self._seat()
         effects.regrouped = Regrouped(
             roster=self.roster,

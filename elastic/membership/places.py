@@ -130,7 +130,9 @@ class Places:
         if replica is None:
             return None
         if replica.formed in self.standing:
-            others = {r: w for r, w in enumerate(replica.workers) if w not in {worker, *self.retired}}
+            others = {
+                r: w for r, w in enumerate(replica.workers) if w not in {worker, *self.retired}
+            }
             left = Remnant(index=replica.index, formed=replica.formed, workers=others)
             self.set_remnants([*self.remnants.values(), left])
         return self._dissolve(replica)

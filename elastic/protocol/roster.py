@@ -154,9 +154,7 @@ def next_roster(
         kept = {replica.index: held.get(replica.formed, ()) for replica in staying}
     lanes = deal_lanes(total_lanes, at_work, kept)
     lanes.update({replica.index: () for replica in joining if staying})
-    return Roster(
-        generation=generation, replicas=replicas, lanes=lanes, remnants=tuple(remnants)
-    )
+    return Roster(generation=generation, replicas=replicas, lanes=lanes, remnants=tuple(remnants))
 
 
 def number_anew(replicas: Sequence[Replica], others: Set[int], max_replicas: int) -> list[Replica]:
@@ -191,9 +189,7 @@ def _by_index(replicas: Sequence[Replica]) -> list[Replica]:
     return sorted(replicas, key=lambda replica: replica.index)
 
 
-def plan_heals(
-    roster: Roster, lacking: Mapping[int, Set[str]], turn: int = 0
-) -> tuple[Heal, ...]:
+def plan_heals(roster: Roster, lacking: Mapping[int, Set[str]], turn: int = 0) -> tuple[Heal, ...]:
     """Who gets the state from whom: the sources take turns.
 
     Args:

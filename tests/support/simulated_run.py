@@ -618,10 +618,10 @@ class World:
             self.membership.progress.recorded,
         )
         reports = self.membership.waiting | {r.identity.worker: r for r in joined}
-        placed = (
-            *self.membership.places.standing.values(),
-            *self.membership.places.forming.values(),
-        )
+        places = self.membership.places
+        placed = (*places.standing.values(), *places.forming.values())
+        repairs = [r for r in placed if not places.survivors.isdisjoint(r.workers)]
+        source = bool(places.standing.keys() - self.membership.heals.behind)
         effects = self.membership.advance()
         checks.check_effects(self, effects, reports, before)
         for replica in effects.formed:
@@ -643,12 +643,10 @@ class World:
             self.unsure.append(worker)
             if isinstance(answer, Build) and answer.keep and worker.replica is not None:
                 self.taken_apart.update(worker.replica.members)
-        if any(isinstance(a, Build) and a.keep for a in effects.answers.values()):
-            left = (
-                *self.membership.places.standing.values(),
-                *self.membership.places.forming.values(),
-            )
-            self.taken_apart.update(w for r in placed if r not in left for w in r.workers)
+        left = (*places.standing.values(), *places.forming.values())
+        keeps = any(isinstance(a, Build) and a.keep for a in effects.answers.values())
+        given_up = repairs if source and not keeps else placed
+        self.taken_apart.update(w for r in given_up if r not in left for w in r.workers)
 
 
 def play(seed: int) -> World:

@@ -384,9 +384,7 @@ class SimWorker:
             return (True, False) if run.follows else total
         return next(iter(told.values())) if run.follows else total
 
-    def _agree_in_replica(
-        self, run: Run, cross: Cross, step: int, mine: tuple[bool, ...]
-    ) -> Life:
+    def _agree_in_replica(self, run: Run, cross: Cross, step: int, mine: tuple[bool, ...]) -> Life:
         assert self.replica is not None
         leader = self.replica.members[0]
         needs = self.replica.members if self.name == leader else (self.name,)
@@ -400,9 +398,7 @@ class SimWorker:
         )
         return handed[leader]
 
-    def _sum_over_replicas(
-        self, run: Run, cross: Cross, step: int, mine: tuple[bool, ...]
-    ) -> Life:
+    def _sum_over_replicas(self, run: Run, cross: Cross, step: int, mine: tuple[bool, ...]) -> Life:
         if run.rank > 0 or mine[0]:
             return mine
         try:
