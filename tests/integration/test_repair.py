@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from checkpointing import Keys, newest, open_store
-
 from tests.support.paced import paced_task
 from tests.support.tiny import Outcome, fit, tiny_trainer
 from tests.support.watching import events_of
