@@ -113,7 +113,8 @@ class _Formation:
         self.generation = self.first.generation
         self.proven = all(standing.proven for standing in members)
         self.torn = any(s.generation != self.generation for s in members)
-        self.whole = len(members) == size and not self.torn
+        follows = self.generation > 0 and self.first.position >= self.first.replicas
+        self.whole = len(members) == size and not self.torn and not follows
         self.forms = self.whole and not self.generation and all(s.built for s in members)
         names = {standing.rank: standing.identity.worker for standing in members}
         self.replica = Replica(

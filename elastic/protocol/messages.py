@@ -105,7 +105,17 @@ class Standing:
 
     def joining(self, report: Report) -> Standing:
         """Where the worker stands while it joins."""
-        return replace(self, built=True) if report.built else Standing(identity=self.identity)
+        if report.built == self.formed and report.built:
+            return replace(self, built=True)
+        if not report.built:
+            return Standing(identity=self.identity)
+        return Standing(  # a follower has built it beside the steps
+            identity=self.identity,
+            formed=report.built,
+            built=True,
+            replica=self.replica,
+            rank=self.rank,
+        )
 
     def after(self, answer: Answer) -> Standing:
         """Where the worker stands once it has this answer."""
