@@ -13,8 +13,8 @@ catch_up_steps: steps that the newcomer had to make up for.
 With `--shard N`, instead, runs on Ray with two replicas and a spare, of which one worker is killed:
 replicas of one worker and of N in turns.
 
-rejoin_s, rejoin_s_one: from the news of its death until its replica has lanes again, for replicas of
-N workers and of one.
+rejoin_s, rejoin_s_one: from the news of its death until its replica has lanes again, for replicas
+of N workers and of one.
 bytes_ratio, bytes_ratio_one: state received / state of one worker.
 """
 

@@ -61,8 +61,9 @@ class Formations:
         longer wait for it: its replacement may take long to come."""
         self._start_workers -= 1
         self._give_up(self._places.lose(worker))
-        if self._room < 0:  # its successor is there already
-            self._places.set_remnants([*self._places.remnants.values()][:-1])
+        if self._room < 0 and self._places.remnants:  # its successor is there already
+            *others, _ = self._places.remnants.values()
+            self.keep_remnants({w for remnant in others for w in remnant.workers.values()})
         self._reassembled = False
 
     def retire(self, worker: str) -> None:
@@ -149,7 +150,7 @@ class Formations:
             entering: workers of replicas that enter the roster, and are of remnants no longer.
         """
         places = self._places
-        for worker in [*(places.survivors - holders - entering)]:
+        for worker in [w for w in places.survivors if w not in holders and w not in entering]:
             replica = places.of(worker)
             if replica is not None:
                 places.take_apart([worker])

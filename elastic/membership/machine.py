@@ -232,8 +232,8 @@ class Membership:
         return str(Slot(replica=replica.index, rank=rank, dims=self.config.dims))
 
     def replica_broken(self, worker: str, formed: int | None = None) -> bool:
-        """Whether the replica that `worker` works in, standing or forming, is no more; or that of
-        its parts which it builds as `formed`."""
+        """Whether the replica that `worker` works in, standing or forming, is no more; where it is
+        given, whether it is another one than `formed`."""
         now = self.places.formation_of(worker)
         return self.stopped is not None or now is None or formed not in (None, now)
 
@@ -306,7 +306,7 @@ class Membership:
         """Calls those who build for a replica that will not come about, and those of one that has
         broken after a call: they may wait in it for the one that is lost. Not those who only build
         for it beside the steps."""
-        beside = self.places.survivors & set(self.roster.followers)
+        beside = self.places.survivors & self.roster.followers.keys()
         passed_by = {*effects.signals, *effects.answers, *beside}
         for replica in self.formations.take_broken():
             self._signal((w for w in replica.workers if w not in passed_by), "fault", effects)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from trainer.replication.lanes import deal_lanes
@@ -57,10 +58,10 @@ class Roster:
         """All workers with a slot."""
         return tuple(worker for replica in self.replicas for worker in replica.workers)
 
-    @property
-    def followers(self) -> tuple[str, ...]:
-        """All workers of remnants."""
-        return tuple(worker for each in self.remnants for worker in each.workers.values())
+    @cached_property
+    def followers(self) -> Mapping[str, Remnant]:
+        """All workers of remnants, with theirs."""
+        return {worker: each for each in self.remnants for worker in each.workers.values()}
 
     def followers_of(self, rank: int) -> list[tuple[Remnant, str]]:
         """Those with the state of `rank`, in order of position."""

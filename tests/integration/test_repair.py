@@ -23,8 +23,9 @@ _whole: dict[tuple[int, int], Outcome] = {}
 def run(text: Path, storage: Path, shard: int, tensor: int, **changes: Any) -> Outcome:
     """A run of two replicas, which is slow while one is not back."""
     task = paced_task(text, storage, "run", 2, patience_s=0.25)
-    layout = {"shard": shard, "tensor": tensor}
-    return fit(tiny_trainer(text, storage, task=task, steps=STEPS, **layout, **changes))
+    return fit(
+        tiny_trainer(text, storage, task=task, steps=STEPS, shard=shard, tensor=tensor, **changes)
+    )
 
 
 @pytest.mark.parametrize(

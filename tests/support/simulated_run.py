@@ -643,10 +643,12 @@ class World:
             self.unsure.append(worker)
             if isinstance(answer, Build) and answer.keep and worker.replica is not None:
                 self.taken_apart.update(worker.replica.members)
-        left = (*places.standing.values(), *places.forming.values())
+        left = places.standing.keys() | places.forming.keys()
         keeps = any(isinstance(a, Build) and a.keep for a in effects.answers.values())
         given_up = repairs if source and not keeps else placed
-        self.taken_apart.update(w for r in given_up if r not in left for w in r.workers)
+        for replica in given_up:
+            if replica.formed not in left:
+                self.channels["replica", replica.formed].given_up = True
 
 
 def play(seed: int) -> World:

@@ -62,6 +62,8 @@ class Channel:
     """Members that have let go of it."""
     entered: dict[Any, dict[str, Any]] = field(default_factory=dict)
     """Collective -> what each member brought."""
+    given_up: bool = False
+    """It is of a replica that is not to come about, though all its members live."""
 
 
 @dataclass

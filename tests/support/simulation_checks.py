@@ -157,6 +157,7 @@ def check_build(world: World, worker: SimWorker, answer: Build) -> None:
     assert (
         channel is None
         or apart
+        or channel.given_up
         or any(
             name in world.lost | world.dead | channel.closed | world.drained
             for name in channel.members
