@@ -14,7 +14,7 @@ from benchmarks._common import scratch
 from benchmarks._toy import PacedLoss
 
 WIDTH, STATE_BYTES_PER_PARAMETER = 1024, 12
-STEPS, KILLED_AT, STEP_S = 120, 20, 0.2
+STEPS, KILLED_AT, STEP_S = 60, 10, 0.2
 
 
 class Points:

@@ -11,7 +11,7 @@ import pytest
 
 from checkpointing import Keys, newest, open_store
 from tests.support.paced import paced_task
-from tests.support.tiny import Outcome, fit, tiny_trainer
+from tests.support.tiny import Outcome, fit, tiny_train, tiny_trainer
 from tests.support.watching import events_of
 
 STEPS, KILLED_AT = 40, 6
@@ -23,9 +23,8 @@ _whole: dict[tuple[int, int], Outcome] = {}
 def run(text: Path, storage: Path, shard: int, tensor: int, **changes: Any) -> Outcome:
     """A run of two replicas, which is slow while one is not back."""
     task = paced_task(text, storage, "run", 2, patience_s=0.25)
-    return fit(
-        tiny_trainer(text, storage, task=task, steps=STEPS, shard=shard, tensor=tensor, **changes)
-    )
+    train = tiny_train(text, task=task, steps=STEPS, shard=shard, tensor=tensor, global_batch=24)
+    return fit(tiny_trainer(text, storage, train=train, **changes))
 
 
 @pytest.mark.parametrize(
@@ -34,6 +33,7 @@ def run(text: Path, storage: Path, shard: int, tensor: int, **changes: Any) -> O
         pytest.param(2, 1, 0, 1, id="2x1"),
         pytest.param(2, 1, 1, 0, id="2x1 without a spare", marks=SLOW),
         pytest.param(1, 2, 0, 1, id="1x2", marks=SLOW),
+        pytest.param(3, 1, 0, 1, id="3x1, in parts of different length", marks=SLOW),
         pytest.param(4, 1, 2, 1, id="4x1", marks=SLOW),
         pytest.param(2, 2, 0, 1, id="2x2", marks=SLOW),
     ],
