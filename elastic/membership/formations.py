@@ -53,6 +53,7 @@ class Formations:
         self.begun = begun
         self._broken.extend(broken)
         self._kept = kept
+        self._repairs.update(self._places.forming)  # some may hold a part of the state
 
     # -- the end of a formation --------------------------------------------------------------------
 
