@@ -9,14 +9,23 @@ stall_s: the longest step while healing, less the median step without a heal.
 step_time_ratio_while_healing: median step while healing / median step without.
 heal_bytes_ratio: bytes on the wire / bytes of state.
 catch_up_steps: steps that the newcomer had to make up for.
+
+With `--shard N`, instead, runs on Ray with two replicas and a spare, of which one worker is killed:
+replicas of one worker and of N in turns.
+
+rejoin_s, rejoin_s_one: from the news of its death until its replica has lanes again, for replicas
+of N workers and of one.
+bytes_ratio, bytes_ratio_one: state received / state of one worker.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +36,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from benchmarks._common import median_of, print_result, say, show_table
+from benchmarks._common import (
+    end_properly,
+    median_of,
+    print_result,
+    ray_cluster,
+    say,
+    show_table,
+)
+from benchmarks._heal_runs import STATE_BYTES_PER_PARAMETER, WIDTH, lose_one
 from elastic import CustomTask, ParallelConfig, TrainConfig
 from tests.support.quiet_link import QuietLink
 from trainer.backend.groups import make_replica_group
@@ -42,7 +59,6 @@ from trainer.replication.lane_sums import LaneSums
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit
 
-STATE_BYTES_PER_PARAMETER = 12
 TIMEOUT_S = 120.0
 
 
@@ -64,9 +80,6 @@ class Numbers:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((WIDTH,), index / 4096)
-
-
-WIDTH = 1024
 
 
 def make_task(setup: Setup) -> CustomTask:
@@ -159,6 +172,7 @@ class Replica:
             link=link,
             source=heal if isinstance(heal, Source) else None,
             newcomer=heal if isinstance(heal, Newcomer) else None,
+            part="joining" if isinstance(heal, Newcomer) else "whole",
         )
         loop.run()
         cross.close()
@@ -235,6 +249,19 @@ def evaluate(source: dict[str, Any], newcomer: dict[str, Any]) -> dict[str, floa
     }
 
 
+def lose_workers(shard: int, state_mib: int, repeats: int) -> None:
+    """The part with `--shard`."""
+    end_properly()
+    rows: list[dict[str, float]] = []
+    with contextlib.redirect_stdout(sys.stderr), ray_cluster(2 * shard + 1):
+        for repeat in range(repeats):
+            one, many = lose_one(1, state_mib), lose_one(shard, state_mib)
+            rows.append({**many, **{f"{name}_one": value for name, value in one.items()}})
+            say(f"repeat {repeat}: {rows[-1]}")
+    sizes = {"shard": shard, "state_mib": state_mib, "cores": os.cpu_count()}
+    print_result({**median_of(rows), **sizes})
+
+
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(
@@ -244,7 +271,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="steps in a measurement (24)")
     parser.add_argument("--repeats", type=int, default=3, help="measurements (3)")
     parser.add_argument("--batch", type=int, default=64, help="samples in a step (64)")
+    parser.add_argument("--shard", type=int, help="lose one of so many workers of a replica")
     options = parser.parse_args()
+    if options.shard is not None:
+        lose_workers(options.shard, options.state_mib, options.repeats)
+        return
     setup = Setup(options.state_mib, options.steps, options.repeats, options.batch)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with mp.Manager() as manager:

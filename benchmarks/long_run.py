@@ -63,7 +63,7 @@ class LongWorker(SimulatedWorker):
                 continue
             assert isinstance(answer, Run), answer
             self.run, self.generation = answer, answer.generation
-            if dict(answer.heals).get(answer.position) is not None:
+            if answer.lacks_state:
                 await self.coordinator.caught_up(self.identity.worker, 1, 0.0, 1)
             self.has_state = True
             await self.called.wait()

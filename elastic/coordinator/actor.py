@@ -241,8 +241,15 @@ class Coordinator(CoordinatorApi):
         return await self._dispatcher.watch(worker, seen)
 
     @_when_known
-    async def trouble(self, worker: str, step: int | None, detail: str, cause: Cause) -> str:
-        return await self._troubles.settle(worker, step, detail, cause)
+    async def built(self, worker: str, formed: int) -> None:
+        self._membership.built(worker, formed)
+        await self._dispatcher.advance()
+
+    @_when_known
+    async def trouble(
+        self, worker: str, step: int | None, detail: str, cause: Cause, formed: int | None
+    ) -> str:
+        return await self._troubles.settle(worker, step, detail, cause, formed)
 
     @_when_known
     async def fail(self, error: str, worker: str | None = None) -> None:

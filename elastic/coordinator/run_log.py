@@ -100,8 +100,8 @@ class RunLog:
         self._short_of = effects.short_of
 
     def _note_gathered(self, effects: Effects) -> None:
-        """Once for a call. Not all of a broken replica need to have come: no roster waits for
-        them."""
+        """Once for a call. Not all who were called need to have come: no roster waits for those
+        that will go."""
         gathered = effects.regrouped is not None or not self._membership.calls.unfollowed
         if self._gathering and gathered and self._membership.stopped is None:
             self.note(events.RegroupGathered(time=self._came, generation=self._gathering))

@@ -39,7 +39,12 @@ class Troubles:
         """Those of them that will be written off."""
 
     async def settle(
-        self, worker: str, step: int | None, detail: str, cause: Cause
+        self,
+        worker: str,
+        step: int | None,
+        detail: str,
+        cause: Cause,
+        formed: int | None = None,
     ) -> Literal["peer", "own"]:
         """See `WorkerCalls.trouble`. A collective that failed may be the first sign of the loss
         of a whole node, which takes longer to show. Workers of one replica that raise errors of
@@ -47,12 +52,14 @@ class Troubles:
         other."""
         membership = self._membership
         patience_s = self._node_s if cause == COLLECTIVE else _PEER_LOSS_PATIENCE_S
-        formation = membership.places.formation_of(worker)
+        formation = formed or membership.places.formation_of(worker)
         if cause != COLLECTIVE:
             self._raised[worker] = formation
         try:
-            await self._dispatcher.until(lambda: membership.replica_broken(worker), patience_s)
-            if membership.replica_broken(worker) and worker not in self._at_fault:
+            await self._dispatcher.until(
+                lambda: membership.replica_broken(worker, formed), patience_s
+            )
+            if membership.replica_broken(worker, formed) and worker not in self._at_fault:
                 return "peer"
             self._at_fault |= {w for w, formed in self._raised.items() if formed == formation}
             await self._workers.lose(worker, cause, detail, step, formation)

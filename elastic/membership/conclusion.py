@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.membership.decisions import Outcome
-from elastic.protocol.messages import Order, Report, Run
+from elastic.protocol.messages import Build, Order, Report, Run
 from elastic.protocol.roster import Replica, Roster
 from trainer.replication.step_commit import Commit
 
@@ -93,12 +93,40 @@ def decide_step(reports: Sequence[Report], *, stored: int, first: bool) -> Resol
     return Resolution(step=step, commit=furthest.last, outcome=outcome)
 
 
-def plan_parts(order: Order, roster: Roster, settled: Callable[[str], int]) -> dict[str, Run]:
-    """What each worker of `roster` is told; `settled` gives the signals that its answer settles."""
-    return {
+def plan_parts(
+    order: Order,
+    roster: Roster,
+    settled: Callable[[str], int],
+    builds: Mapping[str, Build],
+) -> dict[str, Run]:
+    """What each worker of `roster` is told.
+
+    Args:
+        order: what all are told.
+        roster: it.
+        settled: gives the signals that a worker's answer settles.
+        builds: what followers are to build beside the steps.
+    """
+    parts = {
         worker: order.part(
-            replica=replica.index, rank=rank, position=position, serial=settled(worker)
+            replica=replica.index,
+            rank=rank,
+            position=position,
+            formed=replica.formed,
+            serial=settled(worker),
         )
         for position, replica in enumerate(roster.replicas)
         for rank, worker in enumerate(replica.workers)
     }
+    for rank in range(len(order.followers)):
+        followers = enumerate(roster.followers_of(rank), start=len(roster.replicas))
+        for position, (remnant, worker) in followers:
+            parts[worker] = order.part(
+                replica=remnant.index,
+                rank=rank,
+                position=position,
+                formed=remnant.formed,
+                serial=settled(worker),
+                build=builds.get(worker),
+            )
+    return parts

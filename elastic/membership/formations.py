@@ -2,19 +2,21 @@
 
 Spares, survivors of broken replicas and replacements wait in the pool. Whenever it holds enough for
 a missing replica, or for the successor of one that will leave, one is formed while the others
-train. So is one on a single node in the place of one on several (`topology.py`). Where no replica
-is left whole, the survivors may still hold a whole copy between them: then they become one
+train. So is one on a single node in the place of one on several (`topology.py`). What is left of a
+replica with state comes first: it is made whole (`repairs.py`). Where no replica is left whole, the
+survivors may still hold a whole copy between them: then they become one
 (`reassembly.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.places import Places
 from elastic.membership.progress import Progress
 from elastic.membership.reassembly import find_copy, plan_reassembly
+from elastic.membership.repairs import merge_remnants, plan_repairs
 from elastic.membership.topology import holds_together, plan_seats
 from elastic.protocol.messages import Identity, Report
 from elastic.protocol.roster import Replica, find_room, plan_formations
@@ -45,6 +47,7 @@ class Formations:
         """Replicas that ever began to form."""
         self._start_workers = config.start_workers
         self._broken: list[Replica] = []
+        self._repairs: set[int] = set()
         self._reassembled = False
         self._kept = 0  # number of the replica that goes on with what its workers hold
 
@@ -54,6 +57,7 @@ class Formations:
         self.begun = begun
         self._broken.extend(broken)
         self._kept = kept
+        self._repairs.update(self._places.forming)  # some may hold a part of the state
 
     # -- the end of a formation --------------------------------------------------------------------
 
@@ -62,6 +66,9 @@ class Formations:
         longer wait for it: its replacement may take long to come."""
         self._start_workers -= 1
         self._give_up(self._places.lose(worker))
+        if self._room < 0 and self._places.remnants:  # its successor is there already
+            *others, _ = self._places.remnants.values()
+            self.keep_remnants({w for remnant in others for w in remnant.workers.values()})
         self._reassembled = False
 
     def retire(self, worker: str) -> None:
@@ -103,13 +110,22 @@ class Formations:
             return self._succeed_a_straddling_one()
         return self._form(self._choose_from_pool())
 
+    @property
+    def _spare(self) -> set[str]:
+        """Idle workers that no repair needs."""
+        lacking = (
+            self._config.workers_per_replica - len(r.workers) for r in self._places.unrepaired
+        )
+        return set(self._pool[sum(lacking) :])
+
     def _choose_from_pool(self) -> list[str]:
         """Tensor groups are not split over nodes: where a node holds one at all, workers rather
         wait for their like. But the run does not wait for that below `min_replicas`."""
         config, places, tensor = self._config, self._places, self._config.dims.tensor
-        seats = self._plan_seats(places.idle, tensor, self._room)
+        pool = self._spare
+        seats = self._plan_seats(pool, tensor, self._room)
         chosen = [worker for seat in seats for worker in seat]
-        left = places.idle.difference(chosen)
+        left = pool.difference(chosen)
         if tensor > 1 and len(left) >= config.workers_per_replica:
             most = self._room - len(seats)
             if holds_together(self._members.values(), tensor):
@@ -123,7 +139,7 @@ class Formations:
         that leaves when this has the state (`plan_departures`)."""
         straddling = self._places.straddling
         if straddling:
-            for seat in self._plan_seats(self._places.idle, self._config.workers_per_replica, 1):
+            for seat in self._plan_seats(self._spare, self._config.workers_per_replica, 1):
                 return self._form(seat, moving=len(straddling))
         return ()
 
@@ -131,6 +147,57 @@ class Formations:
         free = [self._waiting[worker].identity for worker in pool]
         size = self._config.workers_per_replica
         return plan_seats(free, size=size, together=together, most=most)
+
+    @property
+    def _pool(self) -> list[str]:
+        """Idle workers, neighbours on the network next to each other."""
+        ranks = {worker: self._waiting[worker].identity.rank for worker in self._places.idle}
+        return sorted(ranks, key=lambda worker: (ranks[worker], worker))
+
+    @property
+    def mendable(self) -> bool:
+        """Whether what is left of some replica can be made whole."""
+        idle, size = len(self._places.idle), self._config.workers_per_replica
+        left, freed = merge_remnants(self._places.unrepaired, idle, size)
+        return any(len(remnant.workers) + idle + len(freed) >= size for remnant in left)
+
+    def repair(self) -> tuple[Replica, ...]:
+        """Has what is left of replicas made whole, as far as there are workers for it. Called where
+        all of them wait."""
+        places, size = self._places, self._config.workers_per_replica
+        unrepaired = places.unrepaired
+        if not unrepaired:
+            return ()
+        left, _ = merge_remnants(unrepaired, len(places.idle), size)
+        others = [each for each in places.remnants.values() if each not in unrepaired]
+        places.set_remnants([*others, *left])
+        nodes = {worker: member.node for worker, member in self._members.items()}
+        repaired = self._begin(plan_repairs(left, self._pool, nodes, size, self.begun + 1))
+        self._repairs.intersection_update(places.forming)
+        self._repairs.update(replica.formed for replica in repaired)
+        return repaired
+
+    def repair_here(self) -> tuple[Replica, ...]:
+        """As `repair`, with nobody at work whom the survivors could follow meanwhile."""
+        repaired = self.repair()
+        self._places.forget(worker for replica in repaired for worker in replica.workers)
+        return repaired
+
+    def keep_remnants(self, holders: Set[str], *, entering: Set[str] = frozenset()) -> None:
+        """Of what is left of replicas those go on that are `holders` of the state. A replica that
+        forms of others is given up.
+
+        Args:
+            holders: workers.
+            entering: workers of replicas that enter the roster, and are of remnants no longer.
+        """
+        places = self._places
+        for worker in [w for w in places.survivors if w not in holders and w not in entering]:
+            replica = places.of(worker)
+            if replica is not None:
+                places.take_apart([worker])
+                self._give_up(replica)
+        places.keep_remnants(holders - entering)
 
     def from_survivors(self, members: Iterable[str]) -> tuple[Replica, ...] | None:
         """One replica that goes on with what its workers hold, where none that stands has state.
@@ -146,9 +213,11 @@ class Formations:
         places = self._places
         if self._reassembled or self._kept in places.forming:
             return ()
+        self._give_up_repairs()
         if places.absent or any(w not in self._waiting and not places.of(w) for w in members):
             return None
         self._reassembled = True
+        places.set_remnants([])
         if self._state_stands():
             return ()
         candidates = places.idle.union(*(r.workers for r in places.standing.values()))
@@ -160,6 +229,13 @@ class Formations:
         formed = self._form(chosen)
         self._kept = formed[0].formed if formed else 0
         return formed
+
+    def _give_up_repairs(self) -> None:
+        """Who has built for one of them holds the state of its rank."""
+        for replica in [*self._places.forming.values()]:
+            if replica.formed in self._repairs:
+                self._places.take_apart(replica.workers)
+                self._give_up(replica)
 
     def _choose(self, candidates: Iterable[str]) -> list[str]:
         reports = [self._waiting[worker] for worker in sorted(candidates)]
@@ -182,7 +258,8 @@ class Formations:
     def _room(self) -> int:
         """How many more replicas may form."""
         places, most = self._places, self._config.max_replicas
-        return find_room(replicas=places.whole, draining=len(places.draining), max_replicas=most)
+        draining = len(places.draining)
+        return find_room(replicas=len(places.taken), draining=draining, max_replicas=most)
 
     def _make_room(self) -> None:
         """Successors of replicas that broke may have taken all there is: the youngest goes, as none
@@ -202,12 +279,15 @@ class Formations:
         places = self._places
         replicas = plan_formations(
             pool=pool,
-            taken={r.index for r in (*places.standing.values(), *places.forming.values())},
+            taken=places.taken,
             draining=len(places.draining) + moving,
             max_replicas=self._config.max_replicas,
             workers_per_replica=self._config.workers_per_replica,
             next_number=self.begun + 1,
         )
+        return self._begin(replicas)
+
+    def _begin(self, replicas: Sequence[Replica]) -> tuple[Replica, ...]:
         self.begun += len(replicas)
-        places.form(replicas)
-        return replicas
+        self._places.form(replicas)
+        return tuple(replicas)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 
-from elastic.protocol.roster import Replica, Roster, plan_heals
+from elastic.protocol.roster import Heal, Replica, Roster, plan_heals
 
 
 class Heals:
@@ -15,8 +15,8 @@ class Heals:
     """
 
     def __init__(self) -> None:
-        self.pairs: tuple[tuple[int, int], ...] = ()
-        """(position without state when the roster began, position it heals from)."""
+        self.plan: tuple[Heal, ...] = ()
+        """Who lacked state when the roster began, and gets it from whom."""
         self.again = False
         """One has failed: another source is to be tried."""
         self._behind: dict[int, set[str]] = {}
@@ -27,16 +27,16 @@ class Heals:
         """Formation without state when the roster began -> number of the replica it heals from."""
         self._failures: dict[int, int] = {}
 
-    def begin(self, roster: Roster, newcomers: Sequence[Replica]) -> None:
-        """A roster stands: those without state get it from the others; a source that failed before
-        is passed by."""
+    def begin(self, roster: Roster, newcomers: Sequence[Replica], holders: Container[str]) -> None:
+        """A roster stands: those of the `newcomers`' workers that are no `holders` of the state get
+        it from the others; a source that failed before is passed by."""
         turn = sum(self._failures.get(replica.formed, 0) for replica in newcomers)
-        pairs = plan_heals(roster, {replica.index for replica in newcomers}, turn)
-        self._set(pairs, roster, {replica.formed: set(replica.workers) for replica in newcomers})
+        lacking = {r.formed: {w for w in r.workers if w not in holders} for r in newcomers}
+        self._set(plan_heals(roster, lacking, turn), roster, lacking)
 
     def resume(
         self,
-        pairs: tuple[tuple[int, int], ...],
+        plan: tuple[Heal, ...],
         roster: Roster,
         behind: Mapping[str, int],
         doubtful: Iterable[int],
@@ -44,23 +44,21 @@ class Heals:
         """Goes on with the heals of a run whose coordinator was lost.
 
         Args:
-            pairs: as `pairs`.
-            roster: whose positions they name.
+            plan: as `plan`.
+            roster: whose positions it names.
             behind: worker without state so far -> its formation.
             doubtful: formations of `roster` whose state may be an old one.
         """
         lacking = {r.formed: set(r.workers) for r in roster.replicas if r.formed in set(doubtful)}
         for worker, formed in behind.items():
             lacking.setdefault(formed, set()).add(worker)
-        self._set(pairs, roster, lacking)
+        self._set(plan, roster, lacking)
 
-    def _set(
-        self, pairs: tuple[tuple[int, int], ...], roster: Roster, behind: dict[int, set[str]]
-    ) -> None:
-        self.pairs, self.again, self._behind = pairs, False, behind
+    def _set(self, plan: tuple[Heal, ...], roster: Roster, behind: dict[int, set[str]]) -> None:
+        self.plan, self.again, self._behind = plan, False, behind
         self._formations = {w: formed for formed, workers in behind.items() for w in workers}
         replicas = roster.replicas
-        self._sources = {replicas[new].formed: replicas[source].index for new, source in pairs}
+        self._sources = {replicas[h.position].formed: replicas[h.source].index for h in plan}
 
     # -- facts -------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ do about them. So every order of arrivals and losses can be played through in a 
 
 Workers without a slot wait in the pool, and replicas are formed of them (`formations.py`). Such a
 one enters the roster as a newcomer: without lanes, until it has the state of a healthy one
-(`heals.py`). How a regroup ends is in `conclusion.py`.
+(`heals.py`). What is left of a broken one follows the others without a slot, and builds its
+successor meanwhile (`repairs.py`). How a regroup ends is in `conclusion.py`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from elastic.membership.resumption import plan_resumption
 from elastic.protocol.messages import (
     Build,
     Identity,
+    Kept,
     Leave,
     Order,
     Report,
@@ -103,7 +105,7 @@ class Membership:
         self.members[worker] = report.identity
         self.progress.saw(report.step)
         self.places.arrive(worker, report.built)
-        if self.places.stands(worker):
+        if self.places.stands(worker) or worker in self.roster.followers:
             at_work = not report.finished and (report.in_step or self.call is None)
             self._broke_off |= at_work or (report.step is None and not self.heals.lacks(worker))
 
@@ -125,6 +127,7 @@ class Membership:
         self._dismissed.discard(worker)
         if worker not in self._lost:
             self._lost.add(worker)
+            self._broke_off |= worker in self.roster.followers
             self.formations.lose(worker)
             self.progress.lost()
         return self.members.pop(worker, None)
@@ -161,6 +164,10 @@ class Membership:
     def caught_up(self, worker: str) -> Replica | None:
         """A newcomer's worker has the state. Returns its replica where it was the last of it."""
         return self.places.of(worker) if self.heals.received(worker) else None
+
+    def built(self, worker: str, formed: int) -> None:
+        """A follower has built its part of a formation beside the steps."""
+        self.places.built(worker, formed)
 
     def resume(
         self,
@@ -224,9 +231,11 @@ class Membership:
         rank = replica.workers.index(worker)
         return str(Slot(replica=replica.index, rank=rank, dims=self.config.dims))
 
-    def replica_broken(self, worker: str) -> bool:
-        """Whether the replica that `worker` works in, standing or forming, is no more."""
-        return self.stopped is not None or self.places.of(worker) is None
+    def replica_broken(self, worker: str, formed: int | None = None) -> bool:
+        """Whether the replica that `worker` works in, standing or forming, is no more; where it is
+        given, whether it is another one than `formed`."""
+        now = self.places.formation_of(worker)
+        return self.stopped is not None or now is None or formed not in (None, now)
 
     @property
     def settled(self) -> bool:
@@ -267,6 +276,7 @@ class Membership:
         if self._reassemble(effects):
             self._build(self.formations.from_pool(), effects)
             self._conclude(effects)
+            self._free_survivors(effects)  # of those that were given up in it
             if effects.regrouped is not None:  # one that has left made room
                 self._build(self.formations.from_pool(), effects)
         self._release(effects)
@@ -294,10 +304,12 @@ class Membership:
 
     def _free_survivors(self, effects: Effects) -> None:
         """Calls those who build for a replica that will not come about, and those of one that has
-        broken after a call: they may wait in it for the one that is lost."""
+        broken after a call: they may wait in it for the one that is lost. Not those who only build
+        for it beside the steps."""
+        beside = self.places.survivors & self.roster.followers.keys()
+        passed_by = {*effects.signals, *effects.answers, *beside}
         for replica in self.formations.take_broken():
-            uncalled = [worker for worker in replica.workers if worker not in effects.signals]
-            self._signal(uncalled, "fault", effects)
+            self._signal((w for w in replica.workers if w not in passed_by), "fault", effects)
 
     def _reassemble(self, effects: Effects) -> bool:
         """Where no replica with state is left, has one made of the survivors. Returns whether that
@@ -315,19 +327,50 @@ class Membership:
         return any(formed not in self.heals.behind for formed in self.places.standing)
 
     def _build(self, replicas: Sequence[Replica], effects: Effects, *, keep: bool = False) -> None:
+        """Has the workers of new replicas build their parts. With `keep`, one that has the state of
+        its rank goes on with that."""
         effects.formed.extend(replicas)
         for replica in replicas:
-            for rank, worker in enumerate(replica.workers):
-                effects.answers[worker] = Build(
-                    formed=replica.formed,
-                    replica=replica.index,
-                    rank=rank,
-                    step=self.progress.reached,
-                    keep=keep,
-                    meet=self._meet,
-                    serial=self.calls.settled(worker),
-                )
+            for worker, build in self._parts_of(replica, keep=keep).items():
+                effects.answers[worker] = build
                 del self.waiting[worker]
+
+    def _repair(self, effects: Effects) -> dict[str, Build]:
+        """Has what is left of replicas made whole. Returns what its workers are to build while they
+        follow; the others are told now."""
+        new = self.formations.repair()
+        effects.formed.extend(new)
+        beside = dict[str, Build]()
+        for replica in self.places.repairs:
+            for worker, build in self._parts_of(replica, keep=True).items():
+                if worker in self.places.survivors:
+                    beside[worker] = build
+                elif replica in new:
+                    effects.answers[worker] = build
+                    del self.waiting[worker]
+        return beside
+
+    def _parts_of(self, replica: Replica, *, keep: bool) -> dict[str, Build]:
+        keeping = {w for w in enumerate(replica.workers) if keep and self._holds(*w)}
+        kept: Kept = "whole" if len(keeping) == len(replica.workers) else "part"
+        return {
+            worker: Build(
+                formed=replica.formed,
+                replica=replica.index,
+                rank=rank,
+                step=self.progress.reached,
+                keep=(rank, worker) in keeping,
+                kept=kept if keeping else "none",
+                meet=self._meet,
+                serial=self.calls.settled(worker),
+            )
+            for rank, worker in enumerate(replica.workers)
+        }
+
+    def _holds(self, rank: int, worker: str) -> bool:
+        """Whether a worker has the state of a rank, if it waits; which may be an old one."""
+        report = self.waiting.get(worker)
+        return report is not None and report.step is not None and report.rank == rank
 
     def _call(self, effects: Effects) -> None:
         broken = len(self.places.standing) < len(self.roster.replicas)
@@ -339,14 +382,18 @@ class Membership:
             if self.winding_down:
                 effects.called = "stop" if self.until == self.config.steps else None
             else:
-                effects.called = decide_planned(self.places, self.heals, least, most)
+                mendable = self.formations.mendable
+                effects.called = decide_planned(
+                    self.places, self.heals, least, most, mendable=mendable
+                )
             if effects.called is not None:
                 self._signal_roster("boundary", effects)
 
     def _signal_roster(self, kind: SignalKind, effects: Effects) -> None:
-        """Calls all who have a slot, survivors of broken replicas too: they may wait for others."""
+        """Calls all who have a slot or follow, survivors of broken replicas too: they may wait for
+        others."""
         self.call = kind
-        self._signal(self.roster.workers, kind, effects)
+        self._signal((*self.roster.workers, *self.roster.followers), kind, effects)
 
     def _conclude(self, effects: Effects) -> None:
         places = self.places
@@ -358,6 +405,8 @@ class Membership:
         whole = places.whole
         missing = whole - places.unready < self.config.min_replicas
         if missing or self.formations.keeping or (not places.standing and places.unready):
+            if missing:
+                self._build(self.formations.repair_here(), effects, keep=True)
             here = len(places.idle) + whole * self.config.workers_per_replica
             needed = self.config.min_replicas * self.config.workers_per_replica
             effects.short_of = 0 if self.formations.begun == 0 else max(0, needed - here)
@@ -369,14 +418,14 @@ class Membership:
         able = [replica for replica in present if replica.formed not in draining]
         if draining and not self._find_staying(present, able)[0]:
             able = present  # those that stay have no state after all
-        others = {r.index for r in places.forming.values()} - {r.index for r in able}
-        self._regroup(present, number_anew(able, others, self.config.max_replicas), effects)
+        self._regroup(present, able, effects)
 
     def _conclude_the_run(self, effects: Effects) -> None:
         """Whoever has state makes the last roster, which saves; where nobody has, nothing is lost
         by ending at once."""
         if self.formations.keeping:
             return
+        self.formations.keep_remnants(set())
         present = [*self.places.standing.values(), *self.places.ready]
         staying, _ = self._find_staying(present, present)
         if staying:
@@ -385,12 +434,19 @@ class Membership:
             self.stopped = Stop(error=None)
 
     def _regroup(self, present: list[Replica], able: list[Replica], effects: Effects) -> None:
-        """Of the replicas that are here the `able` ones make the next roster; one that leaves may
-        have seen a commit that they have not."""
-        progress = self.progress
+        """Of the replicas that are `present` the `able` ones make the next roster; one that leaves
+        may have seen a commit that they have not. What is left of others follows."""
+        progress, places = self.progress, self.places
         staying, holders = self._find_staying(present, able)
+        having = {report.identity.worker for report in holders}
+        entering = {worker for replica in able for worker in replica.workers}
+        self.formations.keep_remnants(having, entering=entering)
+        beside = self._repair(effects)
+        others = places.taken - {replica.index for replica in present}
+        numbered = number_anew(able, others, self.config.max_replicas)
         stays = {replica.formed for replica in staying}
-        joining = [replica for replica in able if replica.formed not in stays]
+        staying = [replica for replica in numbered if replica.formed in stays]
+        joining = [replica for replica in numbered if replica.formed not in stays]
         resolution = decide_step(
             holders,
             stored=progress.stored,
@@ -415,12 +471,13 @@ class Membership:
             generation=progress.generation,
             staying=staying,
             joining=joining,
+            remnants=tuple(places.remnants.values()),
             total_lanes=self.config.lanes,
             before=self.roster if self.call == "fault" and staying else None,
         )
-        self.heals.begin(self.roster, joining if staying else [])
+        self.heals.begin(self.roster, joining if staying else [], having)
         order = self._order(resolution, restore=not staying)
-        effects.answers.update(plan_parts(order, self.roster, self.calls.settled))
+        effects.answers.update(plan_parts(order, self.roster, self.calls.settled, beside))
         self._seat()
         effects.regrouped = Regrouped(
             roster=self.roster,
@@ -433,7 +490,8 @@ class Membership:
     def _find_staying(
         self, present: Sequence[Replica], able: Sequence[Replica]
     ) -> tuple[list[Replica], list[Report]]:
-        reports = (self.waiting[worker] for replica in present for worker in replica.workers)
+        workers = dict.fromkeys(worker for replica in present for worker in replica.workers)
+        reports = [self.waiting[worker] for worker in (*workers, *self.places.survivors)]
         progress = self.progress
         return find_staying(reports, able, since=progress.since, recorded=progress.recorded)
 
@@ -444,7 +502,10 @@ class Membership:
             lanes=tuple(roster.lanes[replica.index] for replica in roster.replicas),
             step=step,
             commit=resolution.commit,
-            heals=self.heals.pairs,
+            heals=self.heals.plan,
+            followers=tuple(
+                len(roster.followers_of(rank)) for rank in range(self.config.workers_per_replica)
+            ),
             restore=restore,
             source="memory" if restore and step > progress.restore_step else "store",
             recorded=progress.recorded,
@@ -455,8 +516,7 @@ class Membership:
 
     def _seat(self) -> None:
         """All of the new roster leave to train."""
-        workers = self.roster.workers
-        for worker in workers:
+        for worker in (*self.roster.workers, *self.roster.followers):
             del self.waiting[worker]
         self.places.seat(self.roster.replicas)
         self.call, self._broke_off, self._cross_failure = None, False, None

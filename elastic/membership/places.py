@@ -1,4 +1,5 @@
-"""Which replicas stand and form, who has a place in them, and who of those is here. Pure.
+"""Which replicas stand and form, what is left of others, who has a place in them, and who of those
+is here. Pure.
 
 `membership.py` asks all this after every arrival. To count anew each time would cost 16,384² looks
 in a regroup of 16,384 workers, so the answers are kept up to date, and an event costs what it
@@ -7,11 +8,12 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 
 from elastic.membership.topology import Spread, find_spread
 from elastic.protocol.messages import Identity
-from elastic.protocol.roster import Replica
+from elastic.protocol.roster import Remnant, Replica
 
 
 class Places:
@@ -29,8 +31,10 @@ class Places:
         """Formation -> replica of the roster that is still whole, in order of position."""
         self.forming: dict[int, Replica] = {}
         """Formation -> replica that forms, the oldest first."""
+        self.remnants: dict[int, Remnant] = {}
+        """Formation -> what is left of a replica that stood, and lost a worker."""
         self.absent: set[str] = set()
-        """Workers of standing replicas that do not wait."""
+        """Workers of standing replicas and of remnants that do not wait."""
         self.idle: set[str] = set()
         """Workers that wait and have no place: spares, survivors, replacements."""
         self.retired: set[str] = set()
@@ -39,6 +43,7 @@ class Places:
         """Replicas, standing or forming, that are on more than one node."""
         self._unbuilt: dict[int, set[str]] = {}
         self._of: dict[str, Replica] = {}
+        self._survivors: dict[str, int] = {}
 
     def of(self, worker: str) -> Replica | None:
         """The replica, standing or forming, that `worker` has a place in."""
@@ -55,9 +60,32 @@ class Places:
         return replica is not None and replica.formed in self.standing
 
     @property
+    def survivors(self) -> Set[str]:
+        """Workers of remnants."""
+        return self._survivors.keys()
+
+    @property
     def whole(self) -> int:
         """Replicas that stand or form."""
         return len(self.standing) + len(self.forming)
+
+    @property
+    def taken(self) -> set[int]:
+        """Indices of all replicas, whole or not: a remnant's is that of its successor, too."""
+        whole = {replica.index for replica in (*self.standing.values(), *self.forming.values())}
+        return whole | {remnant.index for remnant in self.remnants.values()}
+
+    @property
+    def unrepaired(self) -> list[Remnant]:
+        """Remnants of which no replica forms."""
+        forming = {replica.index for replica in self.forming.values()}
+        return [remnant for remnant in self.remnants.values() if remnant.index not in forming]
+
+    @property
+    def repairs(self) -> list[Replica]:
+        """Replicas that form of remnants, and are not ready."""
+        left = {remnant.index for remnant in self.remnants.values()}
+        return [r for r in self.forming.values() if r.index in left and self.builds(r.formed)]
 
     @property
     def draining(self) -> list[Replica]:
@@ -94,28 +122,65 @@ class Places:
 
     def arrive(self, worker: str, built: int) -> None:
         """A worker waits; `built` is the formation whose part it holds."""
-        replica = self._of.get(worker)
-        if replica is None:
+        self.absent.discard(worker)
+        if worker not in self._of:
             self._leave_idle([worker])
-        elif replica.formed in self.standing:
-            self.absent.discard(worker)
-        elif built == replica.formed:
-            self._unbuilt[replica.formed].discard(worker)
-            if not self._unbuilt[replica.formed]:
-                del self._unbuilt[replica.formed]
+        self.built(worker, built)
+
+    def built(self, worker: str, formed: int) -> None:
+        """A worker has its part of a formation."""
+        replica = self._of.get(worker)
+        if replica is None or replica.formed != formed or formed not in self._unbuilt:
+            return
+        self._unbuilt[formed].discard(worker)
+        if not self._unbuilt[formed]:
+            del self._unbuilt[formed]
 
     def lose(self, worker: str) -> Replica | None:
-        """A worker is gone and waits no more. Returns the replica that breaks with it."""
+        """A worker is gone and waits no more. Returns the replica that breaks with it. Of one that
+        stood a remnant is left."""
         self.idle.discard(worker)
         self.retired.discard(worker)
+        self.forget([worker])
         replica = self._of.get(worker)
-        return None if replica is None else self._dissolve(replica)
+        if replica is None:
+            return None
+        if replica.formed in self.standing:
+            others = {
+                r: w for r, w in enumerate(replica.workers) if w not in {worker, *self.retired}
+            }
+            left = Remnant(index=replica.index, formed=replica.formed, workers=others)
+            self.set_remnants([*self.remnants.values(), left])
+        return self._dissolve(replica)
+
+    def set_remnants(self, remnants: Iterable[Remnant]) -> None:
+        """From now on these are all; who is of none any more, and has no other place, is idle."""
+        before = self._survivors
+        self.remnants = {remnant.formed: remnant for remnant in remnants if remnant.workers}
+        self._survivors = {w: r.formed for r in self.remnants.values() for w in r.workers.values()}
+        freed = [w for w in before if w not in self._survivors and w not in self._of]
+        self.absent.difference_update(freed)
+        self._leave_idle([worker for worker in freed if worker in self._here])
+
+    def keep_remnants(self, holders: Container[str]) -> None:
+        """Of remnants those go on that are `holders` of the state."""
+        self.set_remnants(
+            replace(remnant, workers={r: w for r, w in remnant.workers.items() if w in holders})
+            for remnant in self.remnants.values()
+        )
+
+    def forget(self, workers: Iterable[str]) -> None:
+        """Some are of no remnant any more: gone, to go, or in a whole replica."""
+        gone = self._survivors.keys() & set(workers)
+        if gone:
+            self.keep_remnants(self._survivors.keys() - gone)
 
     def retire(self, worker: str) -> Replica | None:
         """A worker is to get no place any more; it keeps one in a standing replica for now.
         Returns the formation that is given up for it."""
         self.retired.add(worker)
         self.idle.discard(worker)
+        self.forget([worker])
         replica = self._of.get(worker)
         if replica is None or replica.formed in self.standing:
             return None
@@ -134,13 +199,14 @@ class Places:
         self._straddling.pop(replica.formed, None)
         for other in replica.workers:
             del self._of[other]
-        self.absent.difference_update(replica.workers)
+        self.absent.difference_update(w for w in replica.workers if w not in self._survivors)
         self._leave_idle([other for other in replica.workers if other in self._here])
         self.forming.pop(replica.formed, None)
         return replica
 
     def _leave_idle(self, workers: Sequence[str]) -> None:
-        self.idle.update(worker for worker in workers if worker not in self.retired)
+        free = (w for w in workers if w not in self.retired and w not in self._survivors)
+        self.idle.update(free)
 
     def form(self, replicas: Sequence[Replica]) -> None:
         """Replicas begin to form, from idle workers."""
@@ -154,8 +220,9 @@ class Places:
             self.idle.difference_update(replica.workers)
 
     def seat(self, replicas: Sequence[Replica]) -> None:
-        """A roster of `replicas` stands, and its workers leave to train. Replicas of the one before
-        that are not in it are given up, and some of those that are may have new numbers."""
+        """A roster of `replicas` stands, and its workers leave to train, with those of remnants.
+        Replicas of the one before that are not in it are given up, and some of those that are may
+        have new numbers."""
         formed = {replica.formed for replica in replicas}
         for replica in [r for r in self.standing.values() if r.formed not in formed]:
             self._dissolve(replica)
@@ -166,4 +233,6 @@ class Places:
         for number in self.standing:
             self.forming.pop(number, None)
             self._unbuilt.pop(number, None)
+        self.forget(worker for replica in replicas for worker in replica.workers)
         self.absent = {worker for replica in replicas for worker in replica.workers}
+        self.absent.update(self._survivors)

@@ -28,9 +28,17 @@ def all_copies_go(places: Places, heals: Heals) -> bool:
 
 
 def decide_planned(
-    places: Places, heals: Heals, min_replicas: int, max_replicas: int
+    places: Places, heals: Heals, min_replicas: int, max_replicas: int, *, mendable: bool
 ) -> RegroupReason | None:
-    """Why to regroup after a step. A heal is not disturbed for a replica that could join later."""
+    """Why to regroup after a step. A heal is not disturbed for a replica that could join later.
+
+    Args:
+        places: who has a place.
+        heals: who lacks state.
+        min_replicas: fewest to train with.
+        max_replicas: most.
+        mendable: whether what is left of a replica can be made whole.
+    """
     leaving = plan_departures(places, heals, min_replicas, max_replicas)
     if leaving:
         return "move" if leaving[0] in places.straddling else "drain"
@@ -39,4 +47,6 @@ def decide_planned(
     if heals.behind:
         return None
     ready = len(places.forming) > places.unready
-    return "heal" if heals.pairs else "grow" if ready else None
+    if heals.plan:
+        return "heal"
+    return "grow" if ready else "repair" if mendable else None

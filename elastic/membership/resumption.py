@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.protocol.messages import Standing
-from elastic.protocol.roster import Replica, Roster
+from elastic.protocol.roster import Heal, Replica, Roster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class Resumption:
     others, who wait for an answer."""
     behind: dict[str, int]
     """Worker without state so far -> its formation."""
-    heals: tuple[tuple[int, int], ...]
-    """(position without state, position it heals from); none where it is not `consistent`."""
+    heals: tuple[Heal, ...]
+    """Who lacks state, and gets it from whom; none where it is not `consistent`."""
     consistent: bool
     """All of the roster is there and at work: no regroup was under way."""
 
@@ -90,7 +90,7 @@ def plan_resumption(
         doubtful=frozenset(f.formed for f in standing if f.generation < generation),
         torn=frozenset(s.identity.worker for f in formations if f.torn for s in f.members),
         behind={s.identity.worker: s.formed for f in new for s in f.members if s.behind},
-        heals=tuple((f.first.position, f.first.source or 0) for f in new if consistent),
+        heals=tuple(f.heal for f in new if consistent),
         consistent=consistent,
     )
 
@@ -113,7 +113,8 @@ class _Formation:
         self.generation = self.first.generation
         self.proven = all(standing.proven for standing in members)
         self.torn = any(s.generation != self.generation for s in members)
-        self.whole = len(members) == size and not self.torn
+        follows = self.generation > 0 and self.first.position >= self.first.replicas
+        self.whole = len(members) == size and not self.torn and not follows
         self.forms = self.whole and not self.generation and all(s.built for s in members)
         names = {standing.rank: standing.identity.worker for standing in members}
         self.replica = Replica(
@@ -121,3 +122,9 @@ class _Formation:
             formed=self.formed,
             workers=tuple(names.get(rank, f"lost rank {rank}") for rank in range(size)),
         )
+
+    @property
+    def heal(self) -> Heal:
+        """Of those of its workers that still lack state."""
+        ranks = tuple(sorted(standing.rank for standing in self.members if standing.behind))
+        return Heal(self.first.position, self.first.source or 0, ranks)

@@ -42,8 +42,14 @@ class WorkerCalls(Protocol):
     async def watch(self, worker: str, seen: int) -> Signal | None:
         """Waits for a call to `worker` later than signal `seen`; None when the run is over."""
 
-    async def trouble(self, worker: str, step: int | None, detail: str, cause: Cause) -> str:
-        """An exception ended a worker's step, for `cause` unless a peer was lost. Was one?
+    async def built(self, worker: str, formed: int) -> None:
+        """A worker that follows has built its part of formation `formed` beside the steps."""
+
+    async def trouble(
+        self, worker: str, step: int | None, detail: str, cause: Cause, formed: int | None
+    ) -> str:
+        """An exception ended a worker's step, or, where that is given, its building of formation
+        `formed` beside the steps; for `cause` unless a peer was lost. Was one?
 
         Returns:
             "peer": join again; "own": the worker is written off and must exit.

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from elastic.protocol.causes import Cause
 
-RegroupReason = Literal["fault", "grow", "heal", "drain", "move", "stop"]
+RegroupReason = Literal["fault", "grow", "heal", "drain", "move", "repair", "stop"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
 RunOutcome = Literal["finished", "stopped", "failed", "interrupted"]
 
@@ -119,7 +119,8 @@ class RegroupCalled(Event):
     reason: RegroupReason
     """Why. `grow`: a formed replica enters, without lanes. `heal`: newcomers have the state and get
     lanes, or a heal failed and is begun again. `drain`: machines that will go are left. `move`: a
-    replica on several nodes is left, in favour of one that has formed on a single one."""
+    replica on several nodes is left, in favour of one that has formed on a single one. `repair`:
+    workers have come for what is left of a replica, which is built whole beside the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

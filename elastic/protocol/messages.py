@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 from elastic.protocol.causes import Cause
 from elastic.protocol.events import StepRecord
+from elastic.protocol.roster import Heal
 from trainer.replication.step_commit import Commit
 
 Source = Literal["store", "memory"]
 SignalKind = Literal["fault", "boundary"]
+Kept = Literal["none", "part", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +119,17 @@ class Standing:
 
     def joining(self, report: Report) -> Standing:
         """Where the worker stands while it joins."""
-        return replace(self, built=True) if report.built else Standing(identity=self.identity)
+        if report.built == self.formed and report.built:
+            return replace(self, built=True)
+        if not report.built:
+            return Standing(identity=self.identity)
+        return Standing(  # a follower has built it beside the steps
+            identity=self.identity,
+            formed=report.built,
+            built=True,
+            replica=self.replica,
+            rank=self.rank,
+        )
 
     def after(self, answer: Answer) -> Standing:
         """Where the worker stands once it has this answer."""
@@ -127,21 +139,22 @@ class Standing:
                 formed=answer.formed,
                 replica=answer.replica,
                 rank=answer.rank,
-                kept=answer.keep,
+                kept=answer.kept == "whole",
             )
         if isinstance(answer, Run):
-            source = dict(answer.heals).get(answer.position)
             return replace(
                 self,
+                formed=answer.formed,
                 replica=answer.replica,
+                rank=answer.rank,
                 generation=answer.generation,
                 position=answer.position,
-                lanes=answer.lanes[answer.position],
+                lanes=answer.lanes_of(answer.rank)[answer.position],
                 replicas=len(answer.lanes),
                 kept=False,
-                source=source,
+                source=answer.source_of(answer.position),
                 proven=False,
-                behind=source is not None,
+                behind=answer.lacks_state,
             )
         if isinstance(answer, Leave):
             return Standing(identity=self.identity)
@@ -162,6 +175,8 @@ class Build:
     """Steps that the run has committed so far."""
     keep: bool
     """Go on with the state that this worker holds from a broken replica, in the same rank."""
+    kept: Kept
+    """What of the replica's state its workers go on with."""
     meet: tuple[str, int]
     """Host and port of the store where process groups meet."""
     serial: int
@@ -180,8 +195,11 @@ class Order:
     """Steps committed: where everybody goes on."""
     commit: Commit | None
     """Commit of step - 1: a worker at step - 1 holds that step's gradient and applies it."""
-    heals: tuple[tuple[int, int], ...]
-    """(position that has no state, position it gets it from). The newcomers have no lanes."""
+    heals: tuple[Heal, ...]
+    """Replicas that lack state. They have no lanes."""
+    followers: tuple[int, ...]
+    """Workers of no whole replica, by the rank of their state: they take part in the sums over the
+    replicas after those, and hear of the commits."""
     restore: bool
     """No replica has state: everybody reads checkpoint `step`, or starts from the seed at step
     0."""
@@ -202,7 +220,24 @@ class Order:
         order = {field.name: getattr(self, field.name) for field in fields(Order)}
         return pickle.dumps(order, pickle.HIGHEST_PROTOCOL)
 
-    def part(self, *, replica: int, rank: int, position: int, serial: int) -> Run:
+    def source_of(self, position: int) -> int | None:
+        """Position that a replica heals from; None for one that does not."""
+        return next((heal.source for heal in self.heals if heal.position == position), None)
+
+    def lanes_of(self, rank: int) -> list[tuple[int, ...]]:
+        """Lanes of all who take part in the sums over the workers of one rank, by position."""
+        return [*self.lanes, *[()] * self.followers[rank]]
+
+    def part(
+        self,
+        *,
+        replica: int,
+        rank: int,
+        position: int,
+        formed: int,
+        serial: int,
+        build: Build | None = None,
+    ) -> Run:
         """A worker's part of it."""
         run = Run.__new__(Run)  # there are thousands, and `__init__` sets each field by a call
         run.__dict__.update(
@@ -211,7 +246,9 @@ class Order:
             replica=replica,
             rank=rank,
             position=position,
+            formed=formed,
             serial=serial,
+            build=build,
         )
         return run
 
@@ -225,9 +262,24 @@ class Run(Order):
     rank: int
     """This worker's rank in it."""
     position: int
-    """Position of that replica in the roster: the rank across replicas."""
+    """Position of that replica in the roster, or of a follower after them: the rank across
+    replicas."""
+    formed: int
+    """Number of that replica's formation."""
     serial: int
     """Signals up to this one are settled."""
+    build: Build | None = None
+    """What a follower is to build beside the steps."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether this worker is in no whole replica."""
+        return self.position >= len(self.lanes)
+
+    @property
+    def lacks_state(self) -> bool:
+        """Whether this worker is to get the state by a heal."""
+        return any(h.position == self.position and self.rank in h.ranks for h in self.heals)
 
     @property
     def lead(self) -> bool:
@@ -239,13 +291,30 @@ class Run(Order):
         """Replicas that share the writing of saves: the first so many, which all have state."""
         return len(self.lanes) - len(self.heals)
 
-    def __reduce__(self) -> tuple[Callable[..., Run], tuple[bytes, int, int, int, int]]:
-        return _unpack, (self.packed, self.replica, self.rank, self.position, self.serial)
+    def __reduce__(self) -> tuple[Callable[..., Run], tuple[Any, ...]]:
+        own = self.replica, self.rank, self.position, self.formed, self.serial, self.build
+        return _unpack, (self.packed, *own)
 
 
-def _unpack(packed: bytes, replica: int, rank: int, position: int, serial: int) -> Run:
+def _unpack(
+    packed: bytes,
+    replica: int,
+    rank: int,
+    position: int,
+    formed: int,
+    serial: int,
+    build: Build | None,
+) -> Run:
     order: dict[str, Any] = pickle.loads(packed)
-    return Run(**order, replica=replica, rank=rank, position=position, serial=serial)
+    return Run(
+        **order,
+        replica=replica,
+        rank=rank,
+        position=position,
+        formed=formed,
+        serial=serial,
+        build=build,
+    )
 
 
 def shows_recent(run: Run | None, built: int) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 from trainer.replication.lanes import deal_lanes
 
@@ -27,6 +29,18 @@ class Replica:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Remnant:
+    """What is left of a replica that has lost workers: the others, who keep their state."""
+
+    index: int
+    """As `Replica.index`."""
+    formed: int
+    """As `Replica.formed`."""
+    workers: Mapping[int, str]
+    """By rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Roster:
     """The assignment worker -> slot of one generation."""
 
@@ -36,15 +50,37 @@ class Roster:
     """In order of position: the rank across replicas."""
     lanes: Mapping[int, tuple[int, ...]]
     """Replica index -> its lanes."""
+    remnants: tuple[Remnant, ...] = ()
+    """Of others, whose workers follow: without lanes, and in no whole replica."""
 
     @property
     def workers(self) -> tuple[str, ...]:
         """All workers with a slot."""
         return tuple(worker for replica in self.replicas for worker in replica.workers)
 
+    @cached_property
+    def followers(self) -> Mapping[str, Remnant]:
+        """All workers of remnants, with theirs."""
+        return {worker: each for each in self.remnants for worker in each.workers.values()}
+
+    def followers_of(self, rank: int) -> list[tuple[Remnant, str]]:
+        """Those with the state of `rank`, in order of position."""
+        return [(each, each.workers[rank]) for each in self.remnants if rank in each.workers]
+
     def replica_of(self, worker: str) -> Replica | None:
         """The replica that `worker` is in."""
         return next((r for r in self.replicas if worker in r.workers), None)
+
+
+class Heal(NamedTuple):
+    """A replica that lacks state."""
+
+    position: int
+    """Its position."""
+    source: int
+    """Position of the replica that it gets the state from."""
+    ranks: tuple[int, ...]
+    """Those of its workers that lack it."""
 
 
 def most_replicas(max_replicas: int) -> int:
@@ -94,6 +130,7 @@ def next_roster(
     generation: int,
     staying: Sequence[Replica],
     joining: Sequence[Replica],
+    remnants: Sequence[Remnant] = (),
     total_lanes: int,
     before: Roster | None,
 ) -> Roster:
@@ -104,7 +141,8 @@ def next_roster(
     Args:
         generation: its number.
         staying: replicas that have state.
-        joining: formed replicas without state that enter.
+        joining: formed replicas without state, or with only a part of it, that enter.
+        remnants: what follows of others.
         total_lanes: lanes of the run.
         before: the roster whose step was interrupted, if one was: replicas keep the lanes that they
             have computed.
@@ -117,7 +155,7 @@ def next_roster(
         kept = {replica.index: held.get(replica.formed, ()) for replica in staying}
     lanes = deal_lanes(total_lanes, at_work, kept)
     lanes.update({replica.index: () for replica in joining if staying})
-    return Roster(generation=generation, replicas=replicas, lanes=lanes)
+    return Roster(generation=generation, replicas=replicas, lanes=lanes, remnants=tuple(remnants))
 
 
 def number_anew(replicas: Sequence[Replica], others: Set[int], max_replicas: int) -> list[Replica]:
@@ -152,16 +190,26 @@ def _by_index(replicas: Sequence[Replica]) -> list[Replica]:
     return sorted(replicas, key=lambda replica: replica.index)
 
 
-def plan_heals(roster: Roster, joining: Set[int], turn: int = 0) -> tuple[tuple[int, int], ...]:
-    """(position without state, position it heals from): the sources take turns.
+def plan_heals(roster: Roster, lacking: Mapping[int, Set[str]], turn: int = 0) -> tuple[Heal, ...]:
+    """Who gets the state from whom: the sources take turns.
 
     Args:
         roster: the new one.
-        joining: indices of the replicas without state.
+        lacking: formation of each replica without state -> those of its workers that lack it.
         turn: how often a heal has failed: the sources move on by so many.
     """
-    sources = [p for p, replica in enumerate(roster.replicas) if replica.index not in joining]
-    targets = [p for p, replica in enumerate(roster.replicas) if replica.index in joining]
+    places = list(enumerate(roster.replicas))
+    sources = [p for p, replica in places if replica.formed not in lacking]
+    targets = [(p, replica) for p, replica in places if replica.formed in lacking]
     if not sources:
         return ()
-    return tuple((target, sources[(turn + i) % len(sources)]) for i, target in enumerate(targets))
+    return tuple(
+        Heal(
+            position=position,
+            source=sources[(turn + i) % len(sources)],
+            ranks=tuple(
+                rank for rank, w in enumerate(replica.workers) if w in lacking[replica.formed]
+            ),
+        )
+        for i, (position, replica) in enumerate(targets)
+    )

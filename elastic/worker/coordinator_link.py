@@ -104,11 +104,19 @@ class CoordinatorLink:
         if isinstance(answer, Run):
             self._news = []
 
-    def trouble(self, step: int | None, detail: str, cause: Cause) -> bool:
-        """Reports an exception. Returns whether it was only the loss of a peer."""
+    def trouble(
+        self, step: int | None, detail: str, cause: Cause, formed: int | None = None
+    ) -> bool:
+        """Reports an exception, where `formed` is given in the building of that formation. Returns
+        whether it was only the loss of a peer."""
         worker = self._identity.worker
         call, trouble = self._coordinator.call, CoordinatorApi.trouble
-        return call(trouble, worker, step, detail, cause) == "peer"
+        return call(trouble, worker, step, detail, cause, formed) == "peer"
+
+    def built(self, formed: int) -> None:
+        """This worker has built its part of a formation beside the steps."""
+        worker = self._identity.worker
+        self._tell(lambda: self._coordinator.send(CoordinatorApi.built, worker, formed))
 
     def fail(self, error: str) -> None:
         """Ends the whole run."""

@@ -5,10 +5,10 @@
          ──► Leave: let go of the replica, keep the state ──► join
          ──► Stop
 
-Spares wait in `join`. A worker whose replica breaks joins again as a spare would; it keeps its
-state until it is given another place, for the case that no replica is left whole. A worker whose
-own code fails reports the traceback and exits: a crash is the one way out that every peer notices
-at once.
+Spares wait in `join`. A worker whose replica breaks joins again and keeps its state: it follows the
+others with it, and builds its part of the replica anew beside the steps, or, where no replica is
+left whole, makes one with other survivors. A worker whose own code fails reports the traceback and
+exits: a crash is the one way out that every peer notices at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import sys
 import time
 import traceback
 import uuid
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import ray
 import torch
@@ -33,13 +34,13 @@ from elastic.protocol.roster import most_replicas
 from elastic.providers.sigterm import on_sigterm
 from elastic.worker.coordinator_link import CoordinatorLink
 from elastic.worker.restoring import restore
+from elastic.worker.side_build import SideBuild
 from health.heartbeat import Heartbeat
 from health.process import read_born_ticks
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
-from trainer.engine.state import HeldState
 from trainer.errors import NonFiniteError
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
@@ -92,13 +93,14 @@ class Worker:
         self.link = CoordinatorLink(self.identity, job, heartbeat)
         on_sigterm(self.link.terminating)
         self.engine: Engine | None = None
-        self.held: HeldState | None = None
+        """Without its model where the replica has broken; see `Engine.let_go_of_model`."""
+        self.beside: SideBuild | None = None
         self.sums: LaneSums | None = None
         self.progress: Progress | None = None
         self.position: Progress | None = None
         """Where it is in the run: `progress`, or, without state, how far it follows."""
         self.built = self.generation = 0
-        self.finished = self.reassembled = False
+        self.finished = self.mixed = False
         job.task.warm_up()
         warm_up()
         # What is there now stays: the collections of `leave_replica` need not look through it.
@@ -126,13 +128,7 @@ class Worker:
     def follow(self, answer: Build | Run) -> tuple[str, Cause] | None:
         """Does what the coordinator asks. Returns the traceback where an exception ended it, and
         the cause where no peer is lost."""
-        (host, port), health = answer.meet, self.job.health
-        self.rendezvous = Rendezvous(
-            host=host,
-            port=port,
-            timeout_s=health.collective_timeout_s,
-            silent_s=_LEASES_OF_SILENCE * health.node_timeout_s,
-        )
+        self.rendezvous = self.rendezvous_at(answer)
         try:
             if isinstance(answer, Build):
                 self.build(answer)
@@ -144,13 +140,24 @@ class Worker:
             return traceback.format_exc(), _CAUSES[origin_of(error)]
         return None
 
+    def rendezvous_at(self, answer: Build | Run) -> Rendezvous:
+        """Where the groups that an answer asks for meet."""
+        (host, port), health = answer.meet, self.job.health
+        return Rendezvous(
+            host=host,
+            port=port,
+            timeout_s=health.collective_timeout_s,
+            silent_s=_LEASES_OF_SILENCE * health.node_timeout_s,
+        )
+
     def report(self) -> Report:
         """What this worker has now."""
-        progress = self.progress
+        progress, beside = self.progress, self.beside
+        ready = beside is not None and beside.engine is not None
         return Report(
             identity=self.identity,
-            built=self.built,
-            rank=self.rank,
+            built=beside.answer.formed if beside is not None and ready else self.built,
+            rank=0 if self.engine is None else self.engine.rank,
             generation=self.generation,
             step=None if progress is None else progress.step,
             in_step=self.position is not None and self.position.in_step,
@@ -172,31 +179,38 @@ class Worker:
         step = None if self.progress is None else self.progress.step
         if self.link.trouble(step, detail, cause):
             self.leave_replica()
-            return
+        else:
+            self.exit(detail)
+
+    def exit(self, detail: str) -> NoReturn:
+        """Ends this process for an error of its own."""
         sys.stderr.write(f"{self.identity.worker} failed and leaves the run:\n{detail}")
         sys.stderr.flush()
         os._exit(OWN_FAULT_EXIT_CODE)
 
-    @property
-    def rank(self) -> int:
-        """Rank, in its replica, of the state that this worker has."""
-        holder = self.engine or self.held
-        return 0 if holder is None else holder.rank
-
     def leave_replica(self) -> None:
-        """Lets go of the replica's model and process group. The state stays until another place is
-        given: it may be the last copy."""
-        if self.engine is not None and self.progress is not None:
-            self.held = self.engine.hold_state()
-        self.engine = self.sums = self.link.injection.engine = None
+        """Lets go of the replica's model and process group. The state stays, while there is any: it
+        may be the last copy."""
+        self.close_beside()
+        if self.engine is not None and self.built:
+            self.engine.let_go_of_model()
+        if self.progress is None:
+            self.engine = None
+        self.sums, self.link.injection.engine = None, self.engine
         self.built, self.finished = 0, False
         gc.collect()
         leave_replica_group()
 
+    def close_beside(self) -> None:
+        """Gives up what is built beside the steps."""
+        if self.beside is not None:
+            self.beside.close()
+            self.beside = None
+
     def drop(self) -> None:
         """Lets go of everything."""
         self.leave_replica()
-        self.held = self.progress = self.position = None
+        self.engine = self.progress = self.position = None
 
     def build(self, answer: Build) -> None:
         """Makes this worker's part of a new replica, without state, or with the one it holds. All
@@ -206,39 +220,84 @@ class Worker:
         else:
             self.drop()
         self.link.at_step(answer.step, "build")
-        train = self.job.train
+        former = self.engine
+        engine = self.make_engine(answer, former, self.link.leave_now)
+        self.settle_in(engine, former, answer)
+
+    def make_engine(
+        self, answer: Build, former: Engine | None, leave_now: Callable[[], bool]
+    ) -> Engine:
+        """This worker's engine in a new replica, as the heir of `former` if there is one."""
+        train, device = self.job.train, self.job.scaling.device
         mesh = make_replica_group(
-            self.rendezvous,
+            self.rendezvous_at(answer),
             f"replica/{answer.formed}",
             rank=answer.rank,
             dims=train.parallel.dims,
-            device=self.job.scaling.device,
-            leave_now=self.link.leave_now,
+            device=device,
+            leave_now=leave_now,
         )
-        self.engine = Engine(
+        return Engine(
             self.job.task,
             train,
             slot=Slot(replica=answer.replica, rank=answer.rank, dims=train.parallel.dims),
             mesh=mesh,
-            device=self.job.scaling.device,
+            device=device,
             max_replicas=most_replicas(self.job.scaling.max_replicas),
+            heir_of=former,
         )
-        self.reassembled = self.held is not None
-        if self.held is not None:
-            self.engine.adopt(self.held)
-            self.held = None
-        self.sums = LaneSums(self.job.lanes, self.engine.gradient.numel(), self.engine.device)
-        self.built = answer.formed
-        self.link.injection.engine = self.engine
+
+    def settle_in(self, engine: Engine, former: Engine | None, answer: Build) -> None:
+        """From now on `engine`, of the replica that `answer` told to build, is this worker's."""
+        if former is not None:
+            engine.take_over(former)
+        self.engine, self.built, self.mixed = engine, answer.formed, answer.kept != "none"
+        self.sums = LaneSums(self.job.lanes, engine.gradient.numel(), engine.device)
+        self.link.injection.engine = engine
+
+    # -- beside the steps --------------------------------------------------------------------------
+
+    def build_beside(self, answer: Build) -> None:
+        """Begins to build this worker's part of a new replica, with the state that it follows
+        with."""
+        former = self.engine
+        assert former is not None
+        self.beside = SideBuild(
+            answer,
+            lambda given_up: self.make_engine(answer, former, given_up),
+            lambda: self.link.built(answer.formed),
+            lambda detail, origin: self.fail_beside(answer, detail, _CAUSES[origin]),
+        )
+
+    def fail_beside(self, answer: Build, detail: str, cause: Cause) -> None:
+        """As `recover`, of what was built beside the steps. Called by its thread."""
+        if not self.link.trouble(answer.step, detail, cause, answer.formed):
+            self.exit(detail)
+
+    def tend_beside(self, run: Run) -> None:
+        """What is built beside the steps is begun, given up, or, where its replica enters the
+        roster, this worker's place from now on."""
+        if run.follows and self.built:
+            self.leave_replica()
+        beside = self.beside
+        if beside is not None and beside.answer.formed == run.formed:
+            assert beside.engine is not None
+            self.beside = None
+            self.settle_in(beside.engine, self.engine, beside.answer)
+        elif beside is not None and (run.build is None or run.build.formed != beside.answer.formed):
+            self.close_beside()
+        if run.build is not None and self.beside is None:
+            self.build_beside(run.build)
 
     def train(self, run: Run) -> None:
         """This worker's part in one generation: gets its state up to date, then trains."""
+        self.tend_beside(run)
         assert self.engine is not None
         self.generation = run.generation
         self.link.at_step(run.step, "regroup")
         self.pause(run.pause_s)
-        if run.restore or run.position in dict(run.heals):
-            self.progress = None  # void, or a peer lacks its part: the whole replica takes it anew
+        if run.restore or run.lacks_state:
+            self.progress = None
         cross = self.make_cross_group(run, self.engine)
         heal: Source | Newcomer | None = None
         loop: TrainLoop | None = None
@@ -260,7 +319,7 @@ class Worker:
                 heal.close()
             if loop is not None and loop.has_state():
                 self.progress = self.position
-        if self.finished and self.progress is not None:
+        if self.finished and self.progress is not None and not run.follows:
             self.finished = self.finish(run)
 
     def pause(self, seconds: float) -> None:
@@ -274,7 +333,7 @@ class Worker:
         return CrossGroup(
             self.rendezvous,
             f"cross/{run.generation}/{engine.rank}",
-            lanes=run.lanes,
+            lanes=run.lanes_of(run.rank),
             total_lanes=self.job.lanes,
             rank=run.position,
             device=self.job.scaling.device,
@@ -290,17 +349,19 @@ class Worker:
             return
         loop = self.make_loop(run, cross, progress, None)
         loop.finish_step(run.commit)
-        # At the end, `run` sees to it; in a reassembled replica only some of the workers are here.
-        if progress.step < run.until and not self.reassembled:
+        # At the end, `run` sees to it; of survivors put together only some are here.
+        if progress.step < run.until and not self.mixed:
             loop.save_and_evaluate()
 
     def begin_heal(self, run: Run, engine: Engine) -> Source | Newcomer | None:
         """Starts to send this worker's state to newcomers, or to receive it as one."""
-        own = run.position
-        source = dict(run.heals).get(own, own)
-        group = [source, *(target for target, giver in run.heals if giver == source)]
-        if len(group) == 1:
+        own, source = run.position, run.position
+        if run.lacks_state:
+            source = run.source_of(own) or 0
+        takers = [h.position for h in run.heals if h.source == source and run.rank in h.ranks]
+        if not takers:
             return None
+        group = [source, *takers]
         self.link.at_step(run.step, "heal_source" if own == source else "heal_target")
         channel = HealChannel(
             self.rendezvous,
@@ -322,12 +383,15 @@ class Worker:
         heal: Source | Newcomer | None,
     ) -> TrainLoop:
         """The loop of this generation."""
-        assert self.engine is not None and self.sums is not None
+        assert self.engine is not None
+        if self.sums is None:  # a follower has no lanes
+            self.sums = LaneSums(self.job.lanes, self.engine.gradient.numel(), self.engine.device)
+        joins = run.source_of(run.position) is not None
         return TrainLoop(
             self.engine,
             cross,
             self.sums,
-            lanes=run.lanes[run.position],
+            lanes=run.lanes_of(run.rank)[run.position],
             progress=progress,
             config=LoopConfig(
                 lanes=self.job.lanes,
@@ -341,6 +405,8 @@ class Worker:
             link=self.link,
             source=heal if isinstance(heal, Source) else None,
             newcomer=heal if isinstance(heal, Newcomer) else None,
+            part="remnant" if run.follows else "joining" if joins else "whole",
+            followed=run.followers[run.rank] > 0,
         )
 
     def finish(self, run: Run) -> bool:

@@ -3,6 +3,7 @@ the workers on the other machines go on, and lose no step."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def finish(run: PartitionRun, killed_s: float) -> None:
     assert not run.of_kind(events.WorkerLost)
     assert not run.of_kind(events.RegroupCalled, after_s=killed_s)
     times = [step.time for step in run.steps()]
-    assert max(b - a for a, b in zip(times, times[1:], strict=False)) < 5
+    assert max(b - a for a, b in itertools.pairwise(times)) < 5
     (ended,) = run.of_kind(events.RunEnded)
     assert ended.outcome == "finished"
 

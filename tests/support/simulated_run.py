@@ -173,6 +173,8 @@ class World:
         self.went_back_in = 0
         self.snapshots_read = self.snapshots_failed = self.checkpoints_failed = 0
         self.damages = plan.damages
+        self.repairs = 0
+        """Replicas that entered a roster with a part of their state."""
         self.receipts: dict[tuple[int, int], dict[int, Applied]] = {}
         self.log: list[int] = []
         self.recorded = 0
@@ -268,6 +270,8 @@ class World:
                 yield "move", name, self._move, worker
             if name in self.posted and self.posted[name].serial > worker.heard:
                 yield "hear", name, self._hear, worker
+            if worker.side and not worker.side_built:
+                yield "beside", name, self._builds_beside, worker
             if worker.writing is not None:
                 yield "write", name, self._written, worker
             if worker.source is not None and worker.arrived is None:
@@ -295,6 +299,15 @@ class World:
 
     def _flush(self, worker: SimWorker) -> bool:
         worker.flush()
+        return True
+
+    def _builds_beside(self, worker: SimWorker) -> bool:
+        if not worker.builds_beside():
+            return False
+        if worker.side_built:
+            self.trace.append(f"{worker.name} has built {worker.side}")
+            self.membership.built(worker.name, worker.side)
+            self._advance()
         return True
 
     def _state_arrives(self, worker: SimWorker) -> bool:
@@ -646,10 +659,10 @@ class World:
             self.membership.progress.recorded,
         )
         reports = self.membership.waiting | {r.identity.worker: r for r in joined}
-        placed = (
-            *self.membership.places.standing.values(),
-            *self.membership.places.forming.values(),
-        )
+        places = self.membership.places
+        placed = (*places.standing.values(), *places.forming.values())
+        repairs = [r for r in placed if not places.survivors.isdisjoint(r.workers)]
+        source = bool(places.standing.keys() - self.membership.heals.behind)
         effects = self.membership.advance()
         checks.check_effects(self, effects, reports, before)
         for replica in effects.formed:
@@ -667,7 +680,8 @@ class World:
                     self.taken_apart.update(replica.workers)
             self.outcomes.append(effects.regrouped.outcome)
             for rank in range(self.plan.workers_per_replica):
-                members = tuple(replica.workers[rank] for replica in roster.replicas)
+                whole = [replica.workers[rank] for replica in roster.replicas]
+                members = (*whole, *(worker for _, worker in roster.followers_of(rank)))
                 self.channels["cross", roster.generation, rank] = Channel(members)
         self.posted.update(effects.signals)
         for name, answer in effects.answers.items():
@@ -676,12 +690,12 @@ class World:
             self.unsure.append(worker)
             if isinstance(answer, Build) and answer.keep and worker.replica is not None:
                 self.taken_apart.update(worker.replica.members)
-        if any(isinstance(a, Build) and a.keep for a in effects.answers.values()):
-            left = (
-                *self.membership.places.standing.values(),
-                *self.membership.places.forming.values(),
-            )
-            self.taken_apart.update(w for r in placed if r not in left for w in r.workers)
+        left = places.standing.keys() | places.forming.keys()
+        keeps = any(isinstance(a, Build) and a.keep for a in effects.answers.values())
+        given_up = repairs if source and not keeps else placed
+        for replica in given_up:
+            if replica.formed not in left:
+                self.channels["replica", replica.formed].given_up = True
 
 
 def play(seed: int) -> World:

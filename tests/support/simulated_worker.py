@@ -62,6 +62,8 @@ class Channel:
     """Members that have let go of it."""
     entered: dict[Any, dict[str, Any]] = field(default_factory=dict)
     """Collective -> what each member brought."""
+    given_up: bool = False
+    """It is of a replica that is not to come about, though all its members live."""
 
 
 @dataclass
@@ -115,12 +117,15 @@ class SimWorker:
         """Of the roster that it worked in last."""
         self.meet = 0
         """The coordinator at whose store its process groups meet."""
+        self.side = 0
+        """Formation that it builds its part of beside the steps, as a follower; 0: none."""
+        self.side_built = False
         self.replica_aborted = False
         """It was told that its replica is broken, and has aborted the replica's group."""
         self.waits_for_answer = False
         self.place_in_run = Standing(identity=self.identity)
         """As in `CoordinatorLink`."""
-        self.heal_failed = self.newcomer = self.lacked_state = False
+        self.heal_failed = self.newcomer = self.joined = False
         self.cross_lost: int | None = None
         """Generation whose group across replicas has failed for it, with nobody calling it: it
         tells each coordinator so until it has its next part."""
@@ -156,7 +161,7 @@ class SimWorker:
         progress = self.progress
         return Report(
             identity=self.identity,
-            built=self.built,
+            built=self.side if self.side_built else self.built,
             rank=self.place,
             generation=self.generation,
             step=None if progress is None else progress.step,
@@ -192,6 +197,7 @@ class SimWorker:
         return answer
 
     def _leave_replica(self) -> None:
+        self._close_side()
         if self.replica is not None:
             self.replica.closed.add(self.name)
         self.replica = None
@@ -209,12 +215,47 @@ class SimWorker:
         yield from self._inside("init", hears=True)
         self.built = answer.formed
 
+    # -- elastic/worker/side_build.py --------------------------------------------------------------
+
+    def _tend_side(self, run: Run) -> None:
+        """What is built beside the steps is begun, given up, or taken over."""
+        if run.follows and self.replica is not None:
+            self._leave_replica()
+        if not run.follows and self.side == run.formed:
+            assert self.side_built
+            self.replica, self.built = self.world.channels["replica", self.side], self.side
+            self.side, self.side_built = 0, False
+        wanted = 0 if run.build is None else run.build.formed
+        if self.side != wanted:
+            self._close_side()
+        if wanted and not self.side:
+            self.side = wanted
+            self.world.channels["replica", wanted].entered.setdefault("here", {})[self.name] = True
+
+    def _close_side(self) -> None:
+        if self.side:
+            self.world.channels["replica", self.side].closed.add(self.name)
+        self.side, self.side_built = 0, False
+
+    def builds_beside(self) -> bool:
+        """The thread goes on, if it can."""
+        channel = self.world.channels["replica", self.side]
+        here, there = channel.entered["here"], channel.entered.setdefault("init", {})
+        if len(here) < len(channel.members) or self.world.any_gone(channel):
+            return False
+        if self.name not in there:
+            there[self.name] = None
+            return True
+        self.side_built = len(there) == len(channel.members)
+        return self.side_built
+
     def _train(self, run: Run) -> Life:
         checks.check_run(self, run)
+        self._tend_side(run)
         self.generation = run.generation
         cross, progress = Cross(self, run), None
         try:
-            if run.restore or run.position in dict(run.heals):
+            if run.restore or run.lacks_state:
                 self.progress = None
             yield from cross.join()
             self._catch_up(run)
@@ -232,7 +273,7 @@ class SimWorker:
                 assert len(progress.applied) == progress.step, "made up with another step"
             if progress is not None and not self.newcomer:
                 self.progress = progress
-        if self.finished and self.progress is not None:
+        if self.finished and self.progress is not None and not run.follows:
             yield self._writer_idle()
             self.flush()
 
@@ -243,13 +284,14 @@ class SimWorker:
 
     def _begin_heal(self, run: Run, cross: Cross) -> None:
         """Sources copy their state at this step; newcomers wait for it without waiting."""
-        source = dict(run.heals).get(run.position)
-        self.newcomer = self.lacked_state = source is not None
+        source = run.source_of(run.position)
+        self.joined = run.follows or source is not None
+        self.newcomer = run.lacks_state
         self.arrived, self.backlog, self.heal_failed = None, [], False
-        if source is not None:
-            assert self.progress is None
+        if self.newcomer:
+            assert self.progress is None and source is not None
             self.source = run.generation, cross.channel.members[source]
-        elif any(giver == run.position for _, giver in run.heals):
+        elif any(h.source == run.position and run.rank in h.ranks for h in run.heals):
             assert self.progress is not None and self.progress.step == run.step
             self.world.copies[run.generation, self.name] = self.progress.applied
 
@@ -315,7 +357,7 @@ class SimWorker:
         progress.in_step = True
         if self.newcomer:
             self._follow(progress)
-        if run.lanes[run.position]:
+        if run.lanes_of(run.rank)[run.position]:
             yield from self._inside(("lanes", run.generation, step))
         self.gradient = None
         try:
@@ -324,28 +366,43 @@ class SimWorker:
             self.gradient = (step, run.generation)
         except Lost:
             failed = True
-        return (yield from self._agree(run, cross, step, failed))
+        total = yield from self._agree(run, cross, step, failed)
+        if total[0]:
+            progress.in_step = not (failed and run.follows)
+            return None
+        return make_commit(step, total[1], run.generation)
 
     def _agree(self, run: Run, cross: Cross, step: int, failed: bool) -> Life:
+        mine = (failed, self.called["boundary"] > self.settled)
+        if run.follows:
+            total = yield from self._sum_over_replicas(run, cross, step, mine)
+        else:
+            total = yield from self._agree_in_replica(run, cross, step, mine)
+        if run.rank == 0 or not run.followers[run.rank]:
+            return total
+        try:
+            told = yield from cross.collective(("told", step), total, root=True)
+        except Lost:
+            return (True, False) if run.follows else total
+        return next(iter(told.values())) if run.follows else total
+
+    def _agree_in_replica(self, run: Run, cross: Cross, step: int, mine: tuple[bool, ...]) -> Life:
         assert self.replica is not None
         leader = self.replica.members[0]
         needs = self.replica.members if self.name == leader else (self.name,)
-        mine = (failed, self.called["boundary"] > self.settled)
         votes = yield from self._inside(("votes", run.generation, step), mine, needs)
         total = None
         if self.name == leader:
             total = tuple(map(any, zip(*votes.values(), strict=True)))
-            if not total[0]:
-                total = yield from self._sum_over_replicas(cross, step, total)
+            total = yield from self._sum_over_replicas(run, cross, step, total)
         handed = yield from self._inside(
             ("total", run.generation, step), total, (leader, self.name)
         )
-        lost, boundary = handed[leader]
-        if lost:
-            return None
-        return make_commit(step, boundary, run.generation)
+        return handed[leader]
 
-    def _sum_over_replicas(self, cross: Cross, step: int, mine: tuple[bool, ...]) -> Life:
+    def _sum_over_replicas(self, run: Run, cross: Cross, step: int, mine: tuple[bool, ...]) -> Life:
+        if run.rank > 0 or mine[0]:
+            return mine
         try:
             totals = yield from cross.collective(("commit", step), mine)
         except Lost:
@@ -366,7 +423,7 @@ class SimWorker:
         self.place_in_run = replace(self.place_in_run, proven=True)
 
     def _save_and_evaluate(self, run: Run, progress: Progress) -> Life:
-        if self.lacked_state:
+        if self.joined:
             return
         step, plan = progress.step, self.world.plan
         last = step == plan.steps
@@ -452,7 +509,7 @@ class Cross:
         self.worker, self.lost, self.generation = worker, False, run.generation
         self.channel = worker.world.channels["cross", run.generation, run.rank]
         assert self.channel.members[run.position] == worker.name
-        assert len(self.channel.members) == len(run.lanes)
+        assert len(self.channel.members) == len(run.lanes_of(run.rank))
 
     def join(self) -> Life:
         if len(self.channel.members) == 1:
@@ -475,20 +532,24 @@ class Cross:
         except Lost:
             self._lose()
 
-    def collective(self, key: Any, value: Any = None) -> Life:
+    def collective(self, key: Any, value: Any = None, *, root: bool = False) -> Life:
+        """With `root` a broadcast of the first one's value."""
         worker, channel = self.worker, self.channel
         if len(channel.members) == 1:
             return {worker.name: value}
         if self.lost:
             raise Lost
         there = channel.entered.setdefault(key, {})
-        there[worker.name] = value
+        first = channel.members[0]
+        if not root or worker.name == first:
+            there[worker.name] = value
+        needed = 1 if root else len(channel.members)
         wakes = not worker.world.plan.silent
         try:
             return (
                 yield Wait(
                     str(key),
-                    lambda: len(there) == len(channel.members),
+                    lambda: len(there) == needed,
                     lambda: there,
                     fails=lambda: worker.leave_now() or (wakes and worker.world.any_gone(channel)),
                     crosses=True,

@@ -46,17 +46,20 @@ def check_effects(
 
 def check_seats(world: World, effects: Effects) -> None:
     """A new replica is on one node where one has room for it, and splits no tensor group where a
-    node holds one, unless the run is short of replicas."""
+    node holds one, unless the run is short of replicas. What keeps its survivors is not chosen."""
     membership, tensor = world.membership, world.config.dims.tensor
     keep = {n for n, a in effects.answers.items() if isinstance(a, Build) and a.keep}
-    new = [replica for replica in effects.formed if keep.isdisjoint(replica.workers)]
+    repairs = membership.places.repairs
+    new = [r for r in effects.formed if keep.isdisjoint(r.workers) and r not in repairs]
     whole = membership.places.whole
     split = [r for r in new if world.split_groups(r.workers)]
     if split and world.most_on_a_node(membership.members) >= tensor:
         assert whole - (len(new) - len(split)) <= world.plan.min_replicas, "a needless split"
     if effects.regrouped is None and any(len(world.nodes_of(r.workers)) > 1 for r in new):
-        room = world.most_on_a_node(membership.places.idle)
-        assert room < world.plan.workers_per_replica, "a node had room for a replica"
+        size, places = world.plan.workers_per_replica, membership.places
+        kept_back = sum(size - len(remnant.workers) for remnant in places.unrepaired)
+        room = world.most_on_a_node(places.idle) - kept_back
+        assert room < size, "a node had room for a replica"
 
 
 def check_roster(
@@ -68,7 +71,7 @@ def check_roster(
     assert len(indices) == len(set(indices)) >= world.plan.min_replicas
     check_numbers(world, roster)
     assert not world.broken & {replica.formed for replica in roster.replicas}
-    assert set(runs) == set(roster.workers)
+    assert set(runs) == {*roster.workers, *roster.followers}
     for position, replica in enumerate(roster.replicas):
         assert len(replica.workers) == world.plan.workers_per_replica
         places = [(runs[worker].position, runs[worker].rank) for worker in replica.workers]
@@ -76,8 +79,8 @@ def check_roster(
     dealt = [lane for index in indices for lane in roster.lanes[index]]
     assert sorted(dealt) == list(range(world.plan.lanes))
     assert sum(run.lead for run in runs.values()) == 1
-    at_work, since = [reports[worker] for worker in roster.workers], world.went_back_in
-    steps: dict[str, int | None] = dict.fromkeys(roster.workers)
+    at_work, since = [reports[worker] for worker in runs], world.went_back_in
+    steps: dict[str, int | None] = dict.fromkeys(runs)
     known: list[int] = []
     for _, found in find_states(at_work, since=since):
         holders = {report.identity.worker: report.step or 0 for report in found}
@@ -100,14 +103,14 @@ def check_roster(
     assert (regrouped.outcome in ("start", "restore")) == (not known)
     if regrouped.outcome == "restore":
         check_restore(world, reports)
-    sources = {run.position: dict(run.heals).get(run.position) for run in runs.values()}
-    for run in runs.values():
-        source = sources[run.position]
-        workers = roster.replicas[run.position].workers
-        needs_state = not run.restore and any(steps[w] is None for w in workers)
-        assert needs_state == (source is not None)
-        assert source is None or sources[source] is None, "a source without state"
+    for worker, run in runs.items():
+        source = run.source_of(run.position)
+        assert run.lacks_state == (not run.restore and steps[worker] is None)
+        assert source is not None or not run.lacks_state
+        assert source is None or run.source_of(source) is None, "a source without state"
         assert source is None or not run.lanes[run.position], "lanes without state"
+        assert not run.follows or (worker in roster.followers and not run.restore)
+    world.repairs += sum(0 < len(h.ranks) < world.plan.workers_per_replica for h in run.heals)
 
 
 def check_numbers(world: World, roster: Roster) -> None:
@@ -122,7 +125,8 @@ def check_numbers(world: World, roster: Roster) -> None:
     assert len(indices) <= most + len(draining) + len(straddling)
     assert max(indices) < most_replicas(most)
     forming = {replica.index for replica in world.membership.places.forming.values()}
-    assert max(indices) < most or set(range(most)) <= indices | forming, "a number is free"
+    left = {remnant.index for remnant in roster.remnants}
+    assert max(indices) < most or set(range(most)) <= indices | forming | left, "a number is free"
 
 
 def check_restore(world: World, reports: Mapping[str, Report]) -> None:
@@ -176,6 +180,7 @@ def check_build(world: World, worker: SimWorker, answer: Build) -> None:
     assert (
         channel is None
         or apart
+        or channel.given_up
         or any(
             name in world.lost | world.dead | channel.closed | world.drained
             for name in channel.members
@@ -185,7 +190,7 @@ def check_build(world: World, worker: SimWorker, answer: Build) -> None:
 
 def check_run(worker: SimWorker, run: Run) -> None:
     """Each committed step is applied once: nobody skips one, nobody goes back but for a restore."""
-    progress, heals = worker.progress, run.position in dict(run.heals)
+    progress, heals = worker.progress, run.lacks_state
     if run.restore:
         assert not heals
         return
@@ -193,6 +198,7 @@ def check_run(worker: SimWorker, run: Run) -> None:
     if progress is not None and not heals:
         assert progress.step in (run.step, run.step - 1)
         assert progress.step == run.step or run.commit is not None
+        assert run.rank == worker.place, "with the state of another rank"
 
 
 def check_trouble(world: World, worker: SimWorker) -> None:

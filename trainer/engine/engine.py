@@ -22,7 +22,7 @@ from trainer.engine.batches import to_device
 from trainer.engine.build import build_model
 from trainer.engine.flat_layout import FlatLayout
 from trainer.engine.optimizer import make_optimizer
-from trainer.engine.state import PARAMETERS, HeldState, WorkerState
+from trainer.engine.state import PARAMETERS, WorkerState
 from trainer.models.family import HUGGING_FACE
 from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
@@ -47,6 +47,10 @@ of a small model's step on a CPU."""
 class Engine:
     """The model and optimizer of one slot. All workers of the replica build it together.
 
+    Where the replica breaks, the model goes, and with it the process group: `let_go_of_model`. What
+    is left still takes part in sums over the replicas, and steps. Another engine of the same rank
+    is then built round the memory that it has, and goes on from there: `take_over`.
+
     Args:
         task: what is learned.
         train: the settings of the run.
@@ -55,6 +59,7 @@ class Engine:
         device: "cpu" or "cuda".
         max_replicas: gradient buffers are padded so that so many replicas can own equal pieces.
         bucket_bytes: the least and the most that are reduced at once.
+        heir_of: the engine whose memory it gets, for `take_over`.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class Engine:
         device: Device,
         max_replicas: int,
         bucket_bytes: tuple[int, int] = BUCKET_BYTES,
+        heir_of: Engine | None = None,
     ) -> None:
         self._padding, self._workers = max_replicas, train.parallel.workers
         self.task, self.train_config, self.slot, self.mesh = task, train, slot, mesh
@@ -81,10 +87,10 @@ class Engine:
             compute_dtype=getattr(torch, train.precision),
         )
         self._slices = local_slices(self.model, slot)
-        materialize(self.model, self.device)
+        materialize(self.model, self.device, None if heir_of is None else heir_of.memory())
         self.model.train()
         # Whole on every tensor rank: the first one counts them in the norm, and saves them.
-        elsewhere = {
+        self._elsewhere = {
             name
             for name, param in self.model.named_parameters()
             if slot.tensor > 0 and tensor_dim(param) is None
@@ -92,33 +98,38 @@ class Engine:
         self.layout = FlatLayout(
             self.model,
             room=self._room(),
-            counted_elsewhere=elsewhere,
+            counted_elsewhere=self._elsewhere,
             bucket_bytes=bucket_bytes,
         )
         self._watch = BackwardWatch(self.model, slot.dims.fsdp)
-        self._leaves = [nn.Parameter(local) for local in self.layout.locals]
-        self.replace_gradient()
-        leaves = dict(zip(self.layout.names, self._leaves, strict=True))
-        self.optimizer = make_optimizer(train.optimizer, leaves, self.device)
-        self.state = self._make_state(leaves, elsewhere)
+        self._lane, self._lane_views = torch.empty(0), list[torch.Tensor]()
+        if heir_of is None:
+            self._leaves = [nn.Parameter(local) for local in self.layout.locals]
+            self.replace_gradient()
+            self.optimizer = make_optimizer(train.optimizer, self._named_leaves, self.device)
+            self.state = self._make_state()
+
+    @property
+    def _named_leaves(self) -> dict[str, nn.Parameter]:
+        return dict(zip(self.layout.names, self._leaves, strict=True))
 
     def _room(self) -> dict[str, int]:
         """Numbers in the longest slice of each parameter over the ranks that it is sharded over."""
         longest = local_slices(self.model, replace(self.slot, rank=self.slot.tensor))
         return {name: math.prod(box.sizes) for name, box in longest.items()}
 
-    def _make_state(self, leaves: Mapping[str, nn.Parameter], elsewhere: set[str]) -> WorkerState:
+    def _make_state(self) -> WorkerState:
         frozen = {
             name: local_tensor(param)
             for name, param in self.model.named_parameters()
             if not param.requires_grad
         }
         return WorkerState(
-            leaves=leaves,
+            leaves=self._named_leaves,
             frozen=frozen,
             optimizer=self.optimizer,
             slices=self._slices,
-            replicated=elsewhere,
+            replicated=self._elsewhere,
         )
 
     def replace_gradient(self) -> None:
@@ -152,19 +163,45 @@ class Engine:
         self.state.fill(values, optimizer_steps=optimizer_steps)
         self.forget_initial_weights()
 
-    def hold_state(self) -> HeldState:
-        """The state without the model, which would keep the replica's process group alive."""
-        return HeldState(
-            rank=self.rank,
-            tensors=self.state.tensors(),
-            gradient=self.gradient,
-            optimizer_steps=self.state.optimizer_steps,
-        )
+    # -- from one replica to the next --------------------------------------------------------------
 
-    def adopt(self, held: HeldState) -> None:
-        """Takes over the state and the reduced gradient that an engine of the same rank had."""
-        self.load(held.tensors, optimizer_steps=held.optimizer_steps)
-        self.gradient.copy_(held.gradient)
+    def let_go_of_model(self) -> None:
+        """Drops what keeps the replica's process group alive: the model, and what refers to it. The
+        gradient stays, in memory that no abandoned collective writes to."""
+        gradient = self.gradient
+        self.replace_gradient()
+        self.gradient.copy_(gradient)
+        self.layout.params.clear()
+        self._lane, self._lane_views = torch.empty(0), []
+        del self.model, self.mesh, self._watch
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """The local slices of all parameters, by name."""
+        return {
+            **self.state.frozen,
+            **dict(zip(self.layout.names, self.layout.locals, strict=True)),
+        }
+
+    def take_over(self, former: Engine) -> None:
+        """Goes on with the state and the reduced gradient of the engine that this one is the heir
+        of, and which may have done steps since this one was built.
+
+        The memory is one, but for slices that are shorter than those of other ranks: FSDP2 pads
+        them, in memory of its own.
+        """
+        former.state.await_copy()
+        self._leaves, self.optimizer, self.gradient = (
+            former._leaves,
+            former.optimizer,
+            former.gradient,
+        )
+        with torch.no_grad():
+            for local, leaf in zip(self.layout.locals, self._leaves, strict=True):
+                if local.data_ptr() != leaf.data_ptr():
+                    local.copy_(leaf)
+                    leaf.data = local
+        self.state = self._make_state()
+        self.forget_initial_weights()
 
     @property
     def rank(self) -> int:

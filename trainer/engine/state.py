@@ -1,5 +1,5 @@
 """A worker's part of the model and optimizer state, as named tensors: what is saved, loaded,
-healed, held and compared.
+healed and compared.
 
 The names are those of a checkpoint: `param/NAME`, and for each of the optimizer's moments
 `MOMENT/NAME`, such as AdamW's `exp_avg/NAME` and `exp_avg_sq/NAME`. The tensors are the local
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -20,20 +20,6 @@ from trainer.engine.host_copy import HostBuffer, Share
 from trainer.engine.optimizer import SliceOptimizer
 
 PARAMETERS = "param/"
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldState:
-    """What a worker keeps of a broken replica."""
-
-    rank: int
-    """Its rank there."""
-    tensors: dict[str, torch.Tensor]
-    """`WorkerState.tensors`."""
-    gradient: torch.Tensor
-    """The reduced gradient of the step in progress; whole where the step was committed."""
-    optimizer_steps: int
-    """Steps that reached the weights."""
 
 
 class WorkerState:
@@ -56,7 +42,9 @@ class WorkerState:
         slices: Mapping[str, TensorSlice],
         replicated: Set[str],
     ) -> None:
-        self._leaves, self._frozen, self._optimizer = leaves, frozen, optimizer
+        self._leaves, self._optimizer = leaves, optimizer
+        self.frozen = frozen
+        """See Args."""
         self._slices, self._replicated = slices, replicated
         self._shares: dict[tuple[int, int], Share] = {}
         self._copied: torch.cuda.Event | None = None
@@ -72,7 +60,7 @@ class WorkerState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor by its name in a checkpoint: local slices, sharing their memory."""
-        state = {PARAMETERS + name: tensor for name, tensor in self._frozen.items()}
+        state = {PARAMETERS + name: tensor for name, tensor in self.frozen.items()}
         state |= {PARAMETERS + name: leaf.detach() for name, leaf in self._leaves.items()}
         for moment, tensors in self._optimizer.moments.items():
             state |= {f"{moment}/{name}": tensor for name, tensor in tensors.items()}
@@ -95,7 +83,7 @@ class WorkerState:
         slices, tensors = self.slices(), self.tensors()
         names = [name for name in tensors if name.split("/", 1)[1] not in self._replicated]
         parts = plan_writers([slices[name] for name in names], writers)[writer]
-        still = frozenset(PARAMETERS + name for name in self._frozen)
+        still = frozenset(PARAMETERS + name for name in self.frozen)
         return Share([(p, _part_of(tensors[p.name], slices[p.name], p)) for p in parts], still)
 
     def copy_to(self, buffer: HostBuffer, share: Share) -> torch.cuda.Event | None:
@@ -118,7 +106,7 @@ class WorkerState:
 
     @torch.no_grad()
     def fill(self, values: Mapping[str, torch.Tensor], *, optimizer_steps: int) -> None:
-        """Takes over tensors by name: what `to_read` names, or another worker's `tensors`."""
+        """Takes over tensors by name: what `to_read` names."""
         self.await_copy()
         tensors = self.tensors()
         for name, value in values.items():

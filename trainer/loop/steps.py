@@ -10,6 +10,9 @@ Nothing before the commit changes the weights, so an interrupted step leaves no 
 reduce fails because another replica is gone, the worker still enters the commit inside its own
 replica, saying so: no healthy replica ever blocks in itself. Design: docs/architecture.md, "A
 step and its commit".
+
+A worker whose replica has broken may follow: without model and lanes it takes part in the reduce,
+is told of the commit, and applies the step (docs/decisions/031).
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit, LaneStats
 
 Outcome = Literal["finished", "boundary", "fault"]
+Part = Literal["whole", "joining", "remnant"]
+"""Of a replica with state; of one of which some or all workers had none when the roster began; of
+what is left of one that broke, whose workers follow."""
 
 
 class TrainLoop:
@@ -49,6 +55,8 @@ class TrainLoop:
         link: the control plane.
         source: where this worker's state is sent to newcomers.
         newcomer: where this worker has no state yet.
+        part: what this worker's replica is in the roster.
+        followed: whether workers of no whole replica take part in this one's sums.
     """
 
     def __init__(
@@ -63,13 +71,15 @@ class TrainLoop:
         link: Link,
         source: Source | None = None,
         newcomer: Newcomer | None = None,
+        part: Part = "whole",
+        followed: bool = False,
     ) -> None:
         self.engine, self.cross, self.sums, self.link = engine, cross, sums, link
         self.lanes, self.progress, self.config = lanes, progress, config
         self.train: TrainConfig = engine.train_config
         self.data: SampleSource = engine.task.train_data()
         self.source, self.newcomer = source, newcomer
-        self.joined_without_state = newcomer is not None
+        self.part, self.followed = part, followed
         self.due = BetweenSteps(
             engine, cross, progress=progress, config=config, link=link, samples=len(self.data)
         )
@@ -178,23 +188,43 @@ class TrainLoop:
         out inside the replica: all workers of a replica always come to the same answer, so none
         waits for one that left.
         """
+        follows = self.part == "remnant"
         vector = commits.pack(
             self.config.lanes,
             self.sums.stats,
-            norm_squared=0.0 if failed else self.engine.norm_squared(self.engine.gradient),
+            norm_squared=0.0
+            if failed or follows
+            else self.engine.norm_squared(self.engine.gradient),
             failed=failed,
             boundary=self.link.leave_at_boundary(),
             saving=self.link.saving(),
             recorded=self.link.recorded(),
         )
-        replica = self.engine.sum_at_first(vector)
-        self.link.at_step(step, "in_commit")
-        total = self.engine.hand_out(self.sum_over_replicas(replica))
+        if follows:
+            total = self.sum_over_replicas(vector)
+        else:
+            replica = self.engine.sum_at_first(vector)
+            self.link.at_step(step, "in_commit")
+            total = self.engine.hand_out(self.sum_over_replicas(replica))
+        if self.followed and self.engine.rank > 0:
+            total = self.tell_followers(total)
         if total[1] > 0:
+            # Nobody asks a follower whether its gradient is whole: the step may count without it.
+            self.progress.in_step = not (follows and failed)
             return None
         self.link.at_step(step, "after_commit")
         config = self.config
         return commits.unpack(total, step=step, lanes=config.lanes, generation=config.generation)
+
+    def tell_followers(self, total: list[float]) -> list[float]:
+        """What was agreed on, for those who follow: with a state of another rank than the first
+        they are in no sum of it. A group that fails in it fails the next step's reduce as well."""
+        told = torch.tensor(total, dtype=torch.float64, device=self.engine.device)
+        try:
+            self.cross.hear_first(told)
+        except CrossGroupLost:
+            return total if self.part != "remnant" else [total[0], 1.0, *total[2:]]
+        return told.tolist() if self.part == "remnant" else total
 
     def sum_over_replicas(self, replica: list[float]) -> list[float]:
         """Every replica's vector, added up. Only a replica's first worker crosses. The norm is the
@@ -258,7 +288,7 @@ class TrainLoop:
         self.newcomer = None
 
     def save_and_evaluate(self) -> None:
-        """What is due between two steps, from a replica whose workers all have state: a newcomer's
-        do not get theirs at the same step."""
-        if not self.joined_without_state:
+        """What is due between two steps, from a replica whose workers all have state: others do not
+        get theirs at the same step."""
+        if self.part == "whole":
             self.due.save_and_evaluate()

@@ -7,7 +7,7 @@ FSDP2 over one rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -93,10 +93,40 @@ def tensor_dim(param: nn.Parameter) -> int | None:
     return placement.dim if isinstance(placement, Shard) else None
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Gives the sharded meta parameters real, unset memory; buffers keep their values."""
+def materialize(
+    model: nn.Module, device: torch.device, memory: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Gives the sharded meta parameters real, unset memory; buffers keep their values.
+
+    Args:
+        model: it.
+        device: where.
+        memory: local slices that some parameters are to have, by name; FSDP2 copies those that it
+            pads.
+    """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=device)
+    given = {
+        id(param): memory[name]
+        for name, param in model.named_parameters()
+        if memory is not None and name in memory
+    }
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        local = given.get(id(tensor))
+        if local is None:
+            return torch.empty_like(tensor, device=device)
+        if not isinstance(tensor, DTensor):
+            return local
+        return DTensor.from_local(
+            local,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+    model._apply(real)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])

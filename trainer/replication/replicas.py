@@ -20,6 +20,7 @@ from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from trainer.backend.groups import Device, abandon, make_cross_groups
 from trainer.backend.polling import LEFT, poll_until
@@ -47,7 +48,8 @@ class CrossGroup:
     Args:
         rendezvous: where the group meets.
         prefix: unique to the generation and the (shard, tensor).
-        lanes: for each replica, in rank order, the lanes dealt to it.
+        lanes: for each replica, in rank order, the lanes dealt to it; after those, none for each
+            that follows.
         total_lanes: lanes of the run.
         rank: position of this worker's replica.
         device: where the tensors are.
@@ -113,6 +115,11 @@ class CrossGroup:
         self._run(lambda group: group._allgather_base(all_of_them, mine), all_of_them, mine)
         pairs = all_of_them.view(self.size, 2).tolist()
         return [value if there else None for there, value in pairs]
+
+    def hear_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Position 0's `tensor`, in place, on all."""
+        self._run(lambda group: group.broadcast([tensor], dist.BroadcastOptions()), tensor)
+        return tensor
 
     def start(
         self, issue: Callable[[Any], Any], *buffers: torch.Tensor, channel: int = EXCHANGE

@@ -124,6 +124,11 @@ def run_of(effects: Effects, worker: str) -> Run:
     return answer
 
 
+def pairs(run: Run) -> dict[int, int]:
+    """Position that heals -> position that it heals from."""
+    return {heal.position: heal.source for heal in run.heals}
+
+
 def kept(effects: Effects) -> dict[str, bool]:
     """Worker that is to build -> whether it goes on with what it holds."""
     return {w: answer.keep for w, answer in effects.answers.items() if isinstance(answer, Build)}
@@ -302,7 +307,7 @@ def test_a_spare_takes_a_dead_workers_place_while_the_others_train() -> None:
     assert layout(effects) == {0: ("a0",), 1: ("c2",)}
     run = run_of(effects, "c2")
     assert run.lanes == ((0, 1, 2, 3), ()), "a newcomer has no state to compute with"
-    assert (run.step, run.heals, run.restore) == (5, ((1, 0),), False)
+    assert (run.step, pairs(run), run.restore) == (5, {1: 0}, False)
     assert run.commit == commit(4, boundary=True)
     assert effects.regrouped is not None and effects.regrouped.outcome == "boundary"
 
@@ -369,16 +374,14 @@ def test_a_worker_that_is_ready_when_its_formation_breaks_builds_again() -> None
     assert group.join("c1").formed[0].workers == ("a0", "c1")
 
 
-def test_survivors_of_two_replicas_make_one() -> None:
-    group = Group(replicas=3, each=2)
-    group.start("a0", "b1", "c2", "d3", "e4", "f5")
-    assert signals(group.lose("b1")) == dict.fromkeys(("a0", "c2", "d3", "e4", "f5"), "fault")
+def test_without_state_the_survivors_of_two_replicas_make_one() -> None:
+    group = Group(replicas=2, each=2)
+    group.start("a0", "b1", "c2", "d3")
+    group.lose("b1")
     assert group.lose("c2").called is None, "they are called already"
     group.join("a0", built=0)
     effects = group.join("d3", built=0)
     assert [(r.index, r.workers) for r in effects.formed] == [(0, ("a0", "d3"))]
-    group.join("e4", step=3, in_step=True)
-    assert layout(group.join("f5", step=3, in_step=True)) == {2: ("e4", "f5")}
 
 
 def test_when_all_die_the_run_goes_back_to_the_checkpoint() -> None:
@@ -438,7 +441,7 @@ def test_a_replica_that_read_the_snapshot_heals_one_that_could_not() -> None:
     group.membership.progress.snapshotted(0)
     assert group.join("b1").called == "fault"
     run = run_of(group.join("a0", step=6, in_step=True), "b1")
-    assert (run.step, run.restore, run.source, run.heals) == (6, False, "store", ((1, 0),))
+    assert (run.step, run.restore, run.source, pairs(run)) == (6, False, "store", {1: 0})
 
 
 def test_fewer_than_the_minimum_wait_and_say_how_many_are_missing() -> None:
@@ -479,6 +482,134 @@ def test_a_call_to_join_may_arrive_after_the_news_of_its_death() -> None:
     assert group.join("b0").formed[0].workers == ("b0",)
 
 
+# -- replicas that lose a worker and are made whole again ------------------------------------------
+
+
+def with_a_follower(*spares: str, least: int = 1) -> tuple[Group, Effects]:
+    """Replica 1 has lost c2; d3 has the state of rank 1, and follows. What the roster said."""
+    group = Group(replicas=2, each=2, least=least, start=4 + len(spares), lanes=4)
+    group.start("a0", "b1", "c2", "d3", *spares)
+    effects = group.lose("c2")
+    assert signals(effects) == dict.fromkeys(("a0", "b1", "d3"), "fault")
+    assert effects.signals["d3"].broken and not effects.formed
+    group.join("a0", step=3, in_step=True, last=commit(2), rank=0)
+    assert group.join("b1", step=3, in_step=True, last=commit(2), rank=1).regrouped is None
+    return group, group.join("d3", step=3, in_step=True, last=commit(2), rank=1, built=0)
+
+
+def test_who_is_left_of_a_replica_follows_and_builds_it_whole_meanwhile() -> None:
+    group, effects = with_a_follower("e4")
+    assert layout(effects) == {0: ("a0", "b1")}
+    assert [(r.index, r.workers) for r in effects.formed] == [(1, ("e4", "d3"))]
+    assert kept(effects) == {"e4": False}
+    run = run_of(effects, "d3")
+    assert run.follows and (run.replica, run.rank, run.position) == (1, 1, 1)
+    assert run.build is not None and (run.build.formed, run.build.keep) == (3, True)
+    assert run.lanes_of(0) == [(0, 1, 2, 3)] and run.lanes_of(1) == [(0, 1, 2, 3), ()]
+    assert not run.lacks_state and not run_of(effects, "a0").follows
+
+    assert group.build("e4").called is None, "d3 has not built its part"
+    group.membership.built("d3", 2)
+    assert group.advance() == Effects(), "news of another formation"
+    group.membership.built("d3", 3)
+    effects = group.advance()
+    assert effects.called == "grow"
+    assert signals(effects) == dict.fromkeys(("a0", "b1", "d3"), "boundary")
+    for rank, worker in enumerate(("a0", "b1")):
+        group.join(worker, step=5, last=commit(4, boundary=True), rank=rank)
+    effects = group.join("d3", step=5, last=commit(4, boundary=True), rank=1, built=3)
+    assert layout(effects) == {0: ("a0", "b1"), 1: ("e4", "d3")}
+    assert run_of(effects, "e4").heals == ((1, 0, (0,)),)
+    assert {w: run_of(effects, w).lacks_state for w in effects.answers} == {
+        "a0": False, "b1": False, "e4": True, "d3": False,
+    }  # fmt: skip
+    assert (run_of(effects, "d3").formed, run_of(effects, "d3").followers) == (3, (0, 0))
+    group.membership.caught_up("e4")
+    assert group.advance().called == "heal", "it was the only one without state"
+
+
+def test_without_a_spare_it_follows_until_somebody_comes() -> None:
+    group, effects = with_a_follower()
+    assert run_of(effects, "d3").build is None and not effects.formed
+    effects = group.join("e2")
+    assert effects.called == "repair" and not effects.formed
+    group.join("a0", step=9, last=commit(8, boundary=True), rank=0)
+    group.join("b1", step=9, last=commit(8, boundary=True), rank=1)
+    effects = group.join("d3", step=9, last=commit(8, boundary=True), rank=1, built=0)
+    assert [replica.workers for replica in effects.formed] == [("e2", "d3")]
+    assert run_of(effects, "d3").build is not None
+
+
+def test_one_that_missed_the_commit_finishes_the_step_as_it_follows() -> None:
+    group = Group(replicas=2, each=2)
+    group.start("a0", "b1", "c2", "d3")
+    group.lose("c2")
+    group.join("a0", step=4, last=commit(3), rank=0)
+    group.join("b1", step=4, last=commit(3), rank=1)
+    effects = group.join("d3", step=3, in_step=True, last=commit(2), rank=1, built=0)
+    assert run_of(effects, "d3").follows and run_of(effects, "d3").commit == commit(3)
+
+
+def test_one_without_the_state_of_the_others_does_not_follow() -> None:
+    group = Group(replicas=2, each=2)
+    group.start("a0", "b1", "c2", "d3")
+    group.lose("c2")
+    group.join("a0", step=4, last=commit(3), rank=0)
+    group.join("b1", step=4, last=commit(3), rank=1)
+    effects = group.join("d3", step=3, last=commit(2), rank=1, built=0)
+    assert layout(effects) == {0: ("a0", "b1")} and "d3" not in effects.answers
+    assert [replica.workers for replica in group.join("e2").formed] == [("e2", "d3")]
+
+
+def test_the_end_of_a_follower_interrupts_the_step_of_the_others() -> None:
+    group, _ = with_a_follower("e4")
+    effects = group.lose("d3")
+    assert effects.called == "fault"
+    assert signals(effects) == {"a0": "fault", "b1": "fault", "e4": "fault"}
+    assert group.membership.replica_broken("e4")
+
+
+def test_a_follower_goes_on_where_the_one_that_was_to_complete_its_replica_dies() -> None:
+    group, _ = with_a_follower("e4")
+    effects = group.lose("e4")
+    assert effects.signals == {} and effects.called is None
+    assert group.membership.replica_broken("d3", 3), "its error there is not its own fault"
+    assert group.join("f4").called == "repair"
+
+
+def test_with_too_few_replicas_to_go_on_a_replica_is_made_whole_at_once() -> None:
+    group, effects = with_a_follower("e4", least=2)
+    assert effects.regrouped is None
+    assert kept(effects) == {"e4": False, "d3": True}
+    group.build("e4")
+    effects = group.join("d3", step=3, in_step=True, last=commit(2), rank=1)
+    assert layout(effects) == {0: ("a0", "b1"), 1: ("e4", "d3")}
+    assert run_of(effects, "e4").heals == ((1, 0, (0,)),)
+
+
+def test_what_is_left_of_two_replicas_makes_one_that_needs_no_heal() -> None:
+    group = Group(replicas=3, each=2)
+    group.start("a0", "b1", "c2", "d3", "e4", "f5")
+    group.lose("b1")
+    group.lose("c2")
+    for rank, worker in enumerate(("a0", "d3")):
+        group.join(worker, step=3, in_step=True, rank=rank, built=0)
+    group.join("e4", step=3, in_step=True, rank=0)
+    effects = group.join("f5", step=3, in_step=True, rank=1)
+    assert layout(effects) == {2: ("e4", "f5")}
+    assert [(r.index, r.workers) for r in effects.formed] == [(0, ("a0", "d3"))]
+    for worker in ("a0", "d3"):
+        assert run_of(effects, worker).follows
+        group.membership.built(worker, 4)
+    assert group.advance().called == "grow"
+    for rank, worker in enumerate(("a0", "d3", "e4", "f5")):
+        built = 4 if worker in ("a0", "d3") else 3
+        effects = group.join(worker, step=6, last=commit(5), rank=rank % 2, built=built)
+    assert layout(effects) == {0: ("a0", "d3"), 2: ("e4", "f5")}
+    run = run_of(effects, "a0")
+    assert run.heals == () and run.lanes == ((0, 1), (2,)), "it has lanes at once"
+
+
 # -- commits that not all have seen ----------------------------------------------------------------
 
 
@@ -503,9 +634,9 @@ def test_new_replicas_heal_from_old_ones_in_turn() -> None:
     group.join("a0", step=6)
     effects = group.join("b1", step=6)
     places = {run_of(effects, w).replica: run_of(effects, w).position for w in effects.answers}
-    heals = run_of(effects, "d3").heals
-    assert {target for target, _ in heals} == {places[2], places[3]}
-    assert {source for _, source in heals} == {places[0], places[1]}
+    heals = pairs(run_of(effects, "d3"))
+    assert heals.keys() == {places[2], places[3]}
+    assert set(heals.values()) == {places[0], places[1]}
 
 
 def test_a_heal_that_failed_is_repeated_even_when_a_boundary_was_called() -> None:
@@ -522,7 +653,7 @@ def test_a_heal_that_failed_is_repeated_even_when_a_boundary_was_called() -> Non
     assert effects.called == "fault" and signals(effects) == {"a0": "fault"}
     effects = group.join("a0", step=5, in_step=True)
     place = {worker: run_of(effects, worker).position for worker in effects.answers}
-    heals = dict(run_of(effects, "c1").heals)
+    heals = pairs(run_of(effects, "c1"))
     assert heals == {place["c1"]: place["a0"], place["d2"]: place["a0"]}
 
 
@@ -542,7 +673,7 @@ def test_a_heal_that_failed_is_tried_again_from_another_source() -> None:
     group.join("a0", step=6)
     group.join("b1", step=6)
     again = run_of(group.join("d2"), "d2")
-    assert dict(again.heals)[2] != dict(first.heals)[2]
+    assert pairs(again)[2] != pairs(first)[2]
     assert group.membership.heals.failed("d2") == 2
 
 
@@ -566,33 +697,41 @@ def test_survivors_of_all_replicas_put_their_copy_together() -> None:
 
 
 def with_a_newcomer() -> Group:
-    """Replica 1 has lost d3; e4 and f5 stand in its place and have no state yet; c2 holds its."""
-    group = Group(replicas=2, each=2, start=6)
-    group.start("a0", "b1", "c2", "d3", "e4", "f5")
-    assert [r.workers for r in group.lose("d3").formed] == [("e4", "f5")]
+    """Replica 2 has come and has no state yet; replica 1 has lost d3, and c2 follows."""
+    group = Group(replicas=3, each=2, start=4)
+    group.start("a0", "b1", "c2", "d3")
+    group.join("e4")
+    group.join("f5")
     group.build("e4", "f5")
-    group.join("c2", step=7, in_step=True, last=commit(6), built=0, rank=0, generation=1)
-    group.join("a0", step=7, in_step=True, last=commit(6), rank=0, generation=1)
-    effects = group.join("b1", step=7, in_step=True, last=commit(6), rank=1, generation=1)
-    assert layout(effects) == {0: ("a0", "b1"), 1: ("e4", "f5")}
-    assert run_of(effects, "e4").heals == ((1, 0),)
+    for rank, worker in enumerate(("a0", "b1", "c2", "d3")):
+        group.join(worker, step=6, last=commit(5, boundary=True), rank=rank % 2)
+    group.lose("d3")
+    group.join("e4")
+    group.join("f5")
+    group.join("c2", step=7, in_step=True, last=commit(6), built=0, rank=0)
+    group.join("a0", step=7, in_step=True, last=commit(6), rank=0)
+    effects = group.join("b1", step=7, in_step=True, last=commit(6), rank=1)
+    assert layout(effects) == {0: ("a0", "b1"), 2: ("e4", "f5")}
+    assert pairs(run_of(effects, "e4")) == {1: 0} and run_of(effects, "c2").follows
     return group
 
 
 def test_survivors_put_their_copy_together_beside_a_newcomer_without_state() -> None:
     group = with_a_newcomer()
     group.lose("a0")
-    group.join("e4", generation=2)
-    assert group.join("f5", generation=2).formed == [], "b1 is still to come"
-    effects = group.join("b1", step=7, in_step=True, last=commit(6), built=0, rank=1, generation=2)
+    group.join("e4")
+    group.join("f5")
+    effects = group.join("c2", step=7, in_step=True, last=commit(6), built=0, rank=0)
+    assert effects.formed == [], "b1 is still to come"
+    effects = group.join("b1", step=7, in_step=True, last=commit(6), built=0, rank=1)
     assert [replica.workers for replica in effects.formed] == [("c2", "b1")]
     assert effects.regrouped is None, "nobody goes back while they build"
-    group.join("c2", step=7, in_step=True, last=commit(6), rank=0, generation=1)
-    effects = group.join("b1", step=7, in_step=True, last=commit(6), rank=1, generation=2)
+    group.join("c2", step=7, in_step=True, last=commit(6), rank=0)
+    effects = group.join("b1", step=7, in_step=True, last=commit(6), rank=1)
     assert effects.regrouped is not None
     assert (effects.regrouped.outcome, effects.regrouped.step) == ("repeat", 7)
-    assert layout(effects) == {0: ("c2", "b1"), 1: ("e4", "f5")}
-    assert run_of(effects, "e4").heals == ((1, 0),)
+    assert layout(effects) == {0: ("c2", "b1"), 2: ("e4", "f5")}
+    assert pairs(run_of(effects, "e4")) == {1: 0}
 
 
 @pytest.mark.parametrize("entered", [False, True], ids=["forming", "newcomers"])
@@ -637,9 +776,9 @@ def test_a_newcomer_that_has_its_part_already_is_one_of_them() -> None:
     group = with_a_newcomer()
     group.lose("c2")
     group.lose("b1")
-    group.join("a0", step=8, last=commit(7), built=0, rank=0, generation=2)
-    group.join("e4", generation=2)
-    effects = group.join("f5", step=8, last=commit(7), rank=1, generation=2)
+    group.join("a0", step=8, last=commit(7), built=0, rank=0)
+    group.join("e4")
+    effects = group.join("f5", step=8, last=commit(7), rank=1)
     assert [replica.workers for replica in effects.formed] == [("a0", "f5")]
     assert effects.formed[0].index == 0
     assert group.membership.replica_broken("e4"), "it waits for a place"
@@ -691,7 +830,7 @@ def test_who_left_before_the_last_step_is_a_newcomer_again(in_step: bool) -> Non
     group.join("a0", step=7, in_step=True, last=commit(6, generation=2), generation=2)
     effects = group.join("b1", step=6, in_step=in_step, last=commit(5), generation=1)
     assert effects.regrouped is not None and effects.regrouped.step == 7
-    assert run_of(effects, "b1").heals == ((1, 0),)
+    assert pairs(run_of(effects, "b1")) == {1: 0}
 
 
 def test_nobody_goes_on_where_one_that_left_long_ago_stands() -> None:
@@ -816,6 +955,7 @@ def test_parts_of_two_attempts_at_a_step_are_no_copy() -> None:
     Without `reduction="exact"` their bits may differ."""
     group = Group(replicas=2, each=2, restore_step=4)
     group.start("a0", "b1", "c2", "d3")
+    group.membership.drain("a0")  # nobody waits for it
     group.lose("b1")
     for worker in ("c2", "d3"):
         group.join(worker, step=6, in_step=True, last=commit(5))
@@ -823,13 +963,15 @@ def test_parts_of_two_attempts_at_a_step_are_no_copy() -> None:
     group.join("a0", step=7, last=commit(6), built=0, rank=0)
     last = commit(6, generation=2)
     effects = group.join("d3", step=7, in_step=True, last=last, built=0, rank=1)
-    assert kept(effects) == {"a0": False, "d3": False}
+    assert kept(effects) == {}
+    assert kept(group.join("e6")) == {"d3": False, "e6": False}
 
 
 def test_one_that_is_ahead_of_all_others_hides_no_copy() -> None:
     """a0 saw step 6 committed and left; the others did it once more, and hold a copy before it."""
     group = Group(replicas=3, each=2, restore_step=4)
     group.start("a0", "b1", "c2", "d3", "e4", "f5")
+    group.membership.drain("a0")  # nobody waits for it, or asks it
     group.lose("b1")
     group.join("a0", step=7, last=commit(6), built=0, rank=0)
     for rank, worker in enumerate(("c2", "d3", "e4", "f5")):
@@ -905,7 +1047,7 @@ def test_the_only_replica_is_replaced_before_its_machine_goes() -> None:
     assert signals(group.build("b1")) == {"a0": "boundary"}
     effects = group.join("a0", step=5, last=commit(4, boundary=True))
     assert layout(effects) == {0: ("a0",), 1: ("b1",)}
-    assert run_of(effects, "b1").heals == ((1, 0),)
+    assert pairs(run_of(effects, "b1")) == {1: 0}
     assert effects.formed == [] and group.advance().called is None
     assert group.membership.caught_up("b1") is not None
     effects = group.advance()
@@ -932,7 +1074,7 @@ def test_no_fewer_than_the_least_train_while_one_is_replaced() -> None:
     group.join("c2", step=None)
     effects = group.join("b1", step=6, in_step=True, last=commit(5))
     assert layout(effects) == {1: ("b1",), 0: ("c2",)}
-    assert run_of(effects, "c2").heals == ((1, 0),)
+    assert pairs(run_of(effects, "c2")) == {1: 0}
 
 
 def on_nodes(group: Group, **nodes: str) -> Group:
@@ -1003,7 +1145,7 @@ def test_a_straddling_replica_moves_when_a_whole_seat_is_free() -> None:
     assert (effects.called, len(effects.signals)) == ("grow", 4)
     effects = boundary(group, 5, "a0", "b1", "c2", "e4")
     assert layout(effects) == {0: ("a0", "b1"), 1: ("c2", "e4"), 2: ("f5", "g6")}
-    assert run_of(effects, "f5").heals == ((2, 0),) and group.advance().called is None
+    assert run_of(effects, "f5").heals == ((2, 0, (0, 1)),) and group.advance().called is None
     group.membership.caught_up("f5")
     assert group.advance().called is None
     group.membership.caught_up("g6")
@@ -1057,7 +1199,7 @@ def test_one_that_has_left_and_is_still_there_is_gone_back_to_rather_than_a_chec
     assert effects.regrouped is not None
     assert (effects.regrouped.outcome, effects.regrouped.lost_steps) == ("boundary", 0)
     assert layout(effects) == {0: ("c2",), 1: ("a0",)}
-    assert run_of(effects, "c2").heals == ((1, 0),)
+    assert pairs(run_of(effects, "c2")) == {1: 0}
 
 
 def test_a_worker_that_is_told_to_end_does_so_once_it_has_no_slot() -> None:
@@ -1185,9 +1327,10 @@ def test_a_survivor_of_the_roster_before_completes_the_copy_while_its_state_is_c
     group.lose("b1")
     for worker in ("a0", "c2", "d3"):
         effects = group.join(worker, step=14, in_step=True, generation=1)
-    assert layout(effects) == {1: ("c2", "d3")}
+    assert layout(effects) == {1: ("c2", "d3")} and run_of(effects, "a0").follows
     group.lose("c2")
-    effects = group.join("d3", step=step, in_step=True, rank=1, generation=2)
+    group.join("a0", step=14, built=0)
+    effects = group.join("d3", step=step, in_step=True, rank=1, built=0)
     assert kept(effects) == {"a0": keep, "d3": keep}
 
 

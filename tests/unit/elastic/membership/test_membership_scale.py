@@ -60,15 +60,16 @@ def test_a_regroup_looks_at_each_worker_a_few_times_not_at_all_of_them_for_each(
 def test_an_order_is_pickled_once_and_each_part_of_it_arrives_whole() -> None:
     lanes = ((0, 1), (2,))
     order = Order(
-        generation=1, lanes=lanes, step=0, commit=None, heals=(), restore=True, source="store",
-        recorded=0, until=9, pause_s=0.0, meet=("", 0),
+        generation=1, lanes=lanes, step=0, commit=None, heals=(), followers=(0, 0),
+        restore=True, source="store", recorded=0, until=9, pause_s=0.0, meet=("", 0),
     )  # fmt: skip
-    first = order.part(replica=0, rank=0, position=0, serial=1)
-    second = order.part(replica=4, rank=1, position=1, serial=2)
+    first = order.part(replica=0, rank=0, position=0, formed=1, serial=1)
+    second = order.part(replica=4, rank=1, position=1, formed=2, serial=2)
     assert first.__reduce__()[1][0] is second.__reduce__()[1][0]
     assert first.lead and not second.lead
     there = pickle.loads(pickle.dumps(second))
     assert there == second == Run(
-        generation=1, replica=4, rank=1, position=1, lanes=lanes, step=0, commit=None, heals=(),
-        restore=True, source="store", recorded=0, until=9, pause_s=0.0, meet=("", 0), serial=2,
+        generation=1, replica=4, rank=1, position=1, formed=2, lanes=lanes, step=0, commit=None,
+        heals=(), followers=(0, 0), restore=True, source="store", recorded=0, until=9,
+        pause_s=0.0, meet=("", 0), serial=2,
     )  # fmt: skip

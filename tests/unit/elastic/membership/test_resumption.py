@@ -110,7 +110,7 @@ def test_formations_and_newcomers_are_known_again() -> None:
     assert [replica.formed for replica in found.forming] == [4]
     assert [replica.formed for replica in found.broken] == [3]
     assert found.behind == {"d3": 2}
-    assert found.heals == ((1, 0),)
+    assert found.heals == ((1, 0, (1,)),)
 
 
 def test_a_formation_that_one_of_its_workers_still_builds_is_broken() -> None:

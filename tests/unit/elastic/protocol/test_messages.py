@@ -25,6 +25,7 @@ from elastic.protocol.messages import (
     Stop,
     shows_recent,
 )
+from elastic.protocol.roster import Heal
 from trainer.replication.step_commit import Commit
 
 COMMIT = Commit(
@@ -36,8 +37,12 @@ RECORD = StepRecord(
 )  # fmt: skip
 IDENTITY = Identity(worker="w0-abc", rank=0, node="f00", pid=42)
 ORDER = Order(
-    generation=2, lanes=((0, 2), (1,), ()), step=5, commit=COMMIT, heals=((2, 0),), restore=False,
-    source="store", recorded=4, until=9, pause_s=0.5, meet=("h", 1),
+    generation=2, lanes=((0, 2), (1,), ()), step=5, commit=COMMIT, heals=(Heal(2, 0, (1, 2)),),
+    followers=(0, 0, 1), restore=False, source="store", recorded=4, until=9, pause_s=0.5,
+    meet=("h", 1),
+)  # fmt: skip
+BUILD = Build(
+    formed=3, replica=1, rank=2, step=5, keep=True, kept="whole", meet=("h", 1), serial=4
 )  # fmt: skip
 ALL = [
     IDENTITY,
@@ -49,11 +54,11 @@ ALL = [
     ),
     Standing(identity=IDENTITY, formed=3, generation=2, lanes=(0, 2), replicas=2, source=1),
     Leave(),
-    Build(formed=3, replica=1, rank=2, step=5, keep=False, meet=("h", 1), serial=4),
+    BUILD,
     Run(
-        generation=2, replica=1, rank=0, position=1, lanes=((0, 2), (1,), ()), step=5,
-        commit=COMMIT, heals=((2, 0),), restore=False, source="store",
-        recorded=4, until=9, pause_s=0.5, meet=("h", 1), serial=9,
+        generation=2, replica=1, rank=0, position=3, formed=3, lanes=((0, 2), (1,), ()), step=5,
+        commit=COMMIT, heals=(Heal(2, 0, (1, 2)),), followers=(0, 0, 1), restore=False,
+        source="store", recorded=4, until=9, pause_s=0.5, meet=("h", 1), serial=9, build=BUILD,
     ),
     ORDER,
     Death(worker="w0-abc", cause=HANG, detail="stopped"),
@@ -91,17 +96,18 @@ def test_a_worker_that_has_nothing_says_so() -> None:
 
 
 def test_where_a_worker_stands_follows_from_the_answers_to_it() -> None:
-    build = Build(formed=3, replica=1, rank=2, step=5, keep=True, meet=("h", 1), serial=4)
-    building = Standing(identity=IDENTITY).after(build)
+    building = Standing(identity=IDENTITY).after(BUILD)
     assert (building.formed, building.rank, building.generation, building.kept) == (3, 2, 0, True)
     assert not building.built
     built = building.joining(Report(identity=IDENTITY, built=3))
     assert built.built and built.joining(Report(identity=IDENTITY)) == Standing(identity=IDENTITY)
-    run = ORDER.part(replica=1, rank=2, position=2, serial=5)
+    run = ORDER.part(replica=1, rank=2, position=2, formed=3, serial=5)
     seated = replace(built, serial=4).after(run)
     assert (seated.formed, seated.generation, seated.replicas, seated.kept) == (3, 2, 3, False)
     assert seated.built
     assert (seated.source, seated.behind, seated.proven) == (0, True, False)
+    whole = built.after(ORDER.part(replica=1, rank=0, position=2, formed=3, serial=5))
+    assert (whole.source, whole.behind) == (0, False), "its peers heal"
     assert seated.after(Stop(error=None)) == seated
     assert seated.after(Leave()) == Standing(identity=IDENTITY)
 
@@ -109,7 +115,16 @@ def test_where_a_worker_stands_follows_from_the_answers_to_it() -> None:
 def test_a_step_that_only_one_of_a_replica_knows_is_shown_once_the_replica_is_replaced() -> None:
     """It had joined as one of a whole replica, for which another one was to speak, and that was
     lost: the steps would be in no record."""
-    first, second = (ORDER.part(replica=1, rank=n, position=1, serial=1) for n in range(2))
+    first, second = (
+        ORDER.part(replica=1, rank=n, position=1, formed=3, serial=1) for n in range(2)
+    )
     assert shows_recent(first, built=3) and not shows_recent(second, built=3)
     assert shows_recent(second, built=0), "its replica is no more"
     assert shows_recent(None, built=4), "it has built its part of the one that replaces it"
+
+
+def test_a_follower_stands_as_one_of_a_replica_that_is_not_whole() -> None:
+    run = ORDER.part(replica=1, rank=2, position=3, formed=7, serial=5)
+    assert run.follows and run.lanes_of(2) == [(0, 2), (1,), (), ()] and not run.lacks_state
+    follows = Standing(identity=IDENTITY).after(run)
+    assert (follows.formed, follows.rank, follows.generation, follows.lanes) == (7, 2, 2, ())

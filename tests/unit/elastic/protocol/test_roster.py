@@ -176,8 +176,9 @@ def test_every_lane_is_dealt_once(data: st.DataObject) -> None:
 
 
 def test_sources_of_heals_take_turns() -> None:
-    all_five = roster(*(replica(i, f"w{i}") for i in (3, 0, 4, 1, 2)))
+    all_five = roster(*(replica(i, f"v{i}", f"w{i}", formed=i) for i in (3, 0, 4, 1, 2)))
     # Positions 0 to 4 hold the replicas 3, 0, 4, 1, 2; those at 1, 2 and 4 are new.
-    assert plan_heals(all_five, {0, 4, 2}) == ((1, 0), (2, 3), (4, 0))
-    assert plan_heals(all_five, set()) == ()
-    assert plan_heals(all_five, {0, 1, 2, 3, 4}) == (), "nobody has state"
+    new = {0: {"v0", "w0"}, 4: {"w4"}, 2: {"v2"}}
+    assert plan_heals(all_five, new) == ((1, 0, (0, 1)), (2, 3, (1,)), (4, 0, (0,)))
+    assert plan_heals(all_five, {}) == ()
+    assert plan_heals(all_five, {i: {f"v{i}"} for i in range(5)}) == (), "nobody has state"
