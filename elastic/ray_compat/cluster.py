@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import ray
+from ray import _raylet
 from ray._private.state import available_resources_per_node, state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -56,11 +57,12 @@ def start_actor(
         options |= detached(name)
     if variables:
         options["runtime_env"] = {"env_vars": dict(variables)}
-    place = on_node(node or ray.get_runtime_context().get_node_id(), soft=name is not None)
+    node = node or ray.get_runtime_context().get_node_id()
+    options |= {"scheduling_strategy": on_node(node)} if name is None else _rather_on(node)
 
     def start(*args: _Args.args, **kwargs: _Args.kwargs) -> Remote[_Actor]:
         actor: Any = ray.remote(**options)(cls)
-        return Remote(actor.options(scheduling_strategy=place).remote(*args, **kwargs))
+        return Remote(actor.remote(*args, **kwargs))
 
     return start
 
@@ -148,10 +150,19 @@ def started_anew() -> bool:
     return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
 
 
-def on_node(node: str, *, soft: bool = False) -> NodeAffinitySchedulingStrategy:
-    """The strategy that places an actor on `node` (Ray's id) and nowhere else; `soft`: elsewhere
-    where that is lost."""
-    return NodeAffinitySchedulingStrategy(node_id=node, soft=soft)
+def on_node(node: str) -> NodeAffinitySchedulingStrategy:
+    """The strategy that places an actor on `node` (Ray's id) and nowhere else."""
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+
+def _rather_on(node: str) -> dict[str, Any]:
+    """Options that place an actor on `node`, and elsewhere where that is lost. A soft node affinity
+    does not: Ray places an actor that takes no CPU anywhere then."""
+    raylet: Any = _raylet
+    return {
+        "label_selector": {raylet.RAY_NODE_ID_KEY: node},
+        "fallback_strategy": [{"label_selector": {}}],
+    }
 
 
 def available_per_node() -> list[dict[str, float]]:
@@ -174,7 +185,6 @@ def drain_node(node: str, deadline_s: float | None, reason: str) -> None:
         deadline_s: when it will be gone, in seconds since the epoch; None: unknown.
         reason: in words.
     """
-    from ray import _raylet
     from ray.core.generated import autoscaler_pb2
 
     raylet: Any = _raylet

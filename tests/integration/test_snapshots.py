@@ -18,11 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ray._private import state as ray_state
 
 from checkpointing import Keys, open_memory
-from elastic import ElasticTrainer
-from elastic.errors import RunFailedError
 from elastic.node.snapshot_survey import find_snapshot
 from elastic.protocol.run_paths import RunPaths
 from tests.support import ROOT
@@ -152,34 +149,6 @@ def test_a_damaged_snapshot_is_not_trusted(
     (failed,) = events_of(tmp_path / "gated", "snapshot_failed")
     assert failed["step"] == HALF and "CRC32" in failed["reason"]
     assert restored(tmp_path) == [HALF, 0], "it was tried, and did not count"
-    assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed(1)
-
-
-@pytest.mark.slow
-def test_the_controller_is_killed(undisturbed: Undisturbed, tmp_path: Path, memory: Path) -> None:
-    """The run ends and says so; the same call again goes on from memory."""
-    gate = tmp_path / "gate"
-
-    def start() -> ElasticTrainer:
-        return gated_trainer(str(tmp_path), str(gate), 1, checkpoint=in_memory(HALF))
-
-    def kill_controller() -> None:
-        (pid,) = [
-            actor["Pid"]
-            for actor in ray_state.actors().values()
-            if actor["ActorClassName"] == "ElasticController" and actor["State"] == "ALIVE"
-        ]
-        (joined,) = events_of(tmp_path / "gated", "worker_joined")
-        os.kill(pid, signal.SIGKILL)
-        # Ray ends the controller's workers. Through the gate, one could finish the run before that.
-        wait_until(lambda: not Path(f"/proc/{joined['pid']}").exists())
-
-    failed = pytest.raises(RunFailedError, match="run the same name again to continue")
-    with gate_after_snapshot(gate, memory, kill_controller), failed:
-        start().fit()
-    assert numbers_of(start().fit())["outcome"] == "finished"
-    started = events_of(tmp_path / "gated", "run_started")
-    assert [event["start_step"] for event in started] == [0, HALF]
     assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed(1)
 
 

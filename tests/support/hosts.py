@@ -29,6 +29,9 @@ from tests.support import ROOT
 HEAD = -1
 """Number of the head, where a host is asked for."""
 HEAD_IP, PORT = "10.77.0.1", 6399
+OWN_IP = "ELASTIC_TEST_IP"
+"""Environment variable: a program's own address. Ray cannot find it out where no route leads to the
+Internet, and takes the head's."""
 _START_S, _END_S = 300.0, 20.0
 _networks = itertools.count()
 
@@ -115,7 +118,7 @@ class Network:
                 ["ip", "netns", "exec", self._names[host], *command],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=self.environment,
+                env={**self.environment, OWN_IP: ip_of(host)},
             )
 
     def remove(self) -> None:

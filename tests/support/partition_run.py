@@ -7,6 +7,7 @@ one left behind.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import ray
@@ -14,13 +15,14 @@ import ray
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig, ScalingConfig
 from tests.support.growing_run import growing_trainer, write_left_behind
+from tests.support.hosts import OWN_IP
 
 NODE_TIMEOUT_S = 3.0
 
 if __name__ == "__main__":
     address, storage, gate, *numbers = sys.argv[1:]
     replicas, shard = map(int, numbers)
-    ray.init(address=address, log_to_driver=False)
+    ray.init(address=address, log_to_driver=False, _node_ip_address=os.environ[OWN_IP])
     growing_trainer(
         storage,
         gate,
