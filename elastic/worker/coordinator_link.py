@@ -47,6 +47,9 @@ from trainer.replication.step_commit import Commit, Place, Saving
 
 _PHASE_NUMBERS: dict[str, int] = {phase: number for number, phase in enumerate(PHASES)}
 _MASK = 0xFFFFFFFFFFFFFFFF
+ORPHAN_EXIT_CODE = 72
+"""Of a worker whose coordinator is gone for good."""
+
 CORRUPT_EXIT_CODE = 71
 
 
@@ -275,6 +278,10 @@ class CoordinatorLink:
             except ray.exceptions.ActorUnavailableError:
                 self._reintroduce()
                 continue
+            except ray.exceptions.ActorDiedError:
+                if not self._closed.is_set():  # ended by hand: nobody ends this process, either
+                    os._exit(ORPHAN_EXIT_CODE)
+                return
             except ray.exceptions.RayError:
                 return
             if call is None:

@@ -22,7 +22,7 @@ from elastic import ConfigError, HealthConfig
 from elastic.cli.main import main
 from elastic.driver.running import find_run
 from elastic.protocol.run_paths import RunPaths
-from elastic.ray_compat.cluster import named_actors
+from elastic.ray_compat.cluster import NAMESPACE, named_actors
 from tests.support import ROOT
 from tests.support.gated_run import HALF, STEPS, gated_trainer, saved_weights
 from tests.support.tiny import numbers_of
@@ -187,3 +187,24 @@ def test_a_run_that_nobody_waits_for(
     wait_until(lambda: not is_left(tmp_path))
     assert main(["stop", str(root), "--address", address]) == 2
     assert "no run is going on" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_is_left_of_a_run_whose_actors_are_ended_by_hand(
+    undisturbed: str, tmp_path: Path
+) -> None:
+    """The workers end by themselves; the next start of the run takes away the rest, and goes on."""
+    gate, paths = tmp_path / "gate", RunPaths(root=tmp_path / "gated")
+    gated_trainer(str(tmp_path), str(gate), 2).fit(detach=True)
+    wait_until((paths.root / "checkpoints" / "m" / f"{HALF:012}.json").exists)
+    joined = events_of(paths.root, "worker_joined")
+    for name in named_actors(paths.key):
+        if "worker" not in name:
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+    wait_until(lambda: not any(Path(f"/proc/{worker['pid']}").exists() for worker in joined))
+    assert is_left(tmp_path), "its placement groups"
+    gate.touch()
+    report = numbers_of(gated_trainer(str(tmp_path), str(gate), 2).fit())
+    assert report["outcome"] == "finished"
+    assert saved_weights(paths.root / "checkpoints") == undisturbed
+    wait_until(lambda: not is_left(tmp_path))
