@@ -58,6 +58,6 @@ def test_the_machine_of_rays_head_is_lost(tmp_path: Path) -> None:
         run.hosts.kill(HEAD)
         run.process.wait()
         run.hosts.start(HEAD)
-        wait_for_a_coordinator(run, killed_s)
         run.start_driver(HEAD)
+        wait_for_a_coordinator(run, killed_s)
         finish(run, killed_s)

@@ -175,7 +175,9 @@ class Hosts(Network):
             self._await(host, start)
 
     def start(self, host: int) -> None:
-        """Starts the raylet of a host that has none, or none any more; Ray's head with it."""
+        """Starts the raylet of a host that has none, or none any more; Ray's head with it. It is
+        another machine: nothing lies on its disk."""
+        shutil.rmtree(self.folder / str(host), ignore_errors=True)
         self._await(host, self._join(host))
 
     def given_up(self) -> bool:
