@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,12 +39,15 @@ def add_to(commands: Any) -> None:
 
 def attach_to(options: argparse.Namespace) -> int:
     """`attach`"""
+    # Whoever looks on has nothing to put in order, and need not wait for Ray's connection to end.
+    signal.signal(signal.SIGINT, lambda number, _: os._exit(128 + number))
     from elastic.driver.observer import Observer
     from elastic.driver.running import watch
     from elastic.protocol.supervisor_api import SupervisorApi
 
     run = _find(options)
-    ending = watch(run, Observer(run.call(SupervisorApi.about).job.paths, (), attaches=True))
+    paths = run.call(SupervisorApi.about).job.paths
+    ending = watch(run, Observer(paths, (), attaches=True, tensorboard=False))
     if ending.error is not None:
         print(f"elastic: the run failed: {ending.error}", file=sys.stderr)
     return int(ending.error is not None)

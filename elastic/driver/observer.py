@@ -44,21 +44,27 @@ class Observer:
         paths: the run directory.
         callbacks: the user's; the progress line and TensorBoard come before them.
         attaches: the run is going on, and the progress line says where it is.
+        tensorboard: write TensorBoard's files; the run's driver does.
     """
 
     def __init__(
-        self, paths: RunPaths, callbacks: Sequence[Callback], *, attaches: bool = False
+        self,
+        paths: RunPaths,
+        callbacks: Sequence[Callback],
+        *,
+        attaches: bool = False,
+        tensorboard: bool = True,
     ) -> None:
         self._paths = paths
         self._events = Follower(paths.events, event_from_json)
         self._steps = Follower(paths.steps, step_from_json)
         self._printer = ProgressPrinter(sys.stderr)
-        self._callbacks = [self._printer, TensorBoardLog(paths.tensorboard), *callbacks]
+        files = [TensorBoardLog(paths.tensorboard)] if tensorboard else []
+        self._callbacks: list[Callback] = [self._printer, *files, *callbacks]
         if attaches:
             self._catch_up()
-        self._over, self._left = threading.Event(), False
+        self._over = threading.Event()
         self._report: Future[Report] = Future()
-        self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
 
     def _catch_up(self) -> None:
         happened = read_events(self._paths.events)
@@ -69,14 +75,8 @@ class Observer:
             self._printer.on_step(step)
 
     def start(self) -> None:
-        """Starts the thread; call `finish` or `leave` some time."""
-        self._thread.start()
-
-    def leave(self) -> None:
-        """Stops looking; the run goes on."""
-        self._left = True
-        self._over.set()
-        self._thread.join()
+        """Starts the thread; call `finish` some time."""
+        threading.Thread(target=self._run, name="observer", daemon=True).start()
 
     def finish(self) -> Report:
         """Call it when the records are closed. Returns the report, of which the callbacks have been
@@ -86,18 +86,14 @@ class Observer:
 
     def _run(self) -> None:
         try:
-            self._follow()
-            if not self._left:
-                self._report.set_result(self._conclude())
+            self._report.set_result(self._follow())
         except BaseException as error:  # for `finish` to raise
             self._report.set_exception(error)
 
-    def _follow(self) -> None:
+    def _follow(self) -> Report:
         while not self._over.wait(_INTERVAL_S):
             self._look()
         self._look()
-
-    def _conclude(self) -> Report:
         report = conclude(self._paths)
         self._tell(report)
         return report

@@ -120,18 +120,14 @@ def follow(
 
 
 def watch(run: Remote[SupervisorApi], observer: Observer) -> Ending:
-    """Shows a run until it ends, or until this process is interrupted, which is nothing to it.
+    """Shows a run until it ends.
 
     Args:
         run: its supervisor.
         observer: tells the callbacks.
     """
     observer.start()
-    try:
-        ending = _ending(run)
-    except BaseException:
-        observer.leave()
-        raise
+    ending = _ending(run)
     observer.finish()
     return ending
 
