@@ -126,7 +126,7 @@ def test_a_job_that_is_stopped_saves_without_its_driver(undisturbed: str, tmp_pa
     assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed
 
 
-@pytest.mark.parametrize("loses_a_worker", [False, True])
+@pytest.mark.parametrize("loses_a_worker", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_supervisor_that_is_killed_is_started_anew(
     undisturbed: str, tmp_path: Path, loses_a_worker: bool
 ) -> None:
@@ -155,6 +155,7 @@ def is_anew(before: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_run_that_nobody_waits_for(
     cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

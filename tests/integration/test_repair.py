@@ -15,7 +15,7 @@ from tests.support.tiny import Outcome, fit, tiny_train, tiny_trainer
 from tests.support.watching import events_of
 
 STEPS, KILLED_AT = 40, 6
-SLOW = pytest.mark.slow
+SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 
 _whole: dict[tuple[int, int], Outcome] = {}
 
@@ -31,10 +31,10 @@ def run(text: Path, storage: Path, shard: int, tensor: int, **changes: Any) -> O
     ("shard", "tensor", "killed", "spares"),
     [
         pytest.param(2, 1, 0, 1, id="2x1"),
-        pytest.param(2, 1, 1, 0, id="2x1 without a spare", marks=SLOW),
-        pytest.param(1, 2, 0, 1, id="1x2", marks=SLOW),
+        pytest.param(2, 1, 1, 0, id="2x1 without a spare", marks=SOAK),
+        pytest.param(1, 2, 0, 1, id="1x2", marks=SOAK),
         pytest.param(3, 1, 0, 1, id="3x1, in parts of different length", marks=SLOW),
-        pytest.param(4, 1, 2, 1, id="4x1", marks=SLOW),
+        pytest.param(4, 1, 2, 1, id="4x1", marks=SOAK),
         pytest.param(2, 2, 0, 1, id="2x2", marks=SLOW),
     ],
 )
