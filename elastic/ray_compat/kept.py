@@ -6,12 +6,14 @@ is gone takes what it needs from here.
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ray import cloudpickle
-from ray.experimental import internal_kv
+from ray._private import worker
 
 from elastic.ray_compat.cluster import NAMESPACE
+
+_SPACE = NAMESPACE.encode()
 
 _Value = TypeVar("_Value")
 
@@ -29,7 +31,7 @@ class Kept(Generic[_Value]):
     @classmethod
     def keep(cls, key: str, value: _Value) -> Kept[_Value]:
         """Puts `value` there, until `forget`."""
-        internal_kv._internal_kv_put(key, cloudpickle.dumps(value), namespace=NAMESPACE)
+        _store().internal_kv_put(key.encode(), cloudpickle.dumps(value), True, _SPACE)
         return cls(key)
 
     @property
@@ -39,7 +41,7 @@ class Kept(Generic[_Value]):
         Raises:
             KeyError: it was forgotten.
         """
-        data = internal_kv._internal_kv_get(self.key, namespace=NAMESPACE)
+        data = _store().internal_kv_get(self.key.encode(), _SPACE)
         if data is None:
             raise KeyError(self.key)
         value: _Value = cloudpickle.loads(data)
@@ -48,4 +50,11 @@ class Kept(Generic[_Value]):
 
 def forget(prefix: str) -> None:
     """Deletes all that lies under keys that begin with `prefix`."""
-    internal_kv._internal_kv_del(prefix, del_by_prefix=True, namespace=NAMESPACE)
+    _store().internal_kv_del(prefix.encode(), True, _SPACE)
+
+
+def _store() -> Any:
+    """Of the cluster that this process is in now: `ray.experimental.internal_kv` has none after a
+    second `ray.init`."""
+    here: Any = worker.global_worker
+    return here.gcs_client
