@@ -37,6 +37,7 @@ from checkpointing import CheckpointConfig
 from elastic.protocol import events
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events, read_steps
+from health.process import read_born_ticks, read_state
 from tests.support.draining import announce_drain
 from tests.support.paced import paced_task
 from tests.support.tiny import Outcome, fit, tiny_train, tiny_trainer
@@ -349,10 +350,9 @@ def _look_for_left_behind(root: Path) -> list[str]:
 
 def _lives(pid: int, joined: float) -> bool:
     """Whether the process that had this id at the time `joined` still runs."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-    except (FileNotFoundError, ProcessLookupError):
+    state, born_ticks = read_state(pid), read_born_ticks(pid)
+    if state is None or born_ticks is None:
         return False
-    started = time.time() - uptime_s + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return fields[0] not in "ZX" and started < joined + 1.0
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    started = time.time() - uptime_s + born_ticks / os.sysconf("SC_CLK_TCK")
+    return state not in "ZX" and started < joined + 1.0

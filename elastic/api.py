@@ -140,13 +140,14 @@ class ElasticTrainer:
         """
         try_optimizer(self.train.optimizer)
         paths = RunPaths(root=run_root(self.run_config))
-        run = None
+        run = about = None
         if may_be_going_on(paths):
             connect()
             run = find_run(paths)
         if run is not None:
+            about = run.call(SupervisorApi.about)
             check_same(
-                run,
+                about.job,
                 train=self.train,
                 scaling=self.scaling,
                 checkpoint=self.checkpoint,
@@ -159,7 +160,7 @@ class ElasticTrainer:
                 run, observer = self._start(paths)
         if detach:
             return Result(metrics=None, checkpoint=None, error=None, path=str(paths.root))
-        about = run.call(SupervisorApi.about)
+        about = about or run.call(SupervisorApi.about)
         paths = about.job.paths
         report = follow(run, about.job.coordinator, observer)
         return Result(

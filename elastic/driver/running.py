@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from dataclasses import fields, replace
 from typing import Any
@@ -17,6 +16,7 @@ from elastic.driver.stopping import Stopping
 from elastic.errors import RunFailedError
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.events import RunEnded
+from elastic.protocol.job import Job
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import Ending, SupervisorApi
@@ -25,8 +25,6 @@ from elastic.reporting.event_log import last_event
 from elastic.reporting.report import Report
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 _GONE_S = 10.0
 """How long Ray may take to free the name of an actor that was ended."""
@@ -53,19 +51,19 @@ def find_run(paths: RunPaths) -> Remote[SupervisorApi] | None:
 
 
 def check_same(
-    run: Remote[SupervisorApi],
+    job: Job,
     *,
     train: TrainConfig,
     scaling: ScalingConfig,
     checkpoint: CheckpointConfig,
     health: HealthConfig,
 ) -> None:
-    """Checks that a run that is going on has these settings; its task is not compared.
+    """Checks that the run of `job`, which is going on, has these settings; its task is not
+    compared.
 
     Raises:
         ConfigError: naming the first field that differs.
     """
-    job = run.call(SupervisorApi.about).job
     pairs: dict[str, tuple[Any, Any]] = {
         "train": (replace(train, task=None), job.train),
         "scaling": (scaling, job.scaling),

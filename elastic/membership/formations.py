@@ -113,10 +113,9 @@ class Formations:
     @property
     def _spare(self) -> set[str]:
         """Idle workers that no repair needs."""
-        lacking = (
-            self._config.workers_per_replica - len(r.workers) for r in self._places.unrepaired
-        )
-        return set(self._pool[sum(lacking) :])
+        size, places = self._config.workers_per_replica, self._places
+        lacking = sum(size - len(remnant.workers) for remnant in places.unrepaired)
+        return set(self._pool[lacking:]) if lacking else places.idle
 
     def _choose_from_pool(self) -> list[str]:
         """Tensor groups are not split over nodes: where a node holds one at all, workers rather
@@ -171,8 +170,7 @@ class Formations:
         left, _ = merge_remnants(unrepaired, len(places.idle), size)
         others = [each for each in places.remnants.values() if each not in unrepaired]
         places.set_remnants([*others, *left])
-        nodes = {worker: member.node for worker, member in self._members.items()}
-        repaired = self._begin(plan_repairs(left, self._pool, nodes, size, self.begun + 1))
+        repaired = self._begin(plan_repairs(left, self._pool, self._members, size, self.begun + 1))
         self._repairs.intersection_update(places.forming)
         self._repairs.update(replica.formed for replica in repaired)
         return repaired

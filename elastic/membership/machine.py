@@ -38,7 +38,7 @@ from elastic.membership.resumption import plan_resumption
 from elastic.protocol.messages import (
     Build,
     Identity,
-    Kept,
+    KeptState,
     Leave,
     Order,
     Report,
@@ -352,7 +352,7 @@ class Membership:
 
     def _parts_of(self, replica: Replica, *, keep: bool) -> dict[str, Build]:
         keeping = {w for w in enumerate(replica.workers) if keep and self._holds(*w)}
-        kept: Kept = "whole" if len(keeping) == len(replica.workers) else "part"
+        kept: KeptState = "whole" if len(keeping) == len(replica.workers) else "part"
         return {
             worker: Build(
                 formed=replica.formed,

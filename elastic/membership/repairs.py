@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from elastic.protocol.messages import Identity
 from elastic.protocol.roster import Remnant, Replica
 
 
@@ -45,7 +46,7 @@ def merge_remnants(
 def plan_repairs(
     remnants: Sequence[Remnant],
     idle: Sequence[str],
-    nodes: Mapping[str, str],
+    members: Mapping[str, Identity],
     size: int,
     next_number: int,
 ) -> list[Replica]:
@@ -55,7 +56,7 @@ def plan_repairs(
     Args:
         remnants: all whose replica is not being built.
         idle: workers without a place, neighbours on the network next to each other.
-        nodes: of all these workers.
+        members: all these workers, with their nodes.
         size: workers in a whole replica.
         next_number: number of the first new formation.
     """
@@ -64,8 +65,8 @@ def plan_repairs(
         lacking = size - len(remnant.workers)
         if lacking > len(pool):
             break
-        near = {nodes[worker] for worker in remnant.workers.values()}
-        chosen = sorted(pool, key=lambda worker: nodes[worker] not in near)[:lacking]
+        near = {members[worker].node for worker in remnant.workers.values()}
+        chosen = sorted(pool, key=lambda worker: members[worker].node not in near)[:lacking]
         pool = [worker for worker in pool if worker not in chosen]
         new = iter(chosen)
         workers = (remnant.workers.get(rank) or next(new) for rank in range(size))

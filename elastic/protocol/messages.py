@@ -15,7 +15,7 @@ from trainer.replication.step_commit import Commit
 
 Source = Literal["store", "memory"]
 SignalKind = Literal["fault", "boundary"]
-Kept = Literal["none", "part", "whole"]
+KeptState = Literal["none", "part", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ class Build:
     """Steps that the run has committed so far."""
     keep: bool
     """Go on with the state that this worker holds from a broken replica, in the same rank."""
-    kept: Kept
+    kept: KeptState
     """What of the replica's state its workers go on with."""
     meet: tuple[str, int]
     """Host and port of the store where process groups meet."""

@@ -39,6 +39,7 @@ from elastic.ray_compat.cluster import draining_nodes, end_actors, end_own_actor
 from elastic.ray_compat.groups import end_all
 from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.trainer import ElasticRayTrainer
+from elastic.ray_compat.workers import WorkerNames
 from elastic.reporting.conclusion import conclude
 from elastic.reporting.event_log import last_event
 from elastic.supervisor.coordinator_watch import CoordinatorWatch
@@ -100,7 +101,8 @@ class Supervisor(SupervisorApi):
             # First, so that the ends of its workers are no losses.
             self._coordinator.call(CoordinatorApi.fail, "the run was interrupted")
         time.sleep(_FAREWELL_S)
-        end_actors(f"{self._plan.prefix}worker/")  # whoever still starts, or is in a long step
+        # Whoever still starts, or is in a long step.
+        end_actors(WorkerNames(self._plan.prefix).workers)
 
     def _run(self) -> None:
         paths = self._plan.job.paths

@@ -11,11 +11,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
-import ray._private.state as ray_state
 from ray.util.placement_group import placement_group_table
 
 from elastic import ConfigError, HealthConfig
@@ -26,7 +24,7 @@ from elastic.ray_compat.cluster import NAMESPACE, named_actors
 from tests.support import ROOT
 from tests.support.gated_run import HALF, STEPS, gated_trainer, saved_weights
 from tests.support.tiny import numbers_of
-from tests.support.watching import events_of, wait_until
+from tests.support.watching import actor_beside, events_of, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +54,6 @@ def driver(storage: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def last_event(storage: Path) -> dict[str, Any]:
-    """Of the run."""
-    line: dict[str, Any] = json.loads(
-        (storage / "gated" / "events.jsonl").read_text().splitlines()[-1]
-    )
-    return line
-
-
 def is_left(storage: Path) -> list[str]:
     """What the run has on the cluster."""
     key = RunPaths(root=storage / "gated").key
@@ -71,13 +61,10 @@ def is_left(storage: Path) -> list[str]:
     return named_actors(key) + [name for name in groups if name.startswith(key)]
 
 
-def supervisor_pid() -> int:
-    (pid,) = [
-        actor["Pid"]
-        for actor in ray_state.actors().values()
-        if actor["ActorClassName"] == "Supervisor" and actor["State"] == "ALIVE"
-    ]
-    return int(pid)
+def supervisor_pid(storage: Path) -> int:
+    """Its process; raises AssertionError where there is none now."""
+    (started, *_) = events_of(storage / "gated", "coordinator_started")
+    return actor_beside(started["pid"], "Supervisor")
 
 
 def test_the_driver_is_killed_and_the_same_command_attaches(
@@ -110,8 +97,8 @@ def test_a_job_that_is_stopped_saves_without_its_driver(undisturbed: str, tmp_pa
         process.kill()
         process.wait()
         (tmp_path / "gate").touch()
-        wait_until(lambda: last_event(tmp_path)["kind"] == "run_ended")
-    ended = last_event(tmp_path)
+        wait_until(lambda: events_of(tmp_path / "gated")[-1]["kind"] == "run_ended")
+    ended = events_of(tmp_path / "gated")[-1]
     assert ended["outcome"] == "stopped" and HALF < ended["step"] < STEPS
     assert not events_of(tmp_path / "gated", "worker_lost")
     wait_until(lambda: not is_left(tmp_path))
@@ -132,10 +119,10 @@ def test_a_supervisor_that_is_killed_is_started_anew(
 ) -> None:
     """It takes the workers up as they are; one that ends thereafter is replaced."""
     with driver(tmp_path) as process:
-        before = supervisor_pid()
+        before = supervisor_pid(tmp_path)
         os.kill(before, signal.SIGKILL)
         joined = events_of(tmp_path / "gated", "worker_joined")
-        wait_until(lambda: is_anew(before))
+        wait_until(lambda: is_anew(tmp_path, before))
         if loses_a_worker:
             os.kill(joined[0]["pid"], signal.SIGKILL)
             wait_until(lambda: len(events_of(tmp_path / "gated", "worker_joined")) > len(joined))
@@ -143,15 +130,15 @@ def test_a_supervisor_that_is_killed_is_started_anew(
         assert process.wait(120) == 0
     lost = [event["pid"] for event in events_of(tmp_path / "gated", "worker_lost")]
     assert lost == ([joined[0]["pid"]] if loses_a_worker else [])
-    ended = last_event(tmp_path)
+    ended = events_of(tmp_path / "gated")[-1]
     assert (ended["outcome"], ended["step"]) == ("finished", STEPS)
     assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed
     wait_until(lambda: not is_left(tmp_path))
 
 
-def is_anew(before: int) -> bool:
-    with contextlib.suppress(ValueError):
-        return supervisor_pid() != before
+def is_anew(storage: Path, before: int) -> bool:
+    with contextlib.suppress(AssertionError):
+        return supervisor_pid(storage) != before
     return False
 
 
