@@ -88,6 +88,7 @@ def test_the_driver_is_killed_and_the_same_command_attaches(
     wait_until(lambda: not is_left(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_job_that_is_stopped_saves_without_its_driver(undisturbed: str, tmp_path: Path) -> None:
     """`ray job stop` sends SIGTERM and kills what is there 3 s later: here the run stands still all
     that time."""
@@ -186,10 +187,11 @@ def test_what_is_left_of_a_run_whose_actors_are_ended_by_hand(
     gated_trainer(str(tmp_path), str(gate), 2).fit(detach=True)
     wait_until((paths.root / "checkpoints" / "m" / f"{HALF:012}.json").exists)
     joined = events_of(paths.root, "worker_joined")
+    pids = [supervisor_pid(tmp_path), *(worker["pid"] for worker in joined)]
     for name in named_actors(paths.key):
         if "worker" not in name:
             ray.kill(ray.get_actor(name, namespace=NAMESPACE))
-    wait_until(lambda: not any(Path(f"/proc/{worker['pid']}").exists() for worker in joined))
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     assert is_left(tmp_path), "its placement groups"
     gate.touch()
     report = numbers_of(gated_trainer(str(tmp_path), str(gate), 2).fit())

@@ -43,7 +43,7 @@ def check_equal(broken: Outcome, whole: Outcome, faults: int) -> None:
 SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 KILLS = [
     pytest.param(1, 1, (EARLY, MIDDLE), marks=SLOW),
-    pytest.param(2, 1, (EARLY,), marks=SLOW),
+    pytest.param(2, 1, (EARLY,), marks=SOAK),
     pytest.param(1, 2, (MIDDLE,), marks=SLOW),
     pytest.param(2, 1, (MIDDLE,), marks=SOAK),
     pytest.param(1, 2, (EARLY,), marks=SOAK),
@@ -95,13 +95,8 @@ def test_goes_on_with_one_replica_and_grows_back(
     assert broken.report["repeated_steps"] == 1
 
 
-@pytest.mark.parametrize(
-    "kill",
-    [
-        pytest.param(f"kill@{MIDDLE}:1+6", marks=SLOW),
-        pytest.param(f"kill@{MIDDLE}.forward:0+7", marks=SOAK),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("kill", [f"kill@{MIDDLE}:1+6", f"kill@{MIDDLE}.forward:0+7"])
 def test_both_replicas_of_four_lose_a_worker(
     undisturbed: Undisturbed, text: Path, tmp_path: Path, kill: str
 ) -> None:

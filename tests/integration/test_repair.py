@@ -35,7 +35,7 @@ def run(text: Path, storage: Path, shard: int, tensor: int, **changes: Any) -> O
         pytest.param(1, 2, 0, 1, id="1x2", marks=SOAK),
         pytest.param(3, 1, 0, 1, id="3x1, in parts of different length", marks=SLOW),
         pytest.param(4, 1, 2, 1, id="4x1", marks=SOAK),
-        pytest.param(2, 2, 0, 1, id="2x2", marks=SLOW),
+        pytest.param(2, 2, 0, 1, id="2x2", marks=SOAK),
     ],
 )
 def test_only_the_one_in_a_lost_workers_place_is_healed(

@@ -58,9 +58,8 @@ def unstopped(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return run
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "signals"), [(2, 1, 1), pytest.param(1, 2, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after", "signals"), [(2, 1, 1), (1, 2, 2)])
 def test_stopped_at_half_and_started_again(
     unstopped: Callable[[], str], tmp_path: Path, before: int, after: int, signals: int
 ) -> None:
