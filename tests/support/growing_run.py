@@ -18,7 +18,7 @@ import ray
 import torch
 from ray.train import RunConfig
 
-from benchmarks._chaos_run import find_left_behind
+from benchmarks._chaos_left import find_left_behind
 from checkpointing import CheckpointConfig
 from elastic import (
     CustomTask,
