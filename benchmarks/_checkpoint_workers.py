@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks._checkpoint_peers import CREDENTIALS, dcp_writer
 from benchmarks._checkpoint_state import make_task
@@ -247,7 +248,8 @@ class Worker:
         meet = self._setup.rendezvous
         prefix = f"{self._formed}/heal/{self.engine.slot.shard}"
         wire = HealChannel(meet, prefix, rank=int(not healthy), size=2, device="cpu")
-        talk, came = meet.store(f"{prefix}/talk"), 0
+        talk = dist.PrefixStore(prefix, dist.TCPStore(meet.host, meet.port, is_master=False))
+        came = 0
         if healthy:
             source = Source(self.engine, 0, wire)
             talk.wait(["arrived"])

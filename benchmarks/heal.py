@@ -124,7 +124,7 @@ class Replica:
         torch.set_num_threads(1)
         self.rank, self.setup = rank, setup
         self.rendezvous = Rendezvous(host="127.0.0.1", port=port, timeout_s=TIMEOUT_S)
-        self.store = self.rendezvous.store("talk")
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=False)
         self.train = TrainConfig(
             task=None, steps=10**6, global_batch=setup.batch, parallel=ParallelConfig()
         )

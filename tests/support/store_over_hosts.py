@@ -27,6 +27,7 @@ if __name__ == "__main__":
         threading.Event().wait()
     meet = Rendezvous(host=host, port=PORT, timeout_s=900, silent_s=silent_s)
     try:
-        gather(meet, "one", 2, bool)
+        with gather(meet, "one", 2, bool):
+            pass
     except GroupError as error:
         print(f"given up: {error}", flush=True)

@@ -8,10 +8,11 @@ along (ray #59989, pytorch #91943).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -26,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.backend.aside import GLOO, heard_while_connecting, make_aside
 from trainer.backend.interface import listen_towards
-from trainer.backend.polling import poll_until
 from trainer.backend.rendezvous import Rendezvous
 from trainer.backend.silence import Connections, limit_silence
 from trainer.errors import GroupError
@@ -88,7 +88,6 @@ def make_replica_group(
     Raises:
         RuntimeError: a peer went away meanwhile, or `leave_now` became true.
     """
-    store = gather(rendezvous, prefix, dims.workers, leave_now)
     listen_towards(rendezvous.host, rendezvous.port)
     options: dict[str, Any] = {}
     global _connections
@@ -102,7 +101,11 @@ def make_replica_group(
     # while it was made has used up the first number here, but not at a peer that is new.
     dist.distributed_c10d._world.group_count = 0
     heard = heard_while_connecting(leave_now, rendezvous.timeout)
-    with limit_silence(rendezvous.silent_s, but_port=rendezvous.port) as _connections, heard:
+    with (
+        gather(rendezvous, prefix, dims.workers, leave_now) as store,
+        limit_silence(rendezvous.silent_s, but_port=rendezvous.port) as _connections,
+        heard,
+    ):
         dist.init_process_group(
             "nccl" if device == "cuda" else GLOO,
             store=PrefixStore(prefix, store),
@@ -135,29 +138,32 @@ def _mesh(
     return {name: mesh[long] for name, long in named.items()}
 
 
-def gather(rendezvous: Rendezvous, prefix: str, size: int, leave_now: Callable[[], bool]) -> Store:
+@contextlib.contextmanager
+def gather(
+    rendezvous: Rendezvous, prefix: str, size: int, leave_now: Callable[[], bool]
+) -> Iterator[Store]:
     """Waits until all ranks are here, so that making a group seldom waits for one that never comes.
 
-    Returns:
-        A connection to the store.
+    Costs the store two calls of each rank: it serves all workers on one thread, so nobody asks
+    again and again.
+
+    Yields:
+        A connection to the store, for the block in which the group is made.
 
     Raises:
         GroupError: `leave_now` became true, or a peer or the store's answer did not come in time.
     """
-    over = threading.Event()
-
-    def meet() -> Store:
-        store = rendezvous.connect(over.is_set)
+    with rendezvous.connection(leave_now) as store:
         here = PrefixStore(f"{prefix}/here", store)
-        if here.add("count", 1) == size:
-            here.set("all", "")
-        poll_until(lambda: bool(here.check(["all"])), over.is_set, rendezvous.timeout_s)
-        return store
 
-    try:
-        return make_aside(meet, leave_now, rendezvous.timeout_s)
-    finally:
-        over.set()
+        def meet() -> None:
+            if here.add("count", 1) == size:
+                here.set("all", "")
+            else:
+                here.wait(["all"], 2 * rendezvous.timeout)  # it is left before
+
+        make_aside(meet, leave_now, rendezvous.timeout_s)
+        yield store
 
 
 def replica_connections() -> Connections:
@@ -197,15 +203,15 @@ def make_raw_groups(
     Raises:
         RuntimeError: a peer is gone, or `leave_now` became true.
     """
-    store = gather(rendezvous, prefixes[0], size, leave_now)
-    stores = [PrefixStore(prefix, store) for prefix in prefixes]
-    listen_towards(rendezvous.host, rendezvous.port)
+    with gather(rendezvous, prefixes[0], size, leave_now) as store:
+        stores = [PrefixStore(prefix, store) for prefix in prefixes]
+        listen_towards(rendezvous.host, rendezvous.port)
 
-    def make() -> list[Any]:
-        with limit_silence(rendezvous.silent_s, but_port=rendezvous.port):
-            return [_raw_group(s, rendezvous.timeout, rank, size, device) for s in stores]
+        def make() -> list[Any]:
+            with limit_silence(rendezvous.silent_s, but_port=rendezvous.port):
+                return [_raw_group(s, rendezvous.timeout, rank, size, device) for s in stores]
 
-    return make_aside(make, leave_now, rendezvous.timeout_s)
+        return make_aside(make, leave_now, rendezvous.timeout_s)
 
 
 def make_cross_groups(

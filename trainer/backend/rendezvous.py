@@ -1,12 +1,13 @@
 """Where process groups meet: the control plane's store, and this process's connections to it.
 
-Making a connection looks up names, which can take seconds where a name service does not answer. So
-connections are made ahead, by a thread, and a regroup only takes one.
+A worker has two, as all workers' end in one process. Who meets has one for itself, as a call waits
+in native code for its answer; then it goes back for the next. Two meet at once in a worker at most:
+its part across the replicas, and a heal or what it builds beside the steps.
 
-A call to the store waits in native code for its answer, without a bound where none comes. So each
-is made on a thread of its own (`aside.py`), which is left to itself where the caller will not wait
-any more. It ends when the kernel finds the connection dead (`silence.py`), when the store's process
-ends, or when this process does.
+A wait that is left ends when its connection is shut down; that one is replaced. Making one looks up
+names, which can take seconds where a name service does not answer. So that is done ahead, by a
+thread, and a regroup only takes one. The kernel ends what waits for a machine that is gone
+(`silence.py`).
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistNetworkError
+from torch._C._distributed_c10d import TCPStore
 
 from trainer.backend.aside import make_aside, threads_aside
 from trainer.backend.polling import poll_until
-from trainer.backend.silence import cut_connections, limit_silence_towards
+from trainer.backend.silence import Connections, limit_silence_towards, towards
 from trainer.errors import GroupError
 
-_AHEAD = 3
-"""A regroup takes one connection for the groups across replicas and perhaps one for a heal."""
+_CONNECTIONS = 2
+"""Of a process to a store. Decision: docs/decisions/035."""
 
 _TRY_S = 5.0
 """Bound on one attempt to connect; longer than a name service that answers takes."""
@@ -56,25 +57,24 @@ class Rendezvous:
     """A peer in the replica, or the store, whose machine acknowledges nothing for so long is given
     up."""
 
-    def connect(self, leave_now: Callable[[], bool] = lambda: False) -> TCPStore:
-        """A connection of its own to the store.
+    @contextlib.contextmanager
+    def connection(self, leave_now: Callable[[], bool] = lambda: False) -> Iterator[TCPStore]:
+        """A connection to the store, for the caller alone until the block ends. Whatever holds it
+        longer shares it with those that come next.
 
-        It asks the store something, which may wait in native code: call it aside where the caller
-        must hear calls.
+        An exception in the block shuts it down, which ends what may still wait in it.
 
         Raises:
             GroupError: the store's host is gone, or `leave_now` became true.
         """
         ready = _connections(self.host, self.port, self.timeout_s, self.silent_s)
-        while True:
-            store = ready.take(leave_now)
-            with contextlib.suppress(DistNetworkError):  # it was made ahead, and is dead by now
-                store.check([""])
-                return store
-
-    def store(self, prefix: str) -> Store:
-        """As `connect`; sees only keys below `prefix`."""
-        return PrefixStore(prefix, self.connect())
+        store, wire = ready.take(leave_now)
+        try:
+            yield store
+        except BaseException:
+            ready.replace(wire)
+            raise
+        ready.give_back(store, wire)
 
     @property
     def timeout(self) -> timedelta:
@@ -82,27 +82,49 @@ class Rendezvous:
         return timedelta(seconds=self.timeout_s)
 
 
+class _Made(NamedTuple):
+    """A connection that was made."""
+
+    store: TCPStore
+    wire: Connections
+    """Its socket."""
+
+
 class _Connections:
-    """Connections to one store, some of them made ahead."""
+    """The connections to one store."""
 
     def __init__(self, host: str, port: int, timeout_s: float, silent_s: float) -> None:
         self._host, self._port = host, port
         self._timeout_s, self._silent_s = timeout_s, silent_s
-        self._ready: queue.SimpleQueue[TCPStore | GroupError] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[_Made | GroupError] = queue.SimpleQueue()
         self._closed = threading.Event()
+        self._making = threading.Lock()
         self._starting = threading.Lock()
         self._threads: list[threading.Thread] = []
-        for _ in range(_AHEAD):
+        for _ in range(_CONNECTIONS):
             self._make_another()
 
-    def take(self, leave_now: Callable[[], bool]) -> TCPStore:
-        """A connection for the caller alone."""
-        poll_until(lambda: not self._ready.empty(), leave_now, self._timeout_s)
+    def take(self, leave_now: Callable[[], bool]) -> _Made:
+        """One that nobody else uses. The caller gives it back or has it replaced."""
+        while True:
+            poll_until(lambda: not self._ready.empty(), leave_now, self._timeout_s)
+            with contextlib.suppress(queue.Empty):  # another thread was faster
+                found = self._ready.get_nowait()
+                if isinstance(found, GroupError):
+                    self._make_another()
+                    raise found
+                if not found.wire.lost():
+                    return found
+                self.replace(found.wire)  # it has died since
+
+    def give_back(self, store: TCPStore, wire: Connections) -> None:
+        """It is free."""
+        self._ready.put(_Made(store, wire))
+
+    def replace(self, wire: Connections) -> None:
+        """Shuts one down and makes another."""
+        wire.cut()
         self._make_another()
-        connection = self._ready.get()
-        if isinstance(connection, GroupError):
-            raise connection
-        return connection
 
     def close(self) -> list[threading.Thread]:
         """Makes no more connections. Returns the threads that are making some."""
@@ -112,7 +134,7 @@ class _Connections:
 
     def cut(self) -> None:
         """Ends what waits for the store."""
-        cut_connections(self._port)
+        Connections(towards(self._port)).cut()
 
     def _make_another(self) -> None:
         with self._starting:  # so that a thread in the list that is not alive has ended
@@ -135,7 +157,7 @@ class _Connections:
                     self._ready.put(GroupError(f"no connection to {where}: {error}"))
                     return
 
-    def _connect(self, timeout_s: float) -> TCPStore:
+    def _connect(self, timeout_s: float) -> _Made:
         # Where nobody listens, TCPStore tries for more than twice its timeout.
         socket.create_connection((self._host, self._port), timeout=timeout_s).close()
         bound = timedelta(seconds=timeout_s)
@@ -143,10 +165,17 @@ class _Connections:
         def make() -> TCPStore:
             return TCPStore(self._host, self._port, is_master=False, timeout=bound)
 
-        store = make_aside(make, self._closed.is_set, 2 * timeout_s)
+        with self._making:  # one at a time, so that what is new is its
+            before = towards(self._port)
+            try:
+                store = make_aside(make, self._closed.is_set, 2 * timeout_s)
+            except GroupError:
+                Connections(towards(self._port).keys() - before).cut()
+                raise
+            wire = Connections(towards(self._port).keys() - before)
         limit_silence_towards(self._port, self._silent_s)
         store.set_timeout(timedelta(seconds=self._timeout_s))
-        return store
+        return _Made(store, wire)
 
 
 _open: dict[tuple[str, int, float, float], _Connections] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 _PROBE_EVERY_S = 1
 _FEW_PROBES = 3
@@ -26,19 +26,26 @@ _TCP_ESTABLISHED = 1
 
 
 class Connections:
-    """Connections of a process group."""
+    """Some of this process's connections, by the kernel's names of their sockets."""
 
-    def __init__(self) -> None:
-        self._inodes: set[str] = set()
+    def __init__(self, inodes: Iterable[str] = ()) -> None:
+        self._inodes = set(inodes)
 
     def add(self, inode: str) -> None:
-        """One more; `inode` is the kernel's name of its socket."""
+        """One more."""
         self._inodes.add(inode)
 
     def lost(self) -> bool:
         """Whether one of them has been closed, on either side."""
         now = _sockets()
         return any(not _established(now.get(inode)) for inode in self._inodes)
+
+    def cut(self) -> None:
+        """Shuts them down: who waits in one gets an error at once."""
+        for inode, number in _sockets().items():
+            if inode in self._inodes:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
+                    found.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
@@ -63,7 +70,9 @@ def limit_silence_towards(port: int, silent_s: float) -> None:
     """As `limit_silence`, for this process's connections to `port` that are open now. Probes are
     few, as all workers have such connections to one machine."""
     probe_every_s = max(1, int(silent_s / _FEW_PROBES))
-    _for_each_towards(port, lambda found: watch_silence(found, silent_s, probe_every_s))
+    for number in towards(port).values():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
+            watch_silence(found, silent_s, probe_every_s)
 
 
 def watch_silence(connection: socket.socket, silent_s: float, probe_every_s: int) -> None:
@@ -77,16 +86,14 @@ def watch_silence(connection: socket.socket, silent_s: float, probe_every_s: int
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def cut_connections(port: int) -> None:
-    """Shuts down this process's connections to `port`: who waits in one gets an error at once."""
-    _for_each_towards(port, lambda found: found.shutdown(socket.SHUT_RDWR))
-
-
-def _for_each_towards(port: int, act: Callable[[socket.socket], None]) -> None:
-    for number in _sockets().values():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
-            if found.family in _INTERNET and found.getpeername()[1] == port:
-                act(found)
+def towards(port: int) -> dict[str, int]:
+    """This process's connections to `port`: the kernel's name of each -> its descriptor."""
+    found = {}
+    for inode, number in _sockets().items():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+            if one.family in _INTERNET and one.getpeername()[1] == port:
+                found[inode] = number
+    return found
 
 
 def _established(number: int | None) -> bool:

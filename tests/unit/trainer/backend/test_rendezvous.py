@@ -11,15 +11,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from tests.support.deaf_proxy import DeafProxy
 from tests.support.sockets import connections_to
 from trainer.backend import rendezvous
 from trainer.backend.aside import threads_aside
-from trainer.backend.groups import gather
+from trainer.backend.groups import (
+    gather,
+    leave_replica_group,
+    make_cross_groups,
+    make_replica_group,
+)
 from trainer.backend.polling import LEFT
 from trainer.backend.rendezvous import THREAD, Rendezvous, close_connections
+from trainer.backend.silence import Connections, towards
 from trainer.errors import GroupError
+from trainer.parallel.layout import ParallelDims
+from trainer.recovery.heal_channel import HealChannel
 
 PATIENCE_S = 20.0
 
@@ -28,18 +37,32 @@ def connecting() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == THREAD]
 
 
+def wait_until_made() -> None:
+    """Those made ahead are there."""
+    while connecting():
+        connecting()[0].join()
+
+
+def meet_alone(meet: Rendezvous, prefix: str) -> None:
+    with gather(meet, prefix, 1, bool):
+        pass
+
+
+def meet_in_vain(meet: Rendezvous, prefix: str, leave_now: Callable[[], bool] = bool) -> None:
+    with gather(meet, prefix, 2, leave_now):
+        raise AssertionError("nobody else comes")
+
+
 def test_no_thread_is_in_native_code_once_connections_are_closed() -> None:
     """Came one back from there while the interpreter ends, the process would abort."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
-    first = meet.store("first")
-    first.set("key", "value")
-    while connecting():
-        connecting()[0].join()
-    del store, first
+    meet_alone(meet, "first")
+    wait_until_made()
+    del store
     gc.collect()
-    with pytest.raises(GroupError, match=LEFT):  # those made ahead are dead; more are being made
-        meet.connect(lambda: bool(connecting()))
+    with pytest.raises(GroupError, match=LEFT), meet.connection(lambda: bool(connecting())):
+        raise AssertionError("those made ahead are dead; more are being made")
     assert connecting()
     began = time.monotonic()
     close_connections()
@@ -49,9 +72,10 @@ def test_no_thread_is_in_native_code_once_connections_are_closed() -> None:
 def test_connections_are_made_again_after_a_close() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
-    meet.store("a").set("key", "value")
+    meet_alone(meet, "a")
     close_connections()
-    assert meet.store("a").get("key") == b"value"
+    meet_alone(meet, "b")
+    wait_until_made()
 
 
 def test_threads_that_meet_at_once_share_what_is_made_ahead() -> None:
@@ -63,7 +87,8 @@ def test_threads_that_meet_at_once_share_what_is_made_ahead() -> None:
 
     def take() -> None:
         together.wait()
-        meet.store("a")
+        with meet.connection() as connection:
+            connection.check(["a"])
 
     with ThreadPoolExecutor(callers) as pool:
         for _ in range(10):
@@ -90,25 +115,32 @@ def error_of(call: Callable[[], object]) -> tuple[BaseException | None, float]:
 
 def test_a_store_that_answers_no_more_is_waited_for_up_to_the_timeout(proxy: DeafProxy) -> None:
     meet = Rendezvous(host="127.0.0.1", port=proxy.port, timeout_s=1)
-    gather(meet, "one", 1, bool)
+    meet_alone(meet, "one")
     proxy.deafen()
-    error, seconds = error_of(lambda: gather(meet, "two", 2, bool))
+    error, seconds = error_of(lambda: meet_in_vain(meet, "two"))
     assert isinstance(error, GroupError) and "1 s (health.collective_timeout_s)" in str(error)
     assert seconds < 5
 
 
 def test_a_call_is_heard_while_the_store_answers_no_more(proxy: DeafProxy) -> None:
     meet = Rendezvous(host="127.0.0.1", port=proxy.port, timeout_s=600)
-    gather(meet, "one", 1, bool)
+    meet_alone(meet, "one")
     proxy.deafen()
     called = threading.Event()
     threading.Timer(0.5, called.set).start()
-    error, seconds = error_of(lambda: gather(meet, "two", 2, called.is_set))
+    waiting: set[threading.Thread] = set()
+
+    def leave_now() -> bool:
+        waiting.update(threads_aside())
+        return called.is_set()
+
+    error, seconds = error_of(lambda: meet_in_vain(meet, "two", leave_now))
     assert isinstance(error, GroupError) and str(error) == LEFT
     assert called.is_set() and seconds < 5
-    assert threads_aside(), "it waits for the answer"
-    close_connections()
-    assert not threads_aside()
+    assert waiting, "it waited for the answer"
+    for thread in waiting:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "its connection was shut down"
 
 
 def test_a_connection_that_is_never_answered_is_given_up_for_another(
@@ -119,32 +151,80 @@ def test_a_connection_that_is_never_answered_is_given_up_for_another(
     meet = Rendezvous(host="127.0.0.1", port=proxy.port, timeout_s=PATIENCE_S)
     proxy.deafen()
     with pytest.raises(GroupError, match=LEFT):
-        gather(meet, "one", 1, lambda: proxy.swallowed >= 3)
+        meet_in_vain(meet, "one", lambda: proxy.swallowed >= 3)
     proxy.hear()
-    gather(meet, "two", 1, bool)
+    meet_alone(meet, "two")
     close_connections()
     assert not connecting() and not threads_aside()
 
 
 def test_a_connection_that_has_died_since_it_was_made_is_passed_over(proxy: DeafProxy) -> None:
     meet = Rendezvous(host="127.0.0.1", port=proxy.port, timeout_s=60)
-    gather(meet, "one", 1, bool)
-    while connecting():
-        connecting()[0].join()
+    meet_alone(meet, "one")
+    wait_until_made()
+    before = towards(proxy.port)
     proxy.drop()
-    gather(meet, "two", 1, bool)
+    while not all(Connections([inode]).lost() for inode in before):
+        time.sleep(0.01)
+    meet_alone(meet, "two")
 
 
 def test_the_kernel_watches_every_connection(proxy: DeafProxy) -> None:
     meet = Rendezvous(host="127.0.0.1", port=proxy.port, timeout_s=60, silent_s=12)
-    kept = meet.store("one")
-    while connecting():
-        connecting()[0].join()
+    meet_alone(meet, "one")
+    wait_until_made()
     option, found = socket.IPPROTO_TCP, []
     for connection in connections_to(proxy.port):
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle_s = connection.getsockopt(option, socket.TCP_KEEPIDLE)
         found.append((idle_s, connection.getsockopt(option, socket.TCP_USER_TIMEOUT)))
         connection.close()
-    assert found == [(4, 12_000)] * 4, "one in use, and three made ahead"
-    assert kept.check(["key"]) is False
+    assert found == [(4, 12_000)] * 2
+
+
+def established_to(port: int) -> int:
+    wait_until_made()
+    return sum(not Connections([inode]).lost() for inode in towards(port))
+
+
+def regroup_and_count(rank: int, port: int) -> None:
+    """A replica, three generations of it and its peer, the last with a heal."""
+    meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=PATIENCE_S)
+    make_replica_group(meet, f"replica/{rank}", rank=0, dims=ParallelDims(), device="cpu")
+    counts = [established_to(port)]
+    for generation in range(3):
+        cross = make_cross_groups(
+            meet, f"cross/{generation}/0", rank=rank, size=2, device="cpu", leave_now=bool
+        )
+        counts.append(established_to(port))
+    heal = HealChannel(meet, "heal/2/0/0", rank=rank, size=2, device="cpu")
+    heal.open()
+    counts.append(established_to(port))
+    with pytest.raises(GroupError, match=LEFT):
+        meet_in_vain(meet, f"left by {rank}", lambda: True)
+    counts.append(established_to(port))
+    assert counts == [2] * 6 and len(cross) == 2, counts
+    heal.close()
+    leave_replica_group()
+
+
+def test_a_worker_has_two_connections_through_all_regroups() -> None:
+    """At 16,384 workers they all end in one process, which may have 65,536."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.start_processes(regroup_and_count, args=(store.port,), nprocs=2, start_method="forkserver")
+
+
+def test_one_that_waits_in_a_connection_does_not_hold_up_the_other() -> None:
+    """A heal's source meets newcomers on its thread while the next roster is joined."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(meet_in_vain, meet, "heal", over.is_set)
+        store.wait(["heal/here/count"])
+        for number in range(3):
+            meet_alone(meet, f"cross {number}")
+        assert not waits.done()
+        over.set()
+        assert str(waits.exception(PATIENCE_S)) == LEFT
+    wait_until_made()
