@@ -2,15 +2,25 @@
 
     python -m benchmarks.coordinator [--workers 1024 4096 16384]
 
-Takes about a minute. A node is a replica of eight workers.
+Takes some minutes. A node is a replica of eight workers.
 
-regroup_s: one node is lost -> every other worker has its part of the new roster. The real
+regroup_s: one node is lost -> every other worker has met its peers in the store. That is roster_s
+and store_s, one after the other; in a run they overlap, as the store has a thread of its own.
+
+roster_s: one node is lost -> every other worker has its part of the new roster. The real
 Coordinator and Membership run on this process's event loop; each simulated worker is two tasks, one
 in `watch` and one that answers a call with `join`, as `elastic/worker/coordinator_link.py` does it.
 Each report is unpickled on arrival and each answer pickled, as an actor does. A report holds the
 commit of the last step, with a digest for each of 512 lanes, and that of the first worker of a
 replica the steps that the lead may not have sent (records_bytes, all together). Ray's own cost for
 a call is not in it.
+
+store_s: every worker meets its peers in the coordinator's store, all at once, with the calls that
+it makes on NCCL (`_store_load.py`). The store is hosted as the coordinator does it; the workers are
+real connections from one other process, which has most of the work. store_cpu_s is the store's own
+part. Of the store_connections of a worker, one is used; sockets_real counts those that are open,
+as many as this machine lets one process have. Where these are fewer than the workers, only so many
+meet, and store_s and store_cpu_s are scaled up (extrapolated_from workers; null where all meet).
 
 cpu_share: the share of one core that a Ray actor needs to take a heartbeat from every node each
 second and to answer it, measured as CPU time of the actor's process at that rate (where one sender
@@ -44,20 +54,25 @@ from benchmarks._common import (
     scratch,
     show_table,
 )
+from benchmarks._store_load import Meeting, StoreLoad, store_load
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig
 from elastic.coordinator.actor import Coordinator
 from elastic.coordinator.config import CoordinatorConfig
-from elastic.coordinator.listening import open_beats
+from elastic.coordinator.listening import host_store, open_beats
 from elastic.membership.decisions import GroupConfig
 from elastic.node.beats import BeatListener, BeatSender, name_of
 from elastic.protocol import events
 from elastic.protocol.causes import CRASH
 from elastic.protocol.messages import Build, Identity, Report, Run
 from elastic.protocol.run_paths import RunPaths
+from trainer.backend.rendezvous import CONNECTIONS
 from trainer.loop.samples import Ledger
 from trainer.parallel.layout import ParallelDims
 from trainer.replication.step_commit import Commit
+
+_OTHER_DESCRIPTORS = 200
+"""Of this process, beside the store's."""
 
 NODE = 8
 LANES, STEP = 512, 20
@@ -188,11 +203,20 @@ class SimulatedWorker:
             self.called.set()
 
 
-async def regroup(workers: int, repeats: int, directory: Path) -> list[dict[str, float]]:
+async def regroup(
+    workers: int, repeats: int, directory: Path, store: StoreLoad
+) -> list[dict[str, float]]:
     """Loses `repeats` nodes, one after the other.
 
+    Args:
+        workers: how many there are.
+        repeats: see above.
+        directory: for the records.
+        store: has the connections of the first workers, or of all.
+
     Returns:
-        For each: seconds until everybody has the new roster, and this process's CPU seconds.
+        For each: seconds until everybody has the new roster and has met, and this process's CPU
+        seconds.
     """
     coordinator = LocalCoordinator(_config(workers, directory))
     group = [SimulatedWorker(coordinator, number) for number in range(workers)]
@@ -212,16 +236,48 @@ async def regroup(workers: int, repeats: int, directory: Path) -> list[dict[str,
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         await coordinator.node_lost(lost[0].identity.node)
         await _until_generation(group, repeat + 2)
+        roster_s, roster_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+        meeting = Meeting(
+            generation=repeat + 2,
+            workers=range(NODE * (repeat + 1), store.workers),
+            groups=NODE,
+        )
+        share = len(meeting.workers) / len(group)
+        began_cpu_s = time.process_time()
+        store_s = store.meet(meeting) / share
         found.append(
             {
-                "regroup_s": time.perf_counter() - began_s,
-                "regroup_cpu_s": time.process_time() - began_cpu_s,
+                "regroup_s": roster_s + store_s,
+                "roster_s": roster_s,
+                "roster_cpu_s": roster_cpu_s,
+                "store_s": store_s,
+                "store_cpu_s": (time.process_time() - began_cpu_s) / share,
                 "records_bytes": records,
             }
         )
     for task in (task for worker in group for task in worker.tasks):
         task.cancel()
     return found
+
+
+def regroups_at(workers: int, repeats: int) -> dict[str, float | None]:
+    """Medians of `regroup`, and what connections were real."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    sockets = min(CONNECTIONS * workers, descriptors - _OTHER_DESCRIPTORS)
+    speaking = min(workers, sockets) // NODE * NODE
+    store = host_store("127.0.0.1")
+    with scratch("coordinator") as directory:
+        with store_load(store.port, speaking, sockets - speaking) as load:
+            runs = asyncio.run(regroup(workers, repeats, directory, load))
+        for meeting in load.met:  # as torch's own client reads it
+            count = store.get(f"{meeting.prefix(NODE - 1)}/here/count")
+            assert int(count) == meeting.members, f"{count} of {meeting.members} have met"
+    return {
+        **median_of(runs),
+        "store_connections": CONNECTIONS,
+        "sockets_real": sockets,
+        "extrapolated_from": None if speaking == workers else speaking,
+    }
 
 
 async def _until_generation(group: list[SimulatedWorker], generation: int) -> None:
@@ -374,11 +430,9 @@ def main() -> None:
     end_properly()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a socket for each node
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, float | None]] = {}
     for workers in options.workers:
-        with scratch("coordinator") as directory:
-            runs = asyncio.run(regroup(workers, options.repeats, directory))
-        found[str(workers)] = median_of(runs)
+        found[str(workers)] = regroups_at(workers, options.repeats)
         say(f"{workers} workers: {found[str(workers)]}")
     with ray_cluster(1):
         for workers in options.workers:
@@ -390,8 +444,10 @@ def main() -> None:
         {
             "workers": found,
             "notes": {
-                "regroup_s": "real Coordinator and Membership in one process on an event loop, "
+                "roster_s": "real Coordinator and Membership in one process on an event loop, "
                 "every report unpickled, every answer pickled once; without Ray's cost of a call",
+                "store_s": "real TCPStore, a real connection for each worker that meets, all from "
+                "one process on this machine",
                 "cpu_share": "of one core: a real Ray actor that takes heartbeats as datagrams and "
                 "answers them; call_cpu_share: as calls, the fallback. `unanswered` is of beats in "
                 "the last second",

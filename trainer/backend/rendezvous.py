@@ -30,7 +30,7 @@ from trainer.backend.polling import poll_until
 from trainer.backend.silence import Connections, limit_silence_towards, towards
 from trainer.errors import GroupError
 
-_CONNECTIONS = 2
+CONNECTIONS = 2
 """Of a process to a store. Decision: docs/decisions/035."""
 
 _TRY_S = 5.0
@@ -101,7 +101,7 @@ class _Connections:
         self._making = threading.Lock()
         self._starting = threading.Lock()
         self._threads: list[threading.Thread] = []
-        for _ in range(_CONNECTIONS):
+        for _ in range(CONNECTIONS):
             self._make_another()
 
     def take(self, leave_now: Callable[[], bool]) -> _Made:

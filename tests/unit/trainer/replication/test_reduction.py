@@ -21,7 +21,10 @@ from trainer.replication.replicas import CrossGroup, Flight
 
 
 @pytest.fixture
-def rendezvous() -> Iterator[Rendezvous]:
+def rendezvous(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rendezvous]:
+    monkeypatch.setattr(
+        "trainer.backend.rendezvous.CONNECTIONS", 4
+    )  # as many workers in one process
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield Rendezvous(host="127.0.0.1", port=store.port, timeout_s=30)
 
