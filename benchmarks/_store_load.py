@@ -26,8 +26,8 @@ _HELLO = bytes([0]) + struct.pack("<I", 0x3C85F7CE) + bytes([13]) + struct.pack(
 """Validates the protocol, then pings; the answer is the ping's number."""
 _PONG_BYTES, _COUNT_BYTES, _WAITED_BYTES = 4, 8, 1
 RANKS_PER_ID, ID_BYTES = 128, 128
-_PORTS_PER_ADDRESS = 20_000
-"""Of this machine, towards one port; every address of 127.0.0.0/8 has as many."""
+_PORTS_PER_ADDRESS = 2_000
+"""Far below what there are: those of the last size are closed, but not free yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
