@@ -1,0 +1,110 @@
+"""Who is taken out where connections between workers fail, and all of them live. Pure.
+
+The workers of a roster have tried their connections (`trainer/backend/link_test.py`), each to the
+others of its cross group. A connection between two has two ends, and does not say which one is bad.
+What several have in common does: mostly a machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import NamedTuple
+
+from elastic.protocol.roster import Roster
+from trainer.backend.link_test import LINK_BYTES, LinkTest
+
+_SHOWN = 4
+"""Failed connections in a text."""
+
+
+class FailedLink(NamedTuple):
+    """A connection that did not carry what it should."""
+
+    sender: str
+    """Worker."""
+    receiver: str
+    """Worker, which says so."""
+    bytes: int
+    """What came, of `LINK_BYTES`."""
+
+
+def find_failed(roster: Roster, found: Mapping[str, LinkTest]) -> list[FailedLink]:
+    """The connections that failed, by what each worker of a roster has found."""
+    return [
+        FailedLink(column[peer], receiver, came)
+        for rank in range(len(roster.replicas[0].workers))
+        for column in [roster.column(rank)]
+        for receiver in column
+        for peer, came in sorted(found[receiver].short.items())
+    ]
+
+
+def plan_removals(
+    failed: Sequence[FailedLink],
+    roster: Roster,
+    nodes: Mapping[str, str],
+    *,
+    idle: Collection[str],
+    least: int,
+) -> set[str]:
+    """The workers to take out, so that those who stay reach each other; none where too few replicas
+    would be left, or none with state.
+
+    Args:
+        failed: connections.
+        roster: whose workers have tried them.
+        nodes: worker -> its node.
+        idle: workers without a place, who may take those of others.
+        least: fewest replicas to train with.
+    """
+    culprits = find_culprits(failed, roster, nodes)
+    kept = [replica for replica in roster.replicas if culprits.isdisjoint(replica.workers)]
+    bad = {nodes[worker] for worker in culprits}
+    staying = {*roster.workers, *roster.followers} - culprits
+    survivors = staying - {worker for replica in kept for worker in replica.workers}
+    free = len(survivors) + sum(nodes[worker] not in bad for worker in idle)
+    possible = len(kept) + free // len(roster.replicas[0].workers)
+    with_state = any(roster.lanes[replica.index] for replica in kept)
+    return culprits if possible >= least and with_state else set()
+
+
+def find_culprits(
+    failed: Sequence[FailedLink], roster: Roster, nodes: Mapping[str, str]
+) -> set[str]:
+    """Workers without whom no failed connection is left: node by node, first those of the node in
+    most of them. Of equals, of the one that fewer replicas break with, and then those with the
+    highest position: newcomers and followers, which have no lanes, before the lead.
+
+    What fails inside a machine is no link, and takes nobody out.
+    """
+    columns = map(roster.column, range(len(roster.replicas[0].workers)))
+    positions = {worker: at for column in columns for at, worker in enumerate(column)}
+    left = {frozenset(link[:2]) for link in failed if nodes[link.sender] != nodes[link.receiver]}
+    culprits: set[str] = set()
+
+    def whole(workers: Set[str]) -> set[int]:
+        """Positions of the whole replicas that `workers` are in."""
+        return {positions[w] for w in workers if positions[w] < len(roster.replicas)}
+
+    def weight(node: str) -> tuple[int, int, int, str]:
+        ends = [worker for pair in left for worker in pair if nodes[worker] == node]
+        breaking = whole(set(ends)) - whole(culprits)
+        return len(ends), -len(breaking), max(positions[worker] for worker in ends), node
+
+    while left:
+        ends = {worker for pair in left for worker in pair}
+        worst = max({nodes[worker] for worker in ends}, key=weight)
+        culprits |= {worker for worker in ends if nodes[worker] == worst}
+        left = {pair for pair in left if culprits.isdisjoint(pair)}
+    return culprits
+
+
+def describe(failed: Sequence[FailedLink], nodes: Mapping[str, str], seconds: float) -> str:
+    """Failed connections in words, some of many."""
+    shown = ", ".join(
+        f"{link.sender} (node {nodes[link.sender][:8]}) to {link.receiver} (node "
+        f"{nodes[link.receiver][:8]}): {link.bytes:,} of {LINK_BYTES:,} bytes in {seconds:.1f} s"
+        for link in failed[:_SHOWN]
+    )
+    more = len(failed) - _SHOWN
+    return f"{shown}, and {more} more" if more > 0 else shown
