@@ -15,7 +15,12 @@ def find_stale_keys(keys: Iterable[str], *, generation: int, formation: int) -> 
         generation: the oldest one whose groups may still be made.
         formation: of the oldest replica whose group may still be made.
     """
-    oldest = {"cross": generation, "heal": generation, "replica": formation}
+    oldest = {
+        "cross": generation,
+        "heal": generation,
+        "links": generation,
+        "replica": formation,
+    }
     stale = []
     for key in keys:
         kind, number, *_ = [*key.split("/", 2), ""]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import NamedTuple
 
+from elastic.protocol.messages import LinkTest
 from elastic.protocol.roster import Roster
-from trainer.backend.link_test import LINK_BYTES, LinkTest
 
 _SHOWN = 4
 """Failed connections in a text."""
@@ -24,19 +24,23 @@ class FailedLink(NamedTuple):
     """Worker."""
     receiver: str
     """Worker, which says so."""
-    bytes: int
-    """What came, of `LINK_BYTES`."""
+    came: str
+    """What did come."""
 
 
 def find_failed(roster: Roster, found: Mapping[str, LinkTest]) -> list[FailedLink]:
     """The connections that failed, by what each worker of a roster has found."""
     return [
-        FailedLink(column[peer], receiver, came)
+        FailedLink(column[peer], receiver, _describe_short(count, found[receiver]))
         for rank in range(len(roster.replicas[0].workers))
         for column in [roster.column(rank)]
         for receiver in column
-        for peer, came in sorted(found[receiver].short.items())
+        for peer, count in sorted(found[receiver].short.items())
     ]
+
+
+def _describe_short(count: int, test: LinkTest) -> str:
+    return f"{count:,} of {test.of_bytes:,} bytes in {test.bound_s:g} s"
 
 
 def plan_removals(
@@ -99,11 +103,11 @@ def find_culprits(
     return culprits
 
 
-def describe(failed: Sequence[FailedLink], nodes: Mapping[str, str], seconds: float) -> str:
+def describe(failed: Sequence[FailedLink], nodes: Mapping[str, str]) -> str:
     """Failed connections in words, some of many."""
     shown = ", ".join(
-        f"{link.sender} (node {nodes[link.sender][:8]}) to {link.receiver} (node "
-        f"{nodes[link.receiver][:8]}): {link.bytes:,} of {LINK_BYTES:,} bytes in {seconds:.1f} s"
+        f"{link.sender} (node {nodes[link.sender]}) to {link.receiver} (node "
+        f"{nodes[link.receiver]}): {link.came}"
         for link in failed[:_SHOWN]
     )
     more = len(failed) - _SHOWN

@@ -1,5 +1,6 @@
-"""A path between two hosts that loses large packets: the workers' test of their connections names
-it."""
+"""A path between two hosts that loses large packets. The workers' test of their connections names
+it; and a run over it, in which nobody dies and each collective fails, goes on without one of them.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +8,62 @@ import ast
 import sys
 from pathlib import Path
 
-from tests.integration.test_silence import wait_for
+import pytest
+
+from elastic.protocol import events
 from tests.support import ROOT
 from tests.support.black_hole import dig_black_hole
 from tests.support.hosts import Network, ip_of, requires_hosts
+from tests.support.run_on_hosts import PATIENCE_S, run_on
+from tests.support.watching import wait_until
 from trainer.backend.link_test import LINK_BYTES
 
-PROGRAM = ROOT / "tests/support/links_over_hosts.py"
+TRY = ROOT / "tests/support/links_over_hosts.py"
+RUN = ROOT / "tests/support/black_hole_run.py"
 BOUND_S = 3.0
+MOST_REGROUPS = 4
+
+pytestmark = requires_hosts
 
 
-@requires_hosts
 def test_the_two_ends_of_a_black_hole_name_each_other(tmp_path: Path) -> None:
     """They can connect, and small packets pass."""
     size = 3
     with Network(size) as network:
         dig_black_hole(network, 1, 2)
         logs = [tmp_path / str(rank) for rank in range(size)]
-        for rank in range(size):
+        for rank, log in enumerate(logs):
             numbers = [str(rank), str(size), ip_of(0), str(BOUND_S)]
-            network.popen(rank, [sys.executable, str(PROGRAM), *numbers], logs[rank])
+            network.popen(rank, [sys.executable, str(TRY), *numbers], log)
         found = []
         for log in logs:
-            wait_for(log, "found {")
+            wait_until(lambda log=log: "found {" in log.read_text())
             found.append(ast.literal_eval(log.read_text().partition("found ")[2]))
     assert [list(short) for short in found] == [[], [2], [1]]
     for short in found[1:]:
         (came,) = short.values()
         assert 0 < came < LINK_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * PATIENCE_S)
+def test_a_spare_comes_in_for_one_end_of_a_black_hole(tmp_path: Path) -> None:
+    """Two replicas, of which one must not be missing. The one that leads stays; the weights are
+    those of an undisturbed run."""
+    with run_on(tmp_path, hosts=3, replicas=2, program=RUN) as run:
+        lead = run.under_way()
+        (other,) = run.hosts_of(1)
+        dug = max(step.time for step in run.steps())
+        dig_black_hole(run.hosts, lead, other)
+        run.wait_until(lambda: bool(run.of_kind(events.WorkerLost)))
+        run.wait_for_replicas(2, after_s=run.of_kind(events.WorkerLost)[0].time)
+        run.finish()
+        (lost,), (tested,) = run.of_kind(events.WorkerLost), run.of_kind(events.LinksTested)
+        assert (lost.cause, lost.slot) == ("link", "replica 1 shard 0 tensor 0")
+        assert tested.removed == [lost.worker]
+        ends = [r.workers[0] for r in run.of_kind(events.ReplicaForming)[:2]]
+        assert len(tested.failed) == 2
+        for text in (*tested.failed, lost.detail):
+            assert all(worker in text for worker in ends), (text, ends)
+        called = [e for e in run.of_kind(events.RegroupCalled, after_s=dug) if e.reason == "fault"]
+        assert len(called) <= MOST_REGROUPS

@@ -23,5 +23,5 @@ if __name__ == "__main__":
         store = TCPStore("0.0.0.0", PORT, is_master=True, wait_for_workers=False)
     meet = Rendezvous(host=host, port=PORT, timeout_s=60)
     found = try_links(meet, "links", rank=rank, size=size, leave_now=bool, bound_s=bound_s)
-    print(f"found {dict(found.short)}", flush=True)
+    print(f"found {found}", flush=True)
     time.sleep(LONG_S)  # rank 0 has the store

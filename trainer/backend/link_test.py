@@ -14,7 +14,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from torch._C._distributed_c10d import PrefixStore
 
@@ -27,7 +26,7 @@ from trainer.errors import GroupError
 LINK_BYTES = 256 * 1024
 """What crosses a connection, each way: many packets of full size."""
 
-_BOUND_S = 10.0
+BOUND_S = 10.0
 """A good connection takes milliseconds, and may lose its first packet three times in a row."""
 
 _SMALL = struct.Struct("!I60x")
@@ -37,17 +36,6 @@ _POLL_S = 0.01
 _Address = tuple[str, int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkTest:
-    """What one worker has found."""
-
-    seconds: float
-    """How long the peers had."""
-    short: Mapping[int, int]
-    """Rank of each peer whose `LINK_BYTES` have not come -> bytes that have; 0: no connection, or
-    nothing came over it."""
-
-
 def try_links(
     rendezvous: Rendezvous,
     prefix: str,
@@ -55,8 +43,8 @@ def try_links(
     rank: int,
     size: int,
     leave_now: Callable[[], bool],
-    bound_s: float = _BOUND_S,
-) -> LinkTest:
+    bound_s: float = BOUND_S,
+) -> dict[int, int]:
     """Tries this worker's connections to the others of a group. All `size` of them call it at once.
 
     Args:
@@ -67,17 +55,19 @@ def try_links(
         leave_now: ends the test.
         bound_s: how long a peer's message may take.
 
+    Returns:
+        Rank of each peer whose `LINK_BYTES` have not come -> bytes that have; 0: no connection, or
+        nothing came over it.
+
     Raises:
         GroupError: `leave_now` became true, or a peer or the store's answer did not come.
     """
     if size == 1:
-        return LinkTest(seconds=0.0, short={})
+        return {}
     with socket.create_server((group_address(rendezvous.host, rendezvous.port), 0)) as listening:
         peers = _meet(rendezvous, prefix, rank, size, listening, leave_now)
-        began = time.monotonic()
         arrived = asyncio.run(_exchange(listening, rank, peers, leave_now, bound_s))
-    short = {peer: count for peer, count in arrived.items() if count < LINK_BYTES}
-    return LinkTest(seconds=time.monotonic() - began, short=short)
+    return {peer: count for peer, count in arrived.items() if count < LINK_BYTES}
 
 
 def _meet(

@@ -12,6 +12,8 @@ def test_only_what_is_older_goes() -> None:
         "cross/12/1/here/all",
         "heal/3/0/1/here/all",
         "heal/4/0/1/here/all",
+        "links/3/0/0",
+        "links/4/0/0",
         "replica/3/0//cpu//0/0",
         "replica/2/0//cpu//0/0",
         "another/1/x",
@@ -19,7 +21,12 @@ def test_only_what_is_older_goes() -> None:
         "cross/x/1",
     ]
     stale = find_stale_keys(keys, generation=4, formation=3)
-    assert stale == ["cross/3/0/first/0/0", "heal/3/0/1/here/all", "replica/2/0//cpu//0/0"]
+    assert stale == [
+        "cross/3/0/first/0/0",
+        "heal/3/0/1/here/all",
+        "links/3/0/0",
+        "replica/2/0//cpu//0/0",
+    ]
 
 
 def test_a_real_store_is_swept() -> None:

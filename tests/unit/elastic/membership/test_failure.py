@@ -51,8 +51,8 @@ def test_a_link_has_half_a_minute_to_come_back_before_the_default_budget_is_spen
     pauses = [plan_pause_s(regroups) for regroups in range(1, most)]
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
     assert plan_pause_s(50) == 16.0
-    assert decide_in_vain(most - 1, 5, most, "reset") is None
-    error = decide_in_vain(most, 5, most, None)
+    assert decide_in_vain(most - 1, 5, most, "reset", None) is None
+    error = decide_in_vain(most, 5, most, None, None)
     assert error is not None and "no worker said why" in error
 
 

@@ -13,13 +13,13 @@ from elastic.membership.links import (
     find_failed,
     plan_removals,
 )
+from elastic.protocol.messages import LinkTest
 from elastic.protocol.roster import Remnant, Replica, Roster
-from trainer.backend.link_test import LinkTest
 
 
 def roster(*replicas: str, lacking: int = 0, remnant: str = "") -> Roster:
-    """Replicas by their workers, of whom the last `lacking` have no state, and one remnant, with `-`
-    for who is lost."""
+    """Replicas by their workers, of which the last `lacking` have no state, and one remnant, with
+    `-` for who is lost."""
     whole = tuple(
         Replica(index=index, formed=index + 1, workers=tuple(workers.split()))
         for index, workers in enumerate(replicas)
@@ -35,7 +35,8 @@ def roster(*replicas: str, lacking: int = 0, remnant: str = "") -> Roster:
 
 def links(*pairs: str) -> list[FailedLink]:
     """`a b`: what a has sent has not come to b."""
-    return [FailedLink(*pair.split(), 64) for pair in pairs]
+    ends = (pair.split() for pair in pairs)
+    return [FailedLink(sender, receiver, "nothing") for sender, receiver in ends]
 
 
 def on(*nodes: str) -> dict[str, str]:
@@ -104,7 +105,7 @@ def test_without_them_no_failed_connection_is_left(
 ) -> None:
     there = roster(*(f"w{number}" for number in range(8)))
     nodes = {f"w{number}": f"n{place}" for number, place in enumerate(places)}
-    failed = [FailedLink(f"w{a}", f"w{b}", 0) for a, b in pairs]
+    failed = [FailedLink(f"w{a}", f"w{b}", "nothing") for a, b in pairs]
     culprits = find_culprits(failed, there, nodes)
     between = [link for link in failed if nodes[link.sender] != nodes[link.receiver]]
     assert all({link.sender, link.receiver} & culprits for link in between)
@@ -143,18 +144,16 @@ def test_never_the_last_that_has_state() -> None:
 def test_what_workers_have_found_is_put_together() -> None:
     there = roster("a b", "c d", remnant="- e")
 
-    def found(**short: int) -> LinkTest:
-        return LinkTest(seconds=10.0, short={int(peer[1:]): came for peer, came in short.items()})
+    def found(short: dict[int, int]) -> LinkTest:
+        return LinkTest(generation=4, short=short, of_bytes=1000, bound_s=10.0)
 
-    tests = {"a": found(), "b": found(p2=0), "c": found(p0=64), "d": found(), "e": found(p1=7)}
-    failed = find_failed(there, tests)
+    tests = {"a": {}, "b": {2: 0}, "c": {0: 64}, "d": {}, "e": {1: 7}}
+    failed = find_failed(there, {worker: found(short) for worker, short in tests.items()})
     assert failed == [
-        FailedLink("a", "c", 64),
-        FailedLink("e", "b", 0),
-        FailedLink("d", "e", 7),
+        FailedLink("a", "c", "64 of 1,000 bytes in 10 s"),
+        FailedLink("e", "b", "0 of 1,000 bytes in 10 s"),
+        FailedLink("d", "e", "7 of 1,000 bytes in 10 s"),
     ]
     nodes = on("A: a b", "C: c d", "E: e")
-    assert describe(failed[:1], nodes, 10.0) == (
-        "a (node A) to c (node C): 64 of 262,144 bytes in 10.0 s"
-    )
-    assert describe(failed * 2, nodes, 10.0).endswith(", and 2 more")
+    assert describe(failed[:1], nodes) == "a (node A) to c (node C): 64 of 1,000 bytes in 10 s"
+    assert describe(failed * 2, nodes).endswith(", and 2 more")
