@@ -35,10 +35,8 @@ def test_the_two_ends_of_a_black_hole_name_each_other(tmp_path: Path) -> None:
         for rank, log in enumerate(logs):
             numbers = [str(rank), str(size), ip_of(0), str(BOUND_S)]
             network.popen(rank, [sys.executable, str(TRY), *numbers], log)
-        found = []
-        for log in logs:
-            wait_until(lambda log=log: "found {" in log.read_text())
-            found.append(ast.literal_eval(log.read_text().partition("found ")[2]))
+        wait_until(lambda: all("found {" in log.read_text() for log in logs))
+        found = [ast.literal_eval(log.read_text().partition("found ")[2]) for log in logs]
     assert [list(short) for short in found] == [[], [2], [1]]
     for short in found[1:]:
         (came,) = short.values()

@@ -79,10 +79,11 @@ class Desk:
         self.records = RunLog(config, self.membership)
         self.dispatcher = Dispatcher(self.membership, self.records, lambda effects: None)
         self.dispatcher.ready.set()
-        self.agents: Any = Agents()
+        self.agents = Agents()
+        agents: Any = self.agents
         snapshots: Any = None
         self.workers = Workers(
-            config, self.membership, self.dispatcher, self.records, self.agents, snapshots
+            config, self.membership, self.dispatcher, self.records, agents, snapshots
         )
         self.built: dict[str, int] = {}
         self.tests = LinkTests(self.membership, self.workers, self.records)
