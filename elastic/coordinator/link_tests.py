@@ -12,6 +12,9 @@ from elastic.protocol import events
 from elastic.protocol.causes import LINK
 from elastic.protocol.messages import LinkTest
 
+_MOST_NOTED = 100
+"""Failed connections in an event."""
+
 
 class LinkTests:
     """Takes in the tests of a roster. Once all of it have told, those whom the failed connections
@@ -56,7 +59,8 @@ class LinkTests:
             events.LinksTested(
                 time=time.time(),
                 generation=roster.generation,
-                failed=[describe([link], nodes) for link in failed],
+                count=len(failed),
+                failed=[describe([link], nodes) for link in failed[:_MOST_NOTED]],
                 removed=sorted(removed),
             )
         )

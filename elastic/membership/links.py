@@ -7,7 +7,8 @@ What several have in common does: mostly a machine.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from elastic.protocol.messages import LinkTest
@@ -83,23 +84,29 @@ def find_culprits(
     """
     columns = map(roster.column, range(len(roster.replicas[0].workers)))
     positions = {worker: at for column in columns for at, worker in enumerate(column)}
-    left = {frozenset(link[:2]) for link in failed if nodes[link.sender] != nodes[link.receiver]}
+    peers: dict[str, set[str]] = defaultdict(set)
+    for sender, receiver, _ in failed:
+        if nodes[sender] != nodes[receiver]:
+            peers[sender].add(receiver)
+            peers[receiver].add(sender)
     culprits: set[str] = set()
 
-    def whole(workers: Set[str]) -> set[int]:
+    def whole(workers: Iterable[str]) -> set[int]:
         """Positions of the whole replicas that `workers` are in."""
         return {positions[w] for w in workers if positions[w] < len(roster.replicas)}
 
-    def weight(node: str) -> tuple[int, int, int, str]:
-        ends = [worker for pair in left for worker in pair if nodes[worker] == node]
-        breaking = whole(set(ends)) - whole(culprits)
-        return len(ends), -len(breaking), max(positions[worker] for worker in ends), node
+    def weigh(item: tuple[str, list[str]]) -> tuple[int, int, int, str]:
+        node, workers = item
+        links, breaking = sum(len(peers[w]) for w in workers), whole(workers) - whole(culprits)
+        return links, -len(breaking), max(positions[worker] for worker in workers), node
 
-    while left:
-        ends = {worker for pair in left for worker in pair}
-        worst = max({nodes[worker] for worker in ends}, key=weight)
-        culprits |= {worker for worker in ends if nodes[worker] == worst}
-        left = {pair for pair in left if culprits.isdisjoint(pair)}
+    while peers:
+        by_node: dict[str, list[str]] = defaultdict(list)
+        for worker in peers:
+            by_node[nodes[worker]].append(worker)
+        _, taken = max(by_node.items(), key=weigh)
+        culprits.update(taken)
+        peers = {w: left for w in peers if w not in culprits and (left := peers[w] - culprits)}
     return culprits
 
 

@@ -117,8 +117,10 @@ class LinksTested(Event):
 
     generation: int
     """Generation of the roster."""
+    count: int
+    """Connections that did not carry a large message."""
     failed: list[str]
-    """Connections that did not carry a large message: from whom to whom, and what came."""
+    """Some of them, or all: from whom to whom, and what came."""
     removed: list[str]
     """Workers that are taken out for it, each with a `worker_lost` of its own."""
 

@@ -64,7 +64,8 @@ def try_links(
     """
     if size == 1:
         return {}
-    with socket.create_server((group_address(rendezvous.host, rendezvous.port), 0)) as listening:
+    own = group_address(rendezvous.host, rendezvous.port)
+    with socket.create_server((own, 0), backlog=size) as listening:
         peers = _meet(rendezvous, prefix, rank, size, listening, leave_now)
         arrived = asyncio.run(_exchange(listening, rank, peers, leave_now, bound_s))
     return {peer: count for peer, count in arrived.items() if count < LINK_BYTES}
@@ -123,7 +124,7 @@ async def _exchange(
             finally:
                 writer.transport.abort()
 
-    server = await asyncio.start_server(hear, sock=listening)
+    server = await asyncio.start_server(hear, sock=listening, backlog=len(peers))
     sending = [asyncio.create_task(send(address)) for address in peers.values()]
     deadline = time.monotonic() + bound_s
     while not (

@@ -116,7 +116,7 @@ def test_the_one_in_common_is_lost_with_the_evidence(tmp_path: Path) -> None:
     (tested,), (lost,) = desk.happened(events.LinksTested), desk.happened(events.WorkerLost)
     assert (tested.generation, tested.removed) == (1, ["b"])
     assert tested.failed[0] == "b (node B) to a (node A): 64 of 1,000 bytes in 10 s"
-    assert len(tested.failed) == 4
+    assert tested.count == len(tested.failed) == 4
     assert (lost.worker, lost.cause, desk.agents.killed) == ("b", "link", ["b"])
     assert "a (node A) to b (node B): 64 of 1,000 bytes in 10 s" in lost.detail
     assert desk.membership.call == "fault"

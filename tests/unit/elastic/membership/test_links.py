@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -157,3 +159,14 @@ def test_what_workers_have_found_is_put_together() -> None:
     nodes = on("A: a b", "C: c d", "E: e")
     assert describe(failed[:1], nodes) == "a (node A) to c (node C): 64 of 1,000 bytes in 10 s"
     assert describe(failed * 2, nodes).endswith(", and 2 more")
+
+
+def test_where_everything_fails_it_is_decided_at_once() -> None:
+    """The coordinator does nothing else meanwhile."""
+    workers = [f"w{number}" for number in range(512)]
+    failed = [FailedLink(a, b, "nothing") for a in workers for b in workers if a != b]
+    nodes = {worker: f"n{number // 2}" for number, worker in enumerate(workers)}
+    began = time.process_time()
+    culprits = find_culprits(failed, roster(*workers), nodes)
+    assert len(culprits) == len(workers) - 2
+    assert time.process_time() - began < 10
