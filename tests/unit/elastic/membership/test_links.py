@@ -61,6 +61,7 @@ APART = on("A: a", "B: b", "C: c", "D: d")
         # One pair: the one of the higher position goes, not the lead.
         (("a b",), ("a", "b", "c"), APART, "b"),
         (("c b", "b c"), ("a", "b", "c"), APART, "c"),
+        (("a b",), ("a", "b"), on("Z: a", "B: b"), "b"),
         # Two pairs with nobody in common.
         (("a b", "c d"), ("a", "b", "c", "d"), APART, "b d"),
         # A whole node, with workers of two replicas; the others are each on their own.
@@ -79,6 +80,13 @@ APART = on("A: a", "B: b", "C: c", "D: d")
             ("a b", "c d"),
             on("A: a", "B: b", "C: c", "D: d"),
             "c d",
+        ),
+        # What is broken breaks no more.
+        (
+            ("a c", "a e", "b f"),
+            ("a b", "c d", "e f"),
+            on("A: a", "B: b", "C: c", "D: d", "E: e", "F: f"),
+            "a b",
         ),
         # One worker of a replica on two nodes: the other stays.
         (("a c", "c a", "a e"), ("a b", "c d", "e f"), on("A: a", "B: b", "C: c d e f"), "a"),
