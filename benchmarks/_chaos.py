@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeGuard
 
 from elastic import HealthConfig
@@ -26,8 +26,29 @@ HEALTH = HealthConfig(
     max_crashes=200, max_hangs=200, max_same_step_errors=50, regroup_timeout_s=60.0
 )
 """Many faults in one place end no run here."""
+SLOW_HEALTH = replace(HEALTH, regroup_timeout_s=6.0)
+"""Of a run whose evaluations are slow."""
 
-ActionKind = Literal["add", "remove", "drain", "coordinator"]
+ActionKind = Literal[
+    "add",
+    "remove",
+    "drain",
+    "coordinator",
+    "supervisor",
+    "agent",
+    "link",
+    "mtu",
+    "store",
+    "machine",
+]
+ON_NETWORK: tuple[ActionKind, ...] = ("link", "mtu", "store")
+"""What fails in a network between machines, for a while."""
+OF_COORDINATOR: tuple[ActionKind, ...] = ("coordinator", "machine")
+"""What ends the coordinator's process."""
+PROCESSES: tuple[ActionKind, ...] = ("supervisor", "agent")
+"""What ends a process that nobody should miss."""
+SLOW_EVALUATION_S = 10.0
+"""How long a slow evaluation takes; longer than `SLOW_HEALTH` lets a worker ignore a call."""
 KINDS: tuple[Kind, ...] = ("kill", "freeze", "raise")
 EDGES: tuple[Phase, ...] = ("checkpoint", "evaluation", "shutdown")
 
@@ -73,10 +94,20 @@ class Action:
     step: int
     """When so many steps are recorded, or earlier where the run waits for machines."""
     kind: ActionKind
-    """A machine for one replica comes; it is gone without a word; that it will go is announced; the
-    coordinator's process is killed."""
-    paused: bool
+    """A machine for one replica comes; it is gone without a word; that it will go is announced. The
+    process of the coordinator, the supervisor or a node's agent is killed. On hosts: a host's link
+    is down; large packets between two hosts are lost; the store's packets to a host are lost; the
+    machine of the control plane and the driver is lost."""
+    paused: bool = False
     """Whether the run stands still until the cluster has taken notice."""
+    host: int = 0
+    """Where a network fails: at this host, or between it and the next."""
+    lasts_s: float = 0.0
+    """How long a network fails."""
+
+    def __str__(self) -> str:
+        where = f" host {self.host} for {self.lasts_s:.1f} s" if self.lasts_s else ""
+        return f"{self.kind}@{self.step}{where}{' paused' if self.paused else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +120,8 @@ class Deed:
     """When it was begun."""
     ended: float
     """When it was done, and the run, if it was paused, let go on."""
-    node: str | None = None
-    """The machine that came, went or will go."""
+    nodes: tuple[str, ...] = ()
+    """The machines that it was done to, as Ray calls them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,15 +148,30 @@ class Schedule:
     """Steps between snapshots."""
     patience_s: float
     """How long a batch waits for the run to be whole; 0: faults hit it as it is."""
+    hosts: bool = False
+    """Whether each replica has a host of its own, and the control plane one, with a network between
+    them."""
+    evaluation_s: float = 0.0
+    """How long an evaluation takes at least."""
+
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        return f"seed-{self.seed}"
+
+    @property
+    def health(self) -> HealthConfig:
+        """Timeouts and budgets of the run."""
+        return SLOW_HEALTH if self.evaluation_s else HEALTH
 
     def __str__(self) -> str:
         faults = ",".join(map(str, self.faults)) or "none"
-        actions = ",".join(
-            f"{a.kind}@{a.step}{' paused' if a.paused else ''}" for a in self.actions
-        )
+        actions = ",".join(map(str, self.actions))
+        slow = f"evaluations {self.evaluation_s:g} s " if self.evaluation_s else ""
         return (
             f"seed {self.seed}: {self.layout} spares {self.spares} min {self.min_replicas} "
-            f"saves {self.save_every}/{self.memory_every} patience {self.patience_s:g} s | "
+            f"saves {self.save_every}/{self.memory_every} patience {self.patience_s:g} s "
+            f"{slow}{'on hosts ' if self.hosts else ''}| "
             f"{faults} | {actions or 'no actions'}"
         )
 
@@ -146,8 +192,8 @@ def draw_schedule(seed: int, layouts: Sequence[Layout], *, resize: bool) -> Sche
     machines, actions = _draw_resize(rng, layout, spares) if resized else (None, [])
     if rng.random() < 0.3:
         kill = Action(step=_middle(rng), kind="coordinator", paused=rng.random() < 0.5)
-        actions = sorted([*actions, kill], key=lambda action: action.step)
-    return Schedule(
+        actions.append(kill)
+    schedule = Schedule(
         seed=seed,
         layout=layout,
         spares=spares,
@@ -159,6 +205,25 @@ def draw_schedule(seed: int, layouts: Sequence[Layout], *, resize: bool) -> Sche
         memory_every=rng.choice([None, None, 5]),
         patience_s=rng.choice([0.0, 0.2]),
     )
+    return _draw_environment(rng, schedule) if resize else schedule
+
+
+def _draw_environment(rng: random.Random, schedule: Schedule) -> Schedule:
+    """Adds the death of a process that nobody should miss, slow evaluations where machines come,
+    and, where none do, a network that fails."""
+    actions, hosts, evaluation_s = list(schedule.actions), False, 0.0
+    if rng.random() < 0.3:
+        actions.append(Action(step=_middle(rng), kind=rng.choice(PROCESSES)))
+    if any(action.kind == "add" for action in actions) and rng.random() < 0.4:
+        evaluation_s = SLOW_EVALUATION_S
+    if schedule.machines is None and schedule.layout.replicas > 1 and rng.random() < 0.6:
+        hosts = True
+        for kind in rng.sample((*ON_NETWORK, "machine"), rng.randint(1, 2)):
+            host = rng.randrange(schedule.layout.replicas)
+            lasts_s = 0.0 if kind == "machine" else rng.choice([1.0, 4.0, 8.0])
+            actions.append(Action(step=_middle(rng), kind=kind, host=host, lasts_s=lasts_s))
+    actions.sort(key=lambda action: action.step)
+    return replace(schedule, actions=tuple(actions), hosts=hosts, evaluation_s=evaluation_s)
 
 
 def _draw_faults(rng: random.Random, layout: Layout) -> tuple[Fault, ...]:

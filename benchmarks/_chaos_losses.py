@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
-from benchmarks._chaos import Deed, Layout
+from benchmarks._chaos import OF_COORDINATOR, Deed, Layout
 from elastic.protocol.events import (
     CoordinatorStarted,
     Draining,
@@ -108,7 +108,7 @@ def _may_live(
     worker had its answer; the run ended without one that it did not need; the exception was put
     down to the loss of a peer."""
     unheard = any(
-        deed.action.kind == "coordinator" and 0 <= deed.began - fired.time < TOGETHER_S
+        deed.action.kind in OF_COORDINATOR and 0 <= deed.began - fired.time < TOGETHER_S
         for deed in deeds
     )
     over = any(e.time - fired.time < _LATE_S for e in _of(RunEnded, happened))
@@ -133,9 +133,16 @@ def _broken(fired: FaultFired, happened: Sequence[Event]) -> bool:
 
 def _machine_gone(loss: WorkerLost, deeds: Sequence[Deed]) -> bool:
     return any(
-        deed.action.kind == "remove" and deed.node == loss.node and deed.began <= loss.time
+        loss.node in deed.nodes
+        and deed.began <= loss.time
+        and (deed.action.kind == "remove" or _cut_off(loss, deed))
         for deed in deeds
     )
+
+
+def _cut_off(loss: WorkerLost, deed: Deed) -> bool:
+    """Whether a worker was lost as its machine was cut off."""
+    return deed.action.kind == "link" and loss.time <= deed.ended + _LATE_S
 
 
 # -- faults that did not go off --------------------------------------------------------------------

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from benchmarks._chaos import Deed
+from benchmarks._chaos import OF_COORDINATOR, ON_NETWORK, Deed
 from benchmarks._chaos_losses import TOGETHER_S
 from elastic import HealthConfig
 from elastic.protocol.events import (
     CoordinatorStarted,
     Draining,
+    Evaluated,
     Event,
     FaultFired,
     RegroupDone,
@@ -51,6 +52,7 @@ def find_long_stalls(
     *,
     least_workers: int,
     deeds: Sequence[Deed] = (),
+    evaluation_s: float = 0.0,
 ) -> list[str]:
     """The gaps that are longer than a fault may stall a run.
 
@@ -59,13 +61,15 @@ def find_long_stalls(
         steps: its step records, those of lost steps included.
         health: the run's timeouts.
         least_workers: with fewer the run waits: those of `min_replicas`.
-        deeds: what was done to its machines and its coordinator.
+        deeds: what was done to its machines and its control plane.
+        evaluation_s: how long an evaluation takes at least.
     """
     explained = _merge(
         [
             *_waits_for_workers(happened, least_workers),
             *_waits_for_targets(happened),
             *_deeds(happened, deeds, health),
+            *((e.time - evaluation_s, e.time) for e in happened if isinstance(e, Evaluated)),
         ]
     )
     start, limit_s = happened[0].time, longest_stall_s(health)
@@ -150,7 +154,9 @@ def _deeds(
             yield deed.began, deed.ended
         if deed.action.kind == "remove":
             yield deed.began, deed.ended + health.node_timeout_s
-        if deed.action.kind == "coordinator":
+        if deed.action.kind in ON_NETWORK:
+            yield deed.began, deed.ended + 2 * health.node_timeout_s
+        if deed.action.kind in OF_COORDINATOR:
             yield deed.began, min((t for t in anew if t > deed.began), default=deed.ended)
 
 

@@ -17,7 +17,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from multiprocessing.context import SpawnProcess
@@ -116,6 +116,10 @@ class Block:
     """CPU seconds of its workers, all their threads."""
     beside_cpu_s: float
     """CPU seconds of all its other processes."""
+    own_cpu_s: dict[str, float]
+    """Those of ours among them: class of the actor, or "driver" -> CPU seconds."""
+    awake_s: float
+    """How long it was let go on, from one stop to the next."""
     loss: float
     """Of the last step, mean over the workers."""
 
@@ -169,19 +173,33 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
         Raises:
             EOFError: a worker is gone.
         """
+        awake_since_s = time.perf_counter()
         for pid in self._processes():
             _send(pid, signal.SIGCONT)
         time.sleep(SETTLE_S)
         for line in self._lines:
             line.send(steps)
         found = [line.recv() for line in self._lines]
+        awake_s = time.perf_counter() - awake_since_s
         spent_s = self._stop()
+        beside_s = {pid: s for pid, s in spent_s.items() if pid not in self._workers}
         return Block(
             wall_s=max(wall_s for wall_s, _ in found),
             workers_cpu_s=sum(spent_s[pid] for pid in self._workers),
-            beside_cpu_s=sum(s for pid, s in spent_s.items() if pid not in self._workers),
+            beside_cpu_s=sum(beside_s.values()),
+            own_cpu_s=self._own(beside_s),
+            awake_s=awake_s,
             loss=sum(loss for _, loss in found) / len(found),
         )
+
+    def _own(self, spent_s: Mapping[int, float]) -> dict[str, float]:
+        """Of the processes beside the workers: what ours have spent."""
+        own_s: dict[str, float] = {}
+        for pid, seconds in spent_s.items():
+            name = "driver" if pid == self._process.pid else actor_class(pid)
+            if name is not None:
+                own_s[name] = own_s.get(name, 0.0) + seconds
+        return own_s
 
     def _stop(self) -> dict[int, float]:
         """Returns the CPU seconds of each process since the last stop."""
@@ -203,6 +221,16 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
                     left.callback(_kill, os.pidfd_open(pid))
             self._process.terminate()
             self._process.join(END_S)
+
+
+def actor_class(pid: int) -> str | None:
+    """The class of the Ray actor that a process is; None for one that is none, or Ray's own."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+        kind, _, name = title.partition("::")
+        if kind == "ray" and not name.startswith(("IDLE", "_")):
+            return name.split(".")[0]
+    return None
 
 
 def cpu_s(pids: Sequence[int]) -> dict[int, float]:

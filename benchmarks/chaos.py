@@ -5,10 +5,14 @@
 
 Every run has a seed of its own, S, S + 1, ...: layout, spares, faults (kills, freezes, exceptions,
 in any phase, several at once, in recoveries), machines that come, go and are drained, kills of the
-coordinator. A run is good when it finishes with the weights, losses and samples of an undisturbed
-run of one replica, bit for bit, with equal replicas, and leaves nothing behind; when it lost just
-the workers that were hit, each for the right cause; when no fault that had its chance stayed out;
-and when it never stood still for longer than the schedule explains. Exit status 1 where one is not.
+coordinator, the supervisor and node agents, evaluations longer than the timeouts. Where each
+replica has a host in a network of its own: links that are down, large packets or those of the store
+that are lost, and the loss of the control plane's machine (needs root, `ip`, `ss` and `nft`).
+
+A run is good when it finishes with the weights, losses and samples of an undisturbed run of one
+replica, bit for bit, with equal replicas, and leaves nothing behind; when it lost just the workers
+that were hit, each for the right cause; when no fault that had its chance stayed out; and when it
+never stood still for longer than the schedule explains. Exit status 1 where one is not.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     end_properly()
     _let_workers_import()
-    from benchmarks._chaos_run import Machines, Verdict, run_schedule, run_undisturbed
+    from benchmarks._chaos_machines import Machines
+    from benchmarks._chaos_run import Verdict, run_schedule, run_undisturbed
+    from tests.support.hosts import why_no_hosts
     from tests.support.tiny import write_text
 
     layouts = [parse_layout(text) for text in options.layouts.split(",")]
@@ -42,21 +48,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         taken = [seed for seed in seeds if (Path(options.keep) / f"seed-{seed}").exists()]
         if taken:
             raise SystemExit(f"--keep {options.keep} has runs of seeds {taken} already")
+    schedules = [draw_schedule(seed, layouts, resize=not options.no_resize) for seed in seeds]
+    why_not = why_no_hosts(lossy=True)
+    if why_not is not None and any(schedule.hosts for schedule in schedules):
+        raise SystemExit(f"some of these runs need hosts (--no-resize draws none): {why_not}")
     verdicts: dict[int, Verdict] = {}
     whole: dict[tuple[int, int], Any] = {}
     with scratch("chaos") as directory:
         text, machines = write_text(directory / "text"), Machines()
         try:
-            for seed in seeds:
-                schedule = draw_schedule(seed, layouts, resize=not options.no_resize)
+            for seed, schedule in zip(seeds, schedules, strict=True):
                 say(str(schedule))
                 degrees = schedule.layout.shard, schedule.layout.tensor
                 if degrees not in whole:
                     whole[degrees] = run_undisturbed(schedule, text, directory, machines)
-                verdict = run_schedule(schedule, text, directory, machines, whole[degrees])
+                verdict = run_schedule(
+                    schedule, options.layouts, text, directory, machines, whole[degrees]
+                )
                 verdicts[seed] = verdict
                 say(_line(seed, verdict))
-                records = directory / f"seed-{seed}"
+                records = directory / schedule.name
                 if options.keep is not None and records.exists():  # not where it did not start
                     shutil.move(records, options.keep)
         finally:
@@ -91,7 +102,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=",".join(map(str, LAYOUTS)),
         help="replicas x shard x tensor, with commas (default %(default)s)",
     )
-    parser.add_argument("--no-resize", action="store_true", help="machines neither come nor go")
+    parser.add_argument(
+        "--no-resize",
+        action="store_true",
+        help="machines neither come nor go, and no network fails",
+    )
     parser.add_argument("--keep", help="directory for the runs' records and checkpoints")
     return parser.parse_args(arguments)
 

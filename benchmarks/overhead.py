@@ -20,14 +20,14 @@ turns all of a system is stopped, so that it burdens nobody else, and what else 
 meets all alike. A round is `compare_every` steps of each, so it has one comparison. A ratio is the
 median over the rounds of (a round's steps of ours) / (those of plain in the same round).
 
-"cpu_ms" is the CPU time of all processes of a system for a step; "beside_cpu_ms" is the part of it
-that is not the workers'. That part goes by time, not by steps, and hardly grows with the workers.
-On a machine that has no cores but the workers' it is taken from the steps. On a busy one, a step
-takes longer and has more of it.
+Two figures sum that up. "ratio" is of wall time, of the worse one of the two reductions; how far to
+trust it, "wall_spread" tells: half of the plain loop's blocks lie that close together.
+"beside_share" is what our processes beside the workers use of one core, Ray's own apart, also of
+the worse one; "beside" has each. They go by time, not by steps, and hardly grow with the workers.
 
-"measure" says what "ratio", the worse one of the two reductions, is a ratio of: "wall" where the
-blocks of the plain loop agree within 5% (half of them lie that close together), else "cpu". Both
-are in "systems".
+In "systems", "cpu_ms" is the CPU time of all processes for a step; "beside_cpu_ms" is the part of
+it that is not the workers', Ray's included. On a machine that has no cores but the workers' it is
+taken from the steps. On a busy one, a step takes longer and has more of it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ OURS = ("fast", "exact")
 SYSTEMS = ("plain", *OURS)
 ROUND_STEPS = HealthConfig().compare_every or 100
 """So each round has one comparison of the replicas."""
-WALL_SPREAD = 0.05
 
 
 def make_task(directory: Path, options: argparse.Namespace) -> tuple[Any, Any]:
@@ -189,14 +188,22 @@ def summarise(rounds: list[dict[str, list[Block]]]) -> dict[str, Any]:
     systems = {name: median_of([found[name] for found in each]) for name in SYSTEMS}
     plain_s = [block.wall_s for found in rounds for block in found["plain"]]
     low, middle, high = statistics.quantiles(plain_s, n=4)
-    spread = (high - low) / middle
-    measure = "wall" if spread <= WALL_SPREAD else "cpu"
+    beside = {name: shares([block for found in rounds for block in found[name]]) for name in OURS}
     return {
-        "ratio": max(systems[name][f"{measure}_ratio"] for name in OURS),
-        "measure": measure,
-        "wall_spread": round(spread, 4),
+        "ratio": max(systems[name]["wall_ratio"] for name in OURS),
+        "wall_spread": round((high - low) / middle, 4),
+        "beside_share": round(max(sum(own.values()) for own in beside.values()), 4),
+        "beside": beside,
         "systems": systems,
     }
+
+
+def shares(blocks: list[Block]) -> dict[str, float]:
+    """What each of our processes beside the workers uses of one core."""
+    names = sorted({name for block in blocks for name in block.own_cpu_s})
+    awake_s = sum(block.awake_s for block in blocks)
+    spent_s = {name: sum(block.own_cpu_s.get(name, 0.0) for block in blocks) for name in names}
+    return {name: round(seconds / awake_s, 4) for name, seconds in spent_s.items()}
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -29,6 +29,7 @@ from elastic.driver.resume import (
     run_directory,
     run_root,
     set_others_aside,
+    steps_done,
 )
 from elastic.driver.running import check_same, find_run, follow, may_be_going_on
 from elastic.membership.decisions import GroupConfig
@@ -276,8 +277,8 @@ class ElasticTrainer:
         task: PreparedTask,
         prefix: str,
     ) -> CoordinatorConfig:
-        stored, manifest = origin.stored, origin.manifest
-        parallel = self.train.parallel
+        stored, parallel = origin.stored, self.train.parallel
+        start_step = 0 if origin.manifest is None else origin.manifest.step
         return CoordinatorConfig(
             groups=GroupConfig(
                 max_replicas=self.scaling.max_replicas,
@@ -292,7 +293,7 @@ class ElasticTrainer:
             prefix=prefix,
             health=self.health,
             checkpoint=self.checkpoint,
-            generation=last_generation(paths, manifest),
+            generation=last_generation(paths, origin.manifest),
             faults=self.faults,
             ledger=Ledger(
                 seed=self.train.seed,
@@ -312,7 +313,8 @@ class ElasticTrainer:
                     "spares": plan.spares,
                 },
                 steps=self.train.steps,
-                start_step=0 if manifest is None else manifest.step,
+                start_step=start_step,
+                redone_steps=max(0, steps_done(paths) - start_step),
                 versions={
                     "python": platform.python_version(),
                     **{name: version(name) for name in _RECORDED_VERSIONS},

@@ -196,12 +196,11 @@ class Coordinator(CoordinatorApi):
             self._dispatcher.spawn(self._workers.lose_laggards(effects.signals))
 
     async def _sweep(self, generation: int) -> None:
-        """Deletes what groups older than `generation` have left in the store."""
-        oldest = self._membership.formations.oldest
+        """Deletes what groups older than `generation`, and of replicas that are gone, have left in
+        the store."""
+        gone = self._membership.formations.gone
         try:
-            await asyncio.to_thread(
-                sweep_store, self._store, generation=generation, formation=oldest
-            )
+            await asyncio.to_thread(sweep_store, self._store, generation, gone)
         except RuntimeError as error:  # it costs memory, and no more
             log.warning("the store was not swept: %s", error)
 

@@ -3,44 +3,41 @@ prefix that is used once. Kept for ever, they would fill its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 
-def find_stale_keys(keys: Iterable[str], *, generation: int, formation: int) -> list[str]:
+def find_stale_keys(keys: Iterable[str], generation: int, gone: Set[int]) -> list[str]:
     """Keys of groups that nobody makes any more.
 
     Args:
         keys: all keys of the store.
         generation: the oldest one whose groups may still be made.
-        formation: of the oldest replica whose group may still be made.
+        gone: formations whose replicas are no longer there.
     """
-    oldest = {
-        "cross": generation,
-        "heal": generation,
-        "links": generation,
-        "replica": formation,
-    }
     stale = []
     for key in keys:
         kind, number, *_ = [*key.split("/", 2), ""]
-        if number.isdecimal() and int(number) < oldest.get(kind, 0):
+        if not number.isdecimal():
+            continue
+        passed = kind in ("cross", "heal", "links") and int(number) < generation
+        if passed or (kind == "replica" and int(number) in gone):
             stale.append(key)
     return stale
 
 
-def sweep_store(store: Any, *, generation: int, formation: int) -> int:
+def sweep_store(store: Any, generation: int, gone: Set[int]) -> int:
     """Deletes them, which takes a round trip for each: for a thread of its own.
 
     Args:
         store: a TCPStore.
         generation: see `find_stale_keys`.
-        formation: see `find_stale_keys`.
+        gone: see `find_stale_keys`.
 
     Returns:
         How many keys were deleted.
     """
-    stale = find_stale_keys(store.list_keys(), generation=generation, formation=formation)
+    stale = find_stale_keys(store.list_keys(), generation, gone)
     for key in stale:
         store.delete_key(key)
     return len(stale)

@@ -40,7 +40,7 @@ from checkpointing.stores.keys import PROBE
 from elastic.protocol.events import CheckpointCommitted, RegroupDone
 from elastic.protocol.run_identity import RunIdentity, StateTable, check_own, newest_own
 from elastic.protocol.run_paths import RunPaths, hold_run
-from elastic.reporting.event_log import read_events
+from elastic.reporting.event_log import last_step, read_events
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.tasks.task import PreparedTask
@@ -229,6 +229,12 @@ def last_generation(paths: RunPaths, manifest: Manifest | None) -> int:
     """The last generation that anything was written under: a continued run goes on above it."""
     rosters = [e.generation for e in read_events(paths.events) if isinstance(e, RegroupDone)]
     return max([0 if manifest is None else manifest.generation, *rosters])
+
+
+def steps_done(paths: RunPaths) -> int:
+    """How far the run had come when it stopped, by its records."""
+    last = last_step(paths.steps, counts=lambda _: True)
+    return 0 if last is None else last.step + 1
 
 
 def set_others_aside(

@@ -1,8 +1,9 @@
 """What happened in a run, as typed events, and its committed steps, as records.
 
 Each goes to a plain JSON object and back (`event_log.py` has the files they lie in): no pickle, no
-NaN literals. What another version wrote can be read too: an unknown kind, or a kind with a field
-missing, becomes an `UnknownEvent`, and fields this version does not know are ignored.
+NaN literals. What another version wrote can be read too: an unknown kind, or a kind that lacks a
+field without a default, becomes an `UnknownEvent`, and fields this version does not know are
+ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from elastic.protocol.causes import Cause
@@ -53,6 +54,8 @@ class RunStarted(Event):
     """First step to do: 0, or where the run is continued."""
     versions: dict[str, str]
     """Versions of what the run stands on, such as `torch` and `ray`."""
+    redone_steps: int = 0
+    """Steps that were committed before and will be done again: those after the last saved state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -481,8 +484,12 @@ def _fields_to_json(record: Event | StepRecord) -> dict[str, Any]:
 def _known_fields(
     cls: type[Event] | type[StepRecord], data: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The constructor arguments for `cls` in `data`; None when one is missing."""
-    if any(f.name not in data for f in fields(cls)):
+    """The constructor arguments for `cls` in `data`; None when one without a default is missing."""
+    if any(f.name not in data and f.default is MISSING for f in fields(cls)):
         return None
     # Non-finite floats were written as text, see `plain_number`.
-    return {f.name: float(data[f.name]) if f.type == "float" else data[f.name] for f in fields(cls)}
+    return {
+        f.name: float(data[f.name]) if f.type == "float" else data[f.name]
+        for f in fields(cls)
+        if f.name in data
+    }

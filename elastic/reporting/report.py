@@ -84,6 +84,10 @@ class Report:
     from the first roster of a start to the last regroup before its first step, and from its last
     step to the last regroup after it. Other jitter does not count, nor does a lost spare, so an
     undisturbed run has 1.0."""
+    restarts: int
+    """Times that the run was started again after it had stopped."""
+    redone_steps: int
+    """Steps done again because the run had stopped after its last saved state."""
     regroups: int
     """Regroups other than those that start the run."""
     repeated_steps: int
@@ -141,6 +145,8 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         median_step_s=step_s,
         longest_stall_s=None if step_s is None else max(g.stall_s(step_s) for g in gaps),
         effective_time=_effective_time(events, steps, gaps, incidents),
+        restarts=max(0, len(started) - 1),
+        redone_steps=sum(e.redone_steps for e in started),
         regroups=sum(e.outcome != "start" for e in regroups),
         repeated_steps=sum(e.repeated_steps for e in regroups),
         lost_steps=sum(e.lost_steps for e in regroups),
@@ -302,6 +308,7 @@ def _facts(report: Report) -> dict[str, str]:
         f"longest stall {_seconds(report.longest_stall_s)}",
         "steps": f"{report.repeated_steps} repeated, {report.lost_steps} lost, "
         f"{report.skipped_steps} skipped",
+        **_restarts(report),
         "events": f"regroups {report.regroups}, faults fired {report.faults_fired}, "
         f"checkpoints {report.checkpoints}",
         "replicas": _EQUALITY[report.replicas_equal],
@@ -309,6 +316,13 @@ def _facts(report: Report) -> dict[str, str]:
         "layout": layout or "-",
         "versions": ", ".join(f"{k} {v}" for k, v in report.versions.items()) or "-",
     }
+
+
+def _restarts(report: Report) -> dict[str, str]:
+    """Nothing of a run that was started once."""
+    if report.restarts == 0:
+        return {}
+    return {"restarts": f"{report.restarts}, {report.redone_steps} steps done again"}
 
 
 _EQUALITY = {None: "not compared", True: "bitwise equal", False: "NOT EQUAL"}

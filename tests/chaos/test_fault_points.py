@@ -28,8 +28,9 @@ from benchmarks._chaos import (
     find_needless_restores,
     parse_layout,
 )
+from benchmarks._chaos_left import find_left_behind
 from benchmarks._chaos_losses import find_unexplained_losses, find_wrong_causes
-from benchmarks._chaos_run import find_left_behind, read_all_steps
+from benchmarks._chaos_run import read_all_steps
 from benchmarks._chaos_stalls import find_long_stalls
 from checkpointing import CheckpointConfig
 from elastic.protocol.events import FaultFired, RegroupDone, SnapshotTaken

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from benchmarks._chaos_run import find_left_behind
+from benchmarks._chaos_left import find_left_behind
 from checkpointing import CheckpointConfig, Keys, Reader, load_manifest, open_store, params_sha256
 from checkpointing.format.layout import rank_of
 from tests.support.gated_run import HALF, STEPS, gated_trainer, saved_weights

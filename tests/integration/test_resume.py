@@ -99,12 +99,12 @@ def test_stopped_at_half_and_started_again(
     gate.touch()
     result = gated_trainer(str(tmp_path), str(gate), after).fit()
     assert numbers_of(result)["outcome"] == "finished"
-    starts = [
-        json.loads(line)["start_step"]
-        for line in events.read_text().splitlines()
-        if '"run_started"' in line
+    started = [
+        json.loads(line) for line in events.read_text().splitlines() if '"run_started"' in line
     ]
-    assert starts == [0, saved]
+    assert [event["start_step"] for event in started] == [0, saved]
+    numbers = numbers_of(result)
+    assert (numbers["restarts"], numbers["redone_steps"]) == (1, report["steps"] - saved)
     assert weights_of(tmp_path) == unstopped()
 
 

@@ -20,7 +20,7 @@ import torch
 from ray.train import RunConfig
 from torch import nn
 
-from benchmarks._chaos_run import find_left_behind
+from benchmarks._chaos_left import find_left_behind
 from checkpointing import CheckpointConfig
 from elastic import (
     CustomTask,

@@ -36,12 +36,14 @@ _START_S, _END_S = 300.0, 20.0
 _networks = itertools.count()
 
 
-def why_no_hosts() -> str | None:
-    """What this machine lacks for hosts; None where it has all."""
+def why_no_hosts(*, lossy: bool = False) -> str | None:
+    """What this machine lacks for hosts, and for `lossy` ones; None where it has all."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
         return "network namespaces need the command `ip` (iproute2)"
+    if lossy and shutil.which("nft") is None:
+        return "the loss of packets needs the command `nft` (nftables)"
     name = f"et{os.getpid()}-probe"
     made = _run("ip", "netns", "add", name)
     if made.returncode == 0:
@@ -97,6 +99,18 @@ class Network:
         """The link of a host is up again."""
         ip("-n", self._names[HEAD], "link", "set", f"port{host}", "up")
 
+    def lose(self, host: int, what: str) -> None:
+        """From now on packets that come in at a host are lost, without a word, if `what`, an
+        nftables expression, is true of them. Needs the command `nft`."""
+        table = ["netns", "exec", self._names[host], "nft"]
+        ip(*table, "add table ip lost")
+        ip(*table, "add chain ip lost input { type filter hook input priority 0; }")
+        ip(*table, f"add rule ip lost input {what} drop")
+
+    def lose_nothing(self, host: int) -> None:
+        """Ends what `lose` began."""
+        ip("netns", "exec", self._names[host], "nft", "delete table ip lost")
+
     def kill(self, host: int) -> None:
         """Ends all processes of a host: raylet, workers, node agent."""
         deadline = time.monotonic() + _END_S
@@ -114,6 +128,14 @@ class Network:
         """The host that a process runs on; it lives."""
         (found,) = [h for h, _ in enumerate(self._names) if pid in self.processes(h)]
         return found
+
+    def port_of(self, pid: int) -> int:
+        """The TCP port that a process listens on at its host's own address."""
+        host = self.host_of(pid)
+        listening = _run("ip", "netns", "exec", self._names[host], "ss", "-ltnpH").stdout
+        ours = [line.split()[3] for line in listening.splitlines() if f"pid={pid}," in line]
+        (port,) = [int(a.split(":")[1]) for a in ours if a.startswith(f"{ip_of(host)}:")]
+        return port
 
     def popen(self, host: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         """Starts a program on a host; what it prints goes to `log`."""
@@ -152,14 +174,12 @@ class Hosts(Network):
     """Hosts with a Ray cluster on them; see the module.
 
     Args:
-        count: hosts beside the head.
-        cpus: CPUs that Ray counts on each; the head has none.
-        idle: hosts that have none, either.
+        cpus: CPUs that Ray counts on each host; the head has none.
     """
 
-    def __init__(self, count: int, *, cpus: int, idle: Sequence[int] = ()) -> None:
-        super().__init__(count)
-        self._cpus, self._idle = cpus, idle
+    def __init__(self, cpus: Sequence[int]) -> None:
+        super().__init__(len(cpus))
+        self._cpus = cpus
         # What the head knows outlives its machine.
         self.environment["RAY_gcs_storage"] = "rocksdb"
         self.environment["RAY_gcs_storage_path"] = str(self.folder / "gcs")
@@ -193,8 +213,8 @@ class Hosts(Network):
         if host == HEAD:
             head = ["--head", f"--port={PORT}", "--num-cpus=0"]
             return self._ray_start(HEAD, *head, "--include-dashboard=false", "--no-monitor")
-        cpus = 0 if host in self._idle else self._cpus
-        return self._ray_start(host, f"--address={self.address}", f"--num-cpus={cpus}")
+        here = f"--num-cpus={self._cpus[host]}"
+        return self._ray_start(host, f"--address={self.address}", here)
 
     def _ray_start(self, host: int, *arguments: str) -> subprocess.Popen[bytes]:
         own = [f"--node-ip-address={ip_of(host)}", f"--temp-dir={self.folder / str(host)}"]

@@ -34,6 +34,8 @@ class Pace:
     """Replicas of the whole run."""
     patience_s: float
     """The longest wait of a batch for the run to be whole; 0: none."""
+    evaluated_sample_s: float = 0.0
+    """How long a held-out sample takes."""
 
     def wait(self) -> None:
         """Called before each batch."""
@@ -80,6 +82,10 @@ class PreparedPacedLM(PreparedCausalLM):
         """See PreparedTask."""
         return PacedData(self.train_path, self.seq_len, self.pace)
 
+    def eval_data(self) -> SampleSource:
+        """See PreparedTask."""
+        return SlowData(self.eval_path, self.seq_len, self.pace.evaluated_sample_s)
+
 
 class PacedData(TokenDataset):
     """Samples that keep a worker waiting while the roster asks for it."""
@@ -94,12 +100,33 @@ class PacedData(TokenDataset):
         return super().batch(ids)
 
 
-def paced_task(text: Path, storage: Path, name: str, replicas: int, patience_s: float) -> PacedLM:
+class SlowData(TokenDataset):
+    """Samples that take their time."""
+
+    def __init__(self, path: str, seq_len: int, sample_s: float) -> None:
+        super().__init__(path, seq_len)
+        self._sample_s = sample_s
+
+    def batch(self, ids: Any) -> Any:
+        """See SampleSource."""
+        time.sleep(self._sample_s * len(ids))
+        return super().batch(ids)
+
+
+def paced_task(
+    text: Path,
+    storage: Path,
+    name: str,
+    replicas: int,
+    patience_s: float,
+    evaluated_sample_s: float = 0.0,
+) -> PacedLM:
     """The task of run `name` below `storage`."""
     pace = Pace(
         events=str(storage / name / "events.jsonl"),
         pause=str(storage / f"{name}.pause"),
         replicas=replicas,
         patience_s=patience_s,
+        evaluated_sample_s=evaluated_sample_s,
     )
     return PacedLM(text=str(text), pace=pace)

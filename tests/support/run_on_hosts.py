@@ -129,7 +129,7 @@ def run_on(
     program: Path = PROGRAM,
 ) -> Iterator[PartitionRun]:
     """A run of a cluster of its own."""
-    with Hosts(hosts, cpus=cpus, idle=idle) as there:
+    with Hosts([0 if host in idle else cpus for host in range(hosts)]) as there:
         run = PartitionRun(there, tmp_path, replicas, shard, driver, program)
         try:
             yield run

@@ -36,7 +36,7 @@ LAGGED = "did not regroup in 60 s (health.regroup_timeout_s)"
 
 def deed(kind: ActionKind, began: float, ended: float, node: str | None = None) -> Deed:
     action = Action(step=0, kind=kind, paused=False)
-    return Deed(action=action, began=began, ended=ended, node=node)
+    return Deed(action=action, began=began, ended=ended, nodes=() if node is None else (node,))
 
 
 def test_wrong_causes() -> None:

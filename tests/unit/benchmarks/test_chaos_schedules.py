@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from benchmarks._chaos import LAYOUTS, STEPS, draw_schedule, find_needless_restores
+from benchmarks._chaos import (
+    LAYOUTS,
+    ON_NETWORK,
+    STEPS,
+    ActionKind,
+    draw_schedule,
+    find_needless_restores,
+)
 from elastic.protocol.events import Event, ReplicaHealed
 from elastic.protocol.faults import check_faults, parse_faults
 from tests.support.chaos_events import committed, forming, lost, roster
@@ -22,7 +31,9 @@ def test_every_schedule_can_be_run() -> None:
         if schedule.machines is not None:
             assert sum(schedule.machines) >= schedule.min_replicas * layout.workers
         else:
-            assert all(action.kind == "coordinator" for action in schedule.actions)
+            kinds = {action.kind for action in schedule.actions}
+            assert kinds.isdisjoint(set(ON_NETWORK) | {"machine"}) or schedule.hosts
+            assert kinds.isdisjoint({"add", "remove", "drain"})
 
 
 def test_everything_is_drawn() -> None:
@@ -30,7 +41,8 @@ def test_everything_is_drawn() -> None:
     assert {str(s.layout) for s in schedules} == set(map(str, LAYOUTS))
     assert {f.kind for s in schedules for f in s.faults} == {"kill", "freeze", "raise"}
     actions = {a.kind for s in schedules for a in s.actions}
-    assert actions == {"add", "remove", "drain", "coordinator"}
+    assert actions == set(get_args(ActionKind))
+    assert any(s.evaluation_s for s in schedules)
     phases = {f.phase for s in schedules for f in s.faults}
     assert {"heal_source", "heal_target", "build", "checkpoint", "shutdown"} <= phases
     assert any(f.spare for s in schedules for f in s.faults)

@@ -25,7 +25,7 @@ BOUND_S = 15.0
 
 def deed(kind: ActionKind, began: float, ended: float, *, paused: bool) -> Deed:
     action = Action(step=0, kind=kind, paused=paused)
-    return Deed(action=action, began=began, ended=ended, node="m")
+    return Deed(action=action, began=began, ended=ended, nodes=("m",))
 
 
 def stalls(

@@ -5,7 +5,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from elastic.coordinator.store_keys import find_stale_keys, sweep_store
 
 
-def test_only_what_is_older_goes() -> None:
+def test_only_what_has_passed_goes() -> None:
+    """A replica may stand for the whole run while others come and go."""
     keys = [
         "cross/3/0/first/0/0",
         "cross/4/0/first/0/0",
@@ -14,13 +15,14 @@ def test_only_what_is_older_goes() -> None:
         "heal/4/0/1/here/all",
         "links/3/0/0",
         "links/4/0/0",
-        "replica/3/0//cpu//0/0",
+        "replica/1/0//cpu//0/0",
         "replica/2/0//cpu//0/0",
+        "replica/3/0//cpu//0/0",
         "another/1/x",
         "cross",
         "cross/x/1",
     ]
-    stale = find_stale_keys(keys, generation=4, formation=3)
+    stale = find_stale_keys(keys, generation=4, gone={2})
     assert stale == [
         "cross/3/0/first/0/0",
         "heal/3/0/1/here/all",
@@ -34,5 +36,5 @@ def test_a_real_store_is_swept() -> None:
     worker = TCPStore("127.0.0.1", store.port, is_master=False)
     for prefix in ("cross/1/0", "cross/2/0", "replica/1"):
         PrefixStore(prefix, worker).set("here", "")
-    assert sweep_store(store, generation=2, formation=1) == 1
-    assert sorted(store.list_keys()) == ["cross/2/0/here", "replica/1/here"]
+    assert sweep_store(store, generation=2, gone={1}) == 2
+    assert sorted(store.list_keys()) == ["cross/2/0/here"]

@@ -87,6 +87,13 @@ def test_fields_of_other_versions_are_ignored_and_missing_ones_make_it_unknown()
     assert isinstance(event_from_json(data), UnknownEvent)
 
 
+def test_a_missing_field_has_its_default() -> None:
+    started = RunStarted(time=0.0, name="r", layout={}, steps=1, start_step=0, versions={})
+    data = started.to_json()
+    del data["redone_steps"]
+    assert event_from_json(data) == started
+
+
 def test_a_log_is_readable_while_it_is_open_and_is_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "run" / "events.jsonl"
     with EventLog(path) as log:

@@ -43,10 +43,10 @@ def steps_at(*times: float) -> list[StepRecord]:
     ]  # fmt: skip
 
 
-def start(time: float, start_step: int = 0) -> list[Event]:
+def start(time: float, start_step: int = 0, redone_steps: int = 0) -> list[Event]:
     return [
         RunStarted(time=time, name="run", layout=LAYOUT, steps=11, start_step=start_step,
-                   versions={"torch": "2.13.0"}),
+                   versions={"torch": "2.13.0"}, redone_steps=redone_steps),
         RegroupCalled(time=time, generation=1, reason="fault"),
         RegroupDone(time=time + 1, generation=1, step=start_step, replicas=2, lanes={},
                     renumbered={}, outcome="start", lost_steps=0, repeated_steps=0),
@@ -104,6 +104,7 @@ def test_a_run_is_summed_up() -> None:
     assert report.effective_time == pytest.approx(1 - 3.0 / 12.5)
     assert (report.regroups, report.repeated_steps, report.lost_steps) == (1, 1, 0)
     assert (report.skipped_steps, report.faults_fired, report.checkpoints) == (1, 1, 1)
+    assert (report.restarts, report.redone_steps) == (1, 0)
     assert report.replicas_equal is True
     assert [i.step for i in report.incidents] == [5]
     assert (report.layout, report.versions) == (LAYOUT, {"torch": "2.13.0"})
@@ -236,6 +237,14 @@ def test_the_text_names_the_facts_and_every_incident() -> None:
         "made up": "4",
         "redone": "1",
     }
+
+
+def test_steps_done_again_after_restarts_are_counted_and_a_run_started_once_says_nothing() -> None:
+    again = [*start(100.0), *start(200.0, 3, redone_steps=2), *start(300.0, 5, redone_steps=1)]
+    report = build_report(again, STEPS)
+    assert (report.restarts, report.redone_steps) == (2, 3)
+    assert "  restarts   2, 3 steps done again\n" in report_text(report)
+    assert "restarts" not in report_text(build_report(start(100.0), STEPS))
 
 
 def test_the_report_of_an_older_version_leaves_out_what_it_did_not_note() -> None:
