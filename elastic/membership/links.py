@@ -17,6 +17,9 @@ from elastic.protocol.roster import Roster
 _SHOWN = 4
 """Failed connections in a text."""
 
+_NODE_DIGITS = 12
+"""Of a node's id there; others are not like it."""
+
 
 class FailedLink(NamedTuple):
     """A connection that did not carry what it should."""
@@ -113,9 +116,12 @@ def find_culprits(
 def describe(failed: Sequence[FailedLink], nodes: Mapping[str, str]) -> str:
     """Failed connections in words, some of many."""
     shown = ", ".join(
-        f"{link.sender} (node {nodes[link.sender]}) to {link.receiver} (node "
-        f"{nodes[link.receiver]}): {link.came}"
-        for link in failed[:_SHOWN]
+        f"{_describe_end(sender, nodes)} to {_describe_end(receiver, nodes)}: {came}"
+        for sender, receiver, came in failed[:_SHOWN]
     )
     more = len(failed) - _SHOWN
     return f"{shown}, and {more} more" if more > 0 else shown
+
+
+def _describe_end(worker: str, nodes: Mapping[str, str]) -> str:
+    return f"{worker} (node {nodes[worker][:_NODE_DIGITS]})"

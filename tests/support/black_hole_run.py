@@ -1,4 +1,5 @@
-"""As `partition_run.py`, with a model whose gradient takes packets of full size, and a spare.
+"""As `partition_run.py`, with a model whose gradient takes packets of full size, and a spare where
+there is a host for one.
 
 python tests/support/black_hole_run.py ADDRESS STORAGE GATE REPLICAS SHARD
 """
@@ -31,7 +32,7 @@ if __name__ == "__main__":
     growing_trainer(
         storage,
         gate,
-        ScalingConfig(max_replicas=replicas, min_replicas=replicas, spares=1),
+        ScalingConfig(max_replicas=replicas, spares=1),
         shard,
         health=HealthConfig(node_timeout_s=NODE_TIMEOUT_S),
         model=build_wide_model,
