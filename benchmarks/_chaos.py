@@ -216,6 +216,8 @@ def _draw_environment(rng: random.Random, schedule: Schedule) -> Schedule:
         actions.append(Action(step=_middle(rng), kind=rng.choice(PROCESSES)))
     if any(action.kind == "add" for action in actions) and rng.random() < 0.4:
         evaluation_s = SLOW_EVALUATION_S
+        # In a pause a worker seems stuck, in a run that puts up with that for a short time only.
+        actions = [replace(action, paused=False) for action in actions]
     if schedule.machines is None and schedule.layout.replicas > 1 and rng.random() < 0.6:
         hosts = True
         for kind in rng.sample((*ON_NETWORK, "machine"), rng.randint(1, 2)):

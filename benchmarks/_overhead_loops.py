@@ -17,9 +17,14 @@ from benchmarks._common import end_properly, ray_cluster
 REPLICAS = 2
 
 
+class IdleActor:
+    """What an actor costs that does nothing."""
+
+
 def run_elastic(directory: Path, task: Any, train: Any, reduction: str) -> None:
     """ElasticTrainer as anybody would use it, on a Ray cluster of its own; defaults but for the
     checkpoints, of which there are none."""
+    import ray
     from ray.train import RunConfig
 
     from elastic import CheckpointConfig, ElasticTrainer, ScalingConfig
@@ -32,7 +37,11 @@ def run_elastic(directory: Path, task: Any, train: Any, reduction: str) -> None:
         checkpoint=CheckpointConfig(every_steps=None, resume="never"),
     )
     with ray_cluster(REPLICAS * train.parallel.workers):
+        idle = (
+            ray.remote(IdleActor).options(num_cpus=0).remote()
+        )  # it lives while it is referred to
         trainer.fit()
+        del idle
 
 
 def run_plain(directory: Path, task: Any, train: Any) -> None:

@@ -116,8 +116,8 @@ class Block:
     """CPU seconds of its workers, all their threads."""
     beside_cpu_s: float
     """CPU seconds of all its other processes."""
-    own_cpu_s: dict[str, float]
-    """Those of ours among them: class of the actor, or "driver" -> CPU seconds."""
+    actors_cpu_s: dict[str, float]
+    """Those of them that are actors, and the driver: class, or "driver" -> CPU seconds."""
     awake_s: float
     """How long it was let go on, from one stop to the next."""
     loss: float
@@ -187,19 +187,19 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
             wall_s=max(wall_s for wall_s, _ in found),
             workers_cpu_s=sum(spent_s[pid] for pid in self._workers),
             beside_cpu_s=sum(beside_s.values()),
-            own_cpu_s=self._own(beside_s),
+            actors_cpu_s=self._by_actor(beside_s),
             awake_s=awake_s,
             loss=sum(loss for _, loss in found) / len(found),
         )
 
-    def _own(self, spent_s: Mapping[int, float]) -> dict[str, float]:
-        """Of the processes beside the workers: what ours have spent."""
-        own_s: dict[str, float] = {}
+    def _by_actor(self, spent_s: Mapping[int, float]) -> dict[str, float]:
+        """See Block.actors_cpu_s."""
+        by_class_s: dict[str, float] = {}
         for pid, seconds in spent_s.items():
             name = "driver" if pid == self._process.pid else actor_class(pid)
             if name is not None:
-                own_s[name] = own_s.get(name, 0.0) + seconds
-        return own_s
+                by_class_s[name] = by_class_s.get(name, 0.0) + seconds
+        return by_class_s
 
     def _stop(self) -> dict[int, float]:
         """Returns the CPU seconds of each process since the last stop."""
@@ -224,7 +224,7 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
 
 
 def actor_class(pid: int) -> str | None:
-    """The class of the Ray actor that a process is; None for one that is none, or Ray's own."""
+    """The class of the Ray actor that a process is; None for one that is none."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
         kind, _, name = title.partition("::")

@@ -43,7 +43,7 @@ from elastic.coordinator.replay import replay
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.snapshots import Snapshots, start_holder
-from elastic.coordinator.store_keys import sweep_store
+from elastic.coordinator.store_keys import Past, sweep_store
 from elastic.coordinator.supervised import Supervised
 from elastic.coordinator.trouble import Troubles
 from elastic.coordinator.uploaders import Uploaders
@@ -198,9 +198,10 @@ class Coordinator(CoordinatorApi):
     async def _sweep(self, generation: int) -> None:
         """Deletes what groups older than `generation`, and of replicas that are gone, have left in
         the store."""
-        gone = self._membership.formations.gone
+        formations = self._membership.formations
+        past = Past(generation=generation, begun=formations.begun, present=formations.present)
         try:
-            await asyncio.to_thread(sweep_store, self._store, generation, gone)
+            await asyncio.to_thread(sweep_store, self._store, past)
         except RuntimeError as error:  # it costs memory, and no more
             log.warning("the store was not swept: %s", error)
 

@@ -31,7 +31,7 @@ from elastic.reporting.tensorboard import TensorBoardLog
 
 log = logging.getLogger(__name__)
 
-_INTERVAL_S = 0.25
+_INTERVAL_S = 0.5
 
 
 class Observer:

@@ -21,7 +21,8 @@ from elastic.protocol.rpc import Remote
 
 log = logging.getLogger(__name__)
 
-_SEND_INTERVAL_S = 0.2
+_SEND_INTERVAL_S = 0.5
+"""A call takes the coordinator the better part of a millisecond, whatever is in it."""
 _RECORDS_KEPT = 10_000
 
 

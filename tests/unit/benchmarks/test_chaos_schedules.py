@@ -28,6 +28,7 @@ def test_every_schedule_can_be_run() -> None:
         check_faults(schedule.faults, steps=STEPS, slots=layout.slots)
         assert parse_faults(",".join(map(str, schedule.faults))) == schedule.faults
         assert 1 <= schedule.min_replicas <= layout.replicas
+        assert not (schedule.evaluation_s and any(a.paused for a in schedule.actions))
         if schedule.machines is not None:
             assert sum(schedule.machines) >= schedule.min_replicas * layout.workers
         else:

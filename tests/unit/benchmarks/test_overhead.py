@@ -24,7 +24,7 @@ def block(
         wall_s=wall_s,
         workers_cpu_s=workers_s,
         beside_cpu_s=beside_s,
-        own_cpu_s=own_s or {},
+        actors_cpu_s=own_s or {},
         awake_s=wall_s,
         loss=1.0,
     )
@@ -41,7 +41,7 @@ def test_a_ratio_is_of_the_sums_of_a_round_and_counts_what_runs_beside() -> None
 def test_a_summary_has_the_wall_ratio_and_what_ours_use_of_a_core() -> None:
     pair = [block(1.0, 2.0), block(1.5, 2.0)]
     fast = [block(1.0, 2.0, 0.5, {"Coordinator": 0.02}), block(1.5, 2.0, 0.5, {"driver": 0.03})]
-    exact = [block(3.0, 4.4, 0.5, {"Coordinator": 0.03})]
+    exact = [block(3.0, 4.4, 0.5, {"Coordinator": 0.09, "IdleActor": 0.03, "OfRay": 9.0})]
     found = summarise([{"plain": pair, "fast": fast, "exact": exact} for _ in range(3)])
     assert found["ratio"] == pytest.approx(1.2)
     assert found["wall_spread"] == pytest.approx(0.4)
