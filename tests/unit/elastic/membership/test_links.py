@@ -171,7 +171,7 @@ def test_what_workers_have_found_is_put_together() -> None:
 
 def test_where_everything_fails_it_is_decided_at_once() -> None:
     """The coordinator does nothing else meanwhile."""
-    workers = [f"w{number}" for number in range(512)]
+    workers = [f"w{number}" for number in range(256)]
     failed = [FailedLink(a, b, "nothing") for a in workers for b in workers if a != b]
     nodes = {worker: f"n{number // 2}" for number, worker in enumerate(workers)}
     began = time.process_time()
