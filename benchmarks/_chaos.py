@@ -43,6 +43,13 @@ ActionKind = Literal[
 ]
 ON_NETWORK: tuple[ActionKind, ...] = ("link", "mtu", "store")
 """What fails in a network between machines, for a while."""
+LASTS_S: dict[ActionKind, tuple[float, ...]] = {
+    "link": (1.0, 4.0, 8.0),
+    "mtu": (4.0, 8.0, 40.0),
+    "store": (1.0, 4.0, 8.0),
+    "machine": (0.0,),
+}
+"""How long a failure on hosts lasts. The longest costs a worker: two failures, and a test."""
 OF_COORDINATOR: tuple[ActionKind, ...] = ("coordinator", "machine")
 """What ends the coordinator's process."""
 PROCESSES: tuple[ActionKind, ...] = ("supervisor", "agent")
@@ -222,7 +229,7 @@ def _draw_environment(rng: random.Random, schedule: Schedule) -> Schedule:
         hosts = True
         for kind in rng.sample((*ON_NETWORK, "machine"), rng.randint(1, 2)):
             host = rng.randrange(schedule.layout.replicas)
-            lasts_s = 0.0 if kind == "machine" else rng.choice([1.0, 4.0, 8.0])
+            lasts_s = rng.choice(LASTS_S[kind])
             actions.append(Action(step=_middle(rng), kind=kind, host=host, lasts_s=lasts_s))
     actions.sort(key=lambda action: action.step)
     return replace(schedule, actions=tuple(actions), hosts=hosts, evaluation_s=evaluation_s)

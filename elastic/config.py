@@ -77,15 +77,15 @@ class HealthConfig:
     """Incidents of crashes, errors or lost nodes, with no step committed in between, that end the
     run. Workers lost within 10 s are one incident, here and below; spares count."""
     max_hangs: int = 10
-    """Incidents of workers killed because they were frozen or stuck, with no step committed in
-    between, that end the run."""
+    """Incidents of workers killed because they were frozen or stuck, or because their connections
+    failed, with no step committed in between, that end the run."""
     max_preemptions: int = 200
     """Incidents of workers taken away with notice before they could leave, with no step committed
     in between, that end the run."""
     max_regroups_without_progress: int = 8
     """Regroups in a row after faults, with no step committed and no worker lost in between, that
     end the run: collectives across replicas fail and nobody dies, as on a link that drops packets
-    of one size."""
+    of one size, and nobody can be taken out for it. Connections are tried from the second on."""
     max_same_step_errors: int = 2
     """Replicas with an exception in user code, or out of memory, at one step, or the same one
     formed anew, that end the run."""

@@ -10,6 +10,7 @@ step path. All methods run on one event loop, so none needs a lock.
       RunLog ── writes it down
       Arrivals, Workers, NodeAgents ── who has started, who will go, who is lost; leases
       Troubles ──── what an exception in a worker means
+      LinkTests ─── whose connections fail, where collectives do and nobody is lost
       Failover ── the run after a restart of the coordinator
       HealNews, Receipts, Restores, Snapshots, Injections ── what the workers tell of each
       Uploaders ── who writes what the workers have copied
@@ -35,13 +36,14 @@ from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.failover import Failover
 from elastic.coordinator.fault_injection import Injections
 from elastic.coordinator.heal_news import HealNews
+from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.listening import host_store
 from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.replay import replay
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.snapshots import Snapshots, start_holder
-from elastic.coordinator.store_keys import sweep_store
+from elastic.coordinator.store_keys import Past, sweep_store
 from elastic.coordinator.supervised import Supervised
 from elastic.coordinator.trouble import Troubles
 from elastic.coordinator.uploaders import Uploaders
@@ -58,6 +60,7 @@ from elastic.protocol.messages import (
     Death,
     Helper,
     Identity,
+    LinkTest,
     Recorded,
     Report,
     Signal,
@@ -144,6 +147,7 @@ class Coordinator(CoordinatorApi):
             config.health.regroup_timeout_s,
         )
         self._troubles = Troubles(config.health, self._membership, self._dispatcher, self._workers)
+        self._link_tests = LinkTests(self._membership, self._workers, self._records)
         self._supervised = Supervised(config, self._dispatcher, self._records)
         self._failover: Failover | None = None
         if anew:
@@ -194,9 +198,10 @@ class Coordinator(CoordinatorApi):
     async def _sweep(self, generation: int) -> None:
         """Deletes what groups older than `generation`, and of replicas that are gone, have left in
         the store."""
-        gone = self._membership.formations.gone
+        formations = self._membership.formations
+        past = Past(generation=generation, begun=formations.begun, present=formations.present)
         try:
-            await asyncio.to_thread(sweep_store, self._store, generation, gone)
+            await asyncio.to_thread(sweep_store, self._store, past)
         except RuntimeError as error:  # it costs memory, and no more
             log.warning("the store was not swept: %s", error)
 
@@ -295,6 +300,10 @@ class Coordinator(CoordinatorApi):
                 )
             )
             await self._dispatcher.advance()
+
+    @_when_known
+    async def links_tested(self, worker: str, test: LinkTest) -> None:
+        await self._link_tests.take(worker, test)
 
     async def compare(self, slot: str, digest: str) -> None:
         if not self._records.compare(slot, digest):

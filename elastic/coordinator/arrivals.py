@@ -54,6 +54,7 @@ class Arrivals:
         )
         self.put_off_start()
         self._workers.watch(identity)
+        self._workers.pass_over(identity.worker)
         if identity.node in self._workers.draining_nodes:
             await self._workers.drain(
                 [identity.worker], "its node is draining", None, identity.node

@@ -125,5 +125,6 @@ class Failover:
         )
         for worker in self._standings.keys() - living:
             self._membership.lose(worker)  # it was written off before
+        self._workers.shun(replayed.shunned_nodes)
         self._workers.retire(replayed.draining & living, dismiss=False)
         self._workers.retire(replayed.leaving & living, dismiss=True)

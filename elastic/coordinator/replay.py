@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from elastic.protocol import events
+from elastic.protocol.causes import LINK
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import last_step, read_events
 
@@ -27,6 +28,8 @@ class Replay:
     """Those that were told to end."""
     draining_nodes: frozenset[str]
     """Machines that will go."""
+    shunned_nodes: frozenset[str]
+    """Machines of workers whose connections failed."""
     generation: int
     """Generation of the newest roster; 0: none stood yet in this start."""
     began: int
@@ -58,7 +61,8 @@ def replay(paths: RunPaths, start_step: int) -> Replay:
     rosters = _all(happened, events.RegroupDone)
     newest = rosters[-1] if rosters else None
     asked = [e.time for e in _all(happened, events.StopRequested)]
-    lost = {e.worker for e in _all(happened, events.WorkerLost)}
+    losses = _all(happened, events.WorkerLost)
+    lost = {e.worker for e in losses}
     joined = {e.worker: e for e in _all(happened, events.WorkerJoined)}
     drained = _all(happened, events.Draining)
     by_node = [e for e in drained if e.node is not None]
@@ -71,6 +75,7 @@ def replay(paths: RunPaths, start_step: int) -> Replay:
         draining=_workers(by_node) - lost,
         leaving=_workers(by_themselves) - lost,
         draining_nodes=frozenset(e.node or "" for e in by_node),
+        shunned_nodes=frozenset(e.node for e in losses if e.cause == LINK),
         generation=0 if newest is None else newest.generation,
         began=0 if newest is None else newest.step,
         restored=max(restored, default=0),

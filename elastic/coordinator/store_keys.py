@@ -3,41 +3,43 @@ prefix that is used once. Kept for ever, they would fill its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Set
+from dataclasses import dataclass
 from typing import Any
 
 
-def find_stale_keys(keys: Iterable[str], generation: int, gone: Set[int]) -> list[str]:
-    """Keys of groups that nobody makes any more.
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """Which groups nobody makes any more."""
 
-    Args:
-        keys: all keys of the store.
-        generation: the oldest one whose groups may still be made.
-        gone: formations whose replicas are no longer there.
-    """
-    stale = []
-    for key in keys:
+    generation: int
+    """Those across replicas, of heals and of tests of connections that are older."""
+    begun: int
+    """Those of the replicas that ever began to form,"""
+    present: Set[int]
+    """but for these."""
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the key is of such a group."""
         kind, number, *_ = [*key.split("/", 2), ""]
         if not number.isdecimal():
-            continue
-        passed = kind in ("cross", "heal") and int(number) < generation
-        if passed or (kind == "replica" and int(number) in gone):
-            stale.append(key)
-    return stale
+            return False
+        if kind == "replica":
+            return int(number) <= self.begun and int(number) not in self.present
+        return kind in ("cross", "heal", "links") and int(number) < self.generation
 
 
-def sweep_store(store: Any, generation: int, gone: Set[int]) -> int:
+def sweep_store(store: Any, past: Past) -> int:
     """Deletes them, which takes a round trip for each: for a thread of its own.
 
     Args:
         store: a TCPStore.
-        generation: see `find_stale_keys`.
-        gone: see `find_stale_keys`.
+        past: whose keys may go.
 
     Returns:
         How many keys were deleted.
     """
-    stale = find_stale_keys(store.list_keys(), generation, gone)
+    stale = [key for key in store.list_keys() if key in past]
     for key in stale:
         store.delete_key(key)
     return len(stale)

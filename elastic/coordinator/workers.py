@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.config import CoordinatorConfig
@@ -53,6 +53,8 @@ class Workers:
         """Workers that have started and were not lost."""
         self.draining_nodes: set[str] = set()
         """Machines that will go."""
+        self.shunned_nodes: set[str] = set()
+        """Machines that had a worker whose connections fail: those without a slot get none."""
         self._draining: set[str] = set()
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._unwatched: set[str] = set()
@@ -117,6 +119,21 @@ class Workers:
         """A machine will go: those that work on it leave, those that start on it get no slot."""
         self.draining_nodes.add(node)
         await self.drain(self._on(node), reason, left_s, node)
+
+    def shun(self, nodes: Set[str]) -> None:
+        """Whoever is on `nodes` without a slot, or starts there, gets none. Others there have shown
+        that their connections carry."""
+        self.shunned_nodes.update(nodes)
+        for worker in list(self.started):
+            self.pass_over(worker)
+
+    def pass_over(self, worker: str) -> None:
+        """A worker on a shunned machine gets no slot, where it has none."""
+        places = self._membership.places
+        if self.started[worker].node in self.shunned_nodes and not (
+            places.stands(worker) or worker in places.survivors
+        ):
+            self._membership.drain(worker)
 
     def _on(self, node: str) -> list[str]:
         return [worker for worker, identity in self.started.items() if identity.node == node]

@@ -97,7 +97,9 @@ def _decide_stuck(losses: Sequence[Loss], health: HealthConfig) -> str | None:
     )
 
 
-def decide_in_vain(regroups: int, step: int, most: int, reason: str | None) -> str | None:
+def decide_in_vain(
+    regroups: int, step: int, most: int, reason: str | None, failed_links: str | None
+) -> str | None:
     """Why the run should end after so many `regroups` in a row for faults, or None to go on.
 
     Args:
@@ -105,14 +107,28 @@ def decide_in_vain(regroups: int, step: int, most: int, reason: str | None) -> s
         step: where they went on.
         most: `health.max_regroups_without_progress`.
         reason: why a group across replicas failed last, where a worker has told.
+        failed_links: connections between the workers that have failed, in words; "": all were
+            tried and are good; None: they were not tried.
     """
     if regroups < most:
         return None
     return (
         f"{regroups} regroups in a row at step {step}, with no progress and no worker lost "
         f"(health.max_regroups_without_progress = {most}): collectives across replicas fail while "
-        f"all workers live. The last failure: {reason or 'no worker said why'}. Look at the "
-        f"network between the nodes: links, MTU, firewalls, the interface that Gloo or NCCL takes"
+        f"all workers live. The last failure: {reason or 'no worker said why'}. "
+        f"{_describe_links(failed_links)}Look at the network between the nodes: links, MTU, "
+        f"firewalls, the interface that Gloo or NCCL takes"
+    )
+
+
+def _describe_links(failed: str | None) -> str:
+    if failed is None:
+        return ""
+    if not failed:
+        return "All connections between them were tried over TCP, and are good. "
+    return (
+        f"Connections that failed when they were tried: {failed}. Nobody was taken out for them: "
+        f"fewer replicas than scaling.min_replicas would be left, or none with state. "
     )
 
 

@@ -81,9 +81,9 @@ class Formations:
             self._reassembled = False
 
     @property
-    def gone(self) -> set[int]:
-        """Numbers of the formations that are no longer there."""
-        return set(range(1, self.begun + 1)) - {*self._places.standing, *self._places.forming}
+    def present(self) -> set[int]:
+        """Numbers of the formations that are still there."""
+        return {*self._places.standing, *self._places.forming}
 
     def take_broken(self) -> list[Replica]:
         """Replicas that have broken, or will not come about, and that nobody has been told of."""

@@ -89,6 +89,9 @@ class Membership:
         """A worker with a slot has left its step with nobody calling it, or is about to."""
         self._cross_failure: str | None = None
         """Why a group across replicas of the roster has failed, where a worker has told."""
+        self.links_tested: str | None = None
+        """Which connections between the workers of the roster have failed, in words, where they
+        have tried them; "" where all are good."""
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -459,7 +462,7 @@ class Membership:
         if self.call == "fault":
             progress.interrupted(step)
             most, reason = self.config.max_regroups_without_progress, self._cross_failure
-            error = decide_in_vain(progress.in_vain, step, most, reason)
+            error = decide_in_vain(progress.in_vain, step, most, reason, self.links_tested)
             if error is not None:
                 self.stop(error)
                 return
@@ -519,7 +522,8 @@ class Membership:
         for worker in (*self.roster.workers, *self.roster.followers):
             del self.waiting[worker]
         self.places.seat(self.roster.replicas)
-        self.call, self._broke_off, self._cross_failure = None, False, None
+        self.call, self._broke_off = None, False
+        self._cross_failure = self.links_tested = None
 
     def _signal(self, workers: Iterable[str], kind: SignalKind, effects: Effects) -> None:
         """Calls those of `workers` that are at work."""

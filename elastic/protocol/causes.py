@@ -124,6 +124,14 @@ COLLECTIVE = register_cause(
         color="#4169e1",
     ),
 )
+LINK = register_cause(
+    "link",
+    CauseEntry(
+        text="large messages did not pass between it and others, and nobody was lost",
+        budget="max_hangs",
+        color="#008b8b",
+    ),
+)
 CORRUPTION = register_cause(
     "corruption",
     CauseEntry(text="its state was not that of the others", budget="max_crashes", color="#23787a"),

@@ -16,6 +16,7 @@ from elastic.protocol.messages import (
     Death,
     Helper,
     Identity,
+    LinkTest,
     Recorded,
     Report,
     Signal,
@@ -76,6 +77,9 @@ class WorkerCalls(Protocol):
     async def cross_lost(self, worker: str, generation: int, reason: str) -> None:
         """The group across replicas of roster `generation` has failed for a worker that nobody has
         called away: all of the roster are."""
+
+    async def links_tested(self, worker: str, test: LinkTest) -> None:
+        """A worker has tried its connections to the others of its cross group."""
 
     async def compare(self, slot: str, digest: str) -> None:
         """A worker's state at the end: the workers in `slot` of all replicas must agree."""

@@ -114,6 +114,21 @@ class CrossGroupLost(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinksTested(Event):
+    """The workers of a roster have tried their connections, since collectives across replicas had
+    failed again and again with nobody lost."""
+
+    generation: int
+    """Generation of the roster."""
+    count: int
+    """Connections that did not carry a large message."""
+    failed: list[str]
+    """Some of them, or all: from whom to whom, and what came."""
+    removed: list[str]
+    """Workers that are taken out for it, each with a `worker_lost` of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RegroupCalled(Event):
     """The coordinator called all workers together for a new roster."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -82,6 +82,20 @@ class Report:
     """It has done everything up to the end of the run."""
     recent: tuple[StepRecord, ...] = ()
     """The latest steps it saw committed, should the lead worker have died before it sent them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkTest:
+    """What a worker has found of its connections to the others of its cross group."""
+
+    generation: int
+    """Generation of the roster."""
+    short: Mapping[int, int]
+    """Position of each whose message did not come in time -> bytes of it that did."""
+    of_bytes: int
+    """Size of a message."""
+    bound_s: float
+    """The time that it had."""
 
 
 @dataclass(frozen=True, kw_only=True)

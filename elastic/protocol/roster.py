@@ -67,6 +67,11 @@ class Roster:
         """Those with the state of `rank`, in order of position."""
         return [(each, each.workers[rank]) for each in self.remnants if rank in each.workers]
 
+    def column(self, rank: int) -> list[str]:
+        """The workers with the state of `rank`, by position: those of one cross group."""
+        followers = (worker for _, worker in self.followers_of(rank))
+        return [*(replica.workers[rank] for replica in self.replicas), *followers]
+
     def replica_of(self, worker: str) -> Replica | None:
         """The replica that `worker` is in."""
         return next((r for r in self.replicas if worker in r.workers), None)

@@ -26,6 +26,7 @@ from elastic.protocol.messages import (
     Build,
     Identity,
     Leave,
+    LinkTest,
     Report,
     Run,
     Signal,
@@ -201,6 +202,11 @@ class CoordinatorLink:
         self._tell(
             lambda: self._coordinator.send(CoordinatorApi.cross_lost, worker, generation, reason)
         )
+
+    def links_tested(self, test: LinkTest) -> None:
+        """This worker has tried its connections to the others of its cross group."""
+        worker = self._identity.worker
+        self._tell(lambda: self._coordinator.send(CoordinatorApi.links_tested, worker, test))
 
     def _tell(self, send: Callable[[], ObjectRef[None]]) -> None:
         self._news.append(send)

@@ -13,6 +13,7 @@ exits: a crash is the one way out that every peer notices at once.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -29,7 +30,7 @@ from elastic.errors import RunFailedError
 from elastic.protocol.causes import COLLECTIVE, GPU_ERROR, OUT_OF_MEMORY, USER_ERROR, Cause
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.job import Job
-from elastic.protocol.messages import Build, Identity, Leave, Report, Run, Stop
+from elastic.protocol.messages import Build, Identity, Leave, LinkTest, Report, Run, Stop
 from elastic.protocol.roster import most_replicas
 from elastic.providers.sigterm import on_sigterm
 from elastic.worker.coordinator_link import CoordinatorLink
@@ -38,10 +39,11 @@ from elastic.worker.side_build import SideBuild
 from health.heartbeat import Heartbeat
 from health.process import read_born_ticks
 from trainer.backend.groups import leave_replica_group, make_replica_group
+from trainer.backend.link_test import BOUND_S, LINK_BYTES, try_links
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
-from trainer.errors import NonFiniteError
+from trainer.errors import GroupError, NonFiniteError
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.apply import warm_up
@@ -295,7 +297,9 @@ class Worker:
         assert self.engine is not None
         self.generation = run.generation
         self.link.at_step(run.step, "regroup")
-        self.pause(run.pause_s)
+        if run.pause_s:
+            self.try_links(run)
+            self.pause(run.pause_s)
         if run.restore or run.lacks_state:
             self.progress = None
         cross = self.make_cross_group(run, self.engine)
@@ -327,6 +331,24 @@ class Worker:
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self.link.leave_now():
             time.sleep(_PAUSE_TICK_S)
+
+    def try_links(self, run: Run) -> None:
+        """The groups of the rosters before this one have failed, with nobody lost: tries the
+        connections between their members, and tells what it finds. Who is called away meanwhile,
+        or does not meet the others, tells nothing."""
+        with contextlib.suppress(GroupError, OSError):
+            short = try_links(
+                self.rendezvous,
+                f"links/{run.generation}/{run.rank}",
+                rank=run.position,
+                size=len(run.lanes_of(run.rank)),
+                leave_now=self.link.leave_now,
+            )
+            self.link.links_tested(
+                LinkTest(
+                    generation=run.generation, short=short, of_bytes=LINK_BYTES, bound_s=BOUND_S
+                )
+            )
 
     def make_cross_group(self, run: Run, engine: Engine) -> CrossGroup:
         """The group over this worker's (shard, tensor) in all replicas."""

@@ -19,7 +19,7 @@ from elastic import (
     TrainConfig,
 )
 from elastic.membership.failure import plan_pause_s
-from elastic.protocol.events import CrossGroupLost, RegroupDone, WorkerLost
+from elastic.protocol.events import CrossGroupLost, LinksTested, RegroupDone, WorkerLost
 from elastic.reporting.event_log import read_events
 from tests.support.user_code import endless_loss, failing_loss, loss_before_a_bad_link, model
 
@@ -61,7 +61,8 @@ def test_non_finite_steps_end_the_run_naming_step_and_samples(
 
 def test_collectives_that_fail_while_nobody_dies_end_the_run(cluster: None, tmp_path: Path) -> None:
     with pytest.raises(
-        RunFailedError, match=rf"{MOST_IN_VAIN} regroups in a row .*: the link is bad\."
+        RunFailedError,
+        match=rf"{MOST_IN_VAIN} regroups in a row .*: the link is bad\. All connections .* good\.",
     ):
         trainer(loss_before_a_bad_link, tmp_path).fit()
     happened = read_events(tmp_path / "run" / "events.jsonl")
@@ -69,6 +70,8 @@ def test_collectives_that_fail_while_nobody_dies_end_the_run(cluster: None, tmp_
     told = [e for e in happened if isinstance(e, CrossGroupLost)]
     assert [e.reason for e in told] == ["the link is bad"] * MOST_IN_VAIN
     assert len({e.slot for e in told}) == 1 and len({e.generation for e in told}) == MOST_IN_VAIN
+    tested = [e for e in happened if isinstance(e, LinksTested)]
+    assert [e.count for e in tested] == [0] * (MOST_IN_VAIN - 2)
     stood = {e.generation: e.time for e in happened if isinstance(e, RegroupDone)}
     for n, event in enumerate(told):  # ever longer after their roster
         assert event.time - stood[event.generation] >= plan_pause_s(n)

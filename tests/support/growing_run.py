@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import ray
 import torch
 from ray.train import RunConfig
+from torch import nn
 
 from benchmarks._chaos_left import find_left_behind
 from checkpointing import CheckpointConfig
@@ -59,11 +61,12 @@ def growing_trainer(
     name: str = "run",
     checkpoint: CheckpointConfig | None = None,
     health: HealthConfig | None = None,
+    model: Callable[[], nn.Module] = build_model,
 ) -> ElasticTrainer:
     """The run."""
     return ElasticTrainer(
         TrainConfig(
-            task=CustomTask(build_model=build_model, loss_function=loss, dataset=PacedData(gate)),
+            task=CustomTask(build_model=model, loss_function=loss, dataset=PacedData(gate)),
             steps=STEPS,
             global_batch=BATCH,
             lanes=LANES,

@@ -87,25 +87,29 @@ class Network:
     def begin(self) -> None:
         """Starts what belongs on the hosts."""
 
+    def namespace(self, host: int) -> str:
+        """Name of the network namespace of a host."""
+        return self._names[host]
+
     def cut(self, host: int) -> None:
         """Cuts a host off: its link is down."""
-        _ip("-n", self._names[HEAD], "link", "set", f"port{host}", "down")
+        ip("-n", self._names[HEAD], "link", "set", f"port{host}", "down")
 
     def restore(self, host: int) -> None:
         """The link of a host is up again."""
-        _ip("-n", self._names[HEAD], "link", "set", f"port{host}", "up")
+        ip("-n", self._names[HEAD], "link", "set", f"port{host}", "up")
 
     def lose(self, host: int, what: str) -> None:
         """From now on packets that come in at a host are lost, without a word, if `what`, an
         nftables expression, is true of them. Needs the command `nft`."""
         table = ["netns", "exec", self._names[host], "nft"]
-        _ip(*table, "add table ip lost")
-        _ip(*table, "add chain ip lost input { type filter hook input priority 0; }")
-        _ip(*table, f"add rule ip lost input {what} drop")
+        ip(*table, "add table ip lost")
+        ip(*table, "add chain ip lost input { type filter hook input priority 0; }")
+        ip(*table, f"add rule ip lost input {what} drop")
 
     def lose_nothing(self, host: int) -> None:
         """Ends what `lose` began."""
-        _ip("netns", "exec", self._names[host], "nft", "delete table ip lost")
+        ip("netns", "exec", self._names[host], "nft", "delete table ip lost")
 
     def kill(self, host: int) -> None:
         """Ends all processes of a host: raylet, workers, node agent."""
@@ -153,17 +157,17 @@ class Network:
     def _wire(self) -> None:
         *hosts, head = self._names
         for name in self._names:
-            _ip("netns", "add", name)
-            _ip("-n", name, "link", "set", "lo", "up")
-        _ip("-n", head, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", head, "address", "add", f"{HEAD_IP}/24", "dev", "bridge")
-        _ip("-n", head, "link", "set", "bridge", "up")
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", head, "link", "add", "bridge", "type", "bridge")
+        ip("-n", head, "address", "add", f"{HEAD_IP}/24", "dev", "bridge")
+        ip("-n", head, "link", "set", "bridge", "up")
         for host, name in enumerate(hosts):
             peer = ["type", "veth", "peer", "name", "uplink", "netns", name]
-            _ip("-n", head, "link", "add", f"port{host}", *peer)
-            _ip("-n", head, "link", "set", f"port{host}", "master", "bridge", "up")
-            _ip("-n", name, "address", "add", f"{ip_of(host)}/24", "dev", "uplink")
-            _ip("-n", name, "link", "set", "uplink", "up")
+            ip("-n", head, "link", "add", f"port{host}", *peer)
+            ip("-n", head, "link", "set", f"port{host}", "master", "bridge", "up")
+            ip("-n", name, "address", "add", f"{ip_of(host)}/24", "dev", "uplink")
+            ip("-n", name, "link", "set", "uplink", "up")
 
 
 class Hosts(Network):
@@ -234,7 +238,8 @@ def ip_of(host: int) -> str:
     return HEAD_IP if host == HEAD else f"10.77.0.{host + 2}"
 
 
-def _ip(*arguments: str) -> None:
+def ip(*arguments: str) -> None:
+    """The command `ip`, which must do it."""
     done = _run("ip", *arguments)
     assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
 

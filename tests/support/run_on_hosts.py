@@ -34,15 +34,22 @@ class PartitionRun:
         replicas: of the run.
         shard: degree.
         driver: the host that its driver starts on.
+        program: what its driver runs.
     """
 
     def __init__(
-        self, hosts: Hosts, storage: Path, replicas: int, shard: int, driver: int = HEAD
+        self,
+        hosts: Hosts,
+        storage: Path,
+        replicas: int,
+        shard: int,
+        driver: int = HEAD,
+        program: Path = PROGRAM,
     ) -> None:
         self.hosts, self.storage, self.root = hosts, storage, storage / "run"
         self.gate, self._log = storage / "gate", storage / "log"
         arguments = [hosts.address, storage, self.gate, replicas, shard]
-        self._program = [sys.executable, str(PROGRAM), *map(str, arguments)]
+        self._program = [sys.executable, str(program), *map(str, arguments)]
         self.start_driver(driver)
 
     def start_driver(self, host: int) -> None:
@@ -79,9 +86,13 @@ class PartitionRun:
         """Waits for the middle of the run. Returns the host of the lead worker, which records the
         steps and saves."""
         self.wait_until(lambda: len(self.steps()) > UNDER_WAY)
-        (lead, *_) = [r.workers[0] for r in self.of_kind(events.ReplicaForming) if r.replica == 0]
-        (pid,) = [w.pid for w in self.of_kind(events.WorkerJoined) if w.worker == lead]
-        return self.hosts.host_of(pid)
+        return self.hosts_of(0)[0]
+
+    def hosts_of(self, replica: int) -> list[int]:
+        """The hosts of the workers of the first replica of this number, by rank."""
+        formed = [r.workers for r in self.of_kind(events.ReplicaForming) if r.replica == replica]
+        pids = {w.worker: w.pid for w in self.of_kind(events.WorkerJoined)}
+        return [self.hosts.host_of(pids[worker]) for worker in formed[0]]
 
     def finish(self) -> None:
         """Opens the gate, waits for the end, and checks the outcome."""
@@ -115,10 +126,11 @@ def run_on(
     shard: int = 1,
     idle: Sequence[int] = (),
     driver: int = HEAD,
+    program: Path = PROGRAM,
 ) -> Iterator[PartitionRun]:
     """A run of a cluster of its own."""
     with Hosts([0 if host in idle else cpus for host in range(hosts)]) as there:
-        run = PartitionRun(there, tmp_path, replicas, shard, driver)
+        run = PartitionRun(there, tmp_path, replicas, shard, driver, program)
         try:
             yield run
         finally:

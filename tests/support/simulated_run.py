@@ -680,8 +680,7 @@ class World:
                     self.taken_apart.update(replica.workers)
             self.outcomes.append(effects.regrouped.outcome)
             for rank in range(self.plan.workers_per_replica):
-                whole = [replica.workers[rank] for replica in roster.replicas]
-                members = (*whole, *(worker for _, worker in roster.followers_of(rank)))
+                members = tuple(roster.column(rank))
                 self.channels["cross", roster.generation, rank] = Channel(members)
         self.posted.update(effects.signals)
         for name, answer in effects.answers.items():

@@ -29,6 +29,14 @@ def listen_towards(host: str, port: int) -> None:
         os.environ.setdefault(GLOO_VARIABLE, name)
 
 
+def group_address(host: str, port: int) -> str:
+    """Address that Gloo groups of this process listen on; arguments as for `listen_towards`."""
+    name, *_ = os.environ.get(GLOO_VARIABLE, "").split(",")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        chosen = _address_of(probe, name) if name else None
+    return chosen or own_address(host, port)
+
+
 def own_address(host: str, port: int) -> str:
     """This machine's address on the way to `host`. Sends nothing."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

@@ -45,6 +45,8 @@ class Workers:
 
     def retire(self, workers: Any, *, dismiss: bool) -> None: ...
 
+    def shun(self, nodes: Any) -> None: ...
+
     async def lose(self, worker: str, *_: Any) -> None:
         self.membership.lose(worker)
 
@@ -90,6 +92,7 @@ def replayed() -> Replay:
         draining=frozenset(),
         leaving=frozenset(),
         draining_nodes=frozenset(),
+        shunned_nodes=frozenset(),
         generation=1,
         began=0,
         restored=1,

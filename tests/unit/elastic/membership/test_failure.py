@@ -51,9 +51,26 @@ def test_a_link_has_half_a_minute_to_come_back_before_the_default_budget_is_spen
     pauses = [plan_pause_s(regroups) for regroups in range(1, most)]
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
     assert plan_pause_s(50) == 16.0
-    assert decide_in_vain(most - 1, 5, most, "reset") is None
-    error = decide_in_vain(most, 5, most, None)
-    assert error is not None and "no worker said why" in error
+    assert decide_in_vain(most - 1, 5, most, "reset", None) is None
+    error = decide_in_vain(most, 5, most, None, None)
+    assert error is not None and "no worker said why. Look at the network" in error
+
+
+@pytest.mark.parametrize(
+    ("failed", "told"),
+    [
+        ("", "reset. All connections between them were tried over TCP, and are good. Look at"),
+        (
+            "a (node A) to b (node B): 64 of 1,000 bytes in 10 s",
+            "reset. Connections that failed when they were tried: a (node A) to b (node B): 64 of "
+            "1,000 bytes in 10 s. Nobody was taken out for them: fewer replicas than "
+            "scaling.min_replicas would be left",
+        ),
+    ],
+)
+def test_regroups_in_vain_end_with_what_the_connections_have_shown(failed: str, told: str) -> None:
+    error = decide_in_vain(8, 5, 8, "reset", failed)
+    assert error is not None and told in error
 
 
 def test_without_losses_the_run_goes_on() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.protocol.causes import CRASH
+from elastic.protocol.causes import CRASH, LINK
 from elastic.protocol.events import (
     CheckpointCommitted,
     Evaluated,
@@ -172,6 +172,18 @@ def test_regroups_after_the_last_step_and_before_the_first_count() -> None:
     events = [*start(100.0), *regroups(102.0, 105.5, 114.75), ended(116.0, 3, "failed")]
     report = build_report(events, steps_at(103, 104, 105))
     assert report.effective_time == pytest.approx(1 - (1.25 + 10.0) / (1.25 + 2.0 + 10.0))
+
+
+def test_regroups_in_vain_and_the_loss_that_ends_them_count_together() -> None:
+    # Steps a second apart; then two regroups in vain, 10 s of test, and one without the worker.
+    lost = WorkerLost(time=128.0, worker="w1", node="n", pid=1, slot="replica 1 shard 0 tensor 0",
+                      cause=LINK, detail="64 of 1,000 bytes")  # fmt: skip
+    events = [*start(100.0), *regroups(110.0, 117.5), lost, *regroups(128.25), ended(132.0)]
+    report = build_report(events, steps_at(103, 104, 105, 129.5, 130.5))
+    (incident,) = report.incidents
+    assert (incident.cause, incident.stall_s) == ("link", 23.5)
+    assert report.regroups == 3
+    assert report.effective_time == pytest.approx(1 - 23.5 / 27.5)
 
 
 def test_a_run_that_never_came_to_a_step_was_of_no_effect() -> None:

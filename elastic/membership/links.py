@@ -1,0 +1,127 @@
+"""Who is taken out where connections between workers fail, and all of them live. Pure.
+
+The workers of a roster have tried their connections (`trainer/backend/link_test.py`), each to the
+others of its cross group. A connection between two has two ends, and does not say which one is bad.
+What several have in common does: mostly a machine.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from elastic.protocol.messages import LinkTest
+from elastic.protocol.roster import Roster
+
+_SHOWN = 4
+"""Failed connections in a text."""
+
+_NODE_DIGITS = 12
+"""Of a node's id there; others are not like it."""
+
+
+class FailedLink(NamedTuple):
+    """A connection that did not carry what it should."""
+
+    sender: str
+    """Worker."""
+    receiver: str
+    """Worker, which says so."""
+    came: str
+    """What did come."""
+
+
+def find_failed(roster: Roster, found: Mapping[str, LinkTest]) -> list[FailedLink]:
+    """The connections that failed, by what each worker of a roster has found."""
+    return [
+        FailedLink(column[peer], receiver, _describe_short(count, found[receiver]))
+        for rank in range(len(roster.replicas[0].workers))
+        for column in [roster.column(rank)]
+        for receiver in column
+        for peer, count in sorted(found[receiver].short.items())
+    ]
+
+
+def _describe_short(count: int, test: LinkTest) -> str:
+    return f"{count:,} of {test.of_bytes:,} bytes in {test.bound_s:g} s"
+
+
+def plan_removals(
+    failed: Sequence[FailedLink],
+    roster: Roster,
+    nodes: Mapping[str, str],
+    *,
+    idle: Collection[str],
+    least: int,
+) -> set[str]:
+    """The workers to take out, so that those who stay reach each other; none where too few replicas
+    would be left, or none with state.
+
+    Args:
+        failed: connections.
+        roster: whose workers have tried them.
+        nodes: worker -> its node.
+        idle: workers without a place, who may take those of others.
+        least: fewest replicas to train with.
+    """
+    culprits = find_culprits(failed, roster, nodes)
+    kept = [replica for replica in roster.replicas if culprits.isdisjoint(replica.workers)]
+    bad = {nodes[worker] for worker in culprits}
+    staying = {*roster.workers, *roster.followers} - culprits
+    survivors = staying - {worker for replica in kept for worker in replica.workers}
+    free = len(survivors) + sum(nodes[worker] not in bad for worker in idle)
+    possible = len(kept) + free // len(roster.replicas[0].workers)
+    with_state = any(roster.lanes[replica.index] for replica in kept)
+    return culprits if possible >= least and with_state else set()
+
+
+def find_culprits(
+    failed: Sequence[FailedLink], roster: Roster, nodes: Mapping[str, str]
+) -> set[str]:
+    """Workers without whom no failed connection is left: node by node, first those of the node in
+    most of them. Of equals, of the one that fewer replicas break with, and then those with the
+    highest position: newcomers and followers, which have no lanes, before the lead.
+
+    What fails inside a machine is no link, and takes nobody out.
+    """
+    columns = map(roster.column, range(len(roster.replicas[0].workers)))
+    positions = {worker: at for column in columns for at, worker in enumerate(column)}
+    peers: dict[str, set[str]] = defaultdict(set)
+    for sender, receiver, _ in failed:
+        if nodes[sender] != nodes[receiver]:
+            peers[sender].add(receiver)
+            peers[receiver].add(sender)
+    culprits: set[str] = set()
+
+    def whole(workers: Iterable[str]) -> set[int]:
+        """Positions of the whole replicas that `workers` are in."""
+        return {positions[w] for w in workers if positions[w] < len(roster.replicas)}
+
+    def weigh(item: tuple[str, list[str]]) -> tuple[int, int, int, str]:
+        node, workers = item
+        links, breaking = sum(len(peers[w]) for w in workers), whole(workers) - whole(culprits)
+        return links, -len(breaking), max(positions[worker] for worker in workers), node
+
+    while peers:
+        by_node: dict[str, list[str]] = defaultdict(list)
+        for worker in peers:
+            by_node[nodes[worker]].append(worker)
+        _, taken = max(by_node.items(), key=weigh)
+        culprits.update(taken)
+        peers = {w: left for w in peers if w not in culprits and (left := peers[w] - culprits)}
+    return culprits
+
+
+def describe(failed: Sequence[FailedLink], nodes: Mapping[str, str]) -> str:
+    """Failed connections in words, some of many."""
+    shown = ", ".join(
+        f"{_describe_end(sender, nodes)} to {_describe_end(receiver, nodes)}: {came}"
+        for sender, receiver, came in failed[:_SHOWN]
+    )
+    more = len(failed) - _SHOWN
+    return f"{shown}, and {more} more" if more > 0 else shown
+
+
+def _describe_end(worker: str, nodes: Mapping[str, str]) -> str:
+    return f"{worker} (node {nodes[worker][:_NODE_DIGITS]})"

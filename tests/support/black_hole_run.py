@@ -1,0 +1,42 @@
+"""As `partition_run.py`, with a model whose gradient takes packets of full size, and a spare where
+there is a host for one.
+
+python tests/support/black_hole_run.py ADDRESS STORAGE GATE REPLICAS SHARD
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import ray
+from torch import nn
+
+from elastic import HealthConfig, ScalingConfig
+from tests.support.growing_run import growing_trainer, write_left_behind
+from tests.support.hosts import OWN_IP
+from tests.support.partition_run import NODE_TIMEOUT_S
+
+HIDDEN = 4096
+
+
+def build_wide_model() -> nn.Module:
+    """48 KiB of gradient."""
+    return nn.Sequential(nn.Linear(1, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+
+
+if __name__ == "__main__":
+    address, storage, gate, *numbers = sys.argv[1:]
+    replicas, shard = map(int, numbers)
+    ray.init(address=address, log_to_driver=False, _node_ip_address=os.environ[OWN_IP])
+    growing_trainer(
+        storage,
+        gate,
+        ScalingConfig(max_replicas=replicas, spares=1),
+        shard,
+        health=HealthConfig(node_timeout_s=NODE_TIMEOUT_S),
+        model=build_wide_model,
+    ).fit()
+    write_left_behind(storage)
+    alone = ScalingConfig(max_replicas=1)
+    growing_trainer(storage, gate, alone, shard, name="whole", model=build_wide_model).fit()
