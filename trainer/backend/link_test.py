@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch._C._distributed_c10d import PrefixStore
 
@@ -83,12 +84,12 @@ def _meet(
     host, port, *_ = listening.getsockname()
     names = [str(peer) for peer in range(size)]
 
-    def tell() -> None:
-        rendezvous.store(prefix).set(names[rank], f"{host} {port}")
-
-    make_aside(tell, leave_now, rendezvous.timeout_s)
-    store = PrefixStore(prefix, gather(rendezvous, prefix, size, leave_now))
-    told = make_aside(lambda: store.multi_get(names), leave_now, rendezvous.timeout_s)
+    with rendezvous.connection(leave_now) as store:
+        tell = partial(PrefixStore(prefix, store).set, names[rank], f"{host} {port}")
+        make_aside(tell, leave_now, rendezvous.timeout_s)
+    with gather(rendezvous, prefix, size, leave_now) as store:
+        ask = partial(PrefixStore(prefix, store).multi_get, names)
+        told = make_aside(ask, leave_now, rendezvous.timeout_s)
     found = [value.decode().split() for value in told]
     return {peer: (h, int(p)) for peer, (h, p) in enumerate(found) if peer != rank}
 

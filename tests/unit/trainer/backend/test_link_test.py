@@ -21,7 +21,10 @@ LONG_S = 60.0
 
 
 @pytest.fixture
-def meet() -> Iterator[Rendezvous]:
+def meet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rendezvous]:
+    monkeypatch.setattr(
+        "trainer.backend.rendezvous.CONNECTIONS", 4
+    )  # as many workers in one process
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield Rendezvous(host="127.0.0.1", port=store.port, timeout_s=LONG_S)
     close_connections()  # while there is somebody to connect to
@@ -54,9 +57,10 @@ def mute_peer(meet: Rendezvous, rank: int, size: int, says: bytes) -> Iterator[t
 
     def be_mute() -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=size) as server:
-            store = meet.store("links/1")
+            store = dist.PrefixStore("links/1", dist.TCPStore(meet.host, meet.port))
             store.set(str(rank), f"127.0.0.1 {server.getsockname()[1]}")
-            gather(meet, "links/1", size, over.is_set)
+            with gather(meet, "links/1", size, over.is_set):
+                pass
             for peer in set(range(size)) - {rank}:
                 host, port = store.get(str(peer)).decode().split()
                 with socket.create_connection((host, int(port))) as connection:
@@ -91,7 +95,7 @@ def test_a_call_ends_the_wait_for_a_peer(meet: Rendezvous) -> None:
     told = threading.Event()
 
     def watch() -> None:
-        meet.store("links/1").wait(["0"])
+        dist.PrefixStore("links/1", dist.TCPStore(meet.host, meet.port)).wait(["0"])
         told.set()
 
     watching = threading.Thread(target=watch)
