@@ -158,14 +158,14 @@ class _Connections:
                     return
 
     def _connect(self, timeout_s: float) -> _Made:
-        # Where nobody listens, TCPStore tries for more than twice its timeout.
-        socket.create_connection((self._host, self._port), timeout=timeout_s).close()
         bound = timedelta(seconds=timeout_s)
 
         def make() -> TCPStore:
             return TCPStore(self._host, self._port, is_master=False, timeout=bound)
 
         with self._making:  # one at a time, so that what is new is its
+            # Where nobody listens, TCPStore tries for more than twice its timeout.
+            socket.create_connection((self._host, self._port), timeout=timeout_s).close()
             before = towards(self._port)
             try:
                 store = make_aside(make, self._closed.is_set, 2 * timeout_s)
