@@ -37,9 +37,8 @@ def run_elastic(directory: Path, task: Any, train: Any, reduction: str) -> None:
         checkpoint=CheckpointConfig(every_steps=None, resume="never"),
     )
     with ray_cluster(REPLICAS * train.parallel.workers):
-        idle = (
-            ray.remote(IdleActor).options(num_cpus=0).remote()
-        )  # it lives while it is referred to
+        # It lives while it is referred to.
+        idle = ray.remote(IdleActor).options(num_cpus=0).remote()
         trainer.fit()
         del idle
 

@@ -6,16 +6,11 @@ python tests/support/black_hole_run.py ADDRESS STORAGE GATE REPLICAS SHARD
 
 from __future__ import annotations
 
-import os
-import sys
-
-import ray
 from torch import nn
 
 from elastic import HealthConfig, ScalingConfig
 from tests.support.growing_run import growing_trainer, write_left_behind
-from tests.support.hosts import OWN_IP
-from tests.support.partition_run import NODE_TIMEOUT_S
+from tests.support.partition_run import NODE_TIMEOUT_S, join_cluster
 
 HIDDEN = 4096
 
@@ -26,9 +21,7 @@ def build_wide_model() -> nn.Module:
 
 
 if __name__ == "__main__":
-    address, storage, gate, *numbers = sys.argv[1:]
-    replicas, shard = map(int, numbers)
-    ray.init(address=address, log_to_driver=False, _node_ip_address=os.environ[OWN_IP])
+    storage, gate, replicas, shard = join_cluster()
     growing_trainer(
         storage,
         gate,

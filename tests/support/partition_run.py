@@ -19,10 +19,16 @@ from tests.support.hosts import OWN_IP
 
 NODE_TIMEOUT_S = 3.0
 
-if __name__ == "__main__":
-    address, storage, gate, *numbers = sys.argv[1:]
-    replicas, shard = map(int, numbers)
+
+def join_cluster() -> tuple[str, str, int, int]:
+    """Joins the cluster that this program was told of. Returns storage, gate, replicas, shard."""
+    address, storage, gate, replicas, shard = sys.argv[1:]
     ray.init(address=address, log_to_driver=False, _node_ip_address=os.environ[OWN_IP])
+    return storage, gate, int(replicas), int(shard)
+
+
+if __name__ == "__main__":
+    storage, gate, replicas, shard = join_cluster()
     growing_trainer(
         storage,
         gate,
