@@ -170,9 +170,9 @@ class _Connections:
             try:
                 store = make_aside(make, self._closed.is_set, 2 * timeout_s)
             except GroupError:
-                Connections(towards(self._port).keys() - before).cut()
+                Connections(towards(self._port) - before).cut()
                 raise
-            wire = Connections(towards(self._port).keys() - before)
+            wire = Connections(towards(self._port) - before)
         limit_silence_towards(self._port, self._silent_s)
         store.set_timeout(timedelta(seconds=self._timeout_s))
         return _Made(store, wire)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
+import threading
 from collections.abc import Iterable, Iterator
 
 _PROBE_EVERY_S = 1
@@ -26,26 +28,26 @@ _TCP_ESTABLISHED = 1
 
 
 class Connections:
-    """Some of this process's connections, by the kernel's names of their sockets."""
+    """Some of this process's connections, by the kernel's numbers of their sockets."""
 
-    def __init__(self, inodes: Iterable[str] = ()) -> None:
+    def __init__(self, inodes: Iterable[int] = ()) -> None:
         self._inodes = set(inodes)
 
-    def add(self, inode: str) -> None:
+    def add(self, inode: int) -> None:
         """One more."""
         self._inodes.add(inode)
 
     def lost(self) -> bool:
         """Whether one of them has been closed, on either side."""
-        now = _sockets()
-        return any(not _established(now.get(inode)) for inode in self._inodes)
+        with _sockets() as now:
+            return any(not _established(now.get(inode)) for inode in self._inodes)
 
     def cut(self) -> None:
         """Shuts them down: who waits in one gets an error at once."""
-        for inode, number in _sockets().items():
-            if inode in self._inodes:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
-                    found.shutdown(socket.SHUT_RDWR)
+        with _sockets() as now:
+            for inode in self._inodes & now.keys():
+                with contextlib.suppress(OSError):  # the other side was faster
+                    now[inode].shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
@@ -56,23 +58,25 @@ def limit_silence(silent_s: float, *, but_port: int) -> Iterator[Connections]:
     Yields:
         Those connections, once the block has ended well.
     """
-    before, connections = _sockets(), Connections()
+    with _sockets() as now:
+        before = set(now)
+    connections = Connections()
     yield connections
-    for inode, number in _sockets().items():
-        if inode not in before:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as made:
-                if made.family in _INTERNET and made.getpeername()[1] != but_port:
-                    watch_silence(made, silent_s, probe_every_s=_PROBE_EVERY_S)
-                    connections.add(inode)
+    with _sockets() as now:
+        for inode, made in now.items():
+            if inode not in before and _peer_port(made) not in (None, but_port):
+                watch_silence(made, silent_s, probe_every_s=_PROBE_EVERY_S)
+                connections.add(inode)
 
 
 def limit_silence_towards(port: int, silent_s: float) -> None:
     """As `limit_silence`, for this process's connections to `port` that are open now. Probes are
     few, as all workers have such connections to one machine."""
     probe_every_s = max(1, int(silent_s / _FEW_PROBES))
-    for number in towards(port).values():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
-            watch_silence(found, silent_s, probe_every_s)
+    with _sockets() as now:
+        for found in now.values():
+            if _peer_port(found) == port:
+                watch_silence(found, silent_s, probe_every_s)
 
 
 def watch_silence(connection: socket.socket, silent_s: float, probe_every_s: int) -> None:
@@ -86,30 +90,45 @@ def watch_silence(connection: socket.socket, silent_s: float, probe_every_s: int
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def towards(port: int) -> dict[str, int]:
-    """This process's connections to `port`: the kernel's name of each -> its descriptor."""
-    found = {}
-    for inode, number in _sockets().items():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
-            if one.family in _INTERNET and one.getpeername()[1] == port:
-                found[inode] = number
-    return found
+def towards(port: int) -> set[int]:
+    """This process's connections to `port`, by the kernel's numbers of their sockets."""
+    with _sockets() as now:
+        return {inode for inode, found in now.items() if _peer_port(found) == port}
 
 
-def _established(number: int | None) -> bool:
-    if number is None:
+def _peer_port(connection: socket.socket) -> int | None:
+    """Port of the other side; None for what is not a connection over IP."""
+    if connection.family not in _INTERNET or connection.type != socket.SOCK_STREAM:
+        return None
+    try:
+        port: int = connection.getpeername()[1]
+    except OSError:  # it listens, or was closed
+        return None
+    return port
+
+
+def _established(connection: socket.socket | None) -> bool:
+    if connection is None:
         return False
-    with socket.socket(fileno=os.dup(number)) as connection:
-        state: bytes = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    state: bytes = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
     return state[0] == _TCP_ESTABLISHED
 
 
-def _sockets() -> dict[str, int]:
-    """The kernel's name of each open socket -> its descriptor."""
-    found = {}
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            name = os.readlink(f"/proc/self/fd/{number}")
-            if name.startswith("socket:"):
-                found[name] = int(number)
-    return found
+_copying = threading.Lock()
+
+
+@contextlib.contextmanager
+def _sockets() -> Iterator[dict[int, socket.socket]]:
+    """This process's open sockets, by the kernel's number of each. They are copies, which stay what
+    they are whatever other threads close meanwhile, and end with the block.
+
+    One thread at a time: else the copies of another would be listed, in place of what they copy.
+    """
+    with _copying, contextlib.ExitStack() as copies:
+        found = {}
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # closed since it was listed
+                if stat.S_ISSOCK(os.fstat(number).st_mode):
+                    copy = copies.enter_context(socket.socket(fileno=os.dup(number)))
+                    found[os.fstat(copy.fileno()).st_ino] = copy
+        yield found
