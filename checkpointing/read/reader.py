@@ -27,7 +27,8 @@ from checkpointing.errors import CorruptError, IncompatibleError, SliceError
 from checkpointing.format.boxes import Box, Index, check_inside, intersect
 from checkpointing.format.cutting import extent_bytes, row_strides, split_box
 from checkpointing.format.dtypes import item_bytes
-from checkpointing.format.manifest import Manifest, SavedSlice, Segment
+from checkpointing.format.manifest import Manifest, Segment
+from checkpointing.format.slices import SavedSlice
 from checkpointing.read.checked_source import CheckedSource, Checks, block_checks
 from checkpointing.read.fetches import Fetch, plan_reads
 from checkpointing.stores import RangeSource
@@ -151,7 +152,7 @@ class Reader:
     def _parts(self, target: int, box: Box) -> Iterator[tuple[str, _Part]]:
         size = item_bytes(self.manifest.tensors[box.name].dtype)
         found = 0
-        for saved in self.manifest.slices.get(box.name, ()):
+        for saved in self.manifest.parts_of(box.name).overlapping(box.offsets, box.sizes):
             shared = intersect(saved.offsets, saved.sizes, box.offsets, box.sizes)
             if shared:
                 found += math.prod(shared[1])

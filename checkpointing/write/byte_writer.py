@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from checkpointing.errors import SliceError, StoreUnavailableError
 from checkpointing.format.boxes import TensorInfo, TensorSlice
-from checkpointing.format.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
-from checkpointing.format.manifest import Receipt, SavedSlice, Segment
-from checkpointing.format.segment import CheckedStream, slice_bytes, table_bytes
+from checkpointing.format.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys, table_bytes
+from checkpointing.format.manifest import Receipt, Segment
+from checkpointing.format.segment import CheckedStream, slice_bytes
+from checkpointing.format.slices import SavedSlice, SliceTable
 from checkpointing.stores import Store
 from checkpointing.write.segment_plan import plan_packing, plan_parts
 
@@ -132,8 +133,7 @@ def write_parts(
         step=attempt.step,
         generation=attempt.generation,
         attempt=attempt.attempt,
-        tensors=tensors,
-        slices=tuple(saved),
+        slices=SliceTable.of(saved, tensors, [segment.key for segment in segments]),
         segments=tuple(segments),
     )
 
