@@ -170,15 +170,15 @@ class SliceTable(Sequence[SavedSlice]):
         for column, bound in ((self.tensor, len(self.infos)), (self.segment, len(self.keys))):
             if len(column) and not (column.min() >= 0 and column.max() < bound):
                 raise ValueError(f"numbers from {column.min()} to {column.max()} of {bound}")
-        shapes = np.ones((len(self.infos), dims), dtype=np.int64)
-        for number, info in enumerate(self.infos):
-            shapes[number, : len(info.shape)] = info.shape
-        shape = shapes[self.tensor]
-        # Compared in this way no sum is made, so that none overflows.
-        inside = (self.offsets >= 0) & (self.sizes >= 0) & (self.sizes <= shape)
-        inside &= self.offsets <= shape - self.sizes
-        if not inside.all() or (self.begin < 0).any():
-            bad = self.names[self.tensor[int(np.argmin(inside.all(axis=1) & (self.begin >= 0)))]]
+        inside = self.begin >= 0
+        for axis in range(dims):
+            extents = [info.shape[axis] if axis < len(info.shape) else 1 for info in self.infos]
+            offsets, sizes = self.offsets[:, axis], self.sizes[:, axis]
+            inside &= (offsets >= 0) & (sizes >= 0)
+            # A sum of both could overflow.
+            inside &= sizes <= narrow(extents)[self.tensor] - offsets
+        if not inside.all():
+            bad = self.names[int(self.tensor[np.argmin(inside)])]
             raise ValueError(f"a slice of {bad!r} is not inside of it")
 
     def _row(self, place: int) -> SavedSlice:
@@ -237,6 +237,8 @@ def boxes_in_columns(boxes: Sequence[tuple[Index, Index]], dims: int) -> dict[st
 def narrow(values: Any) -> Ints:
     """As an array of the smallest integers whose sums of two do not overflow. Raises OverflowError
     above 63 bits."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int32:
+        return values
     wide = np.asarray(values, dtype=np.int64)
     small = not wide.size or (wide.min() >= 0 and wide.max() < 1 << 30)
     return wide.astype(np.int32) if small else wide
@@ -263,7 +265,7 @@ def unpack(text: str, count: int) -> Ints:
 
 def _side_by_side(columns: Sequence[str], count: int) -> Ints:
     axes = [unpack(one, count) for one in columns]
-    return narrow(np.stack(axes, axis=1)) if axes else np.zeros((count, 0), dtype=np.int32)
+    return np.stack(axes, axis=1) if axes else np.zeros((count, 0), dtype=np.int32)
 
 
 def _widened(boxes: Ints, dims: int, fill: int) -> Ints:

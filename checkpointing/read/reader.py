@@ -111,11 +111,7 @@ class Reader:
         else:
             tensors = [self._fitting(box, one) for box, one in zip(wanted, into, strict=True)]
         outputs = [_raw_view(tensor) for tensor in tensors]
-        by_segment: dict[str, list[_Part]] = defaultdict(list)
-        for target, box in enumerate(wanted):
-            for key, part in self._parts(target, box):
-                by_segment[key].append(part)
-        plans = [self._plan(key, parts) for key, parts in by_segment.items()]
+        plans = self.plan(wanted)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="checkpoint-read") as pool:
             checks = pool.map(self._checks, plans)  # tables first, all at once
             jobs = [
@@ -124,6 +120,14 @@ class Reader:
             for _ in pool.map(partial(self._fetch, outputs), jobs):
                 pass  # the first error surfaces here, and cancels what has not begun
         return tensors
+
+    def plan(self, wanted: Sequence[Box]) -> list[_Plan]:
+        """The range reads that make up boxes, by segment. Reads nothing."""
+        by_segment: dict[str, list[_Part]] = defaultdict(list)
+        for target, box in enumerate(wanted):
+            for key, part in self._parts(target, box):
+                by_segment[key].append(part)
+        return [self._plan(key, parts) for key, parts in by_segment.items()]
 
     def _shape_and_dtype(self, name: str) -> tuple[Index, str]:
         info = self.manifest.tensors.get(name)

@@ -127,7 +127,7 @@ def write_parts(
         )
         mine = [parts[member] for member in plan.members]
         segments.append(_write_segment(store, key, plan.head, mine, block_bytes, piece_bytes))
-        saved.extend(_locate(plan.parts, key, len(plan.head)))
+        saved.extend(plan.places(key))
     return Receipt(
         rank=attempt.rank,
         step=attempt.step,
@@ -171,17 +171,3 @@ def _chunks(head: bytes, parts: Sequence[Part], chunk_bytes: int) -> Iterator[by
         data = read()
         for start in range(0, len(data), chunk_bytes):
             yield data[start : start + chunk_bytes]
-
-
-def _locate(parts: Sequence[TensorSlice], key: str, begin: int) -> Iterator[SavedSlice]:
-    for part in parts:
-        end = begin + slice_bytes(part)
-        yield SavedSlice(
-            name=part.name,
-            offsets=part.offsets,
-            sizes=part.sizes,
-            segment=key,
-            begin=begin,
-            end=end,
-        )
-        begin = end
