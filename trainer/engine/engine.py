@@ -19,11 +19,10 @@ from torch import nn
 from trainer.backend.groups import Device, check_replica_group, torch_device
 from trainer.config import TrainConfig
 from trainer.engine.batches import to_device
-from trainer.engine.build import build_model
+from trainer.engine.build import build_model, family_of_task
 from trainer.engine.flat_layout import FlatLayout
 from trainer.engine.optimizer import make_optimizer
 from trainer.engine.state import PARAMETERS, WorkerState
-from trainer.models.family import HUGGING_FACE
 from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
     fill,
@@ -83,8 +82,9 @@ class Engine:
             model,
             mesh,
             others=train.parallel.others,
-            family=getattr(task, "family", HUGGING_FACE),
+            family=family_of_task(task),
             compute_dtype=getattr(torch, train.precision),
+            recompute=train.recompute,
         )
         self._slices = local_slices(self.model, slot)
         materialize(self.model, self.device, None if heir_of is None else heir_of.memory())
