@@ -1,7 +1,7 @@
 """What c10d must do, and must not do, where a collective on NCCL fails.
 
-Clusters export `TORCH_NCCL_*` for jobs that end with the first fault. With those this one would, too,
-so they are set over whatever the cluster says. Nothing else of NCCL is touched here.
+Clusters export `TORCH_NCCL_*` for jobs that end with the first fault. With those this one would,
+too, so they are set over whatever the cluster says. Nothing else of NCCL is touched here.
 """
 
 from __future__ import annotations
