@@ -21,7 +21,7 @@ from trainer.config import TrainConfig
 from trainer.engine.batches import to_device
 from trainer.engine.build import build_model, family_of_task
 from trainer.engine.flat_layout import FlatLayout
-from trainer.engine.optimizer import make_optimizer
+from trainer.engine.optimizer import SliceOptimizer, make_optimizer
 from trainer.engine.state import PARAMETERS, WorkerState
 from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
@@ -106,7 +106,7 @@ class Engine:
         if heir_of is None:
             self._leaves = [nn.Parameter(local) for local in self.layout.locals]
             self.replace_gradient()
-            self.optimizer = make_optimizer(train.optimizer, self._named_leaves, self.device)
+            self.optimizer = self._make_optimizer()
             self.state = self._make_state()
 
     @property
@@ -117,6 +117,9 @@ class Engine:
         """Numbers in the longest slice of each parameter over the ranks that it is sharded over."""
         longest = local_slices(self.model, replace(self.slot, rank=self.slot.tensor))
         return {name: math.prod(box.sizes) for name, box in longest.items()}
+
+    def _make_optimizer(self) -> SliceOptimizer:
+        return make_optimizer(self.train_config.optimizer, self._named_leaves, self.device)
 
     def _make_state(self) -> WorkerState:
         frozen = {

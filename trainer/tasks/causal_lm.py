@@ -44,22 +44,10 @@ class CausalLM:
         from trainer.data import TokenDataset
         from trainer.data.prepare import prepare
 
-        if self.seq_len < 1:
-            raise ConfigError("train.task.seq_len", self.seq_len, "no tokens", "Use 1 or more")
-        if self.loss_chunk is not None and self.loss_chunk < 1:
-            raise ConfigError(
-                "train.task.loss_chunk", self.loss_chunk, "no tokens", "Use 1 or more, or None"
-            )
-        if self.model.pretrained and self.model.path is None:
-            raise ConfigError(
-                "train.task.model.pretrained", True, "there is no path", "Set model.path"
-            )
-        config = self.model.resolve(self.data.vocab_size if self.data.tokenizer is None else 0)
+        self._check()
+        self.model.resolve(self.data.vocab_size if self.data.tokenizer is None else 0)
         data = prepare(self.data, cache_dir)
-        config = self.model.resolve(data.vocab_size)
-        family = family_of(config["model_type"])
-        model = family.build_on_meta(config)
-        check_tensor_parallel(config, model, train.parallel.tensor, self.seq_len)
+        config, family, model = self.check_model(train, data.vocab_size)
         pretrained = self.model.path if self.model.pretrained else None
         family.weights(config, model, train.seed, pretrained)
         # Raises where there is too little text for one sample.
@@ -83,6 +71,38 @@ class CausalLM:
                 "model": json.loads(json.dumps(config, default=str)),
             },
         )
+
+
+    def _check(self) -> None:
+        if self.seq_len < 1:
+            raise ConfigError("train.task.seq_len", self.seq_len, "no tokens", "Use 1 or more")
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise ConfigError(
+                "train.task.loss_chunk", self.loss_chunk, "no tokens", "Use 1 or more, or None"
+            )
+        if self.model.pretrained and self.model.path is None:
+            raise ConfigError(
+                "train.task.model.pretrained", True, "there is no path", "Set model.path"
+            )
+
+    def check_model(
+        self, train: TrainConfig, vocab_size: int
+    ) -> tuple[dict[str, Any], ModelFamily, nn.Module]:
+        """The model's complete configuration, its family, and the model on the meta device.
+
+        Args:
+            train: the settings of the run.
+            vocab_size: tokens that the data uses.
+
+        Raises:
+            ConfigError: a setting that cannot work.
+        """
+        self._check()
+        config = self.model.resolve(vocab_size)
+        family = family_of(config["model_type"])
+        model = family.build_on_meta(config)
+        check_tensor_parallel(config, model, train.parallel.tensor, self.seq_len)
+        return config, family, model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,233 @@
+"""One worker's step, built and run as it would be, on fake tensors and a fake process group.
+
+The worker is the first one of the first replica: no other has more lanes, larger slices or more to
+gather. Its step is the real one, shortened: of its lanes only the last is computed, and of that
+lane two micro-batches, as further ones add nothing to the peak; what they send and wait for is
+multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from trainer.backend.groups import Device, leave_replica_group
+from trainer.config import TrainConfig
+from trainer.dryrun.parts import REPLICAS, DryCross, DryEngine, DryLoop, DrySums, NoLink
+from trainer.dryrun.reserve import spare_buffers
+from trainer.dryrun.shape import prepare_shape
+from trainer.dryrun.watch import Watch
+from trainer.engine.optimizer import try_optimizer
+from trainer.loop.link import LoopConfig, Progress
+from trainer.parallel.layout import ParallelDims, Slot
+from trainer.parallel.mesh import ReplicaMesh
+from trainer.replication.lanes import deal_lanes
+from trainer.replication.step_commit import LaneStats
+from trainer.tasks.task import PreparedTask
+
+_GRANULE_BYTES = {"cpu": 1, "cuda": 512}
+"""What the allocators round up to."""
+
+_MICRO_BATCHES = 2
+"""Of a lane that are computed: one whose gradients begin, and one whose are added."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """Collectives of one kind in one group, in one step of one worker."""
+
+    group: str
+    """`shard`, `tensor`, `replica` (all of one) or `replicas`."""
+    ranks: int
+    """Workers in the group."""
+    kind: str
+    """Such as all_gather."""
+    bytes: int
+    """In all of them, of the larger of what goes in and what comes out."""
+    count: int
+    """How many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankNeeds:
+    """What one worker needs and sends."""
+
+    components: dict[str, int]
+    """Bytes alive at the peak of a step, by what they are for; see docs/dryrun.md."""
+    fault_reserve_bytes: int
+    """What the loss of a replica may add to that."""
+    parameters: int
+    """Numbers in the whole model."""
+    collectives: tuple[Collective, ...]
+    """Of one step."""
+    host_syncs: int
+    """How often in a step the host waits for a number of the device."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of tensors, in a step that nothing happens to."""
+        return sum(self.components.values())
+
+
+def dry_run(train: TrainConfig, *, replicas: int, device: Device) -> RankNeeds:
+    """Runs one step of the first worker. The process may be in no group.
+
+    Args:
+        train: what to learn.
+        replicas: that there are.
+        device: what the workers would have; here everything is on the CPU, and takes no memory.
+
+    Raises:
+        ConfigError: the settings cannot work.
+    """
+    lanes = train.lanes or replicas
+    train.check(lanes)
+    task, counter = prepare_shape(train), try_optimizer(train.optimizer)
+    of_lane = train.lane_samples(lanes) // train.micro_samples(lanes)
+    shown = min(of_lane, _MICRO_BATCHES)
+    short = replace(
+        train,
+        global_batch=lanes * train.parallel.shard * train.micro_samples(lanes) * shown,
+        micro_batch=train.micro_samples(lanes),
+    )
+    watch = Watch(vocabulary=_vocabulary(task, train), granule=_GRANULE_BYTES[device])
+    with _no_peers(train.parallel.dims, watch) as mesh:
+        with FakeTensorMode(allow_non_fake_inputs=True), watch:
+            loop = _build(task, short, mesh, replicas, lanes, device, watch, counter)
+            _step(loop, watch, times=of_lane / shown)
+            flat_bytes = loop.engine.gradient.nbytes
+            parameters = sum(param.numel() for param in loop.engine.model.parameters())
+        del loop
+    return RankNeeds(
+        components=watch.peak,
+        fault_reserve_bytes=spare_buffers(lanes, replicas) * flat_bytes,
+        parameters=parameters,
+        collectives=_collectives(watch, train.parallel.dims, replicas),
+        host_syncs=watch.host_syncs,
+    )
+
+
+def _vocabulary(task: PreparedTask, train: TrainConfig) -> set[int]:
+    """Sizes that logits may have: whole, and a tensor rank's part."""
+    size = getattr(task, "config", {}).get("vocab_size")
+    return set() if size is None else {size, size // train.parallel.tensor}
+
+
+@contextmanager
+def _no_peers(dims: ParallelDims, watch: Watch) -> Iterator[ReplicaMesh]:
+    """The replica's group on c10d's fake backend."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.workers)
+    try:
+        mesh = init_device_mesh("cpu", (dims.fsdp, dims.tensor), mesh_dim_names=("fsdp", "tensor"))
+        others = init_device_mesh(
+            "cpu", tuple(dims.degrees.values()), mesh_dim_names=tuple(dims.degrees)
+        )
+        made = ReplicaMesh(
+            fsdp=mesh["fsdp"],
+            tensor=mesh["tensor"],
+            others={name: others[name] for name, _ in dims.others},
+        )
+        watch.groups.update({dist.group.WORLD.group_name: "replica"})
+        named = {"shard": made.fsdp, "tensor": made.tensor, **made.others}
+        watch.groups.update(
+            {m.get_group().group_name: name for name, m in named.items() if m.size() > 1}
+        )
+        yield made
+    finally:
+        leave_replica_group()
+
+
+def _build(
+    task: PreparedTask,
+    train: TrainConfig,
+    mesh: ReplicaMesh,
+    replicas: int,
+    lanes: int,
+    device: Device,
+    watch: Watch,
+    counter: torch.Tensor | None,
+) -> DryLoop:
+    dealt = deal_lanes(lanes, tuple(range(replicas)))
+    engine = DryEngine(
+        task,
+        train,
+        slot=Slot(replica=0, rank=0, dims=train.parallel.dims),
+        mesh=mesh,
+        device="cpu",
+        max_replicas=replicas,
+        watch=watch,
+        counter=counter,
+    )
+    engine.forget_initial_weights()
+    cross = DryCross(
+        watch=watch,
+        gathers=device == "cuda",
+        lanes=[dealt[replica] for replica in range(replicas)],
+        total_lanes=lanes,
+        rank=0,
+    )
+    config = LoopConfig(
+        lanes=lanes, save_every=None, compare_every=None, max_nonfinite_steps=1, until=1
+    )
+    return DryLoop(
+        engine,
+        cross,
+        DrySums(lanes, engine.gradient.numel(), engine.device, watch=watch),
+        lanes=dealt[0],
+        progress=Progress(),
+        config=config,
+        link=NoLink(),
+        watch=watch,
+    )
+
+
+def _step(loop: DryLoop, watch: Watch, *, times: float) -> None:
+    """A step, of which the last lane alone is computed.
+
+    Args:
+        loop: the worker's.
+        watch: counts what it does.
+        times: micro-batches of a lane, for each that is computed here.
+    """
+    *before, last = loop.sums.begin(0, loop.lanes)
+    for lane in before:
+        loop.sums.open(lane)
+        loop.sums.settle(loop.engine.layout.count)
+        loop.sums.close(lane, LaneStats(loss=0.0, tokens=0, digest=0))
+    reduction = loop.make_reduction()
+    loop.compute_lane(0, last, reduction)
+    _multiply(watch, times * len(loop.lanes))
+    reduction.finish()
+    commit = loop.agree(0, failed=False)
+    assert commit is not None
+    loop.finish_step(commit)
+
+
+def _multiply(watch: Watch, factor: float) -> None:
+    """Counts what was sent inside the replica, and what the host waited for, so many times."""
+    watch.host_syncs = round(watch.host_syncs * factor)
+    for counter in (watch.calls, watch.call_bytes):
+        for call in counter:
+            if call.group != REPLICAS:
+                counter[call] = round(counter[call] * factor)
+
+
+def _collectives(watch: Watch, dims: ParallelDims, replicas: int) -> tuple[Collective, ...]:
+    ranks = {**dims.degrees, "shard": dims.fsdp, "replica": dims.workers, REPLICAS: replicas}
+    return tuple(
+        Collective(
+            group=call.group,
+            ranks=ranks[call.group],
+            kind=call.kind,
+            bytes=watch.call_bytes[call],
+            count=count,
+        )
+        for call, count in sorted(watch.calls.items())
+    )

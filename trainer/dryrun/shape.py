@@ -1,0 +1,81 @@
+"""A task's model and the form of its samples, without its data."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer.config import TrainConfig
+from trainer.data import SampleSource
+from trainer.data.order import Ids
+from trainer.errors import ConfigError
+from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
+from trainer.tasks.task import PreparedTask
+
+
+def prepare_shape(train: TrainConfig) -> PreparedTask:
+    """The task of a run as its workers get it. Of text nothing is read; another task than
+    `CausalLM` is prepared as for a run.
+
+    Raises:
+        ConfigError: the task cannot work.
+    """
+    task: Any = train.task
+    if isinstance(task, CausalLM):
+        config, family, _ = task.check_model(train, _vocabulary(task))
+        return _Shape(
+            config=config,
+            seq_len=task.seq_len,
+            loss_chunk=task.loss_chunk,
+            train_path="",
+            eval_path="",
+            pretrained=None,
+            family=family,
+            info={},
+        )
+    with tempfile.TemporaryDirectory() as cache:
+        prepared: PreparedTask = task.prepare(train, cache)
+        return prepared
+
+
+def _vocabulary(task: CausalLM) -> int:
+    """Tokens that the data uses, at most: 0 where its tokenizer is not looked at.
+
+    Raises:
+        ConfigError: neither the model nor the data says how many there are.
+    """
+    if task.data.tokenizer is None:
+        return task.data.vocab_size
+    if task.model.path is None and task.model.settings.get("vocab_size") is None:
+        raise ConfigError(
+            "train.task.model.settings",
+            dict(task.model.settings),
+            "a dry run does not read the tokenizer, and the model has no vocab_size",
+            "Set vocab_size",
+        )
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape(PreparedCausalLM):
+    """A causal language model without text."""
+
+    def train_data(self) -> SampleSource:
+        """See PreparedTask."""
+        return _Tokens(self.seq_len)
+
+
+class _Tokens:
+    """Samples of no content."""
+
+    def __init__(self, seq_len: int) -> None:
+        self._seq_len = seq_len
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def batch(self, ids: Ids) -> torch.Tensor:
+        return torch.zeros(len(ids), self._seq_len + 1, dtype=torch.int64)

@@ -1,0 +1,235 @@
+"""Watches every operation: which memory is alive, and what is sent to other workers.
+
+A storage counts from the first operation that returns it until it is let go, or is resized, which
+is how FSDP2 gives whole parameters their memory and takes it away. What it is for is known by where
+it was made (`labelled`), or by what is done with it (FSDP2's own operations, collectives).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+COMPONENTS = (
+    "parameters",
+    "gathered",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "buckets",
+)
+"""What memory is for; see docs/dryrun.md."""
+
+_USES = {
+    "fsdp.all_gather_copy_in": "buckets",
+    "fsdp.split_with_sizes_copy": "gathered",
+    "fsdp.chunk_cat": "buckets",
+}
+"""Operations of FSDP2 -> what they write to is for."""
+
+_KINDS = {
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "reduce_": "reduce",
+    "broadcast_": "broadcast",
+    "alltoall_base_": "all_to_all",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+}
+"""c10d's operations -> names that users know. Others keep their own."""
+
+
+class Call(NamedTuple):
+    """What collectives are counted by."""
+
+    group: str
+    """The peers."""
+    kind: str
+    """Such as all_gather."""
+
+
+class Watch(TorchDispatchMode):
+    """Counts memory and collectives of all operations within it.
+
+    Args:
+        vocabulary: sizes that the last dimension of logits has.
+        granule: bytes that the allocator rounds up to.
+    """
+
+    def __init__(self, *, vocabulary: Collection[int] = (), granule: int = 1) -> None:
+        super().__init__()
+        self._vocabulary, self._granule = vocabulary, granule
+        self._alive: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
+        self._now = dict.fromkeys(COMPONENTS, 0)
+        self._label = "activations"
+        self._synced: int | None = None
+        self.groups: dict[str, str] = {}
+        """c10d's name of a group -> who is in it. Others are not counted."""
+        self.peak = dict(self._now)
+        """Bytes by component when most were alive."""
+        self.calls, self.call_bytes = Counter[Call](), Counter[Call]()
+        """How often, and bytes in the larger of what goes in and what comes out."""
+        self.host_syncs = 0
+        """How often the host waited for a number of the device."""
+
+    def __enter__(self) -> Watch:
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resizing(self._resize)  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    @contextmanager
+    def labelled(self, component: str) -> Iterator[None]:
+        """What memory is for that is first seen in the block."""
+        before, self._label = self._label, component
+        try:
+            yield
+        finally:
+            self._label = before
+
+    def count(self, group: str, kind: str, sent_bytes: int) -> None:
+        """Counts a collective."""
+        self.calls[Call(group, kind)] += 1
+        self.call_bytes[Call(group, kind)] += sent_bytes
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its parts come here on their own
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._wait_for(args[0])
+        if func is torch.ops.aten.equal.default:
+            self._wait_for(args[0])
+            return True
+        result = func(*args, **kwargs)
+        self._synced = None
+        found = _tensors(result)
+        for tensor in found:
+            self._see(tensor)
+        use = _USES.get(f"{func.namespace}.{func.overloadpacket.__name__}")
+        if use is not None:
+            for tensor in _written(func, args, kwargs):
+                self._relabel(tensor, use)
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+            self._note(func, args, kwargs, found)
+        return result
+
+    def _wait_for(self, tensor: torch.Tensor) -> float | int:
+        """The host reads a number: 0. Numbers of one tensor, one after the other, are one wait."""
+        storage = tensor.untyped_storage()._cdata
+        self.host_syncs += storage != self._synced
+        self._synced = storage
+        return 0.0 if tensor.is_floating_point() else 0
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        if tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        label = self._label
+        if (
+            label == "activations"
+            and tensor.is_floating_point()
+            and tensor.dim() > 1
+            and tensor.shape[-1] in self._vocabulary
+        ):
+            label = "logits"
+        gone = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+        self._alive[key] = (label, 0, gone)
+        self._set(key, label, storage.nbytes())
+
+    def _set(self, key: int, label: str, size: int) -> None:
+        """What a storage is for, and its size, from now on."""
+        size = -(-size // self._granule) * self._granule
+        before, size_before, gone = self._alive[key]
+        self._alive[key] = (label, size, gone)
+        self._now[before] -= size_before
+        self._now[label] += size
+        if size > size_before and sum(self._now.values()) > sum(self.peak.values()):
+            self.peak = dict(self._now)
+
+    def _forget(self, key: int) -> None:
+        label, size, _ = self._alive.pop(key)
+        self._now[label] -= size
+
+    def _relabel(self, tensor: torch.Tensor, label: str) -> None:
+        entry = self._alive.get(tensor.untyped_storage()._cdata)
+        if entry is not None and entry[0] == "activations":
+            key = tensor.untyped_storage()._cdata
+            self._set(key, label, entry[1])
+
+    def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in self._alive:
+                self._set(storage._cdata, "gathered", size)
+            return result
+
+        return resize_
+
+    def _note(self, func: Any, args: Any, kwargs: Any, found: list[torch.Tensor]) -> None:
+        """Counts a collective of c10d."""
+        group = _group_of(args, self.groups)
+        name = func.overloadpacket.__name__
+        if group is None or name == "wait_tensor":
+            return
+        given = _tensors((args, kwargs))
+        for tensor in given:
+            self._relabel(tensor, "buckets")
+        size = max((t.numel() * t.element_size() for t in (*given, *found)), default=0)
+        self.count(group, _KINDS.get(name, name.strip("_")), size)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterable[torch.Tensor]:
+    """What an operation of FSDP2 writes to: `out`, or the second argument."""
+    return _tensors(kwargs["out"]) if "out" in kwargs else _tensors(args[1])
+
+
+def _group_of(args: Any, groups: Mapping[str, str]) -> str | None:
+    """Who is in the group of a collective: an argument of it, boxed or by its name."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            with_name = _unboxed(value)
+            if with_name is not None:
+                return groups.get(with_name)
+        elif isinstance(value, str) and value in groups:
+            return groups[value]
+    return None
+
+
+def _unboxed(value: torch.ScriptObject) -> str | None:
+    try:
+        return str(ProcessGroup.unbox(value).group_name)
+    except (RuntimeError, TypeError, ValueError):  # it is a reduction's operation
+        return None
