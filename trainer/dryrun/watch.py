@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -121,6 +122,9 @@ class Watch(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its parts come here on their own
         kwargs = kwargs or {}
+        if _real(args):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._wait_for(args[0])
         if func is torch.ops.aten.equal.default:
@@ -209,6 +213,12 @@ class Watch(TorchDispatchMode):
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _real(args: Any) -> bool:
+    """Whether an operation is on tensors that were made outside, such as those of a mesh."""
+    found = _tensors(args)
+    return bool(found) and not any(isinstance(t, FakeTensor) or t.is_meta for t in found)
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterable[torch.Tensor]:
