@@ -3,6 +3,8 @@
     main         the parser's root, and errors as exit statuses
     checkpoints  `elastic checkpoints …`: what each subcommand takes
     actions      what each subcommand does
+    live         `elastic attach` and `elastic stop`
+    dryrun       `elastic dryrun`
     runs         from what the user names to a store
     show         a checkpoint in words
 

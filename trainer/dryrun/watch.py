@@ -53,6 +53,10 @@ _KINDS = {
 """c10d's operations -> names that users know. Others keep their own."""
 
 
+_MADE_HERE = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+"""What `torch.tensor` calls with the numbers it was given."""
+
+
 class Call(NamedTuple):
     """What collectives are counted by."""
 
@@ -122,7 +126,7 @@ class Watch(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its parts come here on their own
         kwargs = kwargs or {}
-        if _real(args):
+        if _real(args) and func not in _MADE_HERE:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -1,0 +1,197 @@
+"""`elastic dryrun`: what a layout needs, before there are machines for it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from elastic.cli.show import human_bytes, table
+from trainer.dryrun.machines import MACHINES, Machine
+from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from elastic.api import ElasticTrainer
+    from trainer.config import TrainConfig
+    from trainer.dryrun.changes import Change
+    from trainer.dryrun.report import Report
+
+_EPILOG = """\
+FILE.py is imported, not run: what stands below `if __name__ == "__main__":` is not done, and nothing
+is started. NAME is an ElasticTrainer in it; it may be left out where there is only one.
+
+exit status: 0 where the layout fits, or no memory is known; 1 where it does not; 2 for bad input
+
+examples:
+  elastic dryrun train.py --instance p4d --nodes 128
+  elastic dryrun train.py:trainer --memory-gb 96 --gpus-per-node 4 --json
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parsers of `commands`."""
+    verb = commands.add_parser(
+        "dryrun",
+        help="what a run needs of its machines: memory, collectives",
+        description="Builds one worker and runs a step of it, without a GPU, without peers and "
+        "without memory, and says what it needs.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb.add_argument("file", metavar="FILE.py[:NAME]", help="where the ElasticTrainer is")
+    verb.add_argument("--instance", choices=list(MACHINES), help="machines of AWS")
+    verb.add_argument("--nodes", type=int, metavar="N", help="how many machines there are")
+    verb.add_argument("--memory-gb", type=float, metavar="GB", help="of one GPU, in 10^9 bytes")
+    verb.add_argument("--gpus-per-node", type=int, metavar="N", help="on other machines")
+    verb.add_argument("--json", action="store_true", help="one JSON object")
+    verb.set_defaults(action=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """`dryrun`"""
+    machine = plan_machine(
+        options.instance, options.memory_gb, options.gpus_per_node, options.nodes
+    )
+    trainer = find_trainer(options.file)
+    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+    found = _measure(trainer.train, trainer.scaling.max_replicas, trainer, machine, options.nodes)
+    change = None if found.fits is not False else _nearest(trainer, machine, options.nodes)
+    if options.json:
+        print(json.dumps({**found.to_json(), "nearest": change.text if change else None}))
+    else:
+        print(_in_words(found, trainer, change))
+    return int(found.fits is False)
+
+
+def plan_machine(
+    instance: str | None, memory_gb: float | None, gpus: int | None, nodes: int | None
+) -> Machine | None:
+    """The kind of machine that was asked for; None: none.
+
+    Raises:
+        ConfigError: the options contradict each other.
+    """
+    for name, value in (("memory-gb", memory_gb), ("gpus-per-node", gpus), ("nodes", nodes)):
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name}", value, "not positive", "Use a positive number")
+    if instance is not None:
+        machine = MACHINES[instance]
+        if memory_gb is not None:
+            machine = replace(machine, memory_bytes=int(memory_gb * 1e9))
+        return machine if gpus is None else replace(machine, gpus=gpus)
+    if memory_gb is None:
+        if nodes is not None or gpus is not None:
+            raise ConfigError(
+                "--instance",
+                None,
+                "nothing says how much memory a GPU has",
+                f"Use one of {', '.join(MACHINES)}, or --memory-gb",
+            )
+        return None
+    return Machine(name="machines", gpus=gpus or 8, memory_bytes=int(memory_gb * 1e9))
+
+
+def find_trainer(where: str) -> ElasticTrainer:
+    """Imports FILE.py and takes the trainer NAME of it.
+
+    Raises:
+        ConfigError: there is no such file, or no such trainer in it; the message says which there
+            are.
+    """
+    from elastic.api import ElasticTrainer
+
+    file, _, name = where.partition(":")
+    module = _import(Path(file))
+    there = {key: value for key, value in vars(module).items() if isinstance(value, ElasticTrainer)}
+    known = f"it has {', '.join(there)}" if there else "it has none outside functions"
+    if name:
+        if name not in there:
+            raise ConfigError("NAME", name, f"no ElasticTrainer in {file}: {known}", "Name one")
+        return there[name]
+    different = {id(value): value for value in there.values()}
+    if len(different) != 1:
+        raise ConfigError("FILE", file, f"not one ElasticTrainer: {known}", "Use FILE.py:NAME")
+    return next(iter(different.values()))
+
+
+def _import(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise ConfigError("FILE", str(file), "no such file", "Name a Python file")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError("FILE", str(file), "not a Python file", "Name a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.resolve().parent))  # as `python FILE.py` does
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _measure(
+    train: TrainConfig,
+    replicas: int,
+    trainer: ElasticTrainer,
+    machine: Machine | None,
+    nodes: int | None,
+) -> Report:
+    from trainer.dryrun.rank import dry_run
+    from trainer.dryrun.report import Report
+
+    device = trainer.scaling.device if machine is None else "cuda"
+    return Report(
+        needs=dry_run(train, replicas=replicas, device=device),
+        workers=replicas * train.parallel.workers,
+        machine=machine,
+        nodes=nodes,
+    )
+
+
+def _nearest(trainer: ElasticTrainer, machine: Machine | None, nodes: int | None) -> Change | None:
+    """The first change that fits; None where none does."""
+    from trainer.dryrun.changes import plan_changes
+
+    for change in plan_changes(trainer.train, trainer.scaling.max_replicas):
+        if _measure(change.train, change.replicas, trainer, machine, nodes).fits:
+            return change
+    return None
+
+
+def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> str:
+    needs, machine = found.needs, found.machine
+    layout = f"{trainer.scaling.max_replicas} replicas of {trainer.train.parallel.dims}"
+    lines = [f"{needs.parameters:,} parameters; {layout}: {found.workers:,} workers"]
+    lines += ["", table(_component_rows(found)), "", f"peak of a step: {human_bytes(needs.peak_bytes)}"]
+    if machine is not None:
+        share = found.needed_bytes / machine.memory_bytes
+        lines.append(
+            f"needed: {human_bytes(found.needed_bytes)} of {human_bytes(machine.memory_bytes)} "
+            f"({share:.2f}): {found.verdict}"
+        )
+    if found.lacks_gpus:
+        lines.append(f"{found.workers:,} workers, but {found.gpus:,} GPUs: it does not fit")
+    if found.fits is False:
+        lines.append(f"nearest change that fits: {change.text if change else 'none was found'}")
+    if needs.collectives:
+        lines += ["", table(_collective_rows(found))]
+    return "\n".join([*lines, "", f"host syncs in a step: {needs.host_syncs}"])
+
+
+def _component_rows(found: Report) -> list[tuple[str, str]]:
+    rows = [(name, human_bytes(size)) for name, size in found.components.items()]
+    return [("component", "bytes"), *rows]
+
+
+def _collective_rows(found: Report) -> list[tuple[str, ...]]:
+    return [
+        ("group", "ranks", "kind", "calls", "bytes in a step"),
+        *(
+            (c.group, str(c.ranks), c.kind, f"{c.count:,}", human_bytes(c.bytes))
+            for c in found.needs.collectives
+        ),
+    ]

@@ -1,0 +1,85 @@
+"""What a dry run comes to: does the layout fit? Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from trainer.dryrun.machines import Machine, beside_tensors
+from trainer.dryrun.rank import RankNeeds
+
+_TIGHT = (0.9, 1.1)
+"""Shares of the memory between which a dry run may be wrong."""
+
+Verdict = Literal["fits", "tight", "too large", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A worker's needs beside what there is."""
+
+    needs: RankNeeds
+    """Of the first worker, which needs most."""
+    workers: int
+    """Of the whole layout, spares not counted."""
+    machine: Machine | None
+    """Where they are; None: on a CPU."""
+    nodes: int | None
+    """How many machines; None: as many as it takes."""
+
+    @property
+    def components(self) -> dict[str, int]:
+        """Bytes by what they are for. The last two are no part of a step's peak."""
+        groups = len({call.group for call in self.needs.collectives if call.ranks > 1})
+        beside = beside_tensors(self.needs.peak_bytes, groups) if self.machine else 0
+        return {
+            **self.needs.components,
+            "fault_reserve": self.needs.fault_reserve_bytes,
+            "device": beside,
+        }
+
+    @property
+    def needed_bytes(self) -> int:
+        """All that must be there."""
+        return sum(self.components.values())
+
+    @property
+    def gpus(self) -> int | None:
+        """There are so many; None: unknown."""
+        return None if self.machine is None or self.nodes is None else self.machine.gpus * self.nodes
+
+    @property
+    def lacks_gpus(self) -> bool:
+        """Whether there are fewer than workers."""
+        return self.gpus is not None and self.gpus < self.workers
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether memory and machines are enough; None where the memory is unknown."""
+        if self.machine is None:
+            return None
+        return self.needed_bytes <= self.machine.memory_bytes and not self.lacks_gpus
+
+    @property
+    def verdict(self) -> Verdict:
+        """On the memory alone, in a word."""
+        if self.machine is None:
+            return "unknown"
+        share = self.needed_bytes / self.machine.memory_bytes
+        return "fits" if share < _TIGHT[0] else "tight" if share <= _TIGHT[1] else "too large"
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "fits": self.fits,
+            "verdict": self.verdict,
+            "peak_bytes": self.needs.peak_bytes,
+            "needed_bytes": self.needed_bytes,
+            "memory_bytes": None if self.machine is None else self.machine.memory_bytes,
+            "components": self.components,
+            "collectives": [asdict(collective) for collective in self.needs.collectives],
+            "host_syncs": self.needs.host_syncs,
+            "parameters": self.needs.parameters,
+            "workers": self.workers,
+            "gpus": self.gpus,
+        }
