@@ -1,7 +1,7 @@
 """Llama 3 70B on 1,024 GPUs: layouts to try with `elastic dryrun`, and to start from.
 
-    elastic dryrun examples/llama_70b.py:on_p4d --instance p4d --nodes 128
-    elastic dryrun examples/llama_70b.py:on_p5 --instance p5 --nodes 16
+elastic dryrun examples/llama_70b.py:on_p4d --instance p4d --nodes 128
+elastic dryrun examples/llama_70b.py:on_p5 --instance p5 --nodes 16
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from trainer.dryrun.report import Report
 
 _EPILOG = """\
-FILE.py is imported, not run: what stands below `if __name__ == "__main__":` is not done, and nothing
-is started. NAME is an ElasticTrainer in it; it may be left out where there is only one.
+FILE.py is imported, not run: what stands below `if __name__ == "__main__":` is not done, and
+nothing is started. NAME is an ElasticTrainer in it; it may be left out where there is only one.
 
 exit status: 0 where the layout fits, or no memory is known; 1 where it does not; 2 for bad input
 
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         options.instance, options.memory_gb, options.gpus_per_node, options.nodes
     )
     trainer = find_trainer(options.file)
-    warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+    warnings.simplefilter("ignore")  # torch's, at addresses that are not there
     found = _measure(trainer.train, trainer.scaling.max_replicas, trainer, machine, options.nodes)
     change = None if found.fits is not False else _nearest(trainer, machine, options.nodes)
     if options.json:
@@ -166,7 +166,12 @@ def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> 
     needs, machine = found.needs, found.machine
     layout = f"{trainer.scaling.max_replicas} replicas of {trainer.train.parallel.dims}"
     lines = [f"{needs.parameters:,} parameters; {layout}: {found.workers:,} workers"]
-    lines += ["", table(_component_rows(found)), "", f"peak of a step: {human_bytes(needs.peak_bytes)}"]
+    lines += [
+        "",
+        table(_component_rows(found)),
+        "",
+        f"peak of a step: {human_bytes(needs.peak_bytes)}",
+    ]
     if machine is not None:
         share = found.needed_bytes / machine.memory_bytes
         lines.append(

@@ -5,6 +5,8 @@ Everything else is what trains: model, FSDP2, tensor parallelism, lanes, reducti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,11 +18,13 @@ from trainer.dryrun.watch import Watch
 from trainer.engine.engine import Engine
 from trainer.engine.optimizer import SliceOptimizer
 from trainer.loop.link import Link
+from trainer.loop.phases import Phase
 from trainer.loop.steps import TrainLoop
+from trainer.recovery.heal import Newcomer
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.reduction import Reduction
 from trainer.replication.replicas import CrossGroup, Flight
-from trainer.replication.step_commit import Saving
+from trainer.replication.step_commit import Commit, Place, Saving
 
 REPLICAS = "replicas"
 """What the group across replicas is called."""
@@ -58,8 +62,7 @@ class DryEngine(Engine):
     def collect_in(self, flat: torch.Tensor) -> None:
         """See Engine. Views will do where there are no numbers to be put elsewhere."""
         self._lane, self._lane_views = flat, self.layout.views(flat)
-        ends = self.layout.group_ends
-        self._watch.offer([flat[start:end] for start, end in zip(ends, ends[1:], strict=False)])
+        self._watch.offer([flat[start:end] for start, end in pairwise(self.layout.group_ends)])
 
     def norm_squared(self, gradient: torch.Tensor) -> float:
         """See Engine. One number for the whole: thousands of norms take seconds here."""
@@ -185,6 +188,23 @@ class NoLink(Link):
         """See Link."""
         return False
 
+    def at_step(self, step: int, phase: Phase) -> None:
+        """See Link."""
+
+    def committed(self, commit: Commit, lr: float, applied: bool) -> None:
+        """See Link."""
+
+    def caught_up(self, newcomer: Newcomer) -> None:
+        """See Link."""
+
+    def heal_failed(self, reason: str) -> None:
+        """See Link."""
+
+    def save(
+        self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
+    ) -> None:
+        """See Link."""
+
     def saving(self) -> Saving:
         """See Link."""
         return Saving()
@@ -192,3 +212,12 @@ class NoLink(Link):
     def recorded(self) -> int:
         """See Link."""
         return 0
+
+    def save_skipped(self, step: int, places: Sequence[Place]) -> None:
+        """See Link."""
+
+    def compared(self, step: int, checksums: list[int | None]) -> None:
+        """See Link."""
+
+    def evaluated(self, step: int, loss: float, tokens: int) -> None:
+        """See Link."""

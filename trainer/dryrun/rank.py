@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.backend.groups import Device, leave_replica_group
 from trainer.config import TrainConfig
+from trainer.dryrun.kernels import BESIDE
 from trainer.dryrun.parts import REPLICAS, DryCross, DryEngine, DryLoop, DrySums, NoLink
 from trainer.dryrun.reserve import spare_buffers
 from trainer.dryrun.shape import prepare_shape
@@ -97,7 +98,11 @@ def dry_run(train: TrainConfig, *, replicas: int, device: Device) -> RankNeeds:
         global_batch=lanes * train.parallel.shard * train.micro_samples(lanes) * shown,
         micro_batch=train.micro_samples(lanes),
     )
-    watch = Watch(vocabulary=_vocabulary(task, train), granule=_GRANULE_BYTES[device])
+    watch = Watch(
+        vocabulary=_vocabulary(task, train),
+        granule=_GRANULE_BYTES[device],
+        beside=BESIDE[device],
+    )
     with _no_peers(train.parallel.dims, watch) as mesh:
         with FakeTensorMode(allow_non_fake_inputs=True), watch:
             loop = _build(task, short, mesh, replicas, lanes, device, watch, counter)
@@ -134,11 +139,9 @@ def _no_peers(dims: ParallelDims, watch: Watch) -> Iterator[ReplicaMesh]:
             tensor=mesh["tensor"],
             others={name: others[name] for name, _ in dims.others},
         )
-        watch.groups.update({dist.group.WORLD.group_name: "replica"})
         named = {"shard": made.fsdp, "tensor": made.tensor, **made.others}
-        watch.groups.update(
-            {m.get_group().group_name: name for name, m in named.items() if m.size() > 1}
-        )
+        watch.groups = {dist.distributed_c10d._get_default_group().group_name: "replica"}
+        watch.groups |= {m.get_group().group_name: n for n, m in named.items() if m.size() > 1}
         yield made
     finally:
         leave_replica_group()

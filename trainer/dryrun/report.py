@@ -46,7 +46,9 @@ class Report:
     @property
     def gpus(self) -> int | None:
         """There are so many; None: unknown."""
-        return None if self.machine is None or self.nodes is None else self.machine.gpus * self.nodes
+        return (
+            None if self.machine is None or self.nodes is None else self.machine.gpus * self.nodes
+        )
 
     @property
     def lacks_gpus(self) -> bool:

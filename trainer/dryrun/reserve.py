@@ -35,6 +35,4 @@ def lane_buffers(dealt: Iterable[int], lanes: int) -> int:
     """The most buffers that the lanes of a replica need at once, computed in their order: those of
     the whole subtrees before, and one for the lane that is open."""
     order = list(dealt)
-    return max(
-        (len(blocks_of(order[:done], lanes)) + 1 for done in range(len(order))), default=0
-    )
+    return max((len(blocks_of(order[:done], lanes)) + 1 for done in range(len(order))), default=0)

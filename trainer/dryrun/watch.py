@@ -11,14 +11,18 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from trainer.dryrun.kernels import Beside
 
 COMPONENTS = (
     "parameters",
@@ -72,15 +76,24 @@ class Watch(TorchDispatchMode):
     Args:
         vocabulary: sizes that the last dimension of logits has.
         granule: bytes that the allocator rounds up to.
+        beside: what operations take beside their results.
     """
 
-    def __init__(self, *, vocabulary: Collection[int] = (), granule: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        vocabulary: Collection[int] = (),
+        granule: int = 1,
+        beside: Beside = MappingProxyType({}),
+    ) -> None:
         super().__init__()
-        self._vocabulary, self._granule = vocabulary, granule
+        self._vocabulary, self._granule, self._beside = vocabulary, granule, beside
         self._alive: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
         self._now = dict.fromkeys(COMPONENTS, 0)
         self._label = "activations"
+        self._sees = True
         self._synced: int | None = None
+        self._restore: list[Callable[[], None]] = []
         self.groups: dict[str, str] = {}
         """c10d's name of a group -> who is in it. Others are not counted."""
         self.peak = dict(self._now)
@@ -91,14 +104,17 @@ class Watch(TorchDispatchMode):
         """How often the host waited for a number of the device."""
 
     def __enter__(self) -> Watch:
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resizing(self._resize)  # type: ignore[method-assign]
+        self._restore = [
+            _replace(torch.UntypedStorage, "resize_", self._resizing),
+            _replace(ShardingPropagator, "_propagate_tensor_meta_non_cached", self._unseen),
+        ]
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        for restore in self._restore:
+            restore()
 
     @contextmanager
     def labelled(self, component: str) -> Iterator[None]:
@@ -121,7 +137,7 @@ class Watch(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func.namespace == "prim":
+        if func.namespace == "prim" or not self._sees:
             return func(*args, **(kwargs or {}))
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its parts come here on their own
@@ -132,13 +148,15 @@ class Watch(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._wait_for(args[0])
         if func is torch.ops.aten.equal.default:
-            self._wait_for(args[0])
-            return True
+            return True  # a check of the first step; none is in every step
         result = func(*args, **kwargs)
         self._synced = None
         found = _tensors(result)
         for tensor in found:
             self._see(tensor)
+        if func in self._beside:
+            self._add("activations", self._beside[func](*args, **kwargs))
+            self._add("activations", -self._beside[func](*args, **kwargs))
         use = _USES.get(f"{func.namespace}.{func.overloadpacket.__name__}")
         if use is not None:
             for tensor in _written(func, args, kwargs):
@@ -179,8 +197,11 @@ class Watch(TorchDispatchMode):
         before, size_before, gone = self._alive[key]
         self._alive[key] = (label, size, gone)
         self._now[before] -= size_before
+        self._add(label, size)
+
+    def _add(self, label: str, size: int) -> None:
         self._now[label] += size
-        if size > size_before and sum(self._now.values()) > sum(self.peak.values()):
+        if size > 0 and sum(self._now.values()) > sum(self.peak.values()):
             self.peak = dict(self._now)
 
     def _forget(self, key: int) -> None:
@@ -202,6 +223,18 @@ class Watch(TorchDispatchMode):
 
         return resize_
 
+    def _unseen(self, propagate: Callable[..., Any]) -> Callable[..., Any]:
+        """DTensor finds out the form of a result on fake tensors of the whole, on a worker too."""
+
+        def propagate_unseen(*args: Any) -> Any:
+            before, self._sees = self._sees, False
+            try:
+                return propagate(*args)
+            finally:
+                self._sees = before
+
+        return propagate_unseen
+
     def _note(self, func: Any, args: Any, kwargs: Any, found: list[torch.Tensor]) -> None:
         """Counts a collective of c10d."""
         group = _group_of(args, self.groups)
@@ -213,6 +246,13 @@ class Watch(TorchDispatchMode):
             self._relabel(tensor, "buckets")
         size = max((t.numel() * t.element_size() for t in (*given, *found)), default=0)
         self.count(group, _KINDS.get(name, name.strip("_")), size)
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:
+    """Puts `wrap(former)` in the place of a method; returns what puts the former back."""
+    former = getattr(owner, name)
+    setattr(owner, name, wrap(former))
+    return lambda: setattr(owner, name, former)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -72,7 +72,6 @@ class CausalLM:
             },
         )
 
-
     def _check(self) -> None:
         if self.seq_len < 1:
             raise ConfigError("train.task.seq_len", self.seq_len, "no tokens", "Use 1 or more")

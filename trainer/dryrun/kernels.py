@@ -1,0 +1,33 @@
+"""What kernels of a GPU take beside their results, where the CPU's take nothing. Pure.
+
+Attention in forward keeps the same on both: its output, and one float32 for each head and token. A
+fused AdamW takes nothing on either. A composed operation (a norm, a rotation) is run as what it is
+composed of, as nothing is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+Beside = Mapping[Any, Callable[..., int]]
+"""Operation -> bytes that it takes while it runs, from its arguments."""
+
+
+def attention_backward_bytes(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any
+) -> int:
+    """The query's gradient is added up in float32; with fewer heads of keys than of queries, the
+    gradients of keys and values are there for every head of queries first.
+    Source: flash_api.cpp of FlashAttention 2, as in torch."""
+    heads, key_heads = query.shape[1], key.shape[1]
+    expanded = 2 * query.nbytes if heads != key_heads else 0
+    return query.numel() * torch.float32.itemsize + expanded
+
+
+BESIDE: dict[str, Beside] = {"cpu": {}, "cuda": {_ATTENTION: attention_backward_bytes}}
+"""By the device."""
