@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from trainer.dryrun.changes import Change
     from trainer.dryrun.report import Report
 
+_MODULE = "__mp_main__"
+"""What multiprocessing calls a main program that is imported, not run."""
+
 _EPILOG = """\
 FILE.py is imported, not run: what stands below `if __name__ == "__main__":` is not done, and
 nothing is started. NAME is an ElasticTrainer in it; it may be left out where there is only one.
@@ -59,9 +62,11 @@ def run(options: argparse.Namespace) -> int:
         options.instance, options.memory_gb, options.gpus_per_node, options.nodes
     )
     trainer = find_trainer(options.file)
-    warnings.simplefilter("ignore")  # torch's, at addresses that are not there
+    warnings.simplefilter("ignore")  # torch's, on how a model is made
     found = _measure(trainer.train, trainer.scaling.max_replicas, trainer, machine, options.nodes)
-    change = None if found.fits is not False else _nearest(trainer, machine, options.nodes)
+    change = None
+    if found.fits is False and not found.lacks_gpus:
+        change = _nearest(trainer, machine, options.nodes)
     if options.json:
         print(json.dumps({**found.to_json(), "nearest": change.text if change else None}))
     else:
@@ -123,12 +128,12 @@ def find_trainer(where: str) -> ElasticTrainer:
 def _import(file: Path) -> ModuleType:
     if not file.is_file():
         raise ConfigError("FILE", str(file), "no such file", "Name a Python file")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    spec = importlib.util.spec_from_file_location(_MODULE, file)
     if spec is None or spec.loader is None:
         raise ConfigError("FILE", str(file), "not a Python file", "Name a file that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.resolve().parent))  # as `python FILE.py` does
-    sys.modules[file.stem] = module
+    sys.modules[_MODULE] = module
     spec.loader.exec_module(module)
     return module
 
@@ -180,7 +185,7 @@ def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> 
         )
     if found.lacks_gpus:
         lines.append(f"{found.workers:,} workers, but {found.gpus:,} GPUs: it does not fit")
-    if found.fits is False:
+    elif found.fits is False:
         lines.append(f"nearest change that fits: {change.text if change else 'none was found'}")
     if needs.collectives:
         lines += ["", table(_collective_rows(found))]

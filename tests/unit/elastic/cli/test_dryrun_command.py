@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.cli.dryrun import plan_machine
+from elastic.cli.main import main
+
+PROGRAM = """
+from elastic import ElasticTrainer, ScalingConfig
+from tests.support.small_llama import small_train
+
+trainer = ElasticTrainer(
+    small_train(global_batch=8, lanes=None), scaling=ScalingConfig(max_replicas=2)
+)
+again = trainer
+if __name__ == "__main__":
+    raise AssertionError("it was run")
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program, whose import is forgotten afterwards."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "__mp_main__", raising=False)
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["dryrun", str(file), "--instance", "p4d", "--nodes", "1", "--json"]
+    assert main(arguments) == 0
+    found = shown(capsys)
+    assert found["fits"] is True and found["verdict"] == "fits" and found["nearest"] is None
+    parts = found["components"]
+    assert set(parts) == {
+        *("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "buckets"),
+        *("fault_reserve", "device"),
+    }
+    assert found["needed_bytes"] == sum(parts.values()) <= found["memory_bytes"]
+    assert found["peak_bytes"] == found["needed_bytes"] - parts["fault_reserve"] - parts["device"]
+    assert (found["workers"], found["gpus"]) == (2, 8)
+    kinds = {(c["group"], c["kind"]): c for c in found["collectives"]}
+    assert kinds["replicas", "all_to_all"]["ranks"] == 2
+    assert kinds["replicas", "all_to_all"]["bytes"] > 0
+    assert kinds["replicas", "all_reduce"]["count"] == 1
+    assert found["host_syncs"] > 0
+
+
+def test_without_a_machine_nothing_fits_or_does_not(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dryrun", f"{file}:again", "--json"]) == 0
+    found = shown(capsys)
+    assert found["fits"] is None and found["memory_bytes"] is None
+    assert found["components"]["device"] == 0
+
+
+def test_what_does_not_fit_names_a_change_that_does(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["dryrun", str(file), "--gpus-per-node", "2", "--memory-gb"]
+    assert main([*options, "80", "--json"]) == 0
+    memory_gb = (shown(capsys)["needed_bytes"] - 1_000_000) / 1e9
+    assert main([*options, f"{memory_gb}"]) == 1
+    out = capsys.readouterr().out
+    assert "(1.00): tight" in out
+    assert 'nearest change that fits: recompute="full"' in out
+    assert "all_to_all" in out and "fault_reserve" in out
+
+
+def test_too_few_machines(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["dryrun", str(file), "--memory-gb", "80", "--gpus-per-node", "1", "--nodes", "1"]
+    assert main(arguments) == 1
+    assert "2 workers, but 1 GPUs: it does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("missing.py", "no such file"),
+        ("program.py:other", "no ElasticTrainer in .*: it has trainer, again"),
+        ("empty.py", "not one ElasticTrainer: it has none outside functions"),
+        ("two.py", "not one ElasticTrainer: it has a, b. Use FILE.py:NAME"),
+        ("program.txt", "Name a file that ends in .py"),
+    ],
+)
+def test_bad_names(file: Path, where: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (file.parent / "empty.py").write_text("")
+    (file.parent / "program.txt").write_text("")
+    (file.parent / "two.py").write_text(
+        PROGRAM.replace("again = trainer", "")
+        + "import copy\na, b = trainer, copy.copy(trainer)\ndel trainer\n"
+    )
+    assert main(["dryrun", str(file.parent / where)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(why, error), error
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--nodes", "0", "--instance", "p4d"], "--nodes = 0: not positive"),
+        (["--nodes", "2"], "nothing says how much memory a GPU has"),
+        (["--memory-gb", "-1"], "--memory-gb = -1.0: not positive"),
+        (["--memory-gb", "nan"], "--memory-gb = nan: not positive"),
+    ],
+)
+def test_bad_options(
+    file: Path, options: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dryrun", str(file), *options]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_an_unknown_instance_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["dryrun", "x.py", "--instance", "p3"])
+    assert "invalid choice: 'p3'" in capsys.readouterr().err
+
+
+def test_machines_may_be_corrected() -> None:
+    machine = plan_machine("p5", 94.0, 4, 2)
+    assert machine is not None
+    assert (machine.gpus, machine.memory_bytes) == (4, 94_000_000_000)
+    assert plan_machine(None, None, None, None) is None

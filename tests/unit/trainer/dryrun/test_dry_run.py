@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.support.small_llama import SETTINGS, small_train
+from trainer.config import ParallelConfig, TrainConfig
+from trainer.dryrun.changes import plan_changes
+from trainer.dryrun.kernels import attention_backward_bytes
+from trainer.dryrun.machines import MACHINES
+from trainer.dryrun.rank import RankNeeds, dry_run
+from trainer.dryrun.report import Report
+from trainer.dryrun.reserve import lane_buffers, spare_buffers
+from trainer.errors import ConfigError
+from trainer.replication.lane_sums import LaneSums
+from trainer.replication.step_commit import LaneStats
+from trainer.tasks.causal_lm import CausalLM
+from trainer.tasks.custom import CustomTask
+
+D, F, V, LAYERS = (
+    int(SETTINGS[name])
+    for name in ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers")
+)
+BLOCK = D * D + 2 * (D * D // 2) + D * D + 3 * D * F + 2 * D
+"""Numbers in a block: four attention matrices, two of them half as large, three of the MLP, two
+norms."""
+ROOT = 2 * V * D + D
+"""Embeddings, head, last norm."""
+PARAMETERS = LAYERS * BLOCK + ROOT
+
+
+@pytest.fixture(scope="module")
+def sharded() -> RankNeeds:
+    """Shard 2 in two replicas of two lanes each, four micro-batches a lane."""
+    train = small_train(shard=2, lanes=4, global_batch=32, micro_batch=1)
+    return dry_run(train, replicas=2, device="cuda")
+
+
+def test_state_is_a_share_of_the_model(sharded: RankNeeds) -> None:
+    assert sharded.parameters == PARAMETERS
+    share = PARAMETERS * 4 / 2
+    parts = sharded.components
+    assert parts["parameters"] == pytest.approx(share, rel=0.01)
+    assert parts["optimizer"] == pytest.approx(2 * share, rel=0.01)
+    # The reduced gradient, and two lanes in a tree: one whole, one open.
+    assert parts["gradients"] == pytest.approx(3 * share, rel=0.01)
+
+
+def test_collectives_are_those_of_a_whole_step(sharded: RankNeeds) -> None:
+    found = {(c.group, c.kind): (c.count, c.bytes) for c in sharded.collectives}
+    micro_batches = 2 * 4
+    # In forward all groups are gathered, in backward all but the root's, which stays.
+    gathered = (2 * LAYERS * BLOCK + ROOT) * 4
+    assert found["shard", "all_gather"] == (
+        micro_batches * (2 * LAYERS + 1),
+        micro_batches * gathered,
+    )
+    assert found["shard", "reduce_scatter"] == (
+        micro_batches * (LAYERS + 1),
+        micro_batches * PARAMETERS * 4,
+    )
+    for kind in ("all_to_all", "all_gather"):
+        assert found["replicas", kind][1] == pytest.approx(PARAMETERS * 4 / 2, rel=0.01)
+    assert found["shard", "reduce"][0] == found["shard", "broadcast"][0] == 1
+    assert found["replicas", "all_reduce"][0] == 1
+
+
+def test_the_host_waits_for_each_loss_and_in_the_commit(sharded: RankNeeds) -> None:
+    # The loss of 8 micro-batches; the norm, two sums inside the replica, one over the replicas.
+    assert sharded.host_syncs == 8 + 4
+
+
+def test_recomputation_and_a_chunked_head_need_less() -> None:
+    def needs(**changes: Any) -> dict[str, int]:
+        train = small_train(global_batch=16, **changes)
+        return dry_run(train, replicas=1, device="cpu").components
+
+    kept, some, none = needs(), needs(recompute="selective"), needs(recompute="full")
+    assert none["activations"] < some["activations"] < kept["activations"]
+    logits = 16 * 128 * V * 4
+    assert kept["logits"] >= 2 * logits
+    assert sum(needs(recompute="full", loss_chunk=64).values()) < sum(none.values()) - logits
+
+
+def test_nothing_is_left_behind(sharded: RankNeeds) -> None:
+    assert not dist.is_initialized()
+    storage = torch.ones(4).untyped_storage()
+    assert storage.resize_(8).nbytes() == 8
+    assert "Watch" not in repr(torch.UntypedStorage.resize_)
+
+
+def test_many_workers_cost_nothing() -> None:
+    train = small_train(shard=256, lanes=4, global_batch=1024)
+    needs = dry_run(train, replicas=4, device="cuda")
+    assert needs.components["parameters"] < PARAMETERS * 4 / 200
+
+
+def test_a_task_of_ones_own() -> None:
+    def loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        x, y = batch
+        return (model(x) - y).square().sum(), len(y)
+
+    task = CustomTask(
+        build_model=lambda: nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8)),
+        loss_function=loss,
+        dataset=[(torch.zeros(64), torch.zeros(8))] * 16,
+    )
+    train = TrainConfig(
+        task=task, steps=2, global_batch=16, lanes=1, parallel=ParallelConfig(shard=2)
+    )
+    needs = dry_run(train, replicas=1, device="cpu")
+    assert needs.parameters == 64 * 512 + 512 + 512 * 8 + 8
+    assert needs.components["activations"] > 8 * 512 * 4
+
+
+def test_the_vocabulary_must_be_known() -> None:
+    train = small_train()
+    task: CausalLM = train.task
+    object.__setattr__(task.data, "tokenizer", "somewhere")
+    object.__setattr__(
+        task.model, "settings", {k: v for k, v in SETTINGS.items() if k != "vocab_size"}
+    )
+    with pytest.raises(ConfigError, match="does not read the tokenizer") as error:
+        dry_run(train, replicas=1, device="cpu")
+    assert error.value.field == "train.task.model.settings"
+
+
+@given(st.sets(st.integers(0, 15)), st.integers(16, 20))
+def test_lane_buffers_are_those_that_are_made(lanes: set[int], total: int) -> None:
+    sums, made = LaneSums(total, 1, torch.device("cpu")), Counter[int]()
+    for lane in sums.begin(0, sorted(lanes)):
+        made[id(sums.open(lane))] += 1
+        sums.settle(1)
+        sums.close(lane, LaneStats(loss=0.0, tokens=0, digest=0))
+    assert len(sums.blocks) + len(sums._free) == lane_buffers(sorted(lanes), total)
+
+
+def test_a_lost_replica_costs_buffers() -> None:
+    assert spare_buffers(4, 1) == 0
+    # The gradient's place, and one more as the other's lane comes beside the own one.
+    assert spare_buffers(2, 2) == 2
+    # The lanes of the lost one are no neighbours of those that take them.
+    assert spare_buffers(8, 4) >= 2
+
+
+def needs_of(size: int) -> RankNeeds:
+    return RankNeeds(
+        components={"parameters": size},
+        fault_reserve_bytes=0,
+        parameters=1,
+        collectives=(),
+        host_syncs=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "verdict", "fits"),
+    [
+        (20e9, "fits", True),
+        (38e9, "tight", True),
+        (41e9, "tight", False),
+        (50e9, "too large", False),
+    ],
+)
+def test_verdicts(size: float, verdict: str, fits: bool) -> None:
+    found = Report(needs=needs_of(int(size)), workers=8, machine=MACHINES["p4d"], nodes=1)
+    assert (found.verdict, found.fits) == (verdict, fits)
+
+
+def test_too_few_machines_do_not_fit() -> None:
+    found = Report(needs=needs_of(1), workers=9, machine=MACHINES["p4d"], nodes=1)
+    assert found.fits is False and found.lacks_gpus
+    assert Report(needs=needs_of(1), workers=9, machine=None, nodes=None).fits is None
+
+
+def test_changes_leave_the_sums_what_they_were() -> None:
+    train = small_train(lanes=None, global_batch=32)
+    changes = list(plan_changes(train, 4))
+    assert [change.text for change in changes] == [
+        'recompute="full"',
+        'recompute="full", loss_chunk=1024',
+        'recompute="full", loss_chunk=1024, micro_batch=1',
+        'recompute="full", loss_chunk=1024, micro_batch=1, shard=2, max_replicas=2',
+        'recompute="full", loss_chunk=1024, micro_batch=1, shard=4, max_replicas=1',
+    ]
+    for change in changes:
+        change.train.check(change.train.lanes or change.replicas)
+        assert (change.train.lanes or change.replicas) == 4
+        assert change.train.global_batch == 32
+        assert change.replicas * change.train.parallel.workers == 4
+
+
+def test_attention_takes_more_in_backward_where_keys_have_fewer_heads() -> None:
+    query, key = torch.empty(2, 8, 16, 4), torch.empty(2, 2, 16, 4)
+    numbers = query.numel()
+    assert attention_backward_bytes(query, query, query) == 4 * numbers
+    assert attention_backward_bytes(query, query, key) == 4 * numbers + 2 * 4 * numbers

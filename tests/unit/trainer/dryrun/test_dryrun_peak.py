@@ -1,0 +1,36 @@
+"""The peak that a dry run foretells is that of the allocator in real steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.measured_peak import measured_peak
+from tests.support.small_llama import small_train
+from trainer.config import TrainConfig
+from trainer.dryrun.rank import dry_run
+
+LAYOUTS = {
+    "one worker": (small_train(), 1),
+    "tied, chunked head": (small_train(tied=True, loss_chunk=64), 1),
+    "recomputed": (small_train(recompute="full", lanes=4, global_batch=16), 1),
+    "bfloat16, selective": (small_train(precision="bfloat16", recompute="selective"), 1),
+    "shard 2, two replicas": (
+        small_train(shard=2, lanes=4, global_batch=32, micro_batch=1),
+        2,
+    ),
+    "tensor 2": (small_train(tensor=2), 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("train", "replicas"), LAYOUTS.values(), ids=LAYOUTS)
+def test_the_peak_is_the_allocators(train: TrainConfig, replicas: int) -> None:
+    foretold = dry_run(train, replicas=replicas, device="cpu").peak_bytes
+    measured = measured_peak(train, replicas=replicas)
+    assert foretold == pytest.approx(measured, rel=0.1)
+
+
+def test_the_peak_of_one_worker_is_the_allocators() -> None:
+    train = small_train(recompute="full")
+    foretold = dry_run(train, replicas=1, device="cpu").peak_bytes
+    assert foretold == pytest.approx(measured_peak(train, replicas=1), rel=0.1)
