@@ -10,6 +10,7 @@ import pytest
 
 from elastic.cli.dryrun import plan_machine
 from elastic.cli.main import main
+from tests.support import ROOT
 
 PROGRAM = """
 from elastic import ElasticTrainer, ScalingConfig
@@ -137,3 +138,16 @@ def test_machines_may_be_corrected() -> None:
     assert machine is not None
     assert (machine.gpus, machine.memory_bytes) == (4, 94_000_000_000)
     assert plan_machine(None, None, None, None) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments", ["on_p4d --instance p4d --nodes 128", "on_p5 --instance p5 --nodes 16"]
+)
+def test_the_manual_shows_70_billion_parameters(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    name, *options = arguments.split()
+    assert main(["dryrun", f"{ROOT / 'examples' / 'llama_70b.py'}:{name}", *options]) == 0
+    assert capsys.readouterr().out.strip() in (ROOT / "docs" / "dryrun.md").read_text("utf-8")
