@@ -17,8 +17,11 @@ from typing import Any
 from checkpointing.errors import CorruptError
 from checkpointing.format.boxes import Index, TensorInfo
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the manifest's form; a reader refuses one that it does not know."""
+
+_UNKEYED_SCHEMA = 2
+"""Of a manifest none of whose segments is keyed: as an earlier version wrote it, byte for byte."""
 
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
 _SEAL_BYTES = len(b',"sha256":""}') + 64
@@ -47,9 +50,17 @@ class Segment:
     block_bytes: int
     """Bytes under one CRC."""
     crcs: tuple[int, ...]
-    """CRC32 of each block; the last block may be short."""
+    """CRC32 of each block up to `checked_bytes`; the last block may be short."""
     table: CrcTable | None = None
     """For reads of less than a block; None where it has none."""
+    keyed: bool = False
+    """Whether all its CRC32s begin at that of its key, and blocks end before its table. Segments of
+    earlier versions are not, and a later checkpoint may refer to them."""
+
+    @property
+    def checked_bytes(self) -> int:
+        """Bytes from the beginning that are under CRCs of blocks."""
+        return self.table.begin if self.keyed and self.table else self.size_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,15 +146,16 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The record as stored; equal manifests have equal bytes."""
         numbers = {key: number for number, key in enumerate(sorted(self.segments))}
+        keyed = any(segment.keyed for segment in self.segments.values())
         body = {
-            "schema": SCHEMA,
+            "schema": SCHEMA if keyed else _UNKEYED_SCHEMA,
             "step": self.step,
             "generation": self.generation,
             "attempt": self.attempt,
             "training_state": self.training_state,
             "versions": self.versions,
             "committed_at": self.committed_at,
-            "segments": [asdict(self.segments[key]) for key in numbers],
+            "segments": [_fields(self.segments[key], keyed) for key in numbers],
             "tensors": {
                 name: {
                     "shape": info.shape,
@@ -169,8 +181,9 @@ class Manifest:
             schema = body["schema"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CorruptError(key, f"{len(raw)} bytes that are not a manifest ({error})") from None
-        if schema != SCHEMA:
-            raise CorruptError(key, f"schema {schema!r}, and this version knows {SCHEMA} only")
+        if schema not in (_UNKEYED_SCHEMA, SCHEMA):
+            known = f"{_UNKEYED_SCHEMA} and {SCHEMA}"
+            raise CorruptError(key, f"schema {schema!r}, and this version knows {known} only")
         seal = _SEAL.fullmatch(raw[-_SEAL_BYTES:])
         if not seal or hashlib.sha256(raw[:-_SEAL_BYTES]).hexdigest() != seal[1].decode():
             raise CorruptError(
@@ -190,7 +203,7 @@ def is_sound(raw: bytes) -> bool:
         schema = json.loads(raw)["schema"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return False
-    return isinstance(schema, int) and schema != SCHEMA
+    return isinstance(schema, int) and schema not in (_UNKEYED_SCHEMA, SCHEMA)
 
 
 def _from_body(body: Mapping[str, Any]) -> Manifest:
@@ -224,6 +237,13 @@ def _from_body(body: Mapping[str, Any]) -> Manifest:
 
 def _row(part: SavedSlice, numbers: Mapping[str, int]) -> list[Any]:
     return [part.offsets, part.sizes, numbers[part.segment], part.begin, part.end]
+
+
+def _fields(segment: Segment, keyed: bool) -> dict[str, Any]:
+    fields = asdict(segment)
+    if not keyed:
+        del fields["keyed"]
+    return fields
 
 
 def _segment(data: Mapping[str, Any]) -> Segment:

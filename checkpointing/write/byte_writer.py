@@ -17,7 +17,7 @@ from checkpointing.errors import SliceError, StoreUnavailableError
 from checkpointing.format.boxes import TensorInfo, TensorSlice
 from checkpointing.format.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
 from checkpointing.format.manifest import Receipt, SavedSlice, Segment
-from checkpointing.format.segment import CheckedStream, slice_bytes, table_bytes
+from checkpointing.format.segment import CheckedStream, key_seed, slice_bytes, table_bytes
 from checkpointing.stores import Store
 from checkpointing.write.segment_plan import plan_packing, plan_parts
 
@@ -150,7 +150,8 @@ def _write_segment(
     block_bytes: int,
     piece_bytes: int | None,
 ) -> Segment:
-    stream = CheckedStream(_chunks(head, parts, block_bytes), block_bytes, piece_bytes)
+    chunks = _chunks(head, parts, block_bytes)
+    stream = CheckedStream(chunks, block_bytes, piece_bytes, key_seed(key))
     size = store.put(key, stream)
     wanted = len(head) + sum(slice_bytes(part) for part, _ in parts)
     wanted += 0 if piece_bytes is None else table_bytes(wanted, piece_bytes)
@@ -160,8 +161,9 @@ def _write_segment(
         key=key,
         size_bytes=size,
         block_bytes=block_bytes,
-        crcs=stream.block_crcs(),
+        crcs=stream.block_crcs,
         table=stream.table,
+        keyed=True,
     )
 
 

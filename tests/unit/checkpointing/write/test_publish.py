@@ -90,7 +90,7 @@ def test_nothing_shows_before_the_last_call(store: LocalStore) -> None:
     assert newest(store, KEYS) is None
     assert list_steps(store, KEYS) == []
     (store.root / "m").mkdir()  # killed while the manifest was being written
-    (store.root / (KEYS.commit(10) + ".0f.part")).write_bytes(b'{"schema":2')
+    (store.root / (KEYS.commit(10) + ".0f.part")).write_bytes(b'{"schema":3')
     assert newest(store, KEYS) is None
     assert list_steps(store, KEYS) == []
     publish(store, 10, attempt=1)
@@ -159,7 +159,7 @@ def test_unreadable_manifests_are_passed_over(
     raw = store.get(KEYS.commit(20))
     store.put(KEYS.commit(20), [raw[: len(raw) // 2]])
     store.put(KEYS.commit(30), [b"\xff\x00 not text"])
-    store.put(KEYS.commit(40), [store.get(KEYS.commit(40)).replace(b'"schema":2', b'"schema":3')])
+    store.put(KEYS.commit(40), [store.get(KEYS.commit(40)).replace(b'"schema":3', b'"schema":4')])
     store.put(KEYS.commit(50), [raw])
     store.put(KEYS.commit(60), [b"[1, 2]"])
     store.put("m/readme.json", [b"{}"])
@@ -167,7 +167,7 @@ def test_unreadable_manifests_are_passed_over(
         assert newest(store, KEYS) == good
     assert len(caplog.records) == 5
     assert list_steps(store, KEYS) == [10, 20, 30, 40, 50, 60]
-    with pytest.raises(CorruptError, match="schema 3"):
+    with pytest.raises(CorruptError, match="schema 4"):
         load_manifest(store, KEYS, 40)
     with pytest.raises(CorruptError, match="manifest of step 20"):
         load_manifest(store, KEYS, 50)
@@ -187,7 +187,7 @@ def test_receipt_survives_pickle_and_json(store: LocalStore) -> None:
 def test_manifest_is_plain_json_with_the_promised_fields(store: LocalStore) -> None:
     publish(store, 10)
     record = json.loads(store.get(KEYS.commit(10)))
-    assert record["schema"] == 2
+    assert record["schema"] == 3
     parts = record["tensors"]["w"]["slices"]
     assert [part[:2] for part in parts] == [[[0], [3]], [[3], [3]]]
     for rank, (_, _, number, begin, end) in enumerate(parts):

@@ -128,7 +128,7 @@ def test_what_cannot_be_read_guards_what_it_may_refer_to(store: LocalStore) -> N
     publish(store, 20, unchanged=first)
     publish(store, 30)
     record = store.get(KEYS.commit(20))
-    store.put(KEYS.commit(20), [record.replace(b'"schema":2', b'"schema":9')])
+    store.put(KEYS.commit(20), [record.replace(b'"schema":3', b'"schema":9')])
     delete_checkpoint(store, KEYS, 10)
     store.put(KEYS.commit(20), [record])
     assert sound(store, 20)
@@ -205,7 +205,7 @@ def test_a_foreign_record_guards_what_it_refers_to_until_it_is_deleted(store: Lo
 def test_a_foreign_record_that_cannot_be_read_guards_all_up_to_its_step(store: LocalStore) -> None:
     for step in (10, 20, 30):
         publish(store, step)
-    later = store.get(KEYS.commit(20)).replace(b'"schema":2', b'"schema":9')
+    later = store.get(KEYS.commit(20)).replace(b'"schema":3', b'"schema":9')
     store.put(KEYS.commit(20), [later])
     set_foreign_aside(store, KEYS, 20)
     assert retired(store, 1) == [10]
