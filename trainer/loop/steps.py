@@ -119,7 +119,8 @@ class TrainLoop:
         self.progress.in_step = True
         if self.newcomer is not None:
             self.follow(self.newcomer)
-        missing, reduction = self.sums.begin(step, self.lanes), self.make_reduction()
+        home = self.engine.gradient if self.cross.size == 1 else None
+        missing, reduction = self.sums.begin(step, self.lanes, home), self.make_reduction()
         for lane in missing:
             self.compute_lane(step, lane, reduction if lane == missing[-1] else None)
         self.link.at_step(step, "reduce")
