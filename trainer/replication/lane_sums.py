@@ -29,6 +29,8 @@ class LaneSums:
         self._home: torch.Tensor | None = None
         self.blocks: dict[Node, torch.Tensor] = {}
         self.stats: dict[int, LaneStats] = {}
+        self.losses: dict[int, torch.Tensor] = {}
+        """Lane -> the sum of its losses, a float64 where it was computed."""
         self._additions: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._settled = 0
         self.step = -1
@@ -98,12 +100,13 @@ class LaneSums:
             left[self._settled : stop].add_(right[self._settled : stop])
         self._settled = stop
 
-    def close(self, lane: int, stats: LaneStats) -> None:
-        """The lane's whole gradient has been settled."""
-        self.stats[lane] = stats
+    def close(self, lane: int, stats: LaneStats, loss: torch.Tensor) -> None:
+        """The lane's whole gradient has been settled; its losses add up to `loss`."""
+        self.stats[lane], self.losses[lane] = stats, loss
 
     def clear(self) -> None:
         """Forgets everything; the buffers are kept for the next step."""
         self._free.extend(block for block in self.blocks.values() if block is not self._home)
         self.blocks.clear()
         self.stats.clear()
+        self.losses.clear()

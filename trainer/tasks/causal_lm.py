@@ -11,7 +11,7 @@ from trainer.config import TrainConfig
 from trainer.data.config import DataConfig
 from trainer.errors import ConfigError, check_types
 from trainer.models.family import HUGGING_FACE, ModelFamily, family_of
-from trainer.models.hf import ModelConfig
+from trainer.models.hf import ModelConfig, one_text_each
 from trainer.parallel.check import check_tensor_parallel
 
 if TYPE_CHECKING:
@@ -123,17 +123,19 @@ class PreparedCausalLM:
     def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Cross-entropy summed over all targets; `batch` is int64 of shape (samples, seq_len +
         1)."""
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        with one_text_each():
+            return self._loss(model, inputs, targets), targets.numel()
+
+    def _loss(self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         from torch.nn.functional import cross_entropy
 
-        inputs, targets = batch[:, :-1], batch[:, 1:]
-        if self.loss_chunk is not None:
-            from trainer.models.chunked_head import chunked_loss
+        from trainer.models.chunked_head import chunked_loss
 
-            loss = chunked_loss(model, targets, input_ids=inputs, use_cache=False)
-            return loss, targets.numel()
+        if self.loss_chunk is not None:
+            return chunked_loss(model, targets, input_ids=inputs, use_cache=False)
         logits = model(input_ids=inputs, use_cache=False).logits
-        loss = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        return loss, targets.numel()
+        return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
     def train_data(self) -> SampleSource:
         """See PreparedTask."""

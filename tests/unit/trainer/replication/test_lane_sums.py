@@ -20,7 +20,7 @@ def add(sums: LaneSums, *lanes: int) -> None:
     for lane in lanes:
         sums.open(lane)[:3] = 10.0**lane
         sums.settle(3)
-        sums.close(lane, LaneStats(loss=float(lane), tokens=1, digest=lane))
+        sums.close(lane, LaneStats(tokens=1, digest=lane), torch.tensor(float(lane)))
 
 
 def values(sums: LaneSums) -> dict[tuple[int, int], float]:
@@ -89,7 +89,7 @@ def test_a_step_of_eight_lanes_takes_four_buffers_and_later_steps_reuse_them() -
             places.add(buffer.data_ptr())
             buffer[:3] = 1.0
             sums.settle(3)
-            sums.close(lane, LaneStats(loss=0.0, tokens=0, digest=0))
+            sums.close(lane, LaneStats(tokens=0, digest=0), torch.zeros(()))
         assert values(sums) == {(0, 8): 8}
     assert len(places) == 4
 
@@ -110,7 +110,7 @@ def test_a_lane_is_added_up_range_by_range_as_it_comes_in() -> None:
     sums.settle(3)
     assert total.tolist() == [1111, 1111, 1111, 0]
     assert sums.begin(0, (0, 1, 2, 3)) == [3]  # until it is closed
-    sums.close(3, LaneStats(loss=0.0, tokens=0, digest=0))
+    sums.close(3, LaneStats(tokens=0, digest=0), torch.zeros(()))
     assert sums.begin(0, (0, 1, 2, 3)) == []
 
 
