@@ -17,7 +17,7 @@ from elastic.coordinator.actor import MOST_CALLS, Coordinator
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.driver.arguments import check_arguments
 from elastic.driver.observer import Observer
-from elastic.driver.resources import wait_for_workers
+from elastic.driver.resources import check_device, wait_for_workers
 from elastic.driver.resume import (
     Origin,
     check_continues,
@@ -177,6 +177,9 @@ class ElasticTrainer:
 
     def _start(self, paths: RunPaths) -> tuple[Remote[SupervisorApi], Observer]:
         """Starts the run: from here on it belongs to the cluster."""
+        if self.scaling.device == "cuda":
+            connect()
+            check_device(self.scaling)
         identity, snapshot = identify(paths), self._find_snapshot(paths)
         self._find_origin(paths, identity, snapshot, None)  # before data is prepared for hours
         cache = default_cache_dir(local_path(self.run_config))

@@ -72,9 +72,7 @@ def join_all(crcs: Sequence[int], piece_bytes: int, size_bytes: int) -> int:
     return joined
 
 
-def seed_crcs(
-    crcs: Sequence[int], seed: int, piece_bytes: int, size_bytes: int
-) -> tuple[int, ...]:
+def seed_crcs(crcs: Sequence[int], seed: int, piece_bytes: int, size_bytes: int) -> tuple[int, ...]:
     """CRC32s of pieces that each begin at `seed`, from those that begin at 0. Done twice it undoes
     itself, since a seed is one more term of a sum. Arguments as in `join_crcs`."""
     if not crcs:

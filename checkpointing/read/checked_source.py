@@ -105,7 +105,9 @@ class CheckedSource:
         behind = -(-(stop - checks.begin) // run)
         if len(data) != stop - start:
             fact = f"{len(data)} of {stop - start} bytes came, twice"
-            return data, CorruptError(segment.key, fact, start // segment.block_bytes, (start, stop))
+            return data, CorruptError(
+                segment.key, fact, start // segment.block_bytes, (start, stop)
+            )
         bad = first_bad_block(data, checks.crcs[first:behind], run, checks.seed)
         if bad is None:
             return data, None

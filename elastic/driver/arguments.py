@@ -34,6 +34,9 @@ _UNUSED = {
     "callbacks": "Give ElasticTrainer(callbacks=...) a tuple of elastic.Callback instances",
 }
 
+_MOST_NAME_BYTES = 200
+"""Of 255 that a file system takes: the lock and a run that is set aside have longer names."""
+
 
 def check_arguments(**arguments: Any) -> None:
     """Raises ConfigError for an argument of another type, and for a field of `run_config` that is
@@ -48,6 +51,7 @@ def check_arguments(**arguments: Any) -> None:
                 raise _wrong_argument(name, element, _WANTED[name][1])
     if arguments["run_config"] is not None:
         _check_unused(arguments["run_config"])
+        _check_name(arguments["run_config"].name)
 
 
 def _wrong_argument(name: str, value: object, wanted: str) -> ConfigError:
@@ -60,3 +64,21 @@ def _check_unused(run_config: RunConfig) -> None:
         value = getattr(run_config, field)
         if value != getattr(default, field):
             raise ConfigError(f"run_config.{field}", value, "it would be ignored", fix)
+
+
+def _check_name(name: Any) -> None:
+    """The run's directory, its lock and its place in a store are named after it."""
+    if (
+        not isinstance(name, str)
+        or not name.isprintable()
+        or "/" in name
+        or name.startswith(".")
+        or len(name.encode()) > _MOST_NAME_BYTES
+    ):
+        raise ConfigError(
+            "run_config.name",
+            name,
+            "not one segment of a path",
+            f"Use up to {_MOST_NAME_BYTES} bytes of text without / and line breaks, and with no "
+            f". in front",
+        )

@@ -25,7 +25,7 @@ import tokenizers
 from trainer.data.build import TOKENIZER_NAME, TRAIN_NAME, VAL_NAME, Counts, Recipe, build
 from trainer.data.config import DataConfig
 from trainer.data.index import SCHEMA, TokensCorruptError, read_json, write_json
-from trainer.data.text import SourceFile, find_files
+from trainer.data.text import SourceFile, check_text, find_files
 from trainer.data.tokenizer import end_of_text_id, fingerprint_of, load_tokenizer
 from trainer.data.tokens import TokenSet, sha256_of
 from trainer.errors import ConfigError
@@ -71,6 +71,7 @@ def prepare(config: DataConfig, default_cache_dir: str) -> PreparedData:
 
 def _plan_recipe(config: DataConfig) -> Recipe:
     files = find_files(config)
+    check_text(files)
     tokenizer, how = None, (config.vocab_size, tokenizers.__version__)
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)

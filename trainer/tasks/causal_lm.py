@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import TrainConfig
 from trainer.data.config import DataConfig
 from trainer.errors import ConfigError, check_types
+from trainer.models.causal import check_causal
 from trainer.models.family import HUGGING_FACE, ModelFamily, family_of
-from trainer.models.hf import ModelConfig
+from trainer.models.hf import ModelConfig, check_positions, one_text_each
 from trainer.parallel.check import check_tensor_parallel
 
 if TYPE_CHECKING:
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
     from trainer.data import SampleSource
     from trainer.models.init import WeightSource
 
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json",
+    "vocab.txt",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class CausalLM:
@@ -29,9 +36,12 @@ class CausalLM:
     data: DataConfig
     """Where the text is and how it becomes tokens."""
     seq_len: int
-    """Tokens in a sample."""
+    """Tokens in a sample, no more than the model has positions."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Which model; a small Llama unless said otherwise."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at once; the others' are computed before or after. It changes the
+    order of a sum, and so the last bits. None: all tokens of a micro-batch."""
 
     def __post_init__(self) -> None:
         check_types(self, "train.task")
@@ -43,12 +53,20 @@ class CausalLM:
 
         if self.seq_len < 1:
             raise ConfigError("train.task.seq_len", self.seq_len, "no tokens", "Use 1 or more")
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise ConfigError(
+                "train.task.loss_chunk", self.loss_chunk, "no tokens", "Use 1 or more, or None"
+            )
         if self.model.pretrained and self.model.path is None:
             raise ConfigError(
                 "train.task.model.pretrained", True, "there is no path", "Set model.path"
             )
-        config = self.model.resolve(self.data.vocab_size if self.data.tokenizer is None else 0)
-        data = prepare(self.data, cache_dir)
+        text = self._text()
+        config = self.model.resolve(text.vocab_size if text.tokenizer is None else 0)
+        self.model.check_settings()
+        check_positions(config, self.seq_len)
+        check_causal(config, self.seq_len)
+        data = prepare(text, cache_dir)
         config = self.model.resolve(data.vocab_size)
         family = family_of(config["model_type"])
         model = family.build_on_meta(config)
@@ -60,6 +78,7 @@ class CausalLM:
         return PreparedCausalLM(
             config=config,
             seq_len=self.seq_len,
+            loss_chunk=self.loss_chunk,
             train_path=data.train,
             eval_path=data.val,
             pretrained=pretrained,
@@ -76,6 +95,20 @@ class CausalLM:
             },
         )
 
+    def _text(self) -> DataConfig:
+        """The data, with the tokenizer of a pretrained model: to its weights, the numbers of
+        another one mean nothing."""
+        if not self.model.pretrained or self.model.path is None or self.data.tokenizer is not None:
+            return self.data
+        if not any((Path(self.model.path) / name).exists() for name in _TOKENIZER_FILES):
+            raise ConfigError(
+                "train.data.tokenizer",
+                None,
+                f"the pretrained model in {self.model.path} has no tokenizer beside it",
+                "Name the tokenizer that the model was trained with",
+            )
+        return replace(self.data, tokenizer=self.model.path)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedCausalLM:
@@ -91,6 +124,8 @@ class PreparedCausalLM:
     """Token set held out."""
     pretrained: str | None
     """Directory of the initial weights; None: seeded ones."""
+    loss_chunk: int | None = None
+    """See `CausalLM.loss_chunk`."""
     info: Mapping[str, Any]
     """Facts for the run's records."""
     family: ModelFamily = HUGGING_FACE
@@ -104,17 +139,42 @@ class PreparedCausalLM:
     def build(self, seed: int) -> tuple[nn.Module, WeightSource]:
         """See PreparedTask."""
         model = self.family.build_on_meta(self.config)
+        if self.loss_chunk is not None:
+            from trainer.models.chunked_head import chunk_head
+
+            chunk_head(model, self.loss_chunk)
         return model, self.family.weights(self.config, model, seed, self.pretrained)
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Cross-entropy summed over all targets; `batch` is int64 of shape (samples, seq_len +
-        1)."""
+        1).
+
+        In training, the router's auxiliary loss of this micro-batch is added for each target, where
+        the configuration asks for it. It depends on the micro-batch alone, so it is the same at any
+        number of replicas.
+        """
         from torch.nn.functional import cross_entropy
 
+        from trainer.models.chunked_head import with_losses
+
         inputs, targets = batch[:, :-1], batch[:, 1:]
-        logits = model(input_ids=inputs, use_cache=False).logits
-        loss = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        with one_text_each():
+            if self.loss_chunk is None:
+                output = model(input_ids=inputs, use_cache=False)
+                logits = output.logits.flatten(0, 1).float()
+                loss = cross_entropy(logits, targets.flatten(), reduction="sum")
+            else:
+                output = with_losses(model, targets, input_ids=inputs, use_cache=False)
+                loss = output.logits
+        if model.training and self.router_coefficient:
+            loss = loss + self.router_coefficient * targets.numel() * output.aux_loss
         return loss, targets.numel()
+
+    @property
+    def router_coefficient(self) -> float:
+        """Weight of the auxiliary loss; 0 where the configuration does not ask for it."""
+        asked = self.config.get("output_router_logits")
+        return (self.config.get("router_aux_loss_coef") or 0.0) if asked else 0.0
 
     def train_data(self) -> SampleSource:
         """See PreparedTask."""
