@@ -7,7 +7,7 @@
 
 All sizes are known before the first byte, so the header can go first and the tensors can follow
 straight from their memory, with the CRCs computed as the bytes pass. The manifest has the CRC32s of
-blocks of 4 MiB of all before the table, for reads of whole blocks, and the one of the table, which is
+blocks of 4 MiB of all before the table, for reads of whole blocks, and that of the table, which is
 for all other reads. No CRC covers bytes that tell it, and each begins at the CRC32 of the segment's
 key, so that the same bytes under another key have other ones.
 Source: https://github.com/huggingface/safetensors#format

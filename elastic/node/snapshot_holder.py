@@ -135,7 +135,8 @@ def _chunks(holder: Remote[HolderApi], key: str, start: int, stop: int) -> Itera
 
 
 def _check(segment: Segment, start: int, stop: int, data: bytes) -> None:
-    """Raises CorruptError where `data`, the blocks from `start` to `stop`, is short or fails a CRC."""
+    """Raises CorruptError where `data`, the blocks from `start` to `stop`, is short or has a block
+    that fails its CRC."""
     if len(data) != stop - start:
         raise CorruptError(segment.key, f"{len(data)} bytes came for {start} to {stop}")
     first, behind = start // segment.block_bytes, -(-stop // segment.block_bytes)

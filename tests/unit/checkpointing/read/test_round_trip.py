@@ -329,7 +329,7 @@ def test_truncated_and_missing_segments(tmp_path: Path) -> None:
     (key,) = made.segments
     path = tmp_path / key
     path.write_bytes(path.read_bytes()[: made.segments[key].checked_bytes - 1])
-    with pytest.raises(CorruptError, match="block 0.*: [0-9]+ of [0-9]+ bytes came, twice"):
+    with pytest.raises(CorruptError, match=r"block 0.*: [0-9]+ of [0-9]+ bytes came, twice"):
         Reader(store, made).read_full("t")
     path.unlink()
     with pytest.raises(MissingError, match=key):

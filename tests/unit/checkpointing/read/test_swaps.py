@@ -39,19 +39,23 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(2, size, generator=rng) for name, size in sizes.items()}
 
 
+def write(store: LocalStore, state: dict[str, torch.Tensor], step: int) -> None:
+    write_state(
+        store,
+        state,
+        step=step,
+        segment_bytes=4 * 6000,
+        block_bytes=BLOCK_BYTES,
+        piece_bytes=PIECE_BYTES,
+    )
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
     """Two steps with a segment for each tensor and writer."""
     store = LocalStore(tmp_path / "run")
     for step in STEPS:
-        write_state(
-            store,
-            tensors(step),
-            step=step,
-            segment_bytes=4 * 6000,
-            block_bytes=BLOCK_BYTES,
-            piece_bytes=PIECE_BYTES,
-        )
+        write(store, tensors(step), step)
     return store
 
 
@@ -97,7 +101,7 @@ def test_a_reader_finds_every_swap_of_two_segments(store: LocalStore) -> None:
 
 def test_verify_finds_swaps_of_equal_tensors_too(store: LocalStore) -> None:
     """As of a frozen tensor that was written twice: only the tables differ, each by its key."""
-    write_state(store, tensors(7), step=9, segment_bytes=4 * 6000, block_bytes=BLOCK_BYTES)
+    write(store, tensors(7), 9)
     one, other = (
         KEYS.segment(rank=0, step=step, generation=0, attempt=0, index=1) for step in (7, 9)
     )
