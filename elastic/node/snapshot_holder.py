@@ -103,7 +103,7 @@ class HeldSegments:
         for node in sorted(sources, key=lambda n: n != self._node):  # this one first
             try:
                 data = self._read(node, sources[node], key, start, length)
-                _check(self._held.manifest.segments[key], start, data)
+                _check(self._held.manifest.segments[key], start, start + length, data)
                 return data
             except (CheckpointError, ray.exceptions.RayError) as error:
                 reasons.append(f"node {node[:8]}: {type(error).__name__}: {_first_line(error)}")
