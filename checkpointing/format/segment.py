@@ -96,6 +96,7 @@ class CheckedStream:
         block_bytes: bytes under one CRC32 of the manifest.
         piece_bytes: bytes under one CRC32 of the table, a divisor of that; None for no table.
         seed: what the CRC32s begin at that go into manifest and table.
+        whole_bytes: of the file, table included.
     """
 
     def __init__(
@@ -104,11 +105,12 @@ class CheckedStream:
         block_bytes: int,
         piece_bytes: int | None,
         seed: int,
+        whole_bytes: int,
     ) -> None:
         if piece_bytes is not None and block_bytes % piece_bytes:
             raise ValueError(f"blocks of {block_bytes} bytes are not whole pieces of {piece_bytes}")
         self._body, self._block_bytes, self._piece_bytes = body, block_bytes, piece_bytes
-        self._seed = seed
+        self._seed, self.whole_bytes = seed, whole_bytes
         self._crcs: list[int] = []  # from 0 on, as S3 counts
         self.size_bytes = 0
         self.block_crcs: tuple[int, ...] = ()

@@ -150,11 +150,11 @@ def _write_segment(
     block_bytes: int,
     piece_bytes: int | None,
 ) -> Segment:
-    chunks = _chunks(head, parts, block_bytes)
-    stream = CheckedStream(chunks, block_bytes, piece_bytes, key_seed(key))
-    size = store.put(key, stream)
     wanted = len(head) + sum(slice_bytes(part) for part, _ in parts)
     wanted += 0 if piece_bytes is None else table_bytes(wanted, piece_bytes)
+    chunks = _chunks(head, parts, block_bytes)
+    stream = CheckedStream(chunks, block_bytes, piece_bytes, key_seed(key), wanted)
+    size = store.put(key, stream)
     if size != wanted:
         raise StoreUnavailableError(key, None, f"the store took {size} of {wanted} bytes")
     return Segment(
