@@ -5,6 +5,7 @@ Imports neither torch nor Ray: whoever has only a configuration to write waits f
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from checkpointing import CheckpointConfig
@@ -12,7 +13,9 @@ from elastic.config import HealthConfig, ScalingConfig
 from elastic.driver.arguments import check_arguments
 from elastic.protocol.faults import Fault, check_faults
 from elastic.reporting.callback import Callback
+from elastic.reporting.phases import phases
 from trainer.config import TrainConfig
+from trainer.progress import tell
 
 if TYPE_CHECKING:
     from ray.train import Result, RunConfig
@@ -97,7 +100,9 @@ class ElasticTrainer:
             RunFailedError: the run ended with an error; the message holds it, user tracebacks
                 included.
         """
-        from elastic.driver.launch import Launch  # torch and Ray's controller: seconds
+        with phases(sys.stderr):
+            tell("importing torch and Ray Train")
+            from elastic.driver.launch import Launch
 
         launch = Launch(
             train=self.train,

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import platform
 import secrets
+import sys
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -47,6 +48,7 @@ from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.placement import Wanted
 from elastic.ray_compat.trainer import controller_variables
 from elastic.reporting.callback import Callback
+from elastic.reporting.phases import phases
 from elastic.supervisor.plan import RunPlan
 from elastic.supervisor.supervisor import MOST_DRIVERS, Supervisor
 from trainer.config import TrainConfig
@@ -55,6 +57,7 @@ from trainer.engine.optimizer import try_optimizer
 from trainer.engine.state import state_table
 from trainer.errors import ConfigError
 from trainer.loop.samples import Ledger
+from trainer.progress import tell
 from trainer.tasks.task import PreparedTask, default_cache_dir
 
 log = logging.getLogger(__name__)
@@ -96,7 +99,7 @@ class Launch:
             log.warning("the run in %s is going on: attached to it", paths.root)
             observer = Observer(paths, self.callbacks, attaches=True)
         else:
-            with run_directory(self.run_config, self.checkpoint) as paths:
+            with run_directory(self.run_config, self.checkpoint) as paths, phases(sys.stderr):
                 run, observer = self._start(paths)
         if detach:
             return Result(metrics=None, checkpoint=None, error=None, path=str(paths.root))
@@ -120,13 +123,16 @@ class Launch:
             connect()
             check_device(self.scaling)
         identity, snapshot = identify(paths), self._find_snapshot(paths)
+        tell(f"looking for a state to go on from in {paths.checkpoints}")
         self._find_origin(paths, identity, snapshot, None)  # before data is prepared for hours
         cache = default_cache_dir(local_path(self.run_config))
         task = self.train.task.prepare(self.train, cache)
+        tell("building the model on the driver, without weights")
         model = state_table(build_model(task, self.train)[0], self.train.optimizer.moments)
         origin = self._find_origin(paths, identity, snapshot, model)
         if origin.manifest is not None:
             check_continues(origin.manifest, self.train, task)
+        tell("joining the Ray cluster")
         connect()
         if find_run(paths) is not None:
             raise ConfigError(
@@ -135,7 +141,9 @@ class Launch:
                 "a run of this name has just been started",
                 "Run the same command again to attach to it, or use another name",
             )
+        tell("waiting for the resources of the smallest layout")
         plan = wait_for_workers(self.scaling, self.train.parallel)
+        tell("starting the run: coordinator, supervisor, workers")
         record_identity(paths, identity)
         set_others_aside(paths, origin.stored, identity, model)
         remove_orphans(paths, last_generation(paths, origin.manifest) + 1)
