@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from benchmarks._chaos import OF_COORDINATOR, Deed, Layout
-from elastic.protocol.causes import LINK
+from elastic.protocol.causes import COLLECTIVE, LINK
 from elastic.protocol.events import (
     CoordinatorStarted,
     Draining,
@@ -21,6 +21,7 @@ from elastic.protocol.events import (
     ReplicaForming,
     RunEnded,
     StepRecord,
+    WorkerJoined,
     WorkerLost,
 )
 from elastic.protocol.faults import Fault
@@ -84,7 +85,8 @@ def find_unexplained_losses(happened: Sequence[Event], deeds: Sequence[Deed] = (
             hit.add(event.worker)
         elif isinstance(event, WorkerLost):
             lagged = event.cause == "hang" and "is frozen" not in event.detail
-            if lagged or not (event.worker in hit or _machine_gone(event, deeds)):
+            gone = _machine_gone(event, deeds) or _peer_cut_off(event, happened, deeds)
+            if lagged or not (event.worker in hit or gone):
                 reason = event.detail.strip().splitlines() or [""]
                 found.append(f"{event.worker}: {event.cause}, {reason[-1]}")
     return found
@@ -146,6 +148,22 @@ def _cut_off(loss: WorkerLost, deed: Deed) -> bool:
     kind = deed.action.kind
     fits = kind == "link" or (kind == "mtu" and loss.cause == LINK)
     return fits and loss.time <= deed.ended + _LATE_S
+
+
+def _peer_cut_off(loss: WorkerLost, happened: Sequence[Event], deeds: Sequence[Deed]) -> bool:
+    """Whether a worker was lost for a collective of its replica, which reached to a machine whose
+    connections were cut off. Which end of them is at fault is not looked for (decision 034)."""
+    if loss.cause != COLLECTIVE:
+        return False
+    formed = [e for e in _of(ReplicaForming, happened) if e.time <= loss.time]
+    own = next((e.workers for e in reversed(formed) if loss.worker in e.workers), [])
+    nodes = {e.node for e in _of(WorkerJoined, happened) if e.worker in own}
+    return any(
+        nodes & set(deed.nodes)
+        and deed.action.kind in ("link", "mtu")
+        and deed.began <= loss.time <= deed.ended + _LATE_S
+        for deed in deeds
+    )
 
 
 # -- faults that did not go off --------------------------------------------------------------------

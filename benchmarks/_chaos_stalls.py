@@ -24,6 +24,7 @@ from elastic.protocol.events import (
     RegroupDone,
     ReplicaForming,
     RunEnded,
+    RunStarted,
     StepRecord,
     WorkerJoined,
     WorkerLost,
@@ -68,6 +69,7 @@ def find_long_stalls(
         [
             *_waits_for_workers(happened, least_workers),
             *_waits_for_targets(happened),
+            *_starts_anew(happened),
             *_deeds(happened, deeds, health),
             *((e.time - evaluation_s, e.time) for e in happened if isinstance(e, Evaluated)),
         ]
@@ -111,6 +113,16 @@ def _waits_for_workers(happened: Sequence[Event], least: int) -> Iterator[Stretc
         there += change
     if there < least:
         yield short_since, short_since + START_S
+
+
+def _starts_anew(happened: Sequence[Event]) -> Iterator[Stretch]:
+    """From the end of the run until a driver that came too late to attach has started it anew, with
+    nothing to do, up to `START_S` each time."""
+    for place, event in enumerate(happened):
+        if isinstance(event, RunStarted) and place:
+            begin = happened[place - 1].time
+            rosters = [e.time for e in happened[place:] if isinstance(e, RegroupDone)]
+            yield begin, min([*rosters[:1], begin + START_S])
 
 
 def _lives(happened: Sequence[Event]) -> dict[str, Stretch]:

@@ -11,8 +11,9 @@ round every system saves it once to the same HTTP server on this machine, each a
 Then what concerns ours alone. The numbers are medians; ratios are ours / theirs, of times or bytes,
 but for uploads, where they are of throughput.
 
-stall_vs_dcp_save: how long a save holds the training; of DCP the faster of both, synchronous.
-stall_vs_memcpy: the same, against one copy of as many bytes to memory in use, in the same worker.
+stall_vs_dcp_save: by how much a save makes the next step longer, beside which its copy is made, to
+    how long DCP's holds the training: the faster of both, synchronous.
+stall_vs_memcpy: the same, to one copy of as many bytes to memory in use, in the same worker.
 upload_vs_s5cmd: from the beginning of the save to its commit; of s5cmd the faster of both.
 upload_vs_dcp_s3torchconnector: the same, against DCP's synchronous save.
 checksum_share: 1 - time of a save whose CRC32s cost nothing / time of a save. On a machine whose
@@ -158,7 +159,7 @@ def ratios(rows: dict[str, dict[str, float]], ours_s: float, plain_s: float) -> 
     s5cmd_s = min(rows["s5cmd"]["total_s"], rows["s5cmd_unsigned"]["total_s"])
     total_s = rows["ours"]["total_s"]
     found = {
-        "stall_vs_dcp_save": rows["ours"]["held_s"] / dcp_s,
+        "stall_vs_dcp_save": ours_s / dcp_s,
         "stall_vs_memcpy": ours_s / plain_s,
         "upload_vs_s5cmd": s5cmd_s / total_s,
         "upload_vs_dcp_s3torchconnector": rows["dcp_save_s3torchconnector"]["total_s"] / total_s,

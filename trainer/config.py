@@ -187,6 +187,10 @@ class TrainConfig:
     `trainer.models.converter`."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Number format of the computation; parameters, reductions and optimizer state stay float32."""
+    recompute: Literal["full", "selective"] | int | None = None
+    """Activations that backward computes again instead of keeping them: `full`, all inside each
+    block; a number n, all inside each n-th block; `selective`, all but attention and every second
+    matrix product. The bits are the same. None: all are kept."""
     reduction: Literal["exact", "fast"] = "exact"
     """`exact`: lanes are summed in one fixed tree, the same bits at any number of replicas."""
     seed: int = 0
@@ -223,6 +227,7 @@ class TrainConfig:
             ("lanes", lanes),
             ("eval_samples", self.eval_samples),
             ("eval_every", 1 if self.eval_every is None else self.eval_every),
+            ("recompute", self.recompute if isinstance(self.recompute, int) else 1),
         ]:
             if value < 1:
                 raise ConfigError(f"train.{name}", value, "must be at least 1", "Use 1 or more")

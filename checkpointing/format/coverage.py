@@ -3,47 +3,66 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+
+import numpy as np
 
 from checkpointing.errors import SliceError
-from checkpointing.format.boxes import Boxed, Index, TensorInfo, check_inside, intersect, show_box
+from checkpointing.format.boxes import Boxed, TensorInfo, intersect, show_box
+from checkpointing.format.slices import SliceTable
 
 
-def check_coverage(tensors: Mapping[str, TensorInfo], slices: Iterable[Boxed]) -> None:
-    """Checks that the slices cover every element of every tensor exactly once.
+def check_coverage(slices: SliceTable) -> None:
+    """Checks that the slices cover every element of every tensor of theirs exactly once.
 
-    Costs n log n per tensor for n slices in a row, and n times the slices abreast for a grid.
+    Args:
+        slices: parts of tensors, by tensor in the order of these, each inside its own.
 
     Raises:
-        SliceError: names the tensor and the first overlap, the size of the gap, or the misfit.
+        SliceError: names the tensor and the first overlap, or the size of the gap.
     """
-    by_name: dict[str, list[Boxed]] = defaultdict(list)
-    for part in slices:
-        if part.name not in tensors:
-            raise SliceError(
-                part.name, f"{show_box(part)} was saved, but no rank declares the tensor"
-            )
-        check_inside(part, tensors[part.name].shape)
-        if math.prod(part.sizes):
-            by_name[part.name].append(part)
-    for name, info in tensors.items():
-        _check_tiling(name, info.shape, by_name[name])
+    ends = np.searchsorted(slices.tensor, np.arange(len(slices.infos)), side="right")
+    begin = 0
+    for name, info, end in zip(slices.names, slices.infos, ends.tolist(), strict=True):
+        _check_tiling(name, info, slices[begin:end])
+        begin = end
 
 
-def _check_tiling(name: str, shape: Index, parts: Sequence[Boxed]) -> None:
+def _check_tiling(name: str, info: TensorInfo, parts: SliceTable) -> None:
+    if _is_grid(info, parts):
+        return
     # Boxes inside the shape, disjoint, whose volumes sum up to its volume: that is a tiling.
-    if overlap := _first_overlap(parts):
+    full = [part for part in parts if math.prod(part.sizes)]
+    if overlap := _first_overlap(full):
         raise SliceError(name, f"{show_box(overlap[0])} and {show_box(overlap[1])} overlap")
-    covered, wanted = sum(math.prod(part.sizes) for part in parts), math.prod(shape)
+    covered, wanted = sum(math.prod(part.sizes) for part in full), math.prod(info.shape)
     if covered != wanted:
         raise SliceError(
-            name, f"{len(parts)} slices cover {covered} of the {wanted} elements of shape {shape}"
+            name,
+            f"{len(full)} slices cover {covered} of the {wanted} elements of shape {info.shape}",
         )
 
 
+def _is_grid(info: TensorInfo, parts: SliceTable) -> bool:
+    """Whether the parts are all cells between the same cuts of each dimension, as most are: that is
+    a tiling as well, and seen without looking at each part."""
+    cells = 1
+    place = np.zeros(len(parts), dtype=np.int64)
+    for axis, extent in enumerate(info.shape):
+        begins, at = np.unique(parts.offsets[:, axis], return_inverse=True)
+        cuts = np.append(begins, extent)
+        if not len(begins) or begins[0] != 0:
+            return False
+        if (parts.sizes[:, axis] != np.diff(cuts)[at]).any():
+            return False
+        cells *= len(begins)
+        place = place * len(begins) + at
+    return len(parts) == cells and len(np.unique(place)) == cells
+
+
 def _first_overlap(parts: Sequence[Boxed]) -> tuple[Boxed, Boxed] | None:
-    """Sweeps along the axis with most distinct offsets, comparing only what lies abreast."""
+    """Sweeps along the axis with most distinct offsets, comparing only what lies abreast: n log n
+    for n slices in a row, and n times the slices abreast for others."""
     if len(parts) < 2:
         return None
     axes = range(len(parts[0].offsets))

@@ -26,6 +26,9 @@ PIECE_BYTES = 16 << 10
 SEGMENT_BYTES = 512 << 20
 """Default bound on the tensor bytes in one segment."""
 
+CRC_BYTES = 4
+"""Bytes of one CRC32 in a segment's table: a little-endian uint32."""
+
 _STEP_IN_KEY = re.compile(
     r"(?:d/[0-9a-f]{2}/r\d{5,}/(?P<data>\d{12,})-|m/(?P<record>\d{12,})\.(?:json|claim|verified))"
 )
@@ -94,6 +97,11 @@ class Keys:
             return None
         found = _STEP_IN_KEY.match(key, len(self.root))
         return int(found["data"] or found["record"]) if found else None
+
+
+def table_bytes(begin: int, piece_bytes: int) -> int:
+    """Bytes of the table of a segment that has `begin` bytes before it."""
+    return CRC_BYTES * -(-begin // piece_bytes)
 
 
 def rank_of(where: str) -> int | None:

@@ -1,24 +1,35 @@
 """The commit record: what a checkpoint holds and where every byte of it lies.
 
 A manifest is a JSON object whose last member, `sha256`, is the hash of everything before it, so
-that any change to it is seen. Segments are listed once and slices point to them by number. A
-`Receipt` is one writer's share of it, and travels to whoever commits.
+that any change to it is seen. Tensors and segments are listed once; slices are columns of numbers,
+which point to them (`slices.py`). A `Receipt` is one writer's share of it, and travels to whoever
+commits.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NoReturn
 
-from checkpointing.errors import CorruptError
-from checkpointing.format.boxes import Index, TensorInfo
+import numpy as np
 
-SCHEMA = 2
-"""Version of the manifest's form; a reader refuses one that it does not know."""
+from checkpointing.errors import CorruptError, SliceError
+from checkpointing.format.boxes import TensorInfo
+from checkpointing.format.dtypes import DTYPES
+from checkpointing.format.layout import table_bytes
+from checkpointing.format.slices import SavedSlice, SliceTable, join
+
+SCHEMA = 3
+"""Version of the manifest's form."""
+
+_MOST_BYTES = 1 << 62
+"""Of a tensor, so that no sum of places overflows."""
 
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
 _SEAL_BYTES = len(b',"sha256":""}') + 64
@@ -53,24 +64,6 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedSlice:
-    """A part of a tensor and where its bytes lie, in row-major order."""
-
-    name: str
-    """The tensor's name."""
-    offsets: Index
-    """First index of the part in every dimension."""
-    sizes: Index
-    """Extent of the part in every dimension."""
-    segment: str
-    """Key of the segment."""
-    begin: int
-    """First byte within the segment's file."""
-    end: int
-    """Behind its last byte."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Receipt:
     """What one rank has written durably for one attempt at a checkpoint."""
 
@@ -82,30 +75,47 @@ class Receipt:
     """The roster that the writer worked under."""
     attempt: int
     """Tells tries at this step in this generation apart; a run draws a number at each start."""
-    tensors: Mapping[str, TensorInfo]
-    """Every tensor that the rank was handed a part of, empty parts included."""
-    slices: tuple[SavedSlice, ...]
-    """What it wrote."""
+    slices: SliceTable
+    """What it wrote, of every tensor that the rank was handed a part of: empty parts count."""
     segments: tuple[Segment, ...]
     """Where it wrote that."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return asdict(self)
+        return {
+            **{name: getattr(self, name) for name in _RECEIPT_NUMBERS},
+            "tensors": list(zip(self.slices.names, self.slices.infos, strict=True)),
+            "slices": self.slices.to_json(),
+            "segments": [asdict(segment) for segment in self.segments],
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Receipt:
         """The inverse of `to_dict`, also after a way through JSON."""
-        numbers = {name: data[name] for name in ("rank", "step", "generation", "attempt")}
+        tensors = _shared(tuple((name, _info(*info)) for name, info in data["tensors"]))
+        segments = tuple(map(_segment, data["segments"]))
+        keys = [segment.key for segment in segments]
         return cls(
-            **numbers,
-            tensors={name: _info(*value) for name, value in data["tensors"].items()},
-            slices=tuple(
-                SavedSlice(**{**s, "offsets": tuple(s["offsets"]), "sizes": tuple(s["sizes"])})
-                for s in data["slices"]
-            ),
-            segments=tuple(map(_segment, data["segments"])),
+            **{name: data[name] for name in _RECEIPT_NUMBERS},
+            slices=SliceTable.from_json(data["slices"], dict(tensors), keys),
+            segments=segments,
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Receipt.from_dict, (self.to_dict(),)
+
+
+_RECEIPT_NUMBERS = ("rank", "step", "generation", "attempt")
+
+_KEPT_TABLES = 64
+
+
+@functools.lru_cache(maxsize=_KEPT_TABLES)
+def _shared(
+    tensors: tuple[tuple[str, TensorInfo], ...],
+) -> tuple[tuple[str, TensorInfo], ...]:
+    """The first of equal tables: writers of a layout have the same, and who commits holds all."""
+    return tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +128,9 @@ class Manifest:
     """The roster that wrote it."""
     attempt: int
     """Tells tries at this step in this generation apart; a run draws a number at each start."""
-    tensors: Mapping[str, TensorInfo]
-    """Every tensor, by name: this table is the model's fingerprint."""
-    slices: Mapping[str, tuple[SavedSlice, ...]]
-    """For each tensor the parts that tile it; none for one without elements."""
+    slices: SliceTable
+    """The parts that tile the tensors, by tensor and then by their place in it; none of a tensor
+    without elements."""
     segments: Mapping[str, Segment]
     """Every file, by key."""
     training_state: Mapping[str, Any]
@@ -131,10 +140,32 @@ class Manifest:
     committed_at: float | None = None
     """When it was committed, in seconds since 1970 by the committer's clock; None where it was not
     recorded. For people: nothing is decided by it."""
+    read_sha256: str | None = field(default=None, compare=False)
+    """`sha256`, where it was read: an older version's record has other bytes than `to_bytes`."""
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of the record as stored."""
+        return self.read_sha256 or hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor, by name: this table is the model's fingerprint."""
+        return dict(zip(self.slices.names, self.slices.infos, strict=True))
+
+    def parts_of(self, name: str) -> SliceTable:
+        """The slices of a tensor of the checkpoint."""
+        return self.slices[self._places[name]]
+
+    @functools.cached_property
+    def _places(self) -> Mapping[str, slice]:
+        numbers = np.arange(len(self.slices.names))
+        begins = np.searchsorted(self.slices.tensor, numbers, side="left").tolist()
+        ends = np.searchsorted(self.slices.tensor, numbers, side="right").tolist()
+        return dict(zip(self.slices.names, map(slice, begins, ends), strict=True))
 
     def to_bytes(self) -> bytes:
         """The record as stored; equal manifests have equal bytes."""
-        numbers = {key: number for number, key in enumerate(sorted(self.segments))}
         body = {
             "schema": SCHEMA,
             "step": self.step,
@@ -143,15 +174,9 @@ class Manifest:
             "training_state": self.training_state,
             "versions": self.versions,
             "committed_at": self.committed_at,
-            "segments": [asdict(self.segments[key]) for key in numbers],
-            "tensors": {
-                name: {
-                    "shape": info.shape,
-                    "dtype": info.dtype,
-                    "slices": [_row(part, numbers) for part in self.slices.get(name, ())],
-                }
-                for name, info in self.tensors.items()
-            },
+            "segments": [asdict(self.segments[key]) for key in self.slices.keys],
+            "tensors": list(zip(self.slices.names, self.slices.infos, strict=True)),
+            "slices": self.slices.to_json(),
         }
         text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
         seal = hashlib.sha256(text[:-1]).hexdigest()
@@ -159,24 +184,29 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes, key: str) -> Manifest:
-        """The inverse of `to_bytes`.
+        """The inverse of `to_bytes`, also of those of the schema before.
 
         Raises:
-            CorruptError: not a manifest, of an unknown schema, or changed since it was written.
+            CorruptError: not a manifest, of an unknown schema, changed since it was written, or
+                written wrong: what it says does not fit together.
         """
-        try:
-            body = json.loads(raw)
-            schema = body["schema"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise CorruptError(key, f"{len(raw)} bytes that are not a manifest ({error})") from None
-        if schema != SCHEMA:
-            raise CorruptError(key, f"schema {schema!r}, and this version knows {SCHEMA} only")
+        body = _parse(raw, key)
+        if body["schema"] not in _READERS:
+            known = " and ".join(map(str, _READERS))
+            raise CorruptError(key, f"schema {body['schema']!r}; this version knows {known} only")
         seal = _SEAL.fullmatch(raw[-_SEAL_BYTES:])
         if not seal or hashlib.sha256(raw[:-_SEAL_BYTES]).hexdigest() != seal[1].decode():
             raise CorruptError(
                 key, "the manifest has changed since it was written (sha256 differs)"
             )
-        return _from_body(body)
+        try:
+            return _from_body(body, hashlib.sha256(raw).hexdigest())
+        except (LookupError, TypeError, ValueError, ArithmeticError, SliceError) as error:
+            fact = f"a manifest that was written wrong ({type(error).__name__}: {error})"
+            raise CorruptError(key, fact) from None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Manifest.from_bytes, (self.to_bytes(), "a manifest on its way")
 
 
 def is_sound(raw: bytes) -> bool:
@@ -187,49 +217,140 @@ def is_sound(raw: bytes) -> bool:
     except CorruptError:
         pass
     try:
-        schema = json.loads(raw)["schema"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+        return _parse(raw, "")["schema"] not in _READERS
+    except CorruptError:
         return False
-    return isinstance(schema, int) and schema != SCHEMA
 
 
-def _from_body(body: Mapping[str, Any]) -> Manifest:
-    segments = [_segment(s) for s in body["segments"]]
-    tables: dict[str, Any] = body["tensors"]
+def _parse(raw: bytes, key: str) -> dict[str, Any]:
+    """An object with the number of a schema."""
+    try:
+        body = json.loads(raw, parse_constant=_refuse_constant)
+        if type(body["schema"]) is not int:
+            raise ValueError(f"schema {body['schema']!r}")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CorruptError(key, f"{len(raw)} bytes that are not a manifest ({error})") from None
+    found: dict[str, Any] = body
+    return found
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _from_body(body: Mapping[str, Any], sha256: str) -> Manifest:
+    """Raises one of Python's errors, or SliceError, where what it says does not fit together."""
+    segments = {segment.key: segment for segment in map(_segment, body["segments"])}
+    if len(segments) != len(body["segments"]):
+        raise ValueError("two segments have one key")
+    slices = _READERS[body["schema"]](body, list(segments))
+    _check_places(slices, tuple(segments.values()))
     return Manifest(
-        step=body["step"],
-        generation=body["generation"],
-        attempt=body["attempt"],
-        tensors={name: _info(t["shape"], t["dtype"]) for name, t in tables.items()},
-        slices={
-            name: tuple(
-                SavedSlice(
-                    name=name,
-                    offsets=tuple(offsets),
-                    sizes=tuple(sizes),
-                    segment=segments[number].key,
-                    begin=begin,
-                    end=end,
-                )
-                for offsets, sizes, number, begin, end in t["slices"]
-            )
-            for name, t in tables.items()
-        },
-        segments={segment.key: segment for segment in segments},
-        training_state=body["training_state"],
-        versions=body["versions"],
-        committed_at=body.get("committed_at"),
+        step=_whole(body["step"]),
+        generation=_whole(body["generation"]),
+        attempt=_whole(body["attempt"]),
+        slices=slices,
+        segments=segments,
+        training_state=_mapping(body["training_state"]),
+        versions={name: _text(version) for name, version in _mapping(body["versions"]).items()},
+        committed_at=None if (at := body.get("committed_at")) is None else float(at),
+        read_sha256=sha256,
     )
 
 
-def _row(part: SavedSlice, numbers: Mapping[str, int]) -> list[Any]:
-    return [part.offsets, part.sizes, numbers[part.segment], part.begin, part.end]
+def _columns(body: Mapping[str, Any], keys: list[str]) -> SliceTable:
+    """The slices of a manifest of this schema."""
+    tensors = {_text(name): _info(*info) for name, info in body["tensors"]}
+    return SliceTable.from_json(body["slices"], tensors, keys)
+
+
+def _rows(body: Mapping[str, Any], keys: list[str]) -> SliceTable:
+    """The slices of a manifest of the schema before, where each was a row of its tensor."""
+    tables = _mapping(body["tensors"])
+    tensors = {name: _info(table["shape"], table["dtype"]) for name, table in tables.items()}
+    parts = [
+        SavedSlice(
+            name=name,
+            offsets=tuple(map(_whole, offsets)),
+            sizes=tuple(map(_whole, sizes)),
+            segment=keys[_whole(number)],
+            begin=_whole(begin),
+            end=_whole(end),
+        )
+        for name, table in tables.items()
+        for offsets, sizes, number, begin, end in table["slices"]
+    ]
+    slices = SliceTable.of(parts, tensors, keys)
+    if [part.end for part in slices] != [part.end for part in parts]:
+        raise ValueError("a slice has not the bytes that its shape needs")
+    return join([slices], tensors)
+
+
+_READERS = {2: _rows, SCHEMA: _columns}
+"""Schema -> what reads the slices of such a manifest."""
+
+
+def _check_places(slices: SliceTable, segments: Sequence[Segment]) -> None:
+    """Raises ValueError unless each slice lies before the end of its segment's tensors."""
+    ends = np.array([s.table.begin if s.table else s.size_bytes for s in segments], dtype=np.int64)
+    past = slices.begin > ends[slices.segment] - slices.size_bytes()
+    if past.any():
+        part = slices[int(np.argmax(past))]
+        raise ValueError(
+            f"bytes {part.begin} to {part.end} of {part.segment} are past the end of its tensors"
+        )
 
 
 def _segment(data: Mapping[str, Any]) -> Segment:
-    table = None if data["table"] is None else CrcTable(**data["table"])
-    return Segment(**{**data, "crcs": tuple(data["crcs"]), "table": table})
+    size, block = _whole(data["size_bytes"]), _whole(data["block_bytes"], least=1)
+    crcs = tuple(map(_crc, data["crcs"]))
+    if len(crcs) != -(-size // block):
+        raise ValueError(f"{len(crcs)} CRCs for {size} bytes in blocks of {block}")
+    return Segment(
+        key=_text(data["key"]),
+        size_bytes=size,
+        block_bytes=block,
+        crcs=crcs,
+        table=None if data["table"] is None else _table(data["table"], size, block),
+    )
+
+
+def _table(data: Mapping[str, Any], size_bytes: int, block_bytes: int) -> CrcTable:
+    begin, piece_bytes = _whole(data["begin"]), _whole(data["piece_bytes"], least=1)
+    if block_bytes % piece_bytes or begin + table_bytes(begin, piece_bytes) != size_bytes:
+        raise ValueError(
+            f"a table from byte {begin} to {size_bytes}, of pieces of {piece_bytes} bytes in "
+            f"blocks of {block_bytes}"
+        )
+    return CrcTable(begin=begin, piece_bytes=piece_bytes, crc32=_crc(data["crc32"]))
 
 
 def _info(shape: list[int], dtype: str) -> TensorInfo:
-    return TensorInfo(tuple(shape), dtype)
+    info = TensorInfo(tuple(map(_whole, shape)), dtype)
+    if math.prod(info.shape) * DTYPES[dtype].item_bytes > _MOST_BYTES:
+        raise ValueError(f"a tensor of shape {info.shape}")
+    return info
+
+
+def _whole(value: Any, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{value!r} where a whole number from {least} on belongs")
+    return value
+
+
+def _crc(value: Any) -> int:
+    if _whole(value) >> 32:
+        raise ValueError(f"{value} is no CRC32")
+    return int(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} where a text belongs")
+    return value
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} where an object belongs")
+    return value

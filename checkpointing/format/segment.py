@@ -22,13 +22,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from checkpointing.format.boxes import TensorSlice
 from checkpointing.format.crc32 import crc32, join_all, join_crcs
 from checkpointing.format.dtypes import DTYPES, item_bytes
+from checkpointing.format.layout import CRC_BYTES, table_bytes
 from checkpointing.format.manifest import CrcTable
 
 TABLE = "__crc32__"
 """Name of the tensor that has the CRC32s of the pieces."""
-
-CRC_BYTES = 4
-"""Bytes of one CRC32 in it: a little-endian uint32."""
 
 _RESERVED = "__metadata__"
 _ALIGNMENT_BYTES = 8
@@ -39,11 +37,6 @@ _ENTRY_BYTES = 160
 def slice_bytes(part: TensorSlice) -> int:
     """Bytes of a slice's elements."""
     return math.prod(part.sizes) * item_bytes(part.dtype)
-
-
-def table_bytes(begin: int, piece_bytes: int) -> int:
-    """Bytes of the table of a file that has `begin` bytes before it."""
-    return CRC_BYTES * -(-begin // piece_bytes)
 
 
 def header(parts: Sequence[TensorSlice], piece_bytes: int | None = None) -> bytes:

@@ -27,7 +27,8 @@ from checkpointing.errors import CorruptError, IncompatibleError, SliceError
 from checkpointing.format.boxes import Box, Index, check_inside, intersect
 from checkpointing.format.cutting import extent_bytes, row_strides, split_box
 from checkpointing.format.dtypes import item_bytes
-from checkpointing.format.manifest import Manifest, SavedSlice, Segment
+from checkpointing.format.manifest import Manifest, Segment
+from checkpointing.format.slices import SavedSlice
 from checkpointing.read.checked_source import CheckedSource, Checks, block_checks
 from checkpointing.read.fetches import Fetch, plan_reads
 from checkpointing.stores import RangeSource
@@ -110,11 +111,7 @@ class Reader:
         else:
             tensors = [self._fitting(box, one) for box, one in zip(wanted, into, strict=True)]
         outputs = [_raw_view(tensor) for tensor in tensors]
-        by_segment: dict[str, list[_Part]] = defaultdict(list)
-        for target, box in enumerate(wanted):
-            for key, part in self._parts(target, box):
-                by_segment[key].append(part)
-        plans = [self._plan(key, parts) for key, parts in by_segment.items()]
+        plans = self.plan(wanted)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="checkpoint-read") as pool:
             checks = pool.map(self._checks, plans)  # tables first, all at once
             jobs = [
@@ -123,6 +120,14 @@ class Reader:
             for _ in pool.map(partial(self._fetch, outputs), jobs):
                 pass  # the first error surfaces here, and cancels what has not begun
         return tensors
+
+    def plan(self, wanted: Sequence[Box]) -> list[_Plan]:
+        """The range reads that make up boxes, by segment. Reads nothing."""
+        by_segment: dict[str, list[_Part]] = defaultdict(list)
+        for target, box in enumerate(wanted):
+            for key, part in self._parts(target, box):
+                by_segment[key].append(part)
+        return [self._plan(key, parts) for key, parts in by_segment.items()]
 
     def _shape_and_dtype(self, name: str) -> tuple[Index, str]:
         info = self.manifest.tensors.get(name)
@@ -151,7 +156,7 @@ class Reader:
     def _parts(self, target: int, box: Box) -> Iterator[tuple[str, _Part]]:
         size = item_bytes(self.manifest.tensors[box.name].dtype)
         found = 0
-        for saved in self.manifest.slices.get(box.name, ()):
+        for saved in self.manifest.parts_of(box.name).overlapping(box.offsets, box.sizes):
             shared = intersect(saved.offsets, saved.sizes, box.offsets, box.sizes)
             if shared:
                 found += math.prod(shared[1])

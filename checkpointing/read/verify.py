@@ -1,9 +1,8 @@
 """Reads and checks every byte of a checkpoint.
 
     verify_checkpoint
-      ├─ manifest    its seal, its schema, its step
+      ├─ manifest    its seal, its schema, its step; every slice inside its tensor and its segment
       ├─ coverage    the slices cover every element of every tensor exactly once
-      ├─ bounds      every slice has the bytes that its shape needs, inside its segment
       ├─ size        every segment is there, in the size that was written
       ├─ crc32       every block of every segment, headers and tables included
       └─ table       what every table of CRC32s says; reads of less than a block go by it
@@ -14,7 +13,6 @@ size of the checkpoint. Nothing stops at the first finding.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,10 +21,9 @@ from functools import partial
 from checkpointing.errors import CorruptError, MissingError, SliceError, StoreError
 from checkpointing.format.coverage import check_coverage
 from checkpointing.format.crc32 import crc32
-from checkpointing.format.dtypes import DTYPES
 from checkpointing.format.layout import Keys
-from checkpointing.format.manifest import Manifest, SavedSlice, Segment
-from checkpointing.format.segment import crcs_told_by, first_bad_block, table_bytes
+from checkpointing.format.manifest import Manifest, Segment
+from checkpointing.format.segment import crcs_told_by, first_bad_block
 from checkpointing.read.catalogue import load_manifest
 from checkpointing.stores import Store
 
@@ -40,7 +37,7 @@ class Finding:
     key: str
     """The object."""
     check: str
-    """What failed: manifest, coverage, bounds, missing, unreadable, size, crc32 or table."""
+    """What failed: manifest, coverage, missing, unreadable, size, crc32 or table."""
     fact: str
     """How, with the numbers."""
 
@@ -95,7 +92,7 @@ def verify_checkpoint(
     except CorruptError as error:
         finding = Finding(key=keys.commit(step), check="manifest", fact=error.fact)
         return Verification(step=step, manifest=None, findings=(finding,))
-    findings = [*_check_coverage(manifest, keys.commit(step)), *_check_bounds(manifest)]
+    findings = [*_check_coverage(manifest, keys.commit(step))]
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         segments = list(manifest.segments.values())
         misfits = [found for found in pool.map(partial(_check_size, store), segments) if found]
@@ -114,40 +111,12 @@ def _size_bytes(manifest: Manifest) -> int:
 
 def _check_coverage(manifest: Manifest, key: str) -> Iterator[Finding]:
     try:
-        check_coverage(manifest.tensors, (part for ps in manifest.slices.values() for part in ps))
+        check_coverage(manifest.slices)
     except SliceError as error:
         yield Finding(key=key, check="coverage", fact=str(error))
 
 
-def _check_bounds(manifest: Manifest) -> Iterator[Finding]:
-    for name, parts in manifest.slices.items():
-        item_bytes = DTYPES[manifest.tensors[name].dtype].item_bytes
-        for part in parts:
-            fact = _misfit(part, manifest.segments[part.segment], item_bytes)
-            if fact is not None:
-                yield Finding(key=part.segment, check="bounds", fact=f"tensor {name!r}: {fact}")
-
-
-def _misfit(part: SavedSlice, segment: Segment, item_bytes: int) -> str | None:
-    needed = math.prod(part.sizes) * item_bytes
-    if part.end - part.begin != needed:
-        return f"bytes {part.begin} to {part.end} for a slice of {needed} bytes"
-    end = segment.table.begin if segment.table else segment.size_bytes
-    if not 0 <= part.begin <= part.end <= end:
-        return f"bytes {part.begin} to {part.end} of a segment with tensors up to byte {end}"
-    return None
-
-
 def _check_size(store: Store, segment: Segment) -> Finding | None:
-    wanted_crcs = -(-segment.size_bytes // segment.block_bytes)
-    if len(segment.crcs) != wanted_crcs:
-        fact = f"{len(segment.crcs)} CRCs for {wanted_crcs} blocks"
-        return Finding(key=segment.key, check="bounds", fact=fact)
-    if segment.table is not None:
-        begin, piece_bytes = segment.table.begin, segment.table.piece_bytes
-        if begin + table_bytes(begin, piece_bytes) != segment.size_bytes:
-            fact = f"a table from byte {begin} to {segment.size_bytes}, of pieces of {piece_bytes}"
-            return Finding(key=segment.key, check="bounds", fact=fact)
     try:
         size = store.size(segment.key)
     except MissingError:

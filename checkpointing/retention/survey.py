@@ -47,6 +47,12 @@ class Survey:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Record:
+    segments: frozenset[str]
+    sha256: str
+
+
 @dataclass(kw_only=True)
 class Surveyor:
     """Takes surveys. A record never changes, so each is read only once."""
@@ -55,7 +61,7 @@ class Surveyor:
     """Where the records are."""
     keys: Keys
     """Names in the store."""
-    _known: dict[int, Manifest] = field(default_factory=dict)
+    _known: dict[int, _Record] = field(default_factory=dict)
     _foreign: dict[str, frozenset[str] | None] = field(default_factory=dict)
 
     def survey(self) -> Survey:
@@ -65,10 +71,10 @@ class Surveyor:
         """
         importing = importing_steps(self.store, self.keys)
         present, unreadable = set(list_steps(self.store, self.keys)), set[int]()
-        self._known = {step: m for step, m in self._known.items() if step in present}
+        self._known = {s: known for s, known in self._known.items() if s in present}
         for step in present - self._known.keys():
             try:
-                self._known[step] = load_manifest(self.store, self.keys, step)
+                self._known[step] = _record(load_manifest(self.store, self.keys, step))
             except CorruptError:
                 unreadable.add(step)
             except NotCommittedError:
@@ -77,7 +83,7 @@ class Surveyor:
         listed = self.store.list(self.keys.commits)
         set_aside, foreign = self._aside(listed)
         return Survey(
-            segments={step: frozenset(m.segments) for step, m in self._known.items()},
+            segments={step: record.segments for step, record in self._known.items()},
             unreadable=frozenset(unreadable),
             set_aside=frozenset(set_aside),
             foreign=frozenset(foreign),
@@ -120,7 +126,12 @@ class Surveyor:
         return self._foreign[key]
 
     def _verified(self, listed: Container[str]) -> Iterable[int]:
-        for step, manifest in self._known.items():
+        for step, record in self._known.items():
             noted = self.keys.verified(step) in listed
-            if noted and verified_at(self.store, self.keys, manifest) is not None:
+            if noted and verified_at(self.store, self.keys, step, record.sha256) is not None:
                 yield step
+
+
+def _record(manifest: Manifest) -> _Record:
+    """What is kept of a manifest, which may take 100 MB."""
+    return _Record(segments=frozenset(manifest.segments), sha256=manifest.sha256)

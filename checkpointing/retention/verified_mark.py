@@ -6,7 +6,6 @@ inherit it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 
@@ -18,7 +17,7 @@ from checkpointing.stores import Store
 
 def note_verified(store: Store, keys: Keys, manifest: Manifest) -> None:
     """Writes the note that every byte of `manifest`'s checkpoint is as it was written."""
-    body = {"manifest_sha256": _sha256(manifest), "verified_at": time.time()}
+    body = {"manifest_sha256": manifest.sha256, "verified_at": time.time()}
     store.put(keys.verified(manifest.step), [json.dumps(body).encode()])
 
 
@@ -27,16 +26,13 @@ def forget_verified(store: Store, keys: Keys, step: int) -> None:
     store.delete(keys.verified(step))
 
 
-def verified_at(store: Store, keys: Keys, manifest: Manifest) -> float | None:
-    """When the checkpoint was last found good, in seconds since 1970; None: not yet."""
+def verified_at(store: Store, keys: Keys, step: int, sha256: str) -> float | None:
+    """When the checkpoint of `step`, whose record has `sha256`, was last found good, in seconds
+    since 1970; None: not yet."""
     try:
-        body = json.loads(store.get(keys.verified(manifest.step)))
-        if body["manifest_sha256"] != _sha256(manifest):
+        body = json.loads(store.get(keys.verified(step)))
+        if body["manifest_sha256"] != sha256:
             return None
         return float(body["verified_at"])
     except (MissingError, ValueError, TypeError, KeyError):
         return None  # absent, half gone or of another form: then it says nothing
-
-
-def _sha256(manifest: Manifest) -> str:
-    return hashlib.sha256(manifest.to_bytes()).hexdigest()

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from checkpointing.errors import SliceError, StoreUnavailableError
 from checkpointing.format.boxes import TensorInfo, TensorSlice
-from checkpointing.format.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
-from checkpointing.format.manifest import Receipt, SavedSlice, Segment
-from checkpointing.format.segment import CheckedStream, slice_bytes, table_bytes
+from checkpointing.format.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys, table_bytes
+from checkpointing.format.manifest import Receipt, Segment
+from checkpointing.format.segment import CheckedStream, slice_bytes
+from checkpointing.format.slices import SavedSlice, SliceTable
 from checkpointing.stores import Store
 from checkpointing.write.segment_plan import plan_packing, plan_parts
 
@@ -126,14 +127,13 @@ def write_parts(
         )
         mine = [parts[member] for member in plan.members]
         segments.append(_write_segment(store, key, plan.head, mine, block_bytes, piece_bytes))
-        saved.extend(_locate(plan.parts, key, len(plan.head)))
+        saved.extend(plan.places(key))
     return Receipt(
         rank=attempt.rank,
         step=attempt.step,
         generation=attempt.generation,
         attempt=attempt.attempt,
-        tensors=tensors,
-        slices=tuple(saved),
+        slices=SliceTable.of(saved, tensors, [segment.key for segment in segments]),
         segments=tuple(segments),
     )
 
@@ -171,17 +171,3 @@ def _chunks(head: bytes, parts: Sequence[Part], chunk_bytes: int) -> Iterator[by
         data = read()
         for start in range(0, len(data), chunk_bytes):
             yield data[start : start + chunk_bytes]
-
-
-def _locate(parts: Sequence[TensorSlice], key: str, begin: int) -> Iterator[SavedSlice]:
-    for part in parts:
-        end = begin + slice_bytes(part)
-        yield SavedSlice(
-            name=part.name,
-            offsets=part.offsets,
-            sizes=part.sizes,
-            segment=key,
-            begin=begin,
-            end=end,
-        )
-        begin = end

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from checkpointing.errors import MissingError
 from checkpointing.format.boxes import Box, TensorSlice
 from checkpointing.format.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
-from checkpointing.format.manifest import Receipt, SavedSlice, Segment
+from checkpointing.format.manifest import Receipt, Segment
+from checkpointing.format.slices import SavedSlice, SliceTable
 from checkpointing.stores import Store
 from checkpointing.write.byte_writer import Attempt, cut_shared, write_parts
 
@@ -107,10 +108,12 @@ def write_changed(
         piece_bytes=piece_bytes,
     )
     earlier = {one.segment.key: one.segment for one in kept.values()}
+    segments = (*receipt.segments, *earlier.values())
+    places = (*receipt.slices, *(one.place for one in kept.values()))
     whole = replace(
         receipt,
-        slices=(*receipt.slices, *(one.place for one in kept.values())),
-        segments=(*receipt.segments, *earlier.values()),
+        slices=SliceTable.of(places, tensors, [segment.key for segment in segments]),
+        segments=segments,
     )
     return Written(receipt=whole, parts={**_known_now(receipt, looks, kept), **kept})
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +24,8 @@ from checkpointing.errors import (
 from checkpointing.format.boxes import TensorInfo, show_info
 from checkpointing.format.coverage import check_coverage
 from checkpointing.format.layout import Keys
-from checkpointing.format.manifest import Manifest, Receipt, SavedSlice
+from checkpointing.format.manifest import Manifest, Receipt
+from checkpointing.format.slices import join
 from checkpointing.read.catalogue import load_manifest, newest
 from checkpointing.stores import Store
 
@@ -102,14 +102,13 @@ def build_manifest(
         NotCommittedError: receipts of different attempts, or a training state that is not JSON.
     """
     attempt = _common_attempt(step, generation, receipts)
-    tensors = _merge_tensors(receipts)
-    check_coverage(tensors, (part for receipt in receipts for part in receipt.slices))
+    slices = join([receipt.slices for receipt in receipts], _merge_tensors(receipts))
+    check_coverage(slices)
     return Manifest(
         step=step,
         generation=generation,
         attempt=attempt,
-        tensors=tensors,
-        slices=_slices_by_tensor(receipts),
+        slices=slices,
         segments={s.key: s for receipt in receipts for s in receipt.segments},
         training_state=_as_json(step, training_state),
         versions=dict(versions),
@@ -132,24 +131,17 @@ def _common_attempt(step: int, generation: int, receipts: Sequence[Receipt]) -> 
 
 
 def _merge_tensors(receipts: Sequence[Receipt]) -> dict[str, TensorInfo]:
+    """All tensors in the order of their names, so that equal checkpoints have equal records."""
     merged: dict[str, TensorInfo] = {}
     for receipt in receipts:
-        for name, info in receipt.tensors.items():
+        for name, info in zip(receipt.slices.names, receipt.slices.infos, strict=True):
             if merged.setdefault(name, info) != info:
                 raise SliceError(
                     name,
                     f"{show_info(info)} on rank {receipt.rank}, "
                     f"{show_info(merged[name])} elsewhere",
                 )
-    return merged
-
-
-def _slices_by_tensor(receipts: Sequence[Receipt]) -> dict[str, tuple[SavedSlice, ...]]:
-    grouped: dict[str, list[SavedSlice]] = defaultdict(list)
-    for receipt in receipts:
-        for part in receipt.slices:
-            grouped[part.name].append(part)
-    return {name: tuple(sorted(g, key=lambda part: part.offsets)) for name, g in grouped.items()}
+    return dict(sorted(merged.items()))
 
 
 def _as_json(step: int, training_state: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from checkpointing.format.boxes import TensorInfo, TensorSlice
 from checkpointing.format.cutting import pack, row_strides, split_box
 from checkpointing.format.dtypes import item_bytes
 from checkpointing.format.segment import header, slice_bytes
+from checkpointing.format.slices import SavedSlice
 
 _ALIGNMENT_BYTES = 64
 
@@ -56,6 +57,21 @@ class SegmentPlan:
     """What it holds, in its order."""
     members: tuple[int, ...]
     """Their numbers among all that were to be written."""
+
+    def places(self, key: str) -> Iterator[SavedSlice]:
+        """Where its parts lie once it is written under `key`."""
+        begin = len(self.head)
+        for part in self.parts:
+            end = begin + slice_bytes(part)
+            yield SavedSlice(
+                name=part.name,
+                offsets=part.offsets,
+                sizes=part.sizes,
+                segment=key,
+                begin=begin,
+                end=end,
+            )
+            begin = end
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ def _row(store: Store, step: int, pinned: bool) -> dict[str, Any] | None:
         return None
     except CorruptError as error:
         return {"step": step, "pinned": pinned, "error": str(error)}
-    noted = verified_at(store, _KEYS, manifest)
+    noted = verified_at(store, _KEYS, manifest.step, manifest.sha256)
     return {**summary(manifest), "pinned": pinned, "verified_at": noted}
 
 

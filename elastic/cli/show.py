@@ -74,7 +74,7 @@ def details(manifest: Manifest) -> dict[str, Any]:
                 "dtype": info.dtype,
                 "slices": [
                     {"offsets": list(part.offsets), "sizes": list(part.sizes), "key": part.segment}
-                    for part in manifest.slices.get(name, ())
+                    for part in manifest.parts_of(name)
                 ],
             }
             for name, info in sorted(manifest.tensors.items())
@@ -125,9 +125,9 @@ def _describe_layout(manifest: Manifest) -> str:
 
 def _cut(manifest: Manifest, name: str) -> str:
     """How a tensor was cut: parts along each dimension."""
-    parts = manifest.slices.get(name, ())
+    parts = manifest.parts_of(name)
     shape = manifest.tensors[name].shape
-    counts = [len({part.offsets[axis] for part in parts}) for axis in range(len(shape))]
+    counts = [len(set(parts.offsets[:, axis].tolist())) for axis in range(len(shape))]
     cut = [f"{count} along dimension {axis}" for axis, count in enumerate(counts) if count > 1]
     return " × ".join(cut) if cut else "whole"
 

@@ -175,6 +175,7 @@ def flip_bit(engine: Engine) -> None:
     away."""
     import torch  # a driver without torch can still read and check faults
 
+    engine.state.await_copy()
     weights = next(iter(engine.state.tensors().values()))
     weights.view(-1).view(torch.int32)[0] ^= 1 << 12
 

@@ -65,9 +65,11 @@ class SaveSchedule:
         self._saved_s, self._held_s = self._now_s(), held_s
         self._plan()
 
-    def written(self, write_s: float) -> None:
-        """That checkpoint was written, so long after it was begun."""
+    def written(self, write_s: float, held_s: float) -> None:
+        """That checkpoint was written, so long after it was begun. The next step was held up for
+        so long, too, by the copy."""
         self._write_s = write_s
+        self._held_s += held_s
         self._plan()
 
     def _plan(self) -> None:

@@ -31,7 +31,7 @@ from elastic.worker.known_parts import KnownParts
 from elastic.worker.outbox import Outbox
 from elastic.worker.save_schedule import SaveSchedule
 from trainer.engine.engine import Engine
-from trainer.engine.host_copy import HostBuffer, Share
+from trainer.engine.host_copy import Copy, HostBuffer, Share
 from trainer.replication.step_commit import Place, Saving
 
 _LISTEN_S = 0.1
@@ -100,7 +100,7 @@ class Saver:
         begun_s, workers = time.monotonic(), self._job.train.parallel.workers
         share, buffer = share_of(run, engine), self._free_buffer(run, engine)
         rank = run.position * workers + engine.rank
-        begun_at, copied = time.time(), engine.state.copy_to(buffer, share)
+        begun_at, copy = time.time(), engine.state.copy_to(buffer, share)
         upload = Upload(
             place="store",
             pid=self._identity.pid,
@@ -116,13 +116,13 @@ class Saver:
             begun_at=begun_at,
         )
         for place in places:
-            self._begin(replace(upload, place=place), buffer, copied)
+            self._begin(replace(upload, place=place), buffer, copy)
         if "store" in places:
             self._clock.saved(held_s=time.monotonic() - begun_s)
 
-    def _begin(self, upload: Upload, buffer: HostBuffer, copied: torch.cuda.Event | None) -> None:
+    def _begin(self, upload: Upload, buffer: HostBuffer, copy: Copy) -> None:
         thread = threading.Thread(
-            target=self._write, args=(upload, copied), name=f"save to {upload.place}", daemon=True
+            target=self._write, args=(upload, copy), name=f"save to {upload.place}", daemon=True
         )
         self._writing[upload.place] = thread, buffer
         thread.start()
@@ -189,10 +189,9 @@ class Saver:
     def _is_busy(self, place: Place) -> bool:
         return place in self._writing and self._writing[place][0].is_alive()
 
-    def _write(self, upload: Upload, copied: torch.cuda.Event | None) -> None:
-        if copied is not None:
-            copied.synchronize()
+    def _write(self, upload: Upload, copy: Copy) -> None:
         try:
+            copy.wait()
             self._outbox.flush()  # a checkpoint must not count before its steps are in the records
             if upload.place == "store":
                 known = self._parts.of(self._coordinator.call(CoordinatorApi.newest_saved))
@@ -208,7 +207,7 @@ class Saver:
             self.hand_in_again = partial(
                 hand_in, self._coordinator, upload, written.receipt, self._identity.node
             )
-            self._clock.written(write_s=time.time() - upload.begun_at)
+            self._clock.written(write_s=time.time() - upload.begun_at, held_s=copy.held_s)
 
     def _upload(self, upload: Upload) -> Written | None:
         """Has the node's uploader write; where that dies, the one that takes its place."""

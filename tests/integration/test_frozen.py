@@ -45,7 +45,7 @@ def test_the_frozen_layers_stay_and_the_others_learn() -> None:
 
 
 def segments_of(manifest: Manifest, names: tuple[str, ...]) -> set[str]:
-    return {p.segment for n in names for p in manifest.slices[f"param/{n}"]}
+    return {p.segment for n in names for p in manifest.parts_of(f"param/{n}")}
 
 
 def assert_holds(store: Store, manifest: Manifest, expected: dict[str, torch.Tensor]) -> None:

@@ -12,14 +12,19 @@ from elastic.protocol.events import (
     RegroupOutcome,
     ReplicaForming,
     RunEnded,
+    RunStarted,
     StepRecord,
     WorkerJoined,
     WorkerLost,
 )
 
 
-def joined(time: float, worker: str) -> WorkerJoined:
-    return WorkerJoined(time=time, worker=worker, node="n", pid=1, born_ticks=1)
+def started(time: float) -> RunStarted:
+    return RunStarted(time=time, name="r", layout={}, steps=2, start_step=0, versions={})
+
+
+def joined(time: float, worker: str, node: str = "n") -> WorkerJoined:
+    return WorkerJoined(time=time, worker=worker, node=node, pid=1, born_ticks=1)
 
 
 def forming(time: float, replica: int, *workers: str) -> ReplicaForming:

@@ -72,7 +72,7 @@ class SavingLink(QuietLink):
         share = engine.state.share(engine.slot.replica, self.replicas)
         store: Any = DictStore()
         buffer = HostBuffer(share.size_bytes, share.device)
-        engine.state.copy_to(buffer, share)
+        engine.state.copy_to(buffer, share).wait()
         rank = engine.slot.replica * engine.train_config.parallel.workers + engine.rank
         with open_copy(os.getpid(), buffer.fd, buffer.number) as memory:
             receipt = write_shared(

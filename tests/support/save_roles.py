@@ -109,7 +109,7 @@ def worker(said: Connection, step: int) -> None:
     """Copies the state of `step`, says where that is, and holds it."""
     share = Share(list(zip(slices(step), state(step).values(), strict=True)))
     buffer = HostBuffer(share.size_bytes, share.device)
-    buffer.copy(share)
+    buffer.copy(share).wait()
     said.send((os.getpid(), buffer.fd, buffer.number))
     signal.pause()
 

@@ -25,6 +25,7 @@ import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainer.backend import nccl_settings
 from trainer.backend.aside import GLOO, heard_while_connecting, make_aside
 from trainer.backend.interface import listen_towards
 from trainer.backend.rendezvous import Rendezvous
@@ -34,16 +35,6 @@ from trainer.parallel.layout import ParallelDims
 from trainer.parallel.mesh import ReplicaMesh
 
 Device = Literal["cpu", "cuda"]
-
-_NCCL_SETTINGS = {
-    # A failed collective must end in an exception here, not in the end of the process,
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # nor may the first one make every process that shares the store dump its traces, and end
-    # minutes later.
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-}
 
 _abandoning = threading.Lock()
 _abandoned: list[tuple[Any, list[Any]]] = []
@@ -94,8 +85,7 @@ def make_replica_group(
     _connections = Connections()
     _aborted.clear()
     if device == "cuda":
-        for name, value in _NCCL_SETTINGS.items():
-            os.environ.setdefault(name, value)
+        nccl_settings.settle(os.environ)
         options["device_id"] = torch_device(device)
     # c10d numbers groups, and the number is part of their keys in the store. One that was left
     # while it was made has used up the first number here, but not at a peer that is new.

@@ -6,6 +6,7 @@ from torch import nn
 
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
+from trainer.models.family import HUGGING_FACE, ModelFamily
 from trainer.models.init import WeightSource
 from trainer.tasks.task import PreparedTask
 
@@ -15,7 +16,7 @@ def build_model(task: PreparedTask, train: TrainConfig) -> tuple[nn.Module, Weig
     The driver and all workers call it with the same arguments.
 
     Raises:
-        ConfigError: the converters leave nothing to train.
+        ConfigError: the converters leave nothing to train, or there are no blocks to recompute.
     """
     model, source = task.build(train.seed)
     for converter in train.converters:
@@ -27,4 +28,17 @@ def build_model(task: PreparedTask, train: TrainConfig) -> tuple[nn.Module, Weig
             "they leave no trainable parameters",
             "Keep some trainable",
         )
+    if train.recompute is not None and not family_of_task(task).blocks(model):
+        raise ConfigError(
+            "train.recompute",
+            train.recompute,
+            "the model has no ModuleList of repeated blocks",
+            "Use None",
+        )
     return model, source
+
+
+def family_of_task(task: PreparedTask) -> ModelFamily:
+    """What must be known of the task's architecture."""
+    family: ModelFamily = getattr(task, "family", HUGGING_FACE)
+    return family

@@ -19,12 +19,11 @@ from torch import nn
 from trainer.backend.groups import Device, check_replica_group, torch_device
 from trainer.config import TrainConfig
 from trainer.engine.batches import to_device
-from trainer.engine.build import build_model
+from trainer.engine.build import build_model, family_of_task
 from trainer.engine.flat_layout import FlatLayout
 from trainer.engine.names import PARAMETERS
 from trainer.engine.optimizer import make_optimizer
 from trainer.engine.state import WorkerState
-from trainer.models.family import HUGGING_FACE
 from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
     fill,
@@ -84,8 +83,9 @@ class Engine:
             model,
             mesh,
             others=train.parallel.others,
-            family=getattr(task, "family", HUGGING_FACE),
+            family=family_of_task(task),
             compute_dtype=getattr(torch, train.precision),
+            recompute=train.recompute,
         )
         self._slices = local_slices(self.model, slot)
         materialize(self.model, self.device, None if heir_of is None else heir_of.memory())
@@ -288,12 +288,13 @@ class Engine:
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
 
-    def norm_squared(self, gradient: torch.Tensor) -> float:
-        """This worker's part of the squared norm of the reduced flat gradient."""
+    def norm_squared(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This worker's part of the squared norm of the reduced flat gradient: a float64 on the
+        device."""
         size = _NORM_CHUNK[self.device.type]
         chunks = [c for start, end in self.layout.own for c in gradient[start:end].split(size)]
         norms = torch.stack(torch._foreach_norm(chunks)) if chunks else gradient.new_zeros(1)
-        return float(norms.double().square().sum())
+        return norms.double().square().sum()
 
     def sum_at_first(self, vector: list[float]) -> list[float]:
         """Sums a float64 vector at the replica's first worker; the others get something of no

@@ -11,7 +11,10 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import torch
 
@@ -45,6 +48,20 @@ class Share:
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
 
+class Copy(Protocol):
+    """A copy that is being made, beside what is computed from now on."""
+
+    def before_change(self) -> None:
+        """What comes after this may change what is copied."""
+
+    def wait(self) -> None:
+        """Returns once it is there, to be read."""
+
+    @property
+    def held_s(self) -> float:
+        """Seconds for which `before_change` has held up its caller."""
+
+
 class HostBuffer:
     """Memory for a worker's share. All of it is touched, and pinned for `device`, when this
     returns.
@@ -65,33 +82,30 @@ class HostBuffer:
         self._bytes.zero_()  # the kernel gives the pages now and not in the first save
         self._pinned = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._pinned else None
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="save copy")
         if self._pinned:
             _pin(self._bytes)
         self._slices: tuple[TensorSlice, ...] = ()  # what the views are of; no state is kept alive
         self._views: list[torch.Tensor] = []
 
-    def copy(self, share: Share) -> torch.cuda.Event | None:
-        """Copies a share from where the state is.
-
-        On a CPU it is there when this returns. On CUDA a stream of its own copies, beside what the
-        device computes from now on.
+    def copy(self, share: Share) -> Copy:
+        """Begins to copy a share from where the state is: on a CPU a thread does, on CUDA a stream.
 
         Returns:
-            On CUDA what to wait for: before the state changes, and before the copy is read.
+            What to wait for, before the state changes and before the copy is read.
         """
         self.number = next(_numbers)
         stamp(self._memory, self.number)
         if self._slices is not share.slices:
             self._slices, self._views = share.slices, self._lay_out(share)
         if self._stream is None:
-            torch._foreach_copy_(self._views, share.tensors)
-            return None
+            return _ByThread(self._copier.submit(torch._foreach_copy_, self._views, share.tensors))
         self._stream.wait_stream(torch.cuda.current_stream(share.device))
         with torch.cuda.stream(self._stream):
             for view, tensor in zip(self._views, share.tensors, strict=True):
                 view.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._stream)  # its engine may be dropped meanwhile
-        return self._stream.record_event()
+        return _ByStream(self._stream.record_event())
 
     def _lay_out(self, share: Share) -> list[torch.Tensor]:
         room = self._bytes[HEADER_BYTES:]
@@ -101,11 +115,36 @@ class HostBuffer:
         ]
 
     def close(self) -> None:
-        """Gives the memory back; who has opened it keeps it."""
+        """Gives the memory back, once nothing is copied to it; who has opened it keeps it."""
+        self._copier.shutdown()
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
         self._slices, self._views = (), []
         os.close(self.fd)
+
+
+class _ByThread:
+    def __init__(self, done: Future[None]) -> None:
+        self._done, self.held_s = done, 0.0
+
+    def before_change(self) -> None:
+        began_s = time.monotonic()
+        self.wait()
+        self.held_s += time.monotonic() - began_s
+
+    def wait(self) -> None:
+        self._done.result()
+
+
+class _ByStream:
+    def __init__(self, done: torch.cuda.Event) -> None:
+        self._done, self.held_s = done, 0.0
+
+    def before_change(self) -> None:
+        torch.cuda.current_stream().wait_event(self._done)
+
+    def wait(self) -> None:
+        self._done.synchronize()
 
 
 def _pin(memory: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from checkpointing import TensorInfo, TensorSlice, plan_writers
-from trainer.engine.host_copy import HostBuffer, Share
+from trainer.engine.host_copy import Copy, HostBuffer, Share
 from trainer.engine.names import PARAMETERS
 from trainer.engine.optimizer import SliceOptimizer
 
@@ -46,7 +46,7 @@ class WorkerState:
         """See Args."""
         self._slices, self._replicated = slices, replicated
         self._shares: dict[tuple[int, int], Share] = {}
-        self._copied: torch.cuda.Event | None = None
+        self._copy: Copy | None = None
 
     @property
     def optimizer_steps(self) -> int:
@@ -85,18 +85,18 @@ class WorkerState:
         still = frozenset(PARAMETERS + name for name in self.frozen)
         return Share([(p, _part_of(tensors[p.name], slices[p.name], p)) for p in parts], still)
 
-    def copy_to(self, buffer: HostBuffer, share: Share) -> torch.cuda.Event | None:
-        """Copies `share` to `buffer`. See `HostBuffer.copy`; whatever changes the state calls
-        `await_copy` first."""
+    def copy_to(self, buffer: HostBuffer, share: Share) -> Copy:
+        """Begins to copy `share` to `buffer`. See `HostBuffer.copy`; whatever changes the state
+        calls `await_copy` first."""
         self.await_copy()  # of a save before a step that was not applied
-        self._copied = buffer.copy(share)
-        return self._copied
+        self._copy = buffer.copy(share)
+        return self._copy
 
     def await_copy(self) -> None:
-        """Has the device hold back what comes after this until the last copy is made."""
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
-            self._copied = None
+        """Holds back what comes after this, here or on the device, until the last copy is made."""
+        if self._copy is not None:
+            self._copy.before_change()
+            self._copy = None
 
     def to_read(self) -> list[TensorSlice]:
         """What this worker needs of a saved state, in the order in which it is saved."""

@@ -6,7 +6,8 @@ import difflib
 import inspect
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,6 +161,20 @@ def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
             "Use a decoder architecture, such as 'llama' or 'qwen2', with settings that fit it",
         ) from error
     return model
+
+
+@contextmanager
+def one_text_each() -> Iterator[None]:
+    """In this block a forward of a transformers model takes each sample for one text, where it
+    would ask the device whether it is several, and wait for the answer."""
+    from transformers import masking_utils
+
+    asked = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = asked
 
 
 def _configuration(config: Mapping[str, Any]) -> Any:

@@ -1,8 +1,8 @@
 """From a model on the meta device to this worker's sharded, filled model.
 
-Order: further dimensions of the mesh, tensor parallelism, FSDP2 round each block and the root, then
-real memory for just the local slices, then their initial values. All degrees 1 take the same road:
-FSDP2 over one rank.
+Order: further dimensions of the mesh, tensor parallelism, recomputation, FSDP2 round each block,
+the embedding, the head and the root, then real memory for just the local slices, then their initial
+values. All degrees 1 take the same road: FSDP2 over one rank.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from trainer.models.init import WeightSource
 from trainer.parallel.dims import MeshDim
 from trainer.parallel.layout import Slot, local_box
 from trainer.parallel.mesh import ReplicaMesh
+from trainer.parallel.recompute import Recompute, recompute_blocks
 from trainer.parallel.tensor import apply_tensor_parallel
 
 
@@ -39,9 +40,10 @@ def parallelize(
     others: Sequence[MeshDim] = (),
     family: ModelFamily,
     compute_dtype: torch.dtype,
+    recompute: Recompute | None = None,
 ) -> nn.Module:
     """Makes `model` (parameters on meta) parallel over the replica's mesh, in place: what `others`
-    do to it, then tensor parallel, then fully sharded.
+    do to it, then tensor parallel, then recomputation, then fully sharded.
 
     Gradients are summed over the ranks that it is sharded over, not averaged: the loop divides by
     the global token count.
@@ -52,13 +54,17 @@ def parallelize(
         others: its dimensions beside shard and tensor.
         family: knows the model's blocks, and its plan where the tensor degree is above 1.
         compute_dtype: number format of forward and backward; reductions stay float32.
+        recompute: what its blocks compute again in backward; None: nothing.
     """
     for dim in others:
         dim.convert(model, mesh.others[dim.name])
     if mesh.tensor.size() > 1:
         apply_tensor_parallel(model, mesh.tensor, family)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for name in family.blocks(model):
+    blocks = family.blocks(model)
+    if recompute is not None:
+        recompute_blocks(model, blocks, recompute)
+    for name in (*blocks, *family.ends(model)):
         fully_shard(model.get_submodule(name), mesh=mesh.fsdp, mp_policy=policy)
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
     for module in model.modules():

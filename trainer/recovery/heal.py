@@ -128,6 +128,7 @@ class Newcomer:
         self._received = 0
         self._failure: str | None = None
         self._failed = False
+        engine.state.await_copy()  # of a save before this worker lost its state
         self._stream = _beside_the_current(engine.device)
         self._thread = threading.Thread(target=self._run, name="heal-target", daemon=True)
         self._thread.start()

@@ -13,7 +13,7 @@ from trainer.data.config import DataConfig
 from trainer.errors import ConfigError, check_types
 from trainer.models.causal import check_causal
 from trainer.models.family import HUGGING_FACE, ModelFamily, family_of
-from trainer.models.hf import ModelConfig, check_positions
+from trainer.models.hf import ModelConfig, check_positions, one_text_each
 from trainer.parallel.check import check_tensor_parallel
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ class CausalLM:
     """Tokens in a sample, no more than the model has positions."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Which model; a small Llama unless said otherwise."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at once; the others' are computed before or after. It changes the
+    order of a sum, and so the last bits. None: all tokens of a micro-batch."""
 
     def __post_init__(self) -> None:
         check_types(self, "train.task")
@@ -50,6 +53,10 @@ class CausalLM:
 
         if self.seq_len < 1:
             raise ConfigError("train.task.seq_len", self.seq_len, "no tokens", "Use 1 or more")
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise ConfigError(
+                "train.task.loss_chunk", self.loss_chunk, "no tokens", "Use 1 or more, or None"
+            )
         if self.model.pretrained and self.model.path is None:
             raise ConfigError(
                 "train.task.model.pretrained", True, "there is no path", "Set model.path"
@@ -71,6 +78,7 @@ class CausalLM:
         return PreparedCausalLM(
             config=config,
             seq_len=self.seq_len,
+            loss_chunk=self.loss_chunk,
             train_path=data.train,
             eval_path=data.val,
             pretrained=pretrained,
@@ -116,6 +124,8 @@ class PreparedCausalLM:
     """Token set held out."""
     pretrained: str | None
     """Directory of the initial weights; None: seeded ones."""
+    loss_chunk: int | None = None
+    """See `CausalLM.loss_chunk`."""
     info: Mapping[str, Any]
     """Facts for the run's records."""
     family: ModelFamily = HUGGING_FACE
@@ -129,6 +139,10 @@ class PreparedCausalLM:
     def build(self, seed: int) -> tuple[nn.Module, WeightSource]:
         """See PreparedTask."""
         model = self.family.build_on_meta(self.config)
+        if self.loss_chunk is not None:
+            from trainer.models.chunked_head import chunk_head
+
+            chunk_head(model, self.loss_chunk)
         return model, self.family.weights(self.config, model, seed, self.pretrained)
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -141,10 +155,17 @@ class PreparedCausalLM:
         """
         from torch.nn.functional import cross_entropy
 
+        from trainer.models.chunked_head import with_losses
+
         inputs, targets = batch[:, :-1], batch[:, 1:]
-        output = model(input_ids=inputs, use_cache=False)
-        logits = output.logits
-        loss = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        with one_text_each():
+            if self.loss_chunk is None:
+                output = model(input_ids=inputs, use_cache=False)
+                logits = output.logits.flatten(0, 1).float()
+                loss = cross_entropy(logits, targets.flatten(), reduction="sum")
+            else:
+                output = with_losses(model, targets, input_ids=inputs, use_cache=False)
+                loss = output.logits
         if model.training and self.router_coefficient:
             loss = loss + self.router_coefficient * targets.numel() * output.aux_loss
         return loss, targets.numel()

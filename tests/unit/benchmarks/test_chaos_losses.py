@@ -21,6 +21,7 @@ from tests.support.chaos_events import (
     ended,
     fired,
     forming,
+    joined,
     lost,
     roster,
 )
@@ -102,6 +103,24 @@ def test_losses_with_a_reason() -> None:
         lost(9, "d", "preemption", node="m"),
     ]
     assert find_unexplained_losses(happened, [deed("remove", 7, 8, "m")]) == []
+
+
+@pytest.mark.parametrize(
+    ("cause", "node", "at", "explained"),
+    [
+        ("collective", "m", 9, True),
+        ("collective", "n", 9, True),  # where the lost one itself is
+        ("collective", "o", 9, False),  # no machine of its replica
+        ("collective", "m", 30, False),  # long after
+        ("crash", "m", 9, False),
+    ],
+)
+def test_a_replica_over_a_bad_link_may_lose_either_end(
+    cause: str, node: str, at: float, explained: bool
+) -> None:
+    happened = [joined(1, "a", "n"), joined(1, "b", "m"), *BEGIN, lost(at, "a", cause, node="n")]
+    found = find_unexplained_losses(happened, [deed("mtu", 4, 8, node)])
+    assert (found == []) == explained
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tests.support.chaos_events import (
     joined,
     lost,
     roster,
+    started,
 )
 
 BOUND_S = 15.0
@@ -112,6 +113,14 @@ def test_what_the_schedule_explains(
     gap_s = explained_s + BOUND_S
     assert stalls(happened, gap_s=gap_s - 0.1, deeds=tuple(deeds)) == []
     assert len(stalls(happened, gap_s=gap_s + 0.1, deeds=tuple(deeds))) == 1
+
+
+@pytest.mark.parametrize(("roster_s", "good"), [(18, True), (START_S + BOUND_S + 1, False)])
+def test_a_driver_that_comes_too_late_starts_the_run_once_more(roster_s: float, good: bool) -> None:
+    first = [joined(70, "a"), roster(100, 1, "start", {"0": [0]}), ended(102)]
+    second = [started(103), roster(102 + roster_s, 2, "start", {"0": [0]}), ended(104 + roster_s)]
+    found = find_long_stalls([*first, *second], [committed(101, 1)], HEALTH, least_workers=1)
+    assert (found == []) == good
 
 
 def test_what_was_over_explains_nothing() -> None:

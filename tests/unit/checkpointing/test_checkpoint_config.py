@@ -61,7 +61,7 @@ def test_every_run_has_its_place_in_the_store() -> None:
 def test_package_and_config_import_without_torch() -> None:
     code = (
         "import sys; import checkpointing; from checkpointing.config import CheckpointConfig; "
-        "CheckpointConfig(); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+        "CheckpointConfig(); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 

@@ -17,6 +17,7 @@ from checkpointing.format.coverage import check_coverage
 from checkpointing.format.cutting import pack, row_strides, split_box
 from checkpointing.format.manifest import CrcTable, Segment
 from checkpointing.read.fetches import plan_fetches, plan_reads
+from tests.support.slice_tables import slice_table
 
 
 def points(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> set[tuple[int, ...]]:
@@ -46,10 +47,10 @@ GRID = [Box("w", (r, c), (2, 3)) for r in (0, 2) for c in (0, 3)]
 
 
 def test_coverage_accepts_tilings() -> None:
-    check_coverage(SHAPE, GRID)
-    check_coverage(SHAPE, [*GRID, Box("w", (4, 0), (0, 6))])
-    check_coverage({"s": TensorInfo((), "int64")}, [Box("s", (), ())])
-    check_coverage({"e": TensorInfo((0, 3), "int64")}, [])
+    check_coverage(slice_table(SHAPE, GRID))
+    check_coverage(slice_table(SHAPE, [*GRID, Box("w", (4, 0), (0, 6))]))
+    check_coverage(slice_table({"s": TensorInfo((), "int64")}, [Box("s", (), ())]))
+    check_coverage(slice_table({"e": TensorInfo((0, 3), "int64")}, []))
 
 
 @pytest.mark.parametrize(
@@ -67,13 +68,16 @@ def test_coverage_accepts_tilings() -> None:
 )
 def test_coverage_finds(tensors: dict[str, TensorInfo], slices: list[Box], message: str) -> None:
     with pytest.raises(SliceError, match=message):
-        check_coverage(tensors, slices)
+        check_coverage(slice_table(tensors, slices))
 
 
 def test_coverage_of_a_large_grid_is_fast() -> None:
     grid = [Box("w", (r * 3, c * 5), (3, 5)) for c in range(16) for r in range(1024)]
+    # One cell is in two: then each part is looked at.
+    halves = [Box("w", (0, 0), (3, 2)), Box("w", (0, 2), (3, 3)), *grid[1:]]
     began = time.process_time()
-    check_coverage({"w": TensorInfo((3072, 80), "float32")}, grid)
+    for parts in (grid, halves):
+        check_coverage(slice_table({"w": TensorInfo((3072, 80), "float32")}, parts))
     assert time.process_time() - began < 5  # all pairs would be 134 million
 
 

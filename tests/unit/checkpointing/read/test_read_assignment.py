@@ -8,8 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.format.layout import PIECE_BYTES, SEGMENT_BYTES
-from checkpointing.format.segment import table_bytes
+from checkpointing.format.layout import PIECE_BYTES, SEGMENT_BYTES, table_bytes
 from checkpointing.read.assignment import LEAST_BYTES, Rows, plan_shares
 
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)

@@ -19,7 +19,8 @@ from checkpointing import (
     find_newest,
     plan_other_node,
 )
-from checkpointing.format.manifest import SavedSlice
+from checkpointing.format.boxes import Box
+from tests.support.slice_tables import slice_table
 
 RANKS = 2
 
@@ -27,14 +28,13 @@ RANKS = 2
 def part(rank: int, step: int, generation: int = 1, rows: int = 1) -> Receipt:
     """Row `rank` of a tensor of two rows of four bytes."""
     key = f"d/{rank}/{step}-{generation}"
-    row = SavedSlice(name="w", offsets=(rank, 0), sizes=(rows, 1), segment=key, begin=8, end=12)
+    row = Box("w", (rank, 0), (rows, 1))
     return Receipt(
         rank=rank,
         step=step,
         generation=generation,
         attempt=0,
-        tensors={"w": TensorInfo((RANKS, 1), "float32")},
-        slices=(row,),
+        slices=slice_table({"w": TensorInfo((RANKS, 1), "float32")}, [row], key),
         segments=(Segment(key=key, size_bytes=12, block_bytes=4096, crcs=(1,)),),
     )
 

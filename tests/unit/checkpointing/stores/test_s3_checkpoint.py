@@ -101,7 +101,7 @@ def test_a_flip_on_the_way_is_read_again_and_one_at_rest_is_found(
     rule = faults.inject("flip", kind="get")
     assert torch.equal(Reader(s3, manifest).read_full("bias"), state(10)["bias"])
     assert rule.fired == 1 and faults.count("get") == RANKS + 1
-    key = manifest.slices["bias"][2].segment
+    key = manifest.parts_of("bias")[2].segment
     data = bytearray(s3.get(key))
     data[-1] ^= 1
     s3.put(key, [bytes(data)])

@@ -131,7 +131,7 @@ def test_a_frozen_tensor_is_written_once(store: CountingStore) -> None:
     second = write(store, trained(2), 2, known=first.parts, still=["base"])
     manifest = publish(store, second.receipt)
     assert 200_000 < sum(map(len, store.puts.values())) < 201_000, "head and moment"
-    (base,) = manifest.slices["base"]
+    (base,) = manifest.parts_of("base")
     (old,) = {s for s in first.receipt.segments if s.key == base.segment}
     assert KEYS.step_of(base.segment) == 1 and manifest.segments[base.segment] == old
     assert old.size_bytes < 201_000, "nothing else is kept alive with it"
@@ -275,7 +275,7 @@ def test_segments_outside_of_the_store_are_refused(store: CountingStore, key: st
     moved = replace(
         manifest,
         segments={key: replace(segment, key=key)},
-        slices={n: tuple(replace(p, segment=key) for p in ps) for n, ps in manifest.slices.items()},
+        slices=replace(manifest.slices, keys=(key,)),
     )
     store.put(KEYS.commit(1), [moved.to_bytes()])
     with pytest.raises(CorruptError, match=r"m/0+1\.json: 1 of its 1 segments are not of this"):
@@ -386,4 +386,4 @@ def test_elements_of_several_bytes(store: CountingStore) -> None:
     reader = Reader(store, manifest)
     assert torch.equal(reader.read_full("w"), weights)
     assert torch.equal(reader.read_full("h"), halves)
-    assert manifest.slices["w"][0].begin < manifest.slices["h"][0].begin
+    assert manifest.parts_of("w")[0].begin < manifest.parts_of("h")[0].begin

@@ -30,6 +30,8 @@ from checkpointing import (
     set_foreign_aside,
     write_slices,
 )
+from checkpointing.format.boxes import TensorInfo
+from checkpointing.format.slices import unpack
 from checkpointing.read.catalogue import is_foreign
 from checkpointing.stores.local import LocalStore
 
@@ -104,7 +106,8 @@ def test_commit_refuses_what_does_not_tile(store: LocalStore) -> None:
     for receipts, message in (([left], "3 of the 6"), ([left, right, left], "overlap")):
         with pytest.raises(SliceError, match=message):
             publish(store, 10, receipts=receipts)
-    other = dataclasses.replace(right, tensors={"w": left.tensors["w"]._replace(dtype="int32")})
+    changed = dataclasses.replace(right.slices, infos=(TensorInfo((6,), "int32"),))
+    other = dataclasses.replace(right, slices=changed)
     with pytest.raises(SliceError, match=r"int32 \[6\] on rank 1, float32 \[6\] elsewhere"):
         publish(store, 10, receipts=[left, other])
     assert newest(store, KEYS) is None
@@ -159,7 +162,7 @@ def test_unreadable_manifests_are_passed_over(
     raw = store.get(KEYS.commit(20))
     store.put(KEYS.commit(20), [raw[: len(raw) // 2]])
     store.put(KEYS.commit(30), [b"\xff\x00 not text"])
-    store.put(KEYS.commit(40), [store.get(KEYS.commit(40)).replace(b'"schema":2', b'"schema":3')])
+    store.put(KEYS.commit(40), [store.get(KEYS.commit(40)).replace(b'"schema":3', b'"schema":4')])
     store.put(KEYS.commit(50), [raw])
     store.put(KEYS.commit(60), [b"[1, 2]"])
     store.put("m/readme.json", [b"{}"])
@@ -167,7 +170,7 @@ def test_unreadable_manifests_are_passed_over(
         assert newest(store, KEYS) == good
     assert len(caplog.records) == 5
     assert list_steps(store, KEYS) == [10, 20, 30, 40, 50, 60]
-    with pytest.raises(CorruptError, match="schema 3"):
+    with pytest.raises(CorruptError, match="schema 4"):
         load_manifest(store, KEYS, 40)
     with pytest.raises(CorruptError, match="manifest of step 20"):
         load_manifest(store, KEYS, 50)
@@ -187,13 +190,17 @@ def test_receipt_survives_pickle_and_json(store: LocalStore) -> None:
 def test_manifest_is_plain_json_with_the_promised_fields(store: LocalStore) -> None:
     publish(store, 10)
     record = json.loads(store.get(KEYS.commit(10)))
-    assert record["schema"] == 2
-    parts = record["tensors"]["w"]["slices"]
-    assert [part[:2] for part in parts] == [[[0], [3]], [[3], [3]]]
-    for rank, (_, _, number, begin, end) in enumerate(parts):
+    assert record["schema"] == 3
+    assert record["tensors"] == [["w", [[6], "float32"]]]
+    columns = record["slices"]
+    assert columns["count"] == 2
+    assert [unpack(column, 2).tolist() for column in columns["offsets"]] == [[0, 3]]
+    assert [unpack(column, 2).tolist() for column in columns["sizes"]] == [[3, 3]]
+    places = zip(unpack(columns["segment"], 2), unpack(columns["begin"], 2), strict=True)
+    for rank, (number, begin) in enumerate(places):
         segment = record["segments"][number]
         assert len(store.get(segment["key"])) == segment["size_bytes"]
-        held = store.get_range(segment["key"], begin, end - begin)
+        held = store.get_range(segment["key"], int(begin), 12)
         assert held == torch.full((3,), 10.0 + rank).numpy().tobytes()
 
 

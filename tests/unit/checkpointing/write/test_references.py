@@ -40,6 +40,7 @@ from checkpointing import (
     verify_checkpoint,
     write_slices,
 )
+from checkpointing.format.slices import SliceTable
 from checkpointing.stores.local import LocalStore
 
 KEYS = Keys()
@@ -79,15 +80,16 @@ def publish(
 
 
 def refer(manifest: Manifest, step: int) -> Receipt:
-    slices = manifest.slices["frozen"]
+    parts = manifest.parts_of("frozen")
+    frozen = {"frozen": manifest.tensors["frozen"]}
+    segments = tuple({part.segment: manifest.segments[part.segment] for part in parts}.values())
     return Receipt(
         rank=1,
         step=step,
         generation=0,
         attempt=0,
-        tensors={"frozen": manifest.tensors["frozen"]},
-        slices=slices,
-        segments=tuple(manifest.segments[part.segment] for part in slices),
+        slices=SliceTable.of(parts, frozen, [segment.key for segment in segments]),
+        segments=segments,
     )
 
 
@@ -110,7 +112,7 @@ def store(tmp_path: Path) -> LocalStore:
 def test_a_segment_lives_as_long_as_somebody_refers_to_it(store: LocalStore) -> None:
     first = publish(store, 10)
     publish(store, 20, unchanged=first)
-    (frozen,) = {part.segment for part in first.slices["frozen"]}
+    (frozen,) = {part.segment for part in first.parts_of("frozen")}
     delete_checkpoint(store, KEYS, 10)
     assert list_steps(store, KEYS) == [20]
     assert [key for key in store.list("d/") if "000000000010" in key] == [frozen]
@@ -128,7 +130,7 @@ def test_what_cannot_be_read_guards_what_it_may_refer_to(store: LocalStore) -> N
     publish(store, 20, unchanged=first)
     publish(store, 30)
     record = store.get(KEYS.commit(20))
-    store.put(KEYS.commit(20), [record.replace(b'"schema":2', b'"schema":9')])
+    store.put(KEYS.commit(20), [record.replace(b'"schema":3', b'"schema":9')])
     delete_checkpoint(store, KEYS, 10)
     store.put(KEYS.commit(20), [record])
     assert sound(store, 20)
@@ -205,7 +207,7 @@ def test_a_foreign_record_guards_what_it_refers_to_until_it_is_deleted(store: Lo
 def test_a_foreign_record_that_cannot_be_read_guards_all_up_to_its_step(store: LocalStore) -> None:
     for step in (10, 20, 30):
         publish(store, step)
-    later = store.get(KEYS.commit(20)).replace(b'"schema":2', b'"schema":9')
+    later = store.get(KEYS.commit(20)).replace(b'"schema":3', b'"schema":9')
     store.put(KEYS.commit(20), [later])
     set_foreign_aside(store, KEYS, 20)
     assert retired(store, 1) == [10]
@@ -218,11 +220,11 @@ def test_a_foreign_record_that_cannot_be_read_guards_all_up_to_its_step(store: L
 def test_a_note_is_about_one_record(store: LocalStore) -> None:
     manifest = publish(store, 10)
     note_verified(store, KEYS, manifest)
-    assert verified_at(store, KEYS, manifest) is not None
+    assert verified_at(store, KEYS, manifest.step, manifest.sha256) is not None
     store.delete(KEYS.commit(10))
-    assert verified_at(store, KEYS, publish(store, 10, generation=1)) is None
+    assert verified_at(store, KEYS, 10, publish(store, 10, generation=1).sha256) is None
     store.put(KEYS.verified(10), [b"["])
-    assert verified_at(store, KEYS, manifest) is None
+    assert verified_at(store, KEYS, manifest.step, manifest.sha256) is None
 
 
 def test_pins_hold_until_taken_back(store: LocalStore) -> None:

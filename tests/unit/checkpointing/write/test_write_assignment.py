@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpointing import TensorInfo, TensorSlice, check_coverage, plan_writers
+from tests.support.slice_tables import slice_table
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "uint8": 1}
 
@@ -34,7 +35,7 @@ def test_the_shares_cover_everything_once(
     shares = plan_writers(slices, writers)
     assert len(shares) == writers
     table = {part.name: TensorInfo(part.global_shape, part.dtype) for part in slices}
-    check_coverage(table, [part for share in shares for part in share])
+    check_coverage(slice_table(table, [part for share in shares for part in share]))
     assert {part.name for share in shares for part in share} == set(table), "all are declared"
     rows = [bytes_of(p) / max(1, next((n for n in p.sizes if n > 1), 1)) for p in slices]
     equal = sum(map(bytes_of, slices)) / writers

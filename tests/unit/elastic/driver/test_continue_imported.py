@@ -11,6 +11,7 @@ from torch import nn
 
 from checkpointing import Manifest, TensorInfo
 from elastic.driver.resume import check_continues
+from tests.support.slice_tables import slice_table
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.tasks.custom import CustomTask
@@ -25,13 +26,13 @@ TRAIN = TrainConfig(task=None, steps=10, global_batch=4, seed=1)
 
 def manifest(**state: Any) -> Manifest:
     tensors = {"weight": TensorInfo((2, 3), "float32"), "bias": TensorInfo((2,), "float32")}
-    names = ("param", "exp_avg", "exp_avg_sq")
+    kinds = ("param", "exp_avg", "exp_avg_sq")
+    table = {f"{kind}/{name}": info for kind in kinds for name, info in tensors.items()}
     return Manifest(
         step=4,
         generation=0,
         attempt=0,
-        tensors={f"{kind}/{name}": info for kind in names for name, info in tensors.items()},
-        slices={},
+        slices=slice_table(table, []),
         segments={},
         training_state={"step": 4, "optimizer_steps": 4, "skipped_in_a_row": 0, **state},
         versions={},

@@ -15,6 +15,7 @@ from elastic.node.uploader import Uploader
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.saves import Upload
+from tests.support.slice_tables import slice_table
 
 DEADLINE_S = 30.0
 UPLOAD = Upload(
@@ -61,7 +62,12 @@ class Gated(Uploader):
                 raise ValueError("no writers")
         attempt = upload.attempt
         receipt = Receipt(
-            rank=0, step=attempt.step, generation=1, attempt=0, tensors={}, slices=(), segments=()
+            rank=0,
+            step=attempt.step,
+            generation=1,
+            attempt=0,
+            slices=slice_table({}, []),
+            segments=(),
         )
         return Written(receipt=receipt, parts={})
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from checkpointing import Attempt, KnownPart, TensorSlice
-from checkpointing.format.manifest import SavedSlice, Segment
+from checkpointing.format.manifest import Segment
+from checkpointing.format.slices import SavedSlice
 from elastic.worker.known_parts import KnownParts
 
 SLICE = TensorSlice("param/w", (4,), "uint8", (0,), (4,))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
+
 from checkpointing import CheckpointConfig
 from elastic.worker.save_schedule import SaveSchedule
 
@@ -55,11 +57,21 @@ def test_a_slow_save_is_not_followed_by_one_that_would_be_skipped() -> None:
     clock = auto_clock(hand)
     clock.saved(held_s=0.0)
     hand.s += 150
-    clock.written(write_s=150)
+    clock.written(write_s=150, held_s=0)
     assert clock.wanted()
     clock.saved(held_s=0.0)
     hand.s += 149
     assert not clock.wanted()
+
+
+def test_the_wait_for_a_copy_counts() -> None:
+    """The step after the save was held up by it."""
+    hand = Hand()
+    clock = auto_clock(hand)
+    clock.saved(held_s=0.1)
+    without_s = clock.interval_s()
+    clock.written(write_s=0, held_s=0.3)
+    assert clock.interval_s() == pytest.approx(2 * without_s)
 
 
 def test_what_is_asked_for_is_wanted_until_it_is_saved() -> None:

@@ -75,7 +75,7 @@ def copy(said: Connection, seed: int) -> None:
     """The worker."""
     mine = share(seed)
     buffer = HostBuffer(mine.size_bytes, mine.device)
-    buffer.copy(mine)
+    buffer.copy(mine).wait()
     said.send((os.getpid(), buffer.fd, buffer.number))
     signal.pause()
 
@@ -196,7 +196,7 @@ def test_the_buffer_is_used_again(tmp_path: Path) -> None:
     buffer = HostBuffer(first.size_bytes, first.device)
     pages = os.stat(f"/proc/self/fd/{buffer.fd}")
     for seed, mine in ((1, first), (2, second), (1, first)):
-        buffer.copy(mine)
+        buffer.copy(mine).wait()
         with open_copy(os.getpid(), buffer.fd, buffer.number) as memory:
             publish(tmp_path / str(seed), write(memory, tmp_path / str(seed), STEP + seed))
         assert_newest_is(tmp_path / str(seed), STEP + seed, seed)
@@ -212,7 +212,7 @@ def test_parts_of_tensors_are_copied_from_views(tmp_path: Path) -> None:
     part = type(whole)(whole.name, whole.global_shape, whole.dtype, (10, 0), (5, 33))
     mine = Share([(part, live[10:15])])
     buffer, expected = HostBuffer(mine.size_bytes, live.device), live[10:15].clone()
-    buffer.copy(mine)
+    buffer.copy(mine).wait()
     live.zero_()
     with open_copy(os.getpid(), buffer.fd, buffer.number) as memory:
         assert bytes(memory[: expected.nbytes]) == expected.numpy().tobytes()
@@ -223,11 +223,11 @@ def test_a_buffer_that_was_used_again_is_not_taken_for_the_copy(tmp_path: Path) 
     """The worker took the uploader for dead, and it was not."""
     first, second = share(1), share(2)
     buffer = HostBuffer(first.size_bytes, first.device)
-    buffer.copy(first)
+    buffer.copy(first).wait()
     late = os.getpid(), buffer.fd, buffer.number
     with pytest.raises(CopyGoneError, match="in the place of copy"), open_copy(*late) as memory:
         write(memory, tmp_path, STEP)
-        buffer.copy(second)
+        buffer.copy(second).wait()
     with pytest.raises(CopyGoneError, match="in the place of copy"), open_copy(*late):
         raise AssertionError("not even begun")
     buffer.close()

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from checkpointing import Reader, open_store
 from tests.support.data_plane import WorkerResult, full_parameters, run_layout
 from tests.support.lion import InverseRoot, Lion
 from tests.support.tiny_checkpoint import commit_shares
-from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.data import sample_ids
@@ -101,15 +99,6 @@ def test_lion_does_what_its_paper_says_in_each_layout() -> None:
         assert worker.losses == whole[0].losses
         for name, (_, _, value) in worker.local.items():
             assert torch.equal(value, whole[0].local[name][2])
-
-
-@pytest.fixture
-def replica() -> Iterator[tuple[Rendezvous, ReplicaMesh]]:
-    """Where newcomers meet their source, and a replica of one worker."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
-    yield meet, make_replica_group(meet, "replica", rank=0, dims=ParallelDims(), device="cpu")
-    leave_replica_group()
 
 
 def make_engine(mesh: ReplicaMesh, optimizer: Optimizer) -> Engine:

@@ -1,0 +1,57 @@
+"""What c10d must do, and must not do, where a collective on NCCL fails.
+
+Clusters export `TORCH_NCCL_*` for jobs that end with the first fault. With those this one would,
+too, so they are set over whatever the cluster says. Nothing else of NCCL is touched here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+
+log = logging.getLogger(__name__)
+
+NEEDED = {
+    # A failed collective must end in an exception here, not in the end of the process,
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # nor may it tell processes that are not in it.
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    # Who waits must hear calls meanwhile.
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    # The first failure must not make every process that shares the store dump its traces, and end
+    # minutes later.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""Name -> the value that survival needs."""
+
+AT_LEAST = {"TORCH_FR_BUFFER_SIZE": 2000}
+"""Name -> the least number: of collectives that the flight recorder remembers, for our own
+dumps."""
+
+_told: set[str] = set()
+
+
+def settle(environment: MutableMapping[str, str]) -> None:
+    """Sets what must be so in `environment`, with one warning in a process for each value that
+    somebody had set otherwise. Called before the first group on NCCL is made."""
+    for name, value in NEEDED.items():
+        _set(environment, name, value, fits=environment.get(name) in (None, value))
+    for name, least in AT_LEAST.items():
+        there = environment.get(name, str(least))
+        _set(environment, name, str(least), fits=there.isdecimal() and int(there) >= least)
+
+
+def _set(environment: MutableMapping[str, str], name: str, value: str, *, fits: bool) -> None:
+    if not fits and name not in _told:
+        _told.add(name)
+        log.warning(
+            "%s=%s is set to %s: with it a run does not outlive a failed collective, or loses its "
+            "traces; unset it to be rid of this warning",
+            name,
+            environment[name],
+            value,
+        )
+    if not fits or name not in environment:
+        environment[name] = value

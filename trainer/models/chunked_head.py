@@ -1,0 +1,106 @@
+"""A language model's head that returns losses, so that its logits never exist whole.
+
+Logits of 8,192 tokens over 128,256 words are 4.2 GB in float32, and their gradient as much again.
+The head takes a chunk of the tokens at a time: of each it keeps the input and the sum of the
+losses, and computes the chunk's logits once more in backward. That happens within the head's own
+forward, so FSDP's and tensor parallelism's hooks are round it as ever.
+
+Shapes: x_BSD is (batch, sequence, model dim), N is batch × sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from trainer.errors import ConfigError
+
+Logits = Callable[[torch.Tensor], torch.Tensor]
+
+
+def chunk_head(model: Any, chunk: int) -> None:
+    """Has the head of a transformers model work on `chunk` tokens at a time. In place, before
+    tensor parallelism and FSDP2.
+
+    Raises:
+        ConfigError: the model has no head.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ConfigError("train.task.loss_chunk", chunk, "the model has no head", "Use None")
+    head.losses = _Losses(chunk)
+    head.forward = partial(head.losses.forward, head.forward)
+
+
+def with_losses(model: Any, targets: torch.Tensor, **inputs: Any) -> Any:
+    """What a model that `chunk_head` has changed makes of its inputs, with the cross-entropy of all
+    targets, added up, in place of logits.
+
+    Args:
+        model: it.
+        targets: (batch, sequence).
+        inputs: of its forward.
+
+    Raises:
+        ConfigError: the model changes its logits after the head.
+    """
+    losses = cast(_Losses, model.get_output_embeddings().losses)
+    losses.targets = targets
+    try:
+        output = model(**inputs)
+    finally:
+        losses.targets = None
+    losses.check(output.logits)
+    return output
+
+
+class _Losses:
+    def __init__(self, chunk: int) -> None:
+        self._chunk = chunk
+        self._first: torch.Tensor | None = None
+        self._checked = False
+        self.targets: torch.Tensor | None = None
+        """Of the forward that is under way; None: the head gives logits."""
+
+    def forward(self, logits: Logits, x_BSD: torch.Tensor) -> torch.Tensor:
+        """The head's."""
+        if self.targets is None:
+            return logits(x_BSD)
+        run = partial(_loss, logits)
+        if torch.is_grad_enabled():
+            run = partial(checkpoint, run, use_reentrant=False)
+        x_ND, targets_N = x_BSD.flatten(0, 1), self.targets.flatten()
+        chunks = zip(x_ND.split(self._chunk), targets_N.split(self._chunk), strict=True)
+        total = torch.stack([run(*chunk) for chunk in chunks]).sum()
+        if not self._checked:
+            self._first = total.detach()
+        if isinstance(x_BSD, DTensor):  # for the hook that makes it a plain tensor again
+            return DTensor.from_local(total, x_BSD.device_mesh, (Replicate(),), run_check=False)
+        return total
+
+    def check(self, returned: torch.Tensor) -> None:
+        """The first time, as it waits for the device: whether what the head gave is what the model
+        has returned."""
+        if self._checked:
+            return
+        if self._first is None or not torch.equal(returned.detach(), self._first):
+            raise ConfigError(
+                "train.task.loss_chunk",
+                self._chunk,
+                "the model changes its logits after its head",
+                "Use None",
+            )
+        self._first, self._checked = None, True
+
+
+def _loss(logits: Logits, x_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    found_NV = logits(x_ND)
+    if isinstance(found_NV, DTensor):
+        found_NV = found_NV.redistribute(placements=(Replicate(),)).to_local()
+    return cross_entropy(found_NV.float(), targets_N, reduction="sum")
