@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ray.train import RunConfig
+from typing import TYPE_CHECKING, Any
 
 from checkpointing import CheckpointConfig
 from checkpointing.field_types import type_name
@@ -14,10 +12,12 @@ from elastic.reporting.callback import Callback
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 
+if TYPE_CHECKING:
+    from ray.train import RunConfig
+
 _WANTED: dict[str, tuple[Any, str]] = {
     "train": (TrainConfig, "elastic.TrainConfig"),
     "scaling": (ScalingConfig | None, "elastic.ScalingConfig"),
-    "run_config": (RunConfig | None, "ray.train.RunConfig"),
     "checkpoint": (CheckpointConfig | None, "elastic.CheckpointConfig"),
     "health": (HealthConfig | None, "elastic.HealthConfig"),
     "faults": (tuple | list, "what elastic.parse_faults returns"),
@@ -41,8 +41,11 @@ _MOST_NAME_BYTES = 200
 def check_arguments(**arguments: Any) -> None:
     """Raises ConfigError for an argument of another type, and for a field of `run_config` that is
     set, but would be ignored."""
+    from ray.train import RunConfig
+
+    kinds = {**_WANTED, "run_config": (RunConfig | None, "ray.train.RunConfig")}
     for name, value in arguments.items():
-        kind, wanted = _WANTED[name]
+        kind, wanted = kinds[name]
         if not isinstance(value, kind):
             raise _wrong_argument(name, value, wanted)
     for name, kind in _ELEMENTS.items():
@@ -59,7 +62,7 @@ def _wrong_argument(name: str, value: object, wanted: str) -> ConfigError:
 
 
 def _check_unused(run_config: RunConfig) -> None:
-    default = RunConfig()
+    default = type(run_config)()
     for field, fix in _UNUSED.items():
         value = getattr(run_config, field)
         if value != getattr(default, field):

@@ -29,7 +29,7 @@ from checkpointing import (
     open_store,
 )
 from elastic.protocol.run_paths import RunPaths
-from trainer.engine.state import PARAMETERS
+from trainer.engine.names import PARAMETERS
 
 log = logging.getLogger(__name__)
 

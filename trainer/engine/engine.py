@@ -21,8 +21,9 @@ from trainer.config import TrainConfig
 from trainer.engine.batches import to_device
 from trainer.engine.build import build_model, family_of_task
 from trainer.engine.flat_layout import FlatLayout
+from trainer.engine.names import PARAMETERS
 from trainer.engine.optimizer import make_optimizer
-from trainer.engine.state import PARAMETERS, WorkerState
+from trainer.engine.state import WorkerState
 from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
     fill,

@@ -77,9 +77,13 @@ class ModelConfig:
             )
         return dict(config.to_dict())
 
-    def check_settings(self) -> None:
-        """Raises ConfigError for a setting that transformers would take and nothing reads."""
-        config = _configuration(self.resolve(0))
+    def check_settings(self, resolved: Mapping[str, Any]) -> None:
+        """Raises ConfigError for a setting that transformers would take and nothing reads.
+
+        Args:
+            resolved: what `resolve` made of the settings.
+        """
+        config = _configuration(resolved)
         kind = type(config)
         known = {*inspect.signature(kind).parameters, *kind.attribute_map}
         for key in self.settings:

@@ -63,7 +63,7 @@ class CausalLM:
             )
         text = self._text()
         config = self.model.resolve(text.vocab_size if text.tokenizer is None else 0)
-        self.model.check_settings()
+        self.model.check_settings(config)
         check_positions(config, self.seq_len)
         check_causal(config, self.seq_len)
         data = prepare(text, cache_dir)

@@ -94,8 +94,9 @@ def test_settings_that_transformers_refuses_are_told_with_its_reason(
     ],
 )
 def test_a_setting_that_the_configuration_does_not_have_is_refused(key: str, fix: str) -> None:
+    model = ModelConfig(settings={**TINY, key: 9})
     with pytest.raises(ConfigError, match="llama has no setting of this name") as caught:
-        ModelConfig(settings={**TINY, key: 9}).check_settings()
+        model.check_settings(model.resolve(300))
     assert (caught.value.field, caught.value.value) == ("train.task.model.settings", key)
     assert fix in caught.value.fix
 
@@ -113,7 +114,8 @@ def test_a_setting_that_the_configuration_does_not_have_is_refused(key: str, fix
 def test_a_setting_by_any_of_its_names_is_taken(
     architecture: str, settings: dict[str, Any]
 ) -> None:
-    ModelConfig(architecture=architecture, settings=settings).check_settings()
+    model = ModelConfig(architecture=architecture, settings=settings)
+    model.check_settings(model.resolve(300))
 
 
 @pytest.mark.parametrize(
