@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from dataclasses import replace
@@ -17,8 +18,10 @@ from checkpointing import (
     Reader,
     StoreUnavailableError,
     check_compatible,
+    list_steps,
     load_manifest,
     newest,
+    set_aside,
     verify_checkpoint,
 )
 from checkpointing.format.slices import SavedSlice
@@ -222,13 +225,34 @@ def test_a_manifest_from_before_its_time_was_kept(store: LocalStore) -> None:
     assert verify_checkpoint(store, KEYS, STEP).findings == ()
 
 
-def test_a_store_that_refuses_is_a_finding(store: LocalStore) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        StoreUnavailableError("k", 5, "Input/output error"),
+        CorruptError("k", "bytes changed on their way"),
+    ],
+)
+def test_what_cannot_be_read_is_a_finding(store: LocalStore, error: Exception) -> None:
     class Refusing(LocalStore):
         def get_range(self, key: str, start: int, length: int) -> bytes:
             if key == first_segment():
-                raise StoreUnavailableError(key, 5, "Input/output error")
+                raise error
             return super().get_range(key, start, length)
 
     findings = verify_checkpoint(Refusing(store.root), Keys(), STEP).findings
     assert {(f.key, f.check) for f in findings} == {(first_segment(), "unreadable")}
-    assert all("Input/output error" in f.fact for f in findings)
+    assert all(str(error) in f.fact for f in findings)
+
+
+@pytest.mark.timeout(20)
+def test_a_record_that_is_no_file_is_passed_over_and_set_aside(store: LocalStore) -> None:
+    write_state(store, tensors(), step=STEP + 1, segment_bytes=512, block_bytes=256)
+    record = store.root / KEYS.commit(STEP + 1)
+    record.unlink()
+    os.mkfifo(record)
+    (finding,) = verify_checkpoint(store, KEYS, STEP + 1).findings
+    assert (finding.key, finding.check) == (KEYS.commit(STEP + 1), "manifest")
+    found = newest(store, KEYS)
+    assert found is not None and found.step == STEP
+    set_aside(store, KEYS, STEP + 1)
+    assert list_steps(store, KEYS) == [STEP]
