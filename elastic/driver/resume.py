@@ -308,6 +308,8 @@ def _kind(
         return "foreign" if is_sound(store.get(Keys().commit(step))) else "damaged"
     except MissingError:
         return "gone"
+    except CorruptError:  # no file
+        return "damaged"
 
 
 def remove_orphans(paths: RunPaths, generation: int) -> None:
