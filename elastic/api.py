@@ -1,6 +1,7 @@
 """`ElasticTrainer(...).fit()`: configuration in, `ray.train.Result` out.
 
-Imports neither torch nor Ray: whoever has only a configuration to write waits for neither.
+Brings neither torch nor Ray: whoever has only a configuration to write waits for neither. A trainer
+that is made brings Ray Train's configuration, and `fit` the rest.
 """
 
 from __future__ import annotations

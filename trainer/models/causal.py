@@ -9,6 +9,7 @@ earlier one.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -72,7 +73,7 @@ def check_causal(config: Mapping[str, Any], seq_len: int) -> None:
 
 def _leak(family: ModelFamily, config: Mapping[str, Any], tokens: int) -> float | None:
     """What another last token changes of the earlier logits, as a share of what it changes of its
-    own; None where the model is too large to try."""
+    own; None where the model is too large to try, or says nothing finite."""
     import torch
     from torch.func import functional_call
 
@@ -90,7 +91,8 @@ def _leak(family: ModelFamily, config: Mapping[str, Any], tokens: int) -> float 
             for row in ids
         ]
         change = (said[0] - said[1]).abs().amax(dim=(0, 2))
-    return float(change[:-1].max() / change[-1])
+    leak = float(change[:-1].max() / change[-1])
+    return None if math.isnan(leak) else leak
 
 
 def _smaller(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -100,7 +102,7 @@ def _smaller(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if isinstance(config.get(name), int):
             small[name] = min(config[name], most)
     yield _cut(config, {**small, **_vocabulary(config)})
-    two = {name: 2 for name in _LAYERS if config.get(name, 0) > 2}
+    two = {name: small[name] for name in _LAYERS if name in small}
     yield _cut(config, {**config, **two, **_vocabulary(config)})
 
 

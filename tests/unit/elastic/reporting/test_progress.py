@@ -190,7 +190,7 @@ def test_before_the_first_step_each_stage_has_a_line(is_tty: bool) -> None:
     forming = ReplicaForming(time=1.0, formed=1, replica=0, workers=["w0"])
     stood = replace(DONE, generation=1, step=0, outcome="start", replicas=2)
     begun: list[Event] = [replace(STARTED, layout=layout), joined(1.0)]
-    for event in [*begun, joined(2.0), *[joined(3.0)] * 3, forming, forming, stood]:
+    for event in [*begun, joined(2.0), *[joined(3.0)] * 3, forming, forming, stood, joined(3.5)]:
         printer.on_event(event)
         printer.show()
     for record in steps_at(4.0):

@@ -69,3 +69,11 @@ def test_the_trial_leaves_the_global_generator_alone() -> None:
 
 def test_a_single_token_has_none_after_it() -> None:
     check("bert", seq_len=1)
+
+
+def test_what_cannot_be_made_small_is_taken_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = {**ModelConfig(settings=SMALL).resolve(300), "num_layers": None, "hidden_act": "none"}
+    check_causal(config, 16)
+    assert "llama could not be tried" in caplog.text
