@@ -132,8 +132,9 @@ def _segment(key: str, plan: SegmentPlan, rng: random.Random) -> Segment:
         key=key,
         size_bytes=size,
         block_bytes=BLOCK_BYTES,
-        crcs=tuple(rng.getrandbits(32) for _ in range(-(-size // BLOCK_BYTES))),
+        crcs=tuple(rng.getrandbits(32) for _ in range(-(-begin // BLOCK_BYTES))),
         table=CrcTable(begin=begin, piece_bytes=PIECE_BYTES, crc32=rng.getrandbits(32)),
+        keyed=True,
     )
 
 

@@ -38,7 +38,7 @@ from elastic import (
 )
 from elastic.reporting.event_log import read_steps
 from trainer.data import TokenDataset, TokenSet, unigram_cross_entropy
-from trainer.engine.state import PARAMETERS
+from trainer.engine.names import PARAMETERS
 from trainer.loop.samples import samples_sha256
 
 MODEL = {

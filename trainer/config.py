@@ -42,7 +42,7 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.1
     """Learning rate at the last step, as a share of `lr`."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly from 0; fewer than those of the run."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moments."""
     eps: float = 1e-8

@@ -95,7 +95,7 @@ class WarmupCosine:
     min_lr_ratio: float = 0.1
     """Learning rate at the last step, as a share of `lr`."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly from 0; fewer than those of the run."""
 
     def __post_init__(self) -> None:
         check_types(self, f"{_WHERE}.schedule")
@@ -181,8 +181,8 @@ def check_settings(optimizer: Optimizer, steps: int) -> None:
     """Checks what an optimizer's settings come to, once they are in their ranges.
 
     Raises:
-        ConfigError: they cannot stand in a checkpoint, or the learning rate of the first or the
-            last of `steps` is no number of 0 or more.
+        ConfigError: they cannot stand in a checkpoint, the warm-up takes all of `steps`, or the
+            learning rate of the first or the last of them is no number of 0 or more.
     """
     try:
         json.dumps(dict(optimizer.info), allow_nan=False)
@@ -193,6 +193,7 @@ def check_settings(optimizer: Optimizer, steps: int) -> None:
             f"not JSON: {error}",
             "Keep finite numbers, texts and lists in it",
         ) from error
+    _check_warmup(optimizer, steps)
     for step in (0, steps - 1):
         rate: Any = optimizer.rate(step, steps)
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
@@ -202,3 +203,16 @@ def check_settings(optimizer: Optimizer, steps: int) -> None:
                 f"the learning rate of step {step} of {steps} is {rate!r}",
                 "Have rate(step, steps) return a finite number, 0 or more",
             )
+
+
+def _check_warmup(optimizer: Any, steps: int) -> None:
+    schedule = getattr(optimizer, "schedule", None)
+    where, owner = (_WHERE, optimizer) if schedule is None else (f"{_WHERE}.schedule", schedule)
+    warmup_steps = getattr(owner, "warmup_steps", 0)
+    if warmup_steps > 0 and warmup_steps >= steps:
+        raise ConfigError(
+            f"{where}.warmup_steps",
+            warmup_steps,
+            f"the run has {steps} steps, and would end before the learning rate begins to fall",
+            f"Use {steps - 1} or fewer, or more train.steps",
+        )

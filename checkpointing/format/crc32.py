@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-__all__ = ["combine_by_zlib", "crc32", "crc32_combine", "join_all", "join_crcs"]
+__all__ = ["combine_by_zlib", "crc32", "crc32_combine", "join_all", "join_crcs", "seed_crcs"]
 
 _POLYNOMIAL = 0xEDB88320
 
@@ -70,3 +70,13 @@ def join_all(crcs: Sequence[int], piece_bytes: int, size_bytes: int) -> int:
         joined = crc32_combine(joined, crc, min(left, piece_bytes))
         left -= piece_bytes
     return joined
+
+
+def seed_crcs(crcs: Sequence[int], seed: int, piece_bytes: int, size_bytes: int) -> tuple[int, ...]:
+    """CRC32s of pieces that each begin at `seed`, from those that begin at 0. Done twice it undoes
+    itself, since a seed is one more term of a sum. Arguments as in `join_crcs`."""
+    if not crcs:
+        return ()
+    each = crc32_combine(seed, 0, piece_bytes)
+    last = crc32_combine(seed, 0, size_bytes - piece_bytes * (len(crcs) - 1))
+    return (*(crc ^ each for crc in crcs[:-1]), crcs[-1] ^ last)

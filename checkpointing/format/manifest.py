@@ -58,9 +58,17 @@ class Segment:
     block_bytes: int
     """Bytes under one CRC."""
     crcs: tuple[int, ...]
-    """CRC32 of each block; the last block may be short."""
+    """CRC32 of each block up to `checked_bytes`; the last block may be short."""
     table: CrcTable | None = None
     """For reads of less than a block; None where it has none."""
+    keyed: bool = False
+    """Whether all its CRC32s begin at that of its key, and blocks end before its table. Segments of
+    earlier versions are not, and a later checkpoint may refer to them."""
+
+    @property
+    def checked_bytes(self) -> int:
+        """Bytes from the beginning that are under CRCs of blocks."""
+        return self.table.begin if self.keyed and self.table else self.size_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,16 +311,18 @@ def _check_places(slices: SliceTable, segments: Sequence[Segment]) -> None:
 
 def _segment(data: Mapping[str, Any]) -> Segment:
     size, block = _whole(data["size_bytes"]), _whole(data["block_bytes"], least=1)
-    crcs = tuple(map(_crc, data["crcs"]))
-    if len(crcs) != -(-size // block):
-        raise ValueError(f"{len(crcs)} CRCs for {size} bytes in blocks of {block}")
-    return Segment(
+    segment = Segment(
         key=_text(data["key"]),
         size_bytes=size,
         block_bytes=block,
-        crcs=crcs,
+        crcs=tuple(map(_crc, data["crcs"])),
         table=None if data["table"] is None else _table(data["table"], size, block),
+        keyed=_flag(data.get("keyed", False)),
     )
+    count, checked = len(segment.crcs), segment.checked_bytes
+    if count != -(-checked // block):
+        raise ValueError(f"{count} CRCs for {checked} bytes in blocks of {block}")
+    return segment
 
 
 def _table(data: Mapping[str, Any], size_bytes: int, block_bytes: int) -> CrcTable:
@@ -342,6 +352,12 @@ def _crc(value: Any) -> int:
     if _whole(value) >> 32:
         raise ValueError(f"{value} is no CRC32")
     return int(value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} where true or false belongs")
+    return value
 
 
 def _text(value: Any) -> str:

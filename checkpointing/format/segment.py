@@ -7,7 +7,9 @@
 
 All sizes are known before the first byte, so the header can go first and the tensors can follow
 straight from their memory, with the CRCs computed as the bytes pass. The manifest has the CRC32s of
-blocks of 4 MiB of the whole file: they are for reads of whole blocks, the table for all others.
+blocks of 4 MiB of all before the table, for reads of whole blocks, and that of the table, which is
+for all other reads. No CRC covers bytes that tell it, and each begins at the CRC32 of the segment's
+key, so that the same bytes under another key have other ones.
 Source: https://github.com/huggingface/safetensors#format
 """
 
@@ -20,10 +22,10 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
 from checkpointing.format.boxes import TensorSlice
-from checkpointing.format.crc32 import crc32, join_all, join_crcs
+from checkpointing.format.crc32 import crc32, join_all, join_crcs, seed_crcs
 from checkpointing.format.dtypes import DTYPES, item_bytes
 from checkpointing.format.layout import CRC_BYTES, table_bytes
-from checkpointing.format.manifest import CrcTable
+from checkpointing.format.manifest import CrcTable, Segment
 
 TABLE = "__crc32__"
 """Name of the tensor that has the CRC32s of the pieces."""
@@ -86,32 +88,38 @@ def _entry_name(part: TensorSlice, taken: Iterable[str]) -> str:
 
 
 class CheckedStream:
-    """A file's bytes on their way, with the table behind them; to be passed through once.
+    """A file's bytes on their way, with the table behind them; to be passed through once. Then
+    `block_crcs` and `table` are what the manifest has of it.
 
     Args:
         body: header and tensors.
         block_bytes: bytes under one CRC32 of the manifest.
         piece_bytes: bytes under one CRC32 of the table, a divisor of that; None for no table.
+        seed: what the CRC32s begin at that go into manifest and table.
+        whole_bytes: of the file, table included.
     """
 
     def __init__(
-        self, body: Iterable[bytes | memoryview], block_bytes: int, piece_bytes: int | None
+        self,
+        body: Iterable[bytes | memoryview],
+        block_bytes: int,
+        piece_bytes: int | None,
+        seed: int,
+        whole_bytes: int,
     ) -> None:
         if piece_bytes is not None and block_bytes % piece_bytes:
             raise ValueError(f"blocks of {block_bytes} bytes are not whole pieces of {piece_bytes}")
         self._body, self._block_bytes, self._piece_bytes = body, block_bytes, piece_bytes
-        self._crcs: list[int] = []
+        self._seed, self.whole_bytes = seed, whole_bytes
+        self._crcs: list[int] = []  # from 0 on, as S3 counts
         self.size_bytes = 0
+        self.block_crcs: tuple[int, ...] = ()
         self.table: CrcTable | None = None
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
         for chunk in with_crcs(self._with_table(), self._grain_bytes, self._crcs):
             self.size_bytes += len(chunk)
             yield chunk
-
-    def block_crcs(self) -> tuple[int, ...]:
-        """The CRC32 of each block, once all has passed."""
-        return join_crcs(self._crcs, self._grain_bytes, self._block_bytes, self.size_bytes)
 
     def crc32_between(self, start: int, stop: int) -> int | None:
         """The CRC32 of bytes that have passed; None where they are not whole pieces."""
@@ -126,11 +134,14 @@ class CheckedStream:
 
     def _with_table(self) -> Iterator[bytes | memoryview]:
         yield from self._body
+        # Asked for more when all of it has been counted, so the CRCs are complete.
+        begin, block = self.size_bytes, self._block_bytes
+        blocks = join_crcs(self._crcs, self._grain_bytes, block, begin)
+        self.block_crcs = seed_crcs(blocks, self._seed, block, begin)
         if self._piece_bytes is not None:
-            # Asked for when all before it has been counted, so the CRCs are complete.
-            data = pack_crcs(self._crcs)
+            data = pack_crcs(seed_crcs(self._crcs, self._seed, self._piece_bytes, begin))
             self.table = CrcTable(
-                begin=self.size_bytes, piece_bytes=self._piece_bytes, crc32=crc32(data)
+                begin=begin, piece_bytes=self._piece_bytes, crc32=crc32(data, self._seed)
             )
             yield data
 
@@ -145,12 +156,25 @@ def table_crcs(data: bytes) -> array[int]:
     return array("I", struct.unpack(f"<{len(data) // CRC_BYTES}I", data))
 
 
-def crcs_told_by(data: bytes, table: CrcTable, block_bytes: int) -> tuple[int, ...]:
-    """The CRC32 of each block of the file of which `data` is the table, from that alone."""
-    crcs = list(table_crcs(data))
-    for _ in with_crcs([data], table.piece_bytes, crcs, room=-table.begin % table.piece_bytes):
-        pass  # the blocks are of the whole file, so the table is behind what it is about
-    return join_crcs(crcs, table.piece_bytes, block_bytes, table.begin + len(data))
+def key_seed(key: str) -> int:
+    """What the CRC32s of a keyed segment begin at."""
+    return crc32(key.encode())
+
+
+def seed_of(segment: Segment) -> int:
+    """What the CRC32s of a segment begin at."""
+    return key_seed(segment.key) if segment.keyed else 0
+
+
+def crcs_told_by(data: bytes, segment: Segment, table: CrcTable) -> tuple[int, ...]:
+    """The CRC32 of each block of the segment of which `data` is the table, from that alone."""
+    seed, piece, block = seed_of(segment), table.piece_bytes, segment.block_bytes
+    crcs = list(seed_crcs(table_crcs(data), seed, piece, table.begin))
+    if not segment.keyed:
+        for _ in with_crcs([data], piece, crcs, room=-table.begin % piece):
+            pass  # the blocks are of the whole file, so the table is behind what it is about
+    joined = join_crcs(crcs, piece, block, segment.checked_bytes)
+    return seed_crcs(joined, seed, block, segment.checked_bytes)
 
 
 def with_crcs(
@@ -172,13 +196,11 @@ def with_crcs(
         yield chunk
 
 
-def first_bad_block(data: bytes, crcs: Sequence[int], block_bytes: int) -> int | None:
-    """The first block in `data` that is not what was written, if any; `crcs` has one for each.
-
-    Missing bytes at the end make their block bad.
-    """
+def first_bad_block(data: bytes, crcs: Sequence[int], block_bytes: int, seed: int) -> int | None:
+    """The first block in `data` that is not what was written, if any; `crcs` has one for each, and
+    they begin at `seed`. That no bytes are missing is for the caller to see."""
     view = memoryview(data)
     for block, crc in enumerate(crcs):
-        if crc32(view[block * block_bytes : (block + 1) * block_bytes]) != crc:
+        if crc32(view[block * block_bytes : (block + 1) * block_bytes], seed) != crc:
             return block
     return None

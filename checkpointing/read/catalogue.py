@@ -96,6 +96,8 @@ def set_aside(store: Store, keys: Keys, step: int) -> None:
         record = store.get(key)
     except MissingError:
         return
+    except CorruptError:  # a FIFO, say: there is nothing to keep of it
+        record = b""
     _log.warning("%s is given up, and kept as %s%s", key, key, SET_ASIDE)
     store.put(f"{key}{SET_ASIDE}", [record])
     store.delete(key)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from checkpointing.errors import CorruptError
 from checkpointing.format.manifest import CrcTable, Segment
-from checkpointing.format.segment import first_bad_block, table_crcs
+from checkpointing.format.segment import first_bad_block, seed_of, table_crcs
 from checkpointing.stores import RangeSource
 
 
@@ -25,6 +25,8 @@ class Checks:
     """Behind the last run."""
     crcs: Sequence[int]
     """Of each run."""
+    seed: int
+    """What they begin at."""
     subject: str
     """What they are about, for errors."""
 
@@ -35,8 +37,9 @@ def block_checks(segment: Segment) -> Checks:
         segment=segment,
         begin=0,
         run_bytes=segment.block_bytes,
-        end=segment.size_bytes,
+        end=segment.checked_bytes,
         crcs=segment.crcs,
+        seed=seed_of(segment),
         subject="its CRC32",
     )
 
@@ -67,6 +70,7 @@ class CheckedSource:
                 run_bytes=size,
                 end=segment.size_bytes,
                 crcs=(table.crc32,),
+                seed=seed_of(segment),
                 subject="the CRC32 of its table of CRC32s",
             )
             self._tables[segment.key] = Checks(
@@ -75,6 +79,7 @@ class CheckedSource:
                 run_bytes=table.piece_bytes,
                 end=table.begin,
                 crcs=table_crcs(self.read(own, table.begin, segment.size_bytes)),
+                seed=own.seed,
                 subject="its CRC32",
             )
         return self._tables[segment.key]
@@ -83,21 +88,29 @@ class CheckedSource:
         """The bytes from `start` to `stop`, both of which are borders of runs.
 
         Raises:
-            CorruptError: a run failed its CRC32 twice.
+            CorruptError: a run failed its CRC32 twice, or bytes were missing twice.
             StoreError: from the store.
         """
-        data, bad = self._attempt(checks, start, stop)
-        if bad is not None:  # a flip on the way here is cured by reading again, one at rest is not
-            data, bad = self._attempt(checks, start, stop)
-        if bad is not None:
-            at = start + bad * checks.run_bytes
-            segment, end = checks.segment, min(at + checks.run_bytes, checks.end)
-            block = at // segment.block_bytes
-            raise CorruptError(segment.key, f"{checks.subject} differed twice", block, (at, end))
+        data, error = self._attempt(checks, start, stop)
+        if error:  # a flip on the way here is cured by reading again, one at rest is not
+            data, error = self._attempt(checks, start, stop)
+        if error:
+            raise error
         return data
 
-    def _attempt(self, checks: Checks, start: int, stop: int) -> tuple[bytes, int | None]:
-        first = (start - checks.begin) // checks.run_bytes
-        behind = -(-(stop - checks.begin) // checks.run_bytes)
-        data = self._source.get_range(checks.segment.key, start, stop - start)
-        return data, first_bad_block(data, checks.crcs[first:behind], checks.run_bytes)
+    def _attempt(self, checks: Checks, start: int, stop: int) -> tuple[bytes, CorruptError | None]:
+        segment, run = checks.segment, checks.run_bytes
+        data = self._source.get_range(segment.key, start, stop - start)
+        first = (start - checks.begin) // run
+        behind = -(-(stop - checks.begin) // run)
+        if len(data) != stop - start:
+            fact = f"{len(data)} of {stop - start} bytes came, twice"
+            return data, CorruptError(
+                segment.key, fact, start // segment.block_bytes, (start, stop)
+            )
+        bad = first_bad_block(data, checks.crcs[first:behind], run, checks.seed)
+        if bad is None:
+            return data, None
+        at = start + bad * run
+        where = at // segment.block_bytes, (at, min(at + run, checks.end))
+        return data, CorruptError(segment.key, f"{checks.subject} differed twice", *where)

@@ -76,7 +76,7 @@ def plan_reads(
     blocks = plan_fetches(
         spans,
         block_bytes=segment.block_bytes,
-        size_bytes=segment.size_bytes,
+        size_bytes=segment.checked_bytes,
         max_bytes=max_bytes,
         gap_bytes=request_bytes,
     )
@@ -89,6 +89,9 @@ def plan_reads(
         max_bytes=max_bytes,
         gap_bytes=request_bytes,
     )
+    if not segment.keyed and segment.table.begin <= segment.table.piece_bytes:
+        # Its block is a piece and that piece's own CRC32, and so has the same CRC32 as any other.
+        return True, pieces
     table = segment.size_bytes - segment.table.begin + request_bytes
     if table + _cost_bytes(pieces, request_bytes) < _cost_bytes(blocks, request_bytes):
         return True, pieces

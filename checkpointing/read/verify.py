@@ -4,8 +4,8 @@
       ├─ manifest    its seal, its schema, its step; every slice inside its tensor and its segment
       ├─ coverage    the slices cover every element of every tensor exactly once
       ├─ size        every segment is there, in the size that was written
-      ├─ crc32       every block of every segment, headers and tables included
-      └─ table       what every table of CRC32s says; reads of less than a block go by it
+      ├─ crc32       every block of every segment, headers included
+      └─ table       every table of CRC32s, and what it says; reads of less than a block go by it
 
 Segments are read in chunks by a few threads, so the memory in use is threads × chunk, whatever the
 size of the checkpoint. Nothing stops at the first finding.
@@ -22,8 +22,8 @@ from checkpointing.errors import CorruptError, MissingError, SliceError, StoreEr
 from checkpointing.format.coverage import check_coverage
 from checkpointing.format.crc32 import crc32
 from checkpointing.format.layout import Keys
-from checkpointing.format.manifest import Manifest, Segment
-from checkpointing.format.segment import crcs_told_by, first_bad_block
+from checkpointing.format.manifest import CrcTable, Manifest, Segment
+from checkpointing.format.segment import crcs_told_by, first_bad_block, seed_of
 from checkpointing.read.catalogue import load_manifest
 from checkpointing.stores import Store
 
@@ -97,11 +97,8 @@ def verify_checkpoint(
         segments = list(manifest.segments.values())
         misfits = [found for found in pool.map(partial(_check_size, store), segments) if found]
         findings += misfits
-        sound = manifest.segments.keys() - {finding.key for finding in misfits}
-        findings += _check_blocks(store, pool, [s for s in segments if s.key in sound], progress)
-        sound -= {finding.key for finding in findings}
-        told = pool.map(partial(_check_table, store), [s for s in segments if s.key in sound])
-        findings += [found for found in told if found]
+        bad = {finding.key for finding in misfits}
+        findings += _check_bytes(store, pool, [s for s in segments if s.key not in bad], progress)
     return Verification(step=step, manifest=manifest, findings=tuple(findings))
 
 
@@ -121,8 +118,8 @@ def _check_size(store: Store, segment: Segment) -> Finding | None:
         size = store.size(segment.key)
     except MissingError:
         return Finding(key=segment.key, check="missing", fact="no such object")
-    except StoreError as error:
-        return Finding(key=segment.key, check="unreadable", fact=str(error))
+    except (StoreError, CorruptError) as error:
+        return _unreadable(segment, error)
     if size == segment.size_bytes:
         return None
     return Finding(
@@ -130,43 +127,57 @@ def _check_size(store: Store, segment: Segment) -> Finding | None:
     )
 
 
-def _check_blocks(
+def _check_bytes(
     store: Store, pool: ThreadPoolExecutor, segments: list[Segment], progress: Progress
 ) -> Iterator[Finding]:
-    jobs = [job for segment in segments for job in _chunks(segment)]
-    total, done = sum(segment.size_bytes for segment in segments), 0
-    findings = pool.map(partial(_check_chunk, store), jobs)
-    for (*_, size_bytes), finding in zip(jobs, findings, strict=True):
-        done += size_bytes
+    jobs = [job for segment in segments for job in _jobs(segment)]
+    total, done = sum(stop - start for _, start, stop, _ in jobs), 0
+    findings = pool.map(partial(_check_run, store), jobs)
+    for (_, start, stop, _), finding in zip(jobs, findings, strict=True):
+        done += stop - start
         progress(done, total)
         if finding is not None:
             yield finding
 
 
-_Job = tuple[Segment, int, int, int]
-"""A segment, its first block, the block behind the last, and the bytes between."""
+_Job = tuple[Segment, int, int, Callable[[bytes], Finding | None]]
+"""A segment, the first byte and the end of a run of its bytes, and what checks that run."""
 
 
-def _chunks(segment: Segment) -> Iterator[_Job]:
-    blocks = max(1, _CHUNK_BYTES // segment.block_bytes)
-    for first in range(0, len(segment.crcs), blocks):
-        behind = min(first + blocks, len(segment.crcs))
-        end = min(behind * segment.block_bytes, segment.size_bytes)
-        yield segment, first, behind, end - first * segment.block_bytes
+def _jobs(segment: Segment) -> Iterator[_Job]:
+    step = max(1, _CHUNK_BYTES // segment.block_bytes) * segment.block_bytes
+    for start in range(0, segment.checked_bytes, step):
+        stop = min(start + step, segment.checked_bytes)
+        yield segment, start, stop, partial(_check_blocks, segment, start, stop)
+    table = segment.table
+    if table is not None:
+        yield segment, table.begin, segment.size_bytes, partial(_check_table, segment, table)
 
 
-def _check_chunk(store: Store, job: _Job) -> Finding | None:
-    segment, first, behind, size = job
-    start = first * segment.block_bytes
+def _check_run(store: Store, job: _Job) -> Finding | None:
+    segment, start, stop, check = job
     try:
-        data = store.get_range(segment.key, start, size)
-    except StoreError as error:
-        return Finding(key=segment.key, check="unreadable", fact=str(error))
-    bad = first_bad_block(data, segment.crcs[first:behind], segment.block_bytes)
+        data = store.get_range(segment.key, start, stop - start)
+    except (StoreError, CorruptError) as error:
+        return _unreadable(segment, error)
+    if len(data) != stop - start:
+        fact = f"{len(data)} bytes came for bytes {start} to {stop}"
+        return Finding(key=segment.key, check="size", fact=fact)
+    return check(data)
+
+
+def _unreadable(segment: Segment, error: Exception) -> Finding:
+    return Finding(key=segment.key, check="unreadable", fact=str(error))
+
+
+def _check_blocks(segment: Segment, start: int, stop: int, data: bytes) -> Finding | None:
+    first, behind = start // segment.block_bytes, -(-stop // segment.block_bytes)
+    crcs = segment.crcs[first:behind]
+    bad = first_bad_block(data, crcs, segment.block_bytes, seed_of(segment))
     if bad is None:
         return None
     at = (first + bad) * segment.block_bytes
-    end = min(at + segment.block_bytes, segment.size_bytes)
+    end = min(at + segment.block_bytes, segment.checked_bytes)
     return Finding(
         key=segment.key,
         check="crc32",
@@ -174,19 +185,12 @@ def _check_chunk(store: Store, job: _Job) -> Finding | None:
     )
 
 
-def _check_table(store: Store, segment: Segment) -> Finding | None:
-    """Compares a table with the CRC32s of the blocks, which its bytes have passed."""
-    table = segment.table
-    if table is None:
-        return None
-    try:
-        data = store.get_range(segment.key, table.begin, segment.size_bytes - table.begin)
-    except StoreError as error:
-        return Finding(key=segment.key, check="unreadable", fact=str(error))
-    if crc32(data) != table.crc32:
+def _check_table(segment: Segment, table: CrcTable, data: bytes) -> Finding | None:
+    """Compares a table with its CRC32, and what it says with the CRC32s of the blocks."""
+    if crc32(data, seed_of(segment)) != table.crc32:
         fact = f"bytes {table.begin} to {segment.size_bytes} are not the table that was written"
         return Finding(key=segment.key, check="table", fact=fact)
-    told = crcs_told_by(data, table, segment.block_bytes)
+    told = crcs_told_by(data, segment, table)
     if told == segment.crcs:
         return None
     bad = [block for block, crc in enumerate(told) if crc != segment.crcs[block]]

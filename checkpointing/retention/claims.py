@@ -151,7 +151,7 @@ def _import_end(raw: bytes | None) -> float:
     try:
         body = json.loads(raw or b"{}")
         return float(body["until"]) if body["claim"] == "importing" else 0.0
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return 0.0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 
-from checkpointing.errors import MissingError
+from checkpointing.errors import CorruptError, MissingError
 from checkpointing.format.layout import Keys
 from checkpointing.format.manifest import Manifest
 from checkpointing.stores import Store
@@ -34,5 +34,5 @@ def verified_at(store: Store, keys: Keys, step: int, sha256: str) -> float | Non
         if body["manifest_sha256"] != sha256:
             return None
         return float(body["verified_at"])
-    except (MissingError, ValueError, TypeError, KeyError):
+    except (MissingError, CorruptError, ValueError, TypeError, KeyError, RecursionError):
         return None  # absent, half gone or of another form: then it says nothing

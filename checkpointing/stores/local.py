@@ -10,12 +10,13 @@ from __future__ import annotations
 import builtins
 import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from checkpointing.errors import MissingError, StoreUnavailableError
+from checkpointing.errors import CorruptError, MissingError, StoreUnavailableError
 from checkpointing.stores.keys import PROBE, check_key
 
 _UNFINISHED = ".part"
@@ -61,14 +62,17 @@ class LocalStore:
         """See `Store.get`."""
         path = self._path(key)
         with self._errors(key, path):
+            _file_size(key, path)
             return path.read_bytes()
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """See `Store.get_range`."""
         path = self._path(key)
-        with self._errors(key, path), open(path, "rb") as file:
-            file.seek(start)
-            return file.read(length)
+        with self._errors(key, path):
+            _file_size(key, path)
+            with open(path, "rb") as file:
+                file.seek(start)
+                return file.read(length)
 
     def list(self, prefix: str) -> builtins.list[str]:
         """See `Store.list`."""
@@ -95,7 +99,7 @@ class LocalStore:
         """See `Store.size`."""
         path = self._path(key)
         with self._errors(key, path):
-            return path.stat().st_size
+            return _file_size(key, path)
 
     def check_writable(self) -> None:
         """See `Store.check_writable`."""
@@ -123,6 +127,16 @@ class LocalStore:
             knob = _NEXT_KNOB.get(error.errno or 0, "check this path, or store elsewhere")
             fact = f"{os.strerror(error.errno or 0)}; {knob}"
             raise StoreUnavailableError(str(path), error.errno, fact) from error
+
+
+def _file_size(key: str, path: Path) -> int:
+    """Raises CorruptError for what is no file: opening a FIFO or a device could wait for ever."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CorruptError(
+            key, f"{path} is not a file (its mode is {stat.filemode(found.st_mode)})"
+        )
+    return found.st_size
 
 
 @contextmanager

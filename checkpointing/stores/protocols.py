@@ -12,7 +12,8 @@ class Store(Protocol):
     """Objects under keys.
 
     Every operation raises StoreUnavailableError when the storage refuses (permission, space,
-    network), and StoreError for a key that the store cannot have.
+    network), and StoreError for a key that the store cannot have. What reads raises CorruptError
+    where what lies under the key is no object, or came damaged again and again.
     """
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:

@@ -17,7 +17,7 @@ from checkpointing.errors import SliceError, StoreUnavailableError
 from checkpointing.format.boxes import TensorInfo, TensorSlice
 from checkpointing.format.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys, table_bytes
 from checkpointing.format.manifest import Receipt, Segment
-from checkpointing.format.segment import CheckedStream, slice_bytes
+from checkpointing.format.segment import CheckedStream, key_seed, slice_bytes
 from checkpointing.format.slices import SavedSlice, SliceTable
 from checkpointing.stores import Store
 from checkpointing.write.segment_plan import plan_packing, plan_parts
@@ -150,18 +150,20 @@ def _write_segment(
     block_bytes: int,
     piece_bytes: int | None,
 ) -> Segment:
-    stream = CheckedStream(_chunks(head, parts, block_bytes), block_bytes, piece_bytes)
-    size = store.put(key, stream)
     wanted = len(head) + sum(slice_bytes(part) for part, _ in parts)
     wanted += 0 if piece_bytes is None else table_bytes(wanted, piece_bytes)
+    chunks = _chunks(head, parts, block_bytes)
+    stream = CheckedStream(chunks, block_bytes, piece_bytes, key_seed(key), wanted)
+    size = store.put(key, stream)
     if size != wanted:
         raise StoreUnavailableError(key, None, f"the store took {size} of {wanted} bytes")
     return Segment(
         key=key,
         size_bytes=size,
         block_bytes=block_bytes,
-        crcs=stream.block_crcs(),
+        crcs=stream.block_crcs,
         table=stream.table,
+        keyed=True,
     )
 
 

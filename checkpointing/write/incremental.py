@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from checkpointing.errors import MissingError
+from checkpointing.errors import CorruptError, MissingError
 from checkpointing.format.boxes import Box, TensorSlice
 from checkpointing.format.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
 from checkpointing.format.manifest import Receipt, Segment
@@ -143,7 +143,7 @@ def _present(store: Store, segments: Sequence[Segment]) -> set[str]:
 def _size(store: Store, key: str) -> int | None:
     try:
         return store.size(key)
-    except MissingError:
+    except (MissingError, CorruptError):
         return None
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ray.train import RunConfig
+from typing import TYPE_CHECKING, Any
 
 from checkpointing import CheckpointConfig
 from checkpointing.field_types import type_name
@@ -14,10 +12,12 @@ from elastic.reporting.callback import Callback
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 
+if TYPE_CHECKING:
+    from ray.train import RunConfig
+
 _WANTED: dict[str, tuple[Any, str]] = {
     "train": (TrainConfig, "elastic.TrainConfig"),
     "scaling": (ScalingConfig | None, "elastic.ScalingConfig"),
-    "run_config": (RunConfig | None, "ray.train.RunConfig"),
     "checkpoint": (CheckpointConfig | None, "elastic.CheckpointConfig"),
     "health": (HealthConfig | None, "elastic.HealthConfig"),
     "faults": (tuple | list, "what elastic.parse_faults returns"),
@@ -34,12 +34,18 @@ _UNUSED = {
     "callbacks": "Give ElasticTrainer(callbacks=...) a tuple of elastic.Callback instances",
 }
 
+_MOST_NAME_BYTES = 200
+"""Of 255 that a file system takes: the lock and a run that is set aside have longer names."""
+
 
 def check_arguments(**arguments: Any) -> None:
     """Raises ConfigError for an argument of another type, and for a field of `run_config` that is
     set, but would be ignored."""
+    from ray.train import RunConfig
+
+    kinds = {**_WANTED, "run_config": (RunConfig | None, "ray.train.RunConfig")}
     for name, value in arguments.items():
-        kind, wanted = _WANTED[name]
+        kind, wanted = kinds[name]
         if not isinstance(value, kind):
             raise _wrong_argument(name, value, wanted)
     for name, kind in _ELEMENTS.items():
@@ -48,6 +54,7 @@ def check_arguments(**arguments: Any) -> None:
                 raise _wrong_argument(name, element, _WANTED[name][1])
     if arguments["run_config"] is not None:
         _check_unused(arguments["run_config"])
+        _check_name(arguments["run_config"].name)
 
 
 def _wrong_argument(name: str, value: object, wanted: str) -> ConfigError:
@@ -55,8 +62,26 @@ def _wrong_argument(name: str, value: object, wanted: str) -> ConfigError:
 
 
 def _check_unused(run_config: RunConfig) -> None:
-    default = RunConfig()
+    default = type(run_config)()
     for field, fix in _UNUSED.items():
         value = getattr(run_config, field)
         if value != getattr(default, field):
             raise ConfigError(f"run_config.{field}", value, "it would be ignored", fix)
+
+
+def _check_name(name: Any) -> None:
+    """The run's directory, its lock and its place in a store are named after it."""
+    if (
+        not isinstance(name, str)
+        or not name.isprintable()
+        or "/" in name
+        or name.startswith(".")
+        or len(name.encode()) > _MOST_NAME_BYTES
+    ):
+        raise ConfigError(
+            "run_config.name",
+            name,
+            "not one segment of a path",
+            f"Use up to {_MOST_NAME_BYTES} bytes of text without / and line breaks, and with no "
+            f". in front",
+        )

@@ -8,8 +8,10 @@ import time
 
 from elastic.config import ScalingConfig, WorkerPlan, plan_workers
 from elastic.errors import ResourcesError
+from elastic.ray_compat.autoscaler import may_bring_nodes, most_on_a_node
 from elastic.ray_compat.cluster import available_per_node
 from trainer.config import ParallelConfig
+from trainer.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,18 @@ def wait_for_workers(scaling: ScalingConfig, parallel: ParallelConfig) -> Worker
             log.warning("%s; waiting", _describe(scaling, there))
             told = True
         time.sleep(_INTERVAL_S)
+
+
+def check_device(scaling: ScalingConfig) -> None:
+    """Raises ConfigError for GPUs on a cluster that has none, and that no autoscaler can bring
+    one. This process has joined it."""
+    if scaling.device == "cuda" and not most_on_a_node("GPU") and not may_bring_nodes():
+        raise ConfigError(
+            "scaling.device",
+            scaling.device,
+            "no node of the cluster has a GPU, and there is no autoscaler that could bring one",
+            "Use 'cpu', or add nodes with GPUs (Ray counts them: `ray status`)",
+        )
 
 
 def count_fitting(scaling: ScalingConfig, there: dict[str, float]) -> int:

@@ -38,7 +38,13 @@ from checkpointing.config import Resume
 from checkpointing.read.catalogue import SET_ASIDE, is_foreign
 from checkpointing.stores.keys import PROBE
 from elastic.protocol.events import CheckpointCommitted, RegroupDone
-from elastic.protocol.run_identity import RunIdentity, StateTable, check_own, newest_own
+from elastic.protocol.run_identity import (
+    RunIdentity,
+    StateTable,
+    check_own,
+    newest_own,
+    recorded_identity,
+)
 from elastic.protocol.run_paths import RunPaths, hold_run
 from elastic.reporting.event_log import last_step, read_events
 from trainer.config import TrainConfig
@@ -75,7 +81,7 @@ def run_directory(run_config: RunConfig, checkpoint: CheckpointConfig) -> Iterat
             held.enter_context(hold_run(paths))
             if paths.store is not None:
                 _check_place(paths.store, checkpoint.resume)
-            aside = paths.set_aside() if checkpoint.resume == "never" else None
+            aside = _set_aside(paths) if checkpoint.resume == "never" else None
             if paths.store is None:
                 _check_store(open_store(paths.checkpoints))
         except (OSError, StoreError) as error:
@@ -88,6 +94,29 @@ def run_directory(run_config: RunConfig, checkpoint: CheckpointConfig) -> Iterat
         if aside is not None:
             log.warning("resume='never': the earlier run was moved to %s", aside)
         yield paths
+
+
+def _set_aside(paths: RunPaths) -> Path | None:
+    """Moves an earlier run of this name out of the way, and nothing but a run. Returns where to."""
+    root = paths.root
+    if root.is_dir() and all(path.is_dir() for path in root.rglob("*")):
+        return None  # what a start that was refused has made
+    if root.exists() and not (root.is_dir() and _is_run(paths)):
+        raise ConfigError(
+            "run_config.name",
+            root.name,
+            f"resume='never' moves an earlier run aside, and {root} is no run: it has no "
+            f"{paths.identity.name} of one, and no checkpoints",
+            "Use another name or storage_path, or move it yourself",
+        )
+    return paths.set_aside()
+
+
+def _is_run(paths: RunPaths) -> bool:
+    """Whether a run has begun in this directory, or checkpoints were brought there for one."""
+    if recorded_identity(paths) is not None:
+        return True
+    return paths.store is None and bool(list_steps(open_store(paths.checkpoints), Keys()))
 
 
 def _check_store(store: Store) -> None:
@@ -279,6 +308,8 @@ def _kind(
         return "foreign" if is_sound(store.get(Keys().commit(step))) else "damaged"
     except MissingError:
         return "gone"
+    except CorruptError:  # no file
+        return "damaged"
 
 
 def remove_orphans(paths: RunPaths, generation: int) -> None:

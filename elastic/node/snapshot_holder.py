@@ -24,7 +24,7 @@ from checkpointing import (
     settle_snapshot,
     sweep_snapshots,
 )
-from checkpointing.format.segment import first_bad_block
+from checkpointing.format.segment import first_bad_block, seed_of
 from elastic.node.helpers import announce
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.rpc import Remote
@@ -103,7 +103,7 @@ class HeldSegments:
         for node in sorted(sources, key=lambda n: n != self._node):  # this one first
             try:
                 data = self._read(node, sources[node], key, start, length)
-                _check(self._held.manifest.segments[key], start, data)
+                _check(self._held.manifest.segments[key], start, start + length, data)
                 return data
             except (CheckpointError, ray.exceptions.RayError) as error:
                 reasons.append(f"node {node[:8]}: {type(error).__name__}: {_first_line(error)}")
@@ -124,7 +124,7 @@ def _arriving(source: Remote[HolderApi], segment: Segment) -> Iterator[bytes]:
     for start in range(0, segment.size_bytes, step):
         stop = min(start + step, segment.size_bytes)
         data = b"".join(_chunks(source, segment.key, start, stop))
-        _check(segment, start, data)
+        _check(segment, start, stop, data)
         yield data
 
 
@@ -134,10 +134,14 @@ def _chunks(holder: Remote[HolderApi], key: str, start: int, stop: int) -> Itera
         yield ray.get(call, timeout=CHUNK_TIMEOUT_S)
 
 
-def _check(segment: Segment, start: int, data: bytes) -> None:
-    """Raises CorruptError where a block of `data`, which begins at `start`, fails its CRC."""
-    first, blocks = start // segment.block_bytes, -(-len(data) // segment.block_bytes)
-    bad = first_bad_block(data, segment.crcs[first : first + blocks], segment.block_bytes)
+def _check(segment: Segment, start: int, stop: int, data: bytes) -> None:
+    """Raises CorruptError where `data`, the blocks from `start` to `stop`, is short or has a block
+    that fails its CRC."""
+    if len(data) != stop - start:
+        raise CorruptError(segment.key, f"{len(data)} bytes came for {start} to {stop}")
+    first, behind = start // segment.block_bytes, -(-stop // segment.block_bytes)
+    crcs = segment.crcs[first:behind]
+    bad = first_bad_block(data, crcs, segment.block_bytes, seed_of(segment))
     if bad is not None:
         raise CorruptError(segment.key, "its CRC32 differs", first + bad)
 

@@ -29,7 +29,7 @@ from checkpointing import (
     open_store,
 )
 from elastic.protocol.run_paths import RunPaths
-from trainer.engine.state import PARAMETERS
+from trainer.engine.names import PARAMETERS
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +54,19 @@ class RunIdentity:
 def identify(paths: RunPaths) -> RunIdentity:
     """The identity of the run in a directory; a new one, not recorded yet, before its first start
     and where the file is lost."""
+    if (recorded := recorded_identity(paths)) is not None:
+        return recorded
+    found = {run_of(manifest) for manifest in _readable(paths)}
+    return RunIdentity(id=uuid.uuid4().hex, origins=tuple(sorted(run for run in found if run)))
+
+
+def recorded_identity(paths: RunPaths) -> RunIdentity | None:
+    """What stands in a directory; None before the first start, and where the file is lost."""
     try:
         told = json.loads(paths.identity.read_bytes())
         return RunIdentity(id=told["id"], origins=tuple(told["origins"]))
-    except (FileNotFoundError, ValueError, KeyError):
-        log.debug("%s is made anew", paths.identity)
-    found = {run_of(manifest) for manifest in _readable(paths)}
-    return RunIdentity(id=uuid.uuid4().hex, origins=tuple(sorted(run for run in found if run)))
+    except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
+        return None
 
 
 def record_identity(paths: RunPaths, identity: RunIdentity) -> None:

@@ -6,7 +6,6 @@ import logging
 
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events, read_steps
-from elastic.reporting.picture import draw
 from elastic.reporting.report import Report, build_report, write_report
 
 log = logging.getLogger(__name__)
@@ -20,6 +19,8 @@ def conclude(paths: RunPaths) -> Report:
     try:
         write_report(paths.root, report)
         if steps:
+            from elastic.reporting.picture import draw  # matplotlib, which only an end needs
+
             draw(paths.root, report, steps, happened)
     except OSError as error:
         log.warning("the report is printed, but not written whole: %s", error)

@@ -9,6 +9,7 @@ to print and does it.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from elastic.protocol.events import (
     HealFailed,
     HelperKilled,
     RegroupDone,
+    ReplicaForming,
     ReplicaHealed,
     ReplicasCompared,
     RunEnded,
@@ -39,6 +41,7 @@ from elastic.protocol.events import (
     StepRecord,
     StepSkipped,
     StopRequested,
+    WorkerJoined,
     WorkerLost,
 )
 from elastic.reporting.callback import Callback
@@ -51,7 +54,7 @@ LOG_INTERVAL_S = 5.0
 SPEED_WINDOW_STEPS = 20
 """Steps over which speed and time left are measured."""
 
-_CLEAR_LINE = "\r\x1b[K"
+CLEAR_LINE = "\r\x1b[K"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +77,18 @@ class ProgressState:
     """Generation of the roster."""
     seconds_left: float | None = None
     """Time to the end at the present speed."""
+    workers: int = 0
+    """Workers of the full layout, spares included; 0: not known."""
+    joined: int = 0
+    """Workers that have started; before the first step alone."""
+    stage: str = ""
+    """What the workers do before their first step."""
 
 
 def format_progress(state: ProgressState) -> str:
     """The progress line, without a newline."""
+    if state.stage:
+        return f"{state.stage}: {state.joined} of {state.workers} workers there"
     parts = [f"step {state.step}/{state.steps}"]
     if state.loss is not None:
         parts.append(f"loss {state.loss:.4f}")
@@ -187,12 +198,15 @@ class ProgressPrinter(Callback):
         self._clock = clock
         self._printed_at = float("-inf")
         self._shown: str | None = None
+        self._shown_stage = ""
         self._state = ProgressState()
         self._recent: deque[StepRecord] = deque(maxlen=SPEED_WINDOW_STEPS + 1)
 
     def show(self) -> None:
         """Print the progress line if it is due; call it when all that is known was told."""
-        if self._state.step and self._clock() - self._printed_at >= self._interval_s:
+        due = self._clock() - self._printed_at >= self._interval_s
+        under_way = self._state.step or self._state.stage
+        if under_way and (due or self._state.stage != self._shown_stage):
             self._print_progress()
 
     def on_end(self, report: Report) -> None:
@@ -218,17 +232,18 @@ class ProgressPrinter(Callback):
             replicas=record.replicas,
             generation=record.generation,
             seconds_left=None if step_s is None else left * step_s,
+            stage="",
         )
 
     def on_event(self, event: Event) -> None:
         """Take it in, and print its line if it has one."""
         if isinstance(event, RunStarted):
             self._recent.clear()
-            self._state = ProgressState(
-                steps=event.steps, max_replicas=event.layout.get("replicas", 0)
-            )
+            self._state = _starting(event)
         elif isinstance(event, RegroupDone):
             self._state = replace(self._state, replicas=event.replicas, generation=event.generation)
+        if not self._recent:
+            self._state = _before_the_first_step(self._state, event)
         line = format_event(event, self._recent[-1].time if self._recent else None)
         if line is None and isinstance(event, CheckpointCommitted) and not self._is_tty:
             line = f"checkpoint of {event.step} steps committed in {event.seconds:.2f} s"
@@ -239,16 +254,16 @@ class ProgressPrinter(Callback):
         """Print a line that stays, and in a terminal the progress line below it again."""
         text += "\n"
         if self._is_tty:
-            text = _CLEAR_LINE + text + (self._shown or "")
+            text = CLEAR_LINE + text + (self._shown or "")
         self._put(text)
 
     def _print_progress(self) -> None:
         text = format_progress(self._state)
-        self._printed_at = self._clock()
+        self._printed_at, self._shown_stage = self._clock(), self._state.stage
         if self._is_tty:
             # One column stays free: a full last column makes some terminals wrap.
             text = text[: shutil.get_terminal_size().columns - 1]
-            self._put(_CLEAR_LINE + text)
+            self._put(CLEAR_LINE + text)
         elif text != self._shown:
             self._put(text + "\n")
         self._shown = text
@@ -257,6 +272,28 @@ class ProgressPrinter(Callback):
         with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
             self._stream.write(text)
             self._stream.flush()
+
+
+def _starting(event: RunStarted) -> ProgressState:
+    degrees = [n for name, n in event.layout.items() if name not in ("lanes", "spares")]
+    return ProgressState(
+        steps=event.steps,
+        max_replicas=event.layout.get("replicas", 0),
+        workers=math.prod(degrees) + event.layout.get("spares", 0),
+    )
+
+
+def _before_the_first_step(state: ProgressState, event: Event) -> ProgressState:
+    match event:
+        case WorkerJoined() if state.generation == 0:
+            return replace(state, joined=state.joined + 1, stage="starting the workers")
+        case ReplicaForming() if state.stage:
+            return replace(state, stage="building the replicas")
+        case RegroupDone() if state.stage:
+            return replace(state, stage="computing the first step")
+        case RunEnded():
+            return replace(state, stage="")
+    return state
 
 
 def _speed(recent: Sequence[StepRecord]) -> tuple[float | None, float | None]:

@@ -44,7 +44,7 @@ from elastic.reporting.conclusion import conclude
 from elastic.reporting.event_log import last_event
 from elastic.supervisor.coordinator_watch import CoordinatorWatch
 from elastic.supervisor.plan import RunPlan
-from elastic.worker.worker import train_worker
+from elastic.worker.entry import train_worker
 from trainer.errors import ConfigError
 
 log = logging.getLogger(__name__)

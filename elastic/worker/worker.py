@@ -21,7 +21,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import ray
 import torch
@@ -68,11 +68,6 @@ _PAUSE_TICK_S = 0.01
 _LEASES_OF_SILENCE = 2
 """By then the coordinator has written off the node of a peer that is not heard any more: the error
 is not taken for this worker's own."""
-
-
-def train_worker(config: dict[str, Any]) -> None:
-    """The train function that Ray Train calls on every worker, with the Job in `config["job"]`."""
-    Worker(config["job"]).run()
 
 
 class Worker:

@@ -96,7 +96,7 @@ def test_lanes_are_added_up_beside_the_current_stream(meet: Rendezvous, fabric: 
                 sums.settle(part.stop)
                 if lane == lanes[-1]:
                     reduction.start(part.stop)
-            sums.close(lane, LaneStats(loss=0.0, tokens=1, digest=0))
+            sums.close(lane, LaneStats(tokens=1, digest=0), torch.zeros((), device=device))
         return reduction
 
     fabric.hold_up()

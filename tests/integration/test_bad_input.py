@@ -4,14 +4,19 @@ and the fix."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+import torch
+from torch import nn
 
 from elastic import (
     CausalLM,
     ConfigError,
+    CustomTask,
     DataConfig,
     ElasticTrainer,
     ModelConfig,
@@ -39,6 +44,23 @@ def with_model(**settings: int) -> Build:
         tmp,
         task=tiny_task(text, **settings),
         parallel=ParallelConfig(tensor=2),
+    )
+
+
+def with_task(**changes: Any) -> Build:
+    def build(text: Path, tmp: Path) -> ElasticTrainer:
+        return tiny_trainer(text, tmp, task=replace(tiny_task(text), **changes))
+
+    return build
+
+
+def a_task_of_means() -> CustomTask:
+    def mean_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).mean()
+
+    loss: Any = mean_loss
+    return CustomTask(
+        build_model=lambda: nn.Linear(1, 1), loss_function=loss, dataset=[torch.ones(1)] * 8
     )
 
 
@@ -110,6 +132,34 @@ CASES: dict[str, tuple[Build, str]] = {
         ),
         r"train\.task\.model\.architecture = 'lama'",
     ),
+    "encoder": (
+        with_task(model=ModelConfig(architecture="bert", settings={"num_hidden_layers": 2})),
+        r"train\.task\.model\.architecture = 'bert': it is not causal.*Use a decoder",
+    ),
+    "misspelled setting": (
+        with_model(num_hiden_layers=3),
+        r"train\.task\.model\.settings = 'num_hiden_layers': .*Use 'num_hidden_layers'",
+    ),
+    "sequence beyond the positions": (
+        with_task(seq_len=65),
+        r"train\.task\.seq_len = 65: the model has 64 positions\. Use 64 or fewer",
+    ),
+    "warm-up": (
+        lambda text, tmp: tiny_trainer(text, tmp, steps=2),
+        r"train\.optimizer\.warmup_steps = 2: the run has 2 steps.*Use 1 or fewer",
+    ),
+    "binary": (
+        with_text("\0" * 9999),
+        r"train\.data\.paths = '.*a\.txt': it holds no text.*Leave it out",
+    ),
+    "loss": (
+        lambda text, tmp: tiny_trainer(text, tmp, task=a_task_of_means()),
+        r"train\.task\.loss_function = .*: it returns Tensor, not a sum and a count",
+    ),
+    "name": (
+        lambda text, tmp: tiny_trainer(text, tmp, name="../run"),
+        r"run_config\.name = '\.\./run': not one segment of a path",
+    ),
     "storage": (in_a_file, r"run_config\.storage_path = .*cannot be written.*Use a directory"),
     "storage scheme": (
         lambda text, tmp: ElasticTrainer(
@@ -144,6 +194,16 @@ def test_one_clear_error_before_any_worker_starts(case: str, text: Path, tmp_pat
         build(text, tmp_path).fit()
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.glob("*/events.jsonl"))
+
+
+def test_gpus_that_cannot_come_are_not_waited_for(
+    cluster: None, text: Path, tmp_path: Path
+) -> None:
+    trainer = tiny_trainer(text, tmp_path)
+    trainer.scaling = ScalingConfig(device="cuda", max_replicas=2)
+    with pytest.raises(ConfigError, match=r"scaling\.device = 'cuda': no node .* has a GPU"):
+        trainer.fit()
+    assert not (tmp_path / ".data").exists()
 
 
 def test_too_few_resources_after_a_stated_wait(cluster: None, text: Path, tmp_path: Path) -> None:

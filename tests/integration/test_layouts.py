@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,24 @@ def test_the_number_of_replicas_does_not_change_a_bit(lab: Lab) -> None:
 
 SMALL_BUCKETS = (4_000, 12_000)
 """Bytes: a layer of the tiny model is 37 kB, a quarter of one at shard x tensor 2x2 is 9 kB."""
+
+
+def test_the_auxiliary_loss_of_a_router_is_the_same_at_any_number_of_replicas(
+    lab: Lab,
+) -> None:
+    """It is no sum over tokens, but it is one micro-batch's own."""
+
+    def first_and_last(replicas: int, coefficient: float) -> tuple[list[float], str]:
+        settings = {"num_local_experts": 4, "router_aux_loss_coef": coefficient}
+        tiny = tiny_task(lab.text, **settings)
+        moe = replace(tiny, model=replace(tiny.model, architecture="mixtral"))
+        task = moe.prepare(lab.train(), lab.cache)
+        results = run_layout(task, lab.train(), replicas=replicas, lanes=LANES)
+        return results[0].losses, tensors_sha256(sorted(full_parameters(results[:1]).items()))
+
+    alone = first_and_last(1, 0.1)
+    assert first_and_last(2, 0.1) == alone
+    assert first_and_last(2, 0.0) != alone
 
 
 def check_buckets_change_no_bit(lab: Lab, shard: int, tensor: int, replicas: list[int]) -> None:

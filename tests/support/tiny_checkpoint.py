@@ -130,8 +130,9 @@ def write_state(
     state: dict[str, Any] | None = None,
     segment_bytes: int = 4096,
     block_bytes: int = 512,
+    piece_bytes: int | None = None,
 ) -> Manifest:
-    """Commits `tensors`; two workers share the rows of each."""
+    """Commits `tensors`; two workers share the rows of each. A piece is a block by default."""
     parts: tuple[list[Any], list[Any]] = ([], [])
     for name, tensor in tensors.items():
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -148,6 +149,7 @@ def write_state(
         versions={"torch": torch.__version__},
         segment_bytes=segment_bytes,
         block_bytes=block_bytes,
+        piece_bytes=piece_bytes,
     )
 
 

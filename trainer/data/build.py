@@ -24,6 +24,7 @@ from trainer.data.tokenizer import (
     vocab_size_of,
 )
 from trainer.data.tokens import TokenWriter
+from trainer.progress import Listener, present_listener
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ class Recipe:
 
     files: tuple[SourceFile, ...]
     """The files, in order."""
+
+    sizes: tuple[int, ...]
+    """Bytes of each."""
 
     field: str
     """Key or column of the text."""
@@ -63,8 +67,22 @@ class Recipe:
     fingerprint: str
     """Of all the above."""
 
-    def documents(self) -> Iterator[Document]:
-        return read_documents(self.files, self.field)
+    def documents(self, doing: str) -> Iterator[Document]:
+        """Streams the documents, and tells how far it is with what is being done with them."""
+        return self._documents(doing, present_listener())  # tokenizers reads on a thread of its own
+
+    def _documents(self, doing: str, tell: Listener) -> Iterator[Document]:
+        sizes = {str(f.path): size for f, size in zip(self.files, self.sizes, strict=True)}
+        total, before, read, current = sum(self.sizes), 0, 0, ""
+        tell(doing, 0, total)
+        for document in read_documents(self.files, self.field):
+            path = document.source.rpartition(":")[0]
+            if path != current:
+                before, read = before + sizes.get(current, 0), 0
+                current = path
+            read += len(document.text)
+            tell(doing, before + min(read, sizes[path]), total)
+            yield document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +105,11 @@ def build(directory: Path, recipe: Recipe) -> Counts:
     """Fill an empty directory: `train/`, `val/` and `tokenizer.json`."""
     started_s = time.monotonic()
     logger.info("preparing %d files in %s", len(recipe.files), directory)
-    threshold = find_threshold(recipe.documents(), recipe.holdout)
+    threshold = find_threshold(recipe.documents("splitting the text"), recipe.holdout)
     tokenizer = recipe.tokenizer
     if tokenizer is None:
-        kept = (document for document in recipe.documents() if hash_of(document) >= threshold)
+        documents = recipe.documents("reading the text for a tokenizer")
+        kept = (document for document in documents if hash_of(document) >= threshold)
         tokenizer = train_tokenizer(kept, recipe.vocab_size)
         logger.info("trained a tokenizer after %.1f s", time.monotonic() - started_s)
     tokenizer.save(str(directory / TOKENIZER_NAME))
@@ -115,7 +134,7 @@ def _encode(directory: Path, recipe: Recipe, tokenizer: Tokenizer, threshold: in
     documents = {train: 0, val: 0}
     logged_s = time.monotonic()
     with train, val:
-        for batch in _batches(recipe.documents()):
+        for batch in _batches(recipe.documents("encoding the text")):
             encoded = encode_documents(tokenizer, batch, end_id)
             for document, ids in zip(batch, encoded, strict=True):
                 side = val if hash_of(document) < threshold else train

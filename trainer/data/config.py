@@ -39,8 +39,8 @@ class DataConfig:
     """Glob of the files to take inside a directory, e.g. `"**/*.py"`. Hidden ones are left out."""
 
     tokenizer: str | None = None
-    """A tokenizer.json, or a directory with one, or a Hugging Face tokenizer directory; None: train
-    a byte-level BPE on the training text."""
+    """A tokenizer.json, or a directory with one, or a Hugging Face tokenizer directory; None: that
+    of a pretrained model, otherwise a byte-level BPE is trained on the training text."""
 
     vocab_size: int = 4096
     """Most tokens that the tokenizer to train may have; a short text yields fewer."""

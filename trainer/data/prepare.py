@@ -4,7 +4,8 @@
                       └─ build() ─► .building-…/ ─ rename ─► <fingerprint>/
 
 The result is a directory named by a fingerprint of everything that determines it: the files' bytes
-in order (not their names), and the settings. It is built under a name of its own and renamed into
+in order (not their names), and the settings. Only files that are new or changed are read
+(`file_hashes.py`). It is built under a name of its own and renamed into
 place when complete. So a crash leaves nothing half-made under the final name; of two processes at
 once the first to finish wins and the other uses its result, which is the same. What a killed
 process leaves in a `.building-` directory is never looked at and can be deleted.
@@ -24,13 +25,14 @@ import tokenizers
 
 from trainer.data.build import TOKENIZER_NAME, TRAIN_NAME, VAL_NAME, Counts, Recipe, build
 from trainer.data.config import DataConfig
+from trainer.data.file_hashes import hash_files
 from trainer.data.index import SCHEMA, TokensCorruptError, read_json, write_json
-from trainer.data.text import SourceFile, find_files
+from trainer.data.text import check_text, find_files
 from trainer.data.tokenizer import end_of_text_id, fingerprint_of, load_tokenizer
-from trainer.data.tokens import TokenSet, sha256_of
-from trainer.errors import ConfigError
+from trainer.data.tokens import TokenSet
+from trainer.progress import tell
 
-RECORD_NAME = "prepared.json"
+RECORD_NAME, HASHES_NAME = "prepared.json", "hashes.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +62,8 @@ def prepare(config: DataConfig, default_cache_dir: str) -> PreparedData:
         ConfigError: text, tokenizer or settings that cannot work.
         TokensCorruptError: the result is there, but damaged.
     """
-    recipe = _plan_recipe(config)
     cache = Path(config.cache_dir or default_cache_dir).expanduser().absolute()
+    recipe = _plan_recipe(config, cache / HASHES_NAME)
     final = cache / recipe.fingerprint[:24]
     if not final.exists():
         cache.mkdir(parents=True, exist_ok=True)
@@ -69,15 +71,18 @@ def prepare(config: DataConfig, default_cache_dir: str) -> PreparedData:
     return _read_record(final)
 
 
-def _plan_recipe(config: DataConfig) -> Recipe:
+def _plan_recipe(config: DataConfig, memory: Path) -> Recipe:
+    tell("looking for the text")
     files = find_files(config)
+    check_text(files)
     tokenizer, how = None, (config.vocab_size, tokenizers.__version__)
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)
         how = (end_of_text_id(tokenizer, config.tokenizer), fingerprint_of(tokenizer))
+    hashed = hash_files([file.path for file in files], memory)
     facts = {
         "schema": SCHEMA,
-        "files": [_file_facts(file) for file in files],
+        "files": [(file.format, *found) for file, found in zip(files, hashed, strict=True)],
         "field": config.field,
         "holdout": config.holdout,
         "file_tokens": config.file_tokens,
@@ -85,6 +90,7 @@ def _plan_recipe(config: DataConfig) -> Recipe:
     }
     return Recipe(
         files=files,
+        sizes=tuple(size for size, _ in hashed),
         field=config.field,
         holdout=config.holdout,
         tokenizer=tokenizer,
@@ -93,15 +99,6 @@ def _plan_recipe(config: DataConfig) -> Recipe:
         file_tokens=config.file_tokens,
         fingerprint=hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(),
     )
-
-
-def _file_facts(file: SourceFile) -> tuple[str, int, str]:
-    try:
-        return file.format, file.path.stat().st_size, sha256_of(file.path)
-    except OSError as error:
-        raise ConfigError(
-            "train.data.paths", str(file.path), f"cannot be read: {error}", "Leave the file out"
-        ) from error
 
 
 def _build_and_rename(final: Path, recipe: Recipe) -> None:

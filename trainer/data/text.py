@@ -11,7 +11,7 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,11 @@ from trainer.errors import ConfigError
 
 PIECE_CHARS = 2**16
 PARQUET_ROWS = 256
+
+_HEAD_BYTES = 2**13
+_MOST_BAD = 0.3
+"""Share of characters of a text that may be no UTF-8; text in an 8-bit encoding has fewer where its
+language is written in Latin letters."""
 
 _FORMAT_BY_SUFFIX = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
@@ -62,6 +67,34 @@ def find_files(config: DataConfig) -> tuple[SourceFile, ...]:
         SourceFile(path=path, format=_format_of(path, config.format))
         for path in sorted(found.values(), key=Path.as_posix)
     )
+
+
+def check_text(files: Iterable[SourceFile]) -> None:
+    """Looks at the beginning of files that are read as plain text or JSONL.
+
+    Raises:
+        ConfigError: one cannot be read, or holds something else.
+    """
+    for file in files:
+        if file.format == "parquet":
+            continue
+        try:
+            with file.path.open("rb") as opened:
+                head = opened.read(_HEAD_BYTES)
+        except OSError as error:
+            raise ConfigError(
+                "train.data.paths", str(file.path), f"cannot be read: {error}", "Leave the file out"
+            ) from error
+        text = head.decode("utf-8", "replace")
+        bad = text.count("\ufffd")
+        if b"\0" in head or bad > _MOST_BAD * len(text):
+            raise ConfigError(
+                "train.data.paths",
+                str(file.path),
+                f"it holds no text in UTF-8: of its first {len(head)} bytes, {head.count(0)} are "
+                f"zero and {bad} no characters",
+                "Leave it out, by train.data.pattern for one, or set train.data.format",
+            )
 
 
 def read_documents(files: Sequence[SourceFile], field: str) -> Iterator[Document]:

@@ -68,9 +68,9 @@ class DryEngine(Engine):
         """See Engine. Whether they are in their places is a matter of addresses; a copy would take
         no memory."""
 
-    def norm_squared(self, gradient: torch.Tensor) -> float:
+    def norm_squared(self, gradient: torch.Tensor) -> torch.Tensor:
         """See Engine. One number for the whole: thousands of norms take seconds here."""
-        return float(gradient.new_zeros(()))
+        return gradient.new_zeros((), dtype=torch.float64)
 
 
 class DrySums(LaneSums):
@@ -101,6 +101,12 @@ class DryReduction(Reduction):
         """See Reduction."""
         with self._watcher.labelled("buckets"):
             super().finish()
+
+    def _add_up(self, bucket: slice) -> None:
+        """See Reduction. A replica that has all lanes has the sum in its place: `try_step` says
+        so, and addresses do not show it."""
+        if self._cross.size > 1:
+            super()._add_up(bucket)
 
 
 class _Done:

@@ -199,11 +199,13 @@ def _step(loop: DryLoop, watch: Watch, *, times: float) -> None:
         watch: counts what it does.
         times: micro-batches of a lane, for each that is computed here.
     """
-    *before, last = loop.sums.begin(0, loop.lanes)
+    home = loop.engine.gradient if loop.cross.size == 1 else None
+    *before, last = loop.sums.begin(0, loop.lanes, home)
+    no_loss = torch.zeros((), dtype=torch.float64)
     for lane in before:
         loop.sums.open(lane)
         loop.sums.settle(loop.engine.layout.count)
-        loop.sums.close(lane, LaneStats(loss=0.0, tokens=0, digest=0))
+        loop.sums.close(lane, LaneStats(tokens=0, digest=0), no_loss)
     reduction = loop.make_reduction()
     loop.compute_lane(0, last, reduction)
     _multiply(watch, times * len(loop.lanes))

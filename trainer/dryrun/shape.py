@@ -25,7 +25,9 @@ def prepare_shape(train: TrainConfig) -> PreparedTask:
     """
     task: Any = train.task
     if isinstance(task, CausalLM):
-        config, family, _ = task.check_model(train, _vocabulary(task))
+        vocabulary = _vocabulary(task)
+        task.check(vocabulary)
+        config, family, _ = task.plan_model(train, vocabulary)
         return _Shape(
             config=config,
             seq_len=task.seq_len,

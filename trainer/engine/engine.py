@@ -21,8 +21,9 @@ from trainer.config import TrainConfig
 from trainer.engine.batches import to_device
 from trainer.engine.build import build_model, family_of_task
 from trainer.engine.flat_layout import FlatLayout
+from trainer.engine.names import PARAMETERS
 from trainer.engine.optimizer import SliceOptimizer, make_optimizer
-from trainer.engine.state import PARAMETERS, WorkerState
+from trainer.engine.state import WorkerState
 from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
     fill,
@@ -290,12 +291,13 @@ class Engine:
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
 
-    def norm_squared(self, gradient: torch.Tensor) -> float:
-        """This worker's part of the squared norm of the reduced flat gradient."""
+    def norm_squared(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This worker's part of the squared norm of the reduced flat gradient: a float64 on the
+        device."""
         size = _NORM_CHUNK[self.device.type]
         chunks = [c for start, end in self.layout.own for c in gradient[start:end].split(size)]
         norms = torch.stack(torch._foreach_norm(chunks)) if chunks else gradient.new_zeros(1)
-        return float(norms.double().square().sum())
+        return norms.double().square().sum()
 
     def sum_at_first(self, vector: list[float]) -> list[float]:
         """Sums a float64 vector at the replica's first worker; the others get something of no

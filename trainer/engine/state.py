@@ -17,9 +17,8 @@ from torch import nn
 
 from checkpointing import TensorInfo, TensorSlice, plan_writers
 from trainer.engine.host_copy import Copy, HostBuffer, Share
+from trainer.engine.names import PARAMETERS
 from trainer.engine.optimizer import SliceOptimizer
-
-PARAMETERS = "param/"
 
 
 class WorkerState:

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from checkpointing import Box, Reader
 from checkpointing.format.dtypes import item_bytes
 from trainer.config import OptimizerConfig
-from trainer.engine.state import PARAMETERS
+from trainer.engine.names import PARAMETERS
 from trainer.exchange.dcp_metadata import METADATA
 from trainer.exchange.pieces import (
     finished_directory,

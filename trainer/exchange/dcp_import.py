@@ -29,7 +29,7 @@ import torch
 from checkpointing import Keys, Manifest, Store, TensorSlice
 from checkpointing.format.boxes import Index
 from checkpointing.format.dtypes import DTYPES
-from trainer.engine.state import PARAMETERS
+from trainer.engine.names import PARAMETERS
 from trainer.errors import ExchangeError
 from trainer.exchange.dcp_metadata import DcpMetadata, StoredBytes, StoredTensor, read_metadata
 from trainer.exchange.intake import Incoming, commit_incoming, fresh_moments, stored_dtype

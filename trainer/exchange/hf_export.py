@@ -27,7 +27,7 @@ from checkpointing.format.dtypes import item_bytes
 from checkpointing.format.segment import header, slice_bytes
 from checkpointing.format.tensor_bytes import raw_bytes
 from trainer.data.tokenizer import END_OF_TEXT
-from trainer.engine.state import PARAMETERS
+from trainer.engine.names import PARAMETERS
 from trainer.errors import ExchangeError
 from trainer.exchange.pieces import finished_directory, model_config, parameter_names, pieces_of
 from trainer.models.pretrained import INDEX

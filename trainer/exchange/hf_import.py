@@ -9,7 +9,7 @@ from pathlib import Path
 from checkpointing import Keys, Manifest, Store, TensorSlice
 from checkpointing.format.boxes import Index
 from checkpointing.format.dtypes import item_bytes
-from trainer.engine.state import PARAMETERS
+from trainer.engine.names import PARAMETERS
 from trainer.exchange.intake import Incoming, commit_incoming, fresh_moments
 from trainer.exchange.pieces import pieces_of, read_config
 from trainer.models.hf import ModelConfig, build_on_meta

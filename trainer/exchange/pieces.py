@@ -15,7 +15,7 @@ from typing import Any
 from checkpointing import Manifest
 from checkpointing.format.boxes import Box, Index
 from checkpointing.format.cutting import row_strides, split_box
-from trainer.engine.state import PARAMETERS
+from trainer.engine.names import PARAMETERS
 from trainer.errors import ExchangeError
 
 PIECE_BYTES = 128 << 20

@@ -119,7 +119,8 @@ class TrainLoop:
         self.progress.in_step = True
         if self.newcomer is not None:
             self.follow(self.newcomer)
-        missing, reduction = self.sums.begin(step, self.lanes), self.make_reduction()
+        home = self.engine.gradient if self.cross.size == 1 else None
+        missing, reduction = self.sums.begin(step, self.lanes, home), self.make_reduction()
         for lane in missing:
             self.compute_lane(step, lane, reduction if lane == missing[-1] else None)
         self.link.at_step(step, "reduce")
@@ -143,7 +144,8 @@ class TrainLoop:
         slot = self.engine.slot
         ids = lane_ids(self.train, self.config.lanes, len(self.data), step, lane, slot.shard)
         micro = self.train.micro_samples(self.config.lanes)
-        loss_sum, tokens = 0.0, 0
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        tokens = 0
         self.engine.collect_in(self.sums.open(lane))
 
         def take(stop: int) -> None:
@@ -162,14 +164,17 @@ class TrainLoop:
                 self.engine.backward(loss)
             else:
                 self.engine.backward_at_last(loss, take)
-            loss_sum, tokens = loss_sum + float(loss.detach()), tokens + count
+            # Nobody waits for the device here.
+            loss_sum, tokens = loss_sum + loss.detach().reshape(()), tokens + count
         # Tensor peers have the same loss, and all who share the samples the same ids.
-        stats = LaneStats(loss=0.0, tokens=0, digest=0)
+        stats = LaneStats(tokens=0, digest=0)
         if slot.tensor == 0:
             first = lane_start(self.train, self.config.lanes, lane, slot.shard)
             digest = commits.sample_digest(ids, first) if slot.part == 0 else 0
-            stats = LaneStats(loss=loss_sum, tokens=tokens, digest=digest)
-        self.sums.close(lane, stats)
+            stats = LaneStats(tokens=tokens, digest=digest)
+        else:
+            loss_sum = torch.zeros_like(loss_sum)
+        self.sums.close(lane, stats, loss_sum)
 
     def make_reduction(self) -> Reduction:
         """The sum of the lanes' gradients over the replicas into the engine's gradient."""
@@ -189,12 +194,12 @@ class TrainLoop:
         waits for one that left.
         """
         follows = self.part == "remnant"
+        norm_squared, losses = self.counted(without_norm=failed or follows)
         vector = commits.pack(
             self.config.lanes,
             self.sums.stats,
-            norm_squared=0.0
-            if failed or follows
-            else self.engine.norm_squared(self.engine.gradient),
+            losses,
+            norm_squared=norm_squared,
             failed=failed,
             boundary=self.link.leave_at_boundary(),
             saving=self.link.saving(),
@@ -215,6 +220,15 @@ class TrainLoop:
         self.link.at_step(step, "after_commit")
         config = self.config
         return commits.unpack(total, step=step, lanes=config.lanes, generation=config.generation)
+
+    def counted(self, *, without_norm: bool) -> tuple[float, dict[int, float]]:
+        """What this worker has counted on its device: its part of the squared norm, and the losses
+        of its lanes. Waits for the device once."""
+        engine, losses = self.engine, self.sums.losses
+        zero = torch.zeros((), dtype=torch.float64, device=engine.device)
+        norm = zero if without_norm else engine.norm_squared(engine.gradient)
+        norm_squared, *found = torch.stack([norm, *losses.values()]).tolist()
+        return norm_squared, dict(zip(losses, found, strict=True))
 
     def tell_followers(self, total: list[float]) -> list[float]:
         """What was agreed on, for those who follow: with a state of another rank than the first

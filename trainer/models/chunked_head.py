@@ -38,8 +38,9 @@ def chunk_head(model: Any, chunk: int) -> None:
     head.forward = partial(head.losses.forward, head.forward)
 
 
-def chunked_loss(model: Any, targets: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """The cross-entropy of all targets, added up, of a model that `chunk_head` has changed.
+def with_losses(model: Any, targets: torch.Tensor, **inputs: Any) -> Any:
+    """What a model that `chunk_head` has changed makes of its inputs, with the cross-entropy of all
+    targets, added up, in place of logits.
 
     Args:
         model: it.
@@ -52,11 +53,11 @@ def chunked_loss(model: Any, targets: torch.Tensor, **inputs: Any) -> torch.Tens
     losses = cast(_Losses, model.get_output_embeddings().losses)
     losses.targets = targets
     try:
-        returned: torch.Tensor = model(**inputs).logits
+        output = model(**inputs)
     finally:
         losses.targets = None
-    losses.check(returned)
-    return returned
+    losses.check(output.logits)
+    return output
 
 
 class _Losses:

@@ -65,6 +65,16 @@ class ModelFamily:
         count, name = max(lists, key=lambda entry: entry[0])
         return [f"{name}.{index}" for index in range(count)]
 
+    def ends(self, model: nn.Module) -> list[str]:
+        """Names of the embedding and the head, where each has parameters of its own: with a large
+        vocabulary they are large, and not needed at the same time."""
+        if self.tied(model) or not hasattr(model, "get_output_embeddings"):
+            return []
+        names = {id(module): name for name, module in model.named_modules()}
+        network: Any = model
+        found = (network.get_input_embeddings(), network.get_output_embeddings())
+        return [names[id(end)] for end in found if end is not None]
+
     def tied(self, model: nn.Module) -> list[tuple[str, str]]:
         """Pairs of names of one parameter: the first one, and another."""
         seen: dict[int, str] = {}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +28,7 @@ class ModelConfig:
     """The `model_type` of a transformers configuration; not used with `path`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of that configuration (`hidden_size`, `num_hidden_layers`, …); with `path`,
-    overrides."""
+    overrides. `router_aux_loss_coef` turns `output_router_logits` on, unless that is set, too."""
     path: str | None = None
     """A directory with `config.json`, and weights where `pretrained` is set."""
     pretrained: bool = False
@@ -48,6 +51,8 @@ class ModelConfig:
         from transformers import AutoConfig
 
         settings = {"use_cache": False, **self.settings}
+        if "router_aux_loss_coef" in settings:  # it would do nothing otherwise
+            settings = {"output_router_logits": True, **settings}
         if self.path is not None:
             settings = {**self._read_config(Path(self.path)), **settings}
         architecture = settings.pop("model_type", self.architecture)
@@ -72,6 +77,27 @@ class ModelConfig:
             )
         return dict(config.to_dict())
 
+    def check_settings(self, resolved: Mapping[str, Any]) -> None:
+        """Raises ConfigError for a setting that transformers would take and nothing reads.
+
+        Args:
+            resolved: what `resolve` made of the settings.
+        """
+        config = _configuration(resolved)
+        kind = type(config)
+        known = {*inspect.signature(kind).parameters, *kind.attribute_map}
+        for key in self.settings:
+            # What goes by an older name is converted, and is no attribute then.
+            if key in known or hasattr(kind, key) or not hasattr(config, key):
+                continue
+            nearest = difflib.get_close_matches(key, known, n=1)
+            raise ConfigError(
+                "train.task.model.settings",
+                key,
+                f"{kind.model_type} has no setting of this name",
+                f"Use {nearest[0]!r}" if nearest else f"Use one of transformers' {kind.__name__}",
+            )
+
     @staticmethod
     def _read_config(directory: Path) -> dict[str, Any]:
         file = directory / "config.json"
@@ -95,6 +121,21 @@ class ModelConfig:
         return config
 
 
+def check_positions(config: Mapping[str, Any], seq_len: int) -> None:
+    """Raises ConfigError where a sample of `seq_len` tokens has more than the model of `config` has
+    positions."""
+    text = _configuration(config).get_text_config()
+    for name in ("max_position_embeddings", "max_seq_len"):
+        positions = getattr(text, name, None)
+        if isinstance(positions, int) and 0 < positions < seq_len:
+            raise ConfigError(
+                "train.task.seq_len",
+                seq_len,
+                f"the model has {positions} positions",
+                f"Use {positions} or fewer, or set {name} in train.task.model.settings",
+            )
+
+
 def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
     """The model with its parameters on the meta device and its buffers on the CPU.
 
@@ -102,12 +143,11 @@ def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
         ConfigError: the architecture has no causal language model.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from trainer.models.init import parameters_on_meta
 
-    settings = dict(config)
-    built = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    built = _configuration(config)
     try:
         with parameters_on_meta():
             model: nn.Module = AutoModelForCausalLM.from_config(
@@ -121,6 +161,28 @@ def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
             "Use a decoder architecture, such as 'llama' or 'qwen2', with settings that fit it",
         ) from error
     return model
+
+
+@contextmanager
+def one_text_each() -> Iterator[None]:
+    """In this block a forward of a transformers model takes each sample for one text, where it
+    would ask the device whether it is several, and wait for the answer."""
+    from transformers import masking_utils
+
+    asked = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = asked
+
+
+def _configuration(config: Mapping[str, Any]) -> Any:
+    """transformers' object of a complete configuration."""
+    from transformers import AutoConfig
+
+    settings = dict(config)
+    return AutoConfig.for_model(settings.pop("model_type"), **settings)
 
 
 def _brief(error: Exception) -> str:

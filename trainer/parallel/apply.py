@@ -1,8 +1,8 @@
 """From a model on the meta device to this worker's sharded, filled model.
 
-Order: further dimensions of the mesh, tensor parallelism, recomputation, FSDP2 round each block and
-the root, then real memory for just the local slices, then their initial values. All degrees 1 take
-the same road: FSDP2 over one rank.
+Order: further dimensions of the mesh, tensor parallelism, recomputation, FSDP2 round each block,
+the embedding, the head and the root, then real memory for just the local slices, then their initial
+values. All degrees 1 take the same road: FSDP2 over one rank.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def parallelize(
     blocks = family.blocks(model)
     if recompute is not None:
         recompute_blocks(model, blocks, recompute)
-    for name in blocks:
+    for name in (*blocks, *family.ends(model)):
         fully_shard(model.get_submodule(name), mesh=mesh.fsdp, mp_policy=policy)
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
     for module in model.modules():

@@ -104,11 +104,13 @@ class Reduction:
                 self._add_up(bucket)
 
     def _add_up(self, bucket: slice) -> None:
-        """The plain all-reduce, and the exact sum where one replica has all the lanes."""
+        """The plain all-reduce; and where one replica has all the lanes, whose sum may be where it
+        is to go already."""
         whole = self._into[bucket]
-        if self._exact:
-            parts = {node: block[bucket] for node, block in self._mine.items()}
-            whole.copy_(sum_tree(parts, (0, self._cross.total_lanes), torch.add))
+        if self._cross.size == 1:
+            (block,) = self._mine.values()
+            if block.data_ptr() != self._into.data_ptr():
+                whole.copy_(block[bucket])
             return
         first, *others = [block[bucket] for block in self._mine.values()] or [whole.zero_()]
         whole.copy_(first)

@@ -19,7 +19,7 @@ Design: docs/architecture.md, "A step and its commit".
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,8 +52,6 @@ class Saving:
 class LaneStats:
     """What one worker counted in one lane of a step. Only tensor rank 0 of a shard fills it in."""
 
-    loss: float
-    """Sum of the losses, in nats."""
     tokens: int
     """Targets that the loss was summed over."""
     digest: int
@@ -125,7 +123,8 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def pack(
     lanes: int,
-    stats: dict[int, LaneStats],
+    stats: Mapping[int, LaneStats],
+    losses: Mapping[int, float],
     *,
     norm_squared: float,
     failed: bool,
@@ -133,12 +132,13 @@ def pack(
     saving: Saving,
     recorded: int,
 ) -> list[float]:
-    """One worker's contribution to the commit vector, of length `HEADER` + 3 * `lanes`."""
+    """One worker's contribution to the commit vector, of length `HEADER` + 3 * `lanes`. `losses`
+    are sums, in nats, of the lanes in `stats`."""
     vector = [norm_squared, float(failed), float(boundary), float(saving.wanted), float(recorded)]
     vector += [float(place in saving.busy) for place in PLACES]
     vector += [0.0] * (3 * lanes)
     for lane, stat in stats.items():
-        for row, value in enumerate((stat.loss, stat.tokens, stat.digest)):
+        for row, value in enumerate((losses[lane], stat.tokens, stat.digest)):
             vector[HEADER + row * lanes + lane] = float(value)
     return vector
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import TrainConfig
 from trainer.data.config import DataConfig
 from trainer.errors import ConfigError, check_types
+from trainer.models.causal import check_causal
 from trainer.models.family import HUGGING_FACE, ModelFamily, family_of
-from trainer.models.hf import ModelConfig
+from trainer.models.hf import ModelConfig, check_positions, one_text_each
 from trainer.parallel.check import check_tensor_parallel
 
 if TYPE_CHECKING:
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
     from trainer.data import SampleSource
     from trainer.models.init import WeightSource
 
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json",
+    "vocab.txt",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class CausalLM:
@@ -29,7 +36,7 @@ class CausalLM:
     data: DataConfig
     """Where the text is and how it becomes tokens."""
     seq_len: int
-    """Tokens in a sample."""
+    """Tokens in a sample, no more than the model has positions."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Which model; a small Llama unless said otherwise."""
     loss_chunk: int | None = None
@@ -44,10 +51,10 @@ class CausalLM:
         from trainer.data import TokenDataset
         from trainer.data.prepare import prepare
 
-        self._check()
-        self.model.resolve(self.data.vocab_size if self.data.tokenizer is None else 0)
-        data = prepare(self.data, cache_dir)
-        config, family, model = self.check_model(train, data.vocab_size)
+        text = self._text()
+        self.check(text.vocab_size if text.tokenizer is None else 0)
+        data = prepare(text, cache_dir)
+        config, family, model = self.plan_model(train, data.vocab_size)
         pretrained = self.model.path if self.model.pretrained else None
         family.weights(config, model, train.seed, pretrained)
         # Raises where there is too little text for one sample.
@@ -72,7 +79,15 @@ class CausalLM:
             },
         )
 
-    def _check(self) -> None:
+    def check(self, vocab_size: int) -> None:
+        """Checks what can be known before the data are read.
+
+        Args:
+            vocab_size: tokens that the data use, as far as that is known.
+
+        Raises:
+            ConfigError: a setting that cannot work.
+        """
         if self.seq_len < 1:
             raise ConfigError("train.task.seq_len", self.seq_len, "no tokens", "Use 1 or more")
         if self.loss_chunk is not None and self.loss_chunk < 1:
@@ -83,25 +98,42 @@ class CausalLM:
             raise ConfigError(
                 "train.task.model.pretrained", True, "there is no path", "Set model.path"
             )
+        config = self.model.resolve(vocab_size)
+        self.model.check_settings(config)
+        check_positions(config, self.seq_len)
+        check_causal(config, self.seq_len)
 
-    def check_model(
+    def plan_model(
         self, train: TrainConfig, vocab_size: int
     ) -> tuple[dict[str, Any], ModelFamily, nn.Module]:
         """The model's complete configuration, its family, and the model on the meta device.
 
         Args:
             train: the settings of the run.
-            vocab_size: tokens that the data uses.
+            vocab_size: tokens that the data use.
 
         Raises:
-            ConfigError: a setting that cannot work.
+            ConfigError: the tensor degree does not go with the model.
         """
-        self._check()
         config = self.model.resolve(vocab_size)
         family = family_of(config["model_type"])
         model = family.build_on_meta(config)
         check_tensor_parallel(config, model, train.parallel.tensor, self.seq_len)
         return config, family, model
+
+    def _text(self) -> DataConfig:
+        """The data, with the tokenizer of a pretrained model: to its weights, the numbers of
+        another one mean nothing."""
+        if not self.model.pretrained or self.model.path is None or self.data.tokenizer is not None:
+            return self.data
+        if not any((Path(self.model.path) / name).exists() for name in _TOKENIZER_FILES):
+            raise ConfigError(
+                "train.data.tokenizer",
+                None,
+                f"the pretrained model in {self.model.path} has no tokenizer beside it",
+                "Name the tokenizer that the model was trained with",
+            )
+        return replace(self.data, tokenizer=self.model.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,18 +173,34 @@ class PreparedCausalLM:
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Cross-entropy summed over all targets; `batch` is int64 of shape (samples, seq_len +
-        1)."""
+        1).
+
+        In training, the router's auxiliary loss of this micro-batch is added for each target, where
+        the configuration asks for it. It depends on the micro-batch alone, so it is the same at any
+        number of replicas.
+        """
         from torch.nn.functional import cross_entropy
 
-        inputs, targets = batch[:, :-1], batch[:, 1:]
-        if self.loss_chunk is not None:
-            from trainer.models.chunked_head import chunked_loss
+        from trainer.models.chunked_head import with_losses
 
-            loss = chunked_loss(model, targets, input_ids=inputs, use_cache=False)
-            return loss, targets.numel()
-        logits = model(input_ids=inputs, use_cache=False).logits
-        loss = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        with one_text_each():
+            if self.loss_chunk is None:
+                output = model(input_ids=inputs, use_cache=False)
+                logits = output.logits.flatten(0, 1).float()
+                loss = cross_entropy(logits, targets.flatten(), reduction="sum")
+            else:
+                output = with_losses(model, targets, input_ids=inputs, use_cache=False)
+                loss = output.logits
+        if model.training and self.router_coefficient:
+            loss = loss + self.router_coefficient * targets.numel() * output.aux_loss
         return loss, targets.numel()
+
+    @property
+    def router_coefficient(self) -> float:
+        """Weight of the auxiliary loss; 0 where the configuration does not ask for it."""
+        asked = self.config.get("output_router_logits")
+        return (self.config.get("router_aux_loss_coef") or 0.0) if asked else 0.0
 
     def train_data(self) -> SampleSource:
         """See PreparedTask."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError, check_types
+from trainer.tasks.trial import try_loss
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,7 @@ class CustomTask:
             raise ConfigError(
                 "train.task.dataset", "0 samples", "it is empty", "Give at least one sample"
             )
-        model, _ = self.build(train.seed)
+        model = self._make(train.seed)
         if train.parallel.tensor > 1:
             raise ConfigError(
                 "train.parallel.tensor",
@@ -93,6 +94,7 @@ class CustomTask:
                 "no trainable parameters",
                 "Return a model with some",
             )
+        try_loss(self, model)
         return self
 
     def warm_up(self) -> None:
@@ -100,16 +102,19 @@ class CustomTask:
 
     def build(self, seed: int) -> tuple[nn.Module, WeightSource]:
         """See PreparedTask. The whole model passes through host memory once."""
-        import torch
-
         from trainer.models.init import FullWeights
 
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = self.build_model()
+        model = self._make(seed)
         full = {name: param.detach().clone() for name, param in model.named_parameters()}
         _move_parameters_to_meta(model)
         return model, FullWeights(full)
+
+    def _make(self, seed: int) -> nn.Module:
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.build_model()
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
         """See PreparedTask."""

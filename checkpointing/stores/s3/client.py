@@ -8,6 +8,8 @@ the node's turn (`pace.py`), and between tries is a pause with full jitter. A tr
 from __future__ import annotations
 
 import functools
+import logging
+import math
 import os
 import random
 import time
@@ -24,9 +26,12 @@ from checkpointing.stores.s3.config import S3Config
 from checkpointing.stores.s3.errors import LOGIN_CODES, Failure, Refused, gave_up, read_failure
 from checkpointing.stores.s3.pace import plan_pause, shared_file, shared_pacer
 
+_log = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
 
 _CONNECT_TIMEOUT_S = 5.0
+_QUIET_S = 1.0
 _READ_BYTES = 1 << 20
 _CONNECTIONS = 64
 
@@ -37,6 +42,8 @@ class Deadline:
 
     seconds: float
     """How long there was at the start."""
+    silence_s: float = math.inf
+    """How long of that a server may give no answer at all."""
     started_s: float = field(default_factory=time.monotonic)
     """When that was, on the monotonic clock."""
 
@@ -45,10 +52,10 @@ class Deadline:
         """Since the start."""
         return time.monotonic() - self.started_s
 
-    @property
-    def left_s(self) -> float:
-        """Until the end; negative after it."""
-        return self.seconds - self.elapsed_s
+    def left_s(self, failure: Failure) -> float:
+        """For tries after `failure`; negative after the end."""
+        silent = failure.answer == "silent"
+        return min(self.seconds, self.silence_s if silent else math.inf) - self.elapsed_s
 
 
 class S3Client:
@@ -138,9 +145,11 @@ class S3Client:
         """
         if failure.answer == "slow":
             self.pacer.slower()
-        pause_s = plan_pause(tries, random.random())
-        if pause_s >= deadline.left_s:
+        pause_s, left_s = plan_pause(tries, random.random()), deadline.left_s(failure)
+        if pause_s >= left_s:
             raise gave_up(failure, where, tries, deadline.elapsed_s) from None
+        if deadline.elapsed_s >= _QUIET_S and tries.bit_count() == 1:  # less and less often
+            _log.warning("waiting for %s for up to %.0f s more: %s", where, left_s, failure.fact)
         time.sleep(pause_s)
 
     def encryption(self) -> dict[str, str]:

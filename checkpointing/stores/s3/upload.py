@@ -37,6 +37,8 @@ def upload(client: S3Client, key: str, chunks: Iterable[bytes | memoryview]) -> 
         StoreUnavailableError, CorruptError: it did not succeed in time.
         StoreError: the stream is too long for its parts.
     """
+    if isinstance(chunks, Checked) and chunks.whole_bytes > MAX_PARTS * client.config.part_bytes:
+        raise _too_long(client, key)
     deadline = client.deadline()
     parts = gather(chunks, client.config.part_bytes)
     first = next(parts, Part())
@@ -54,9 +56,20 @@ def upload(client: S3Client, key: str, chunks: Iterable[bytes | memoryview]) -> 
     return _Multipart.begin(client, key, deadline).run(first, parts)
 
 
+def _too_long(client: S3Client, key: str) -> StoreError:
+    return StoreError(
+        client.where(key),
+        f"more than {MAX_PARTS} parts of {client.config.part_bytes} bytes; raise "
+        f"S3Config.part_bytes, or lower checkpoint.segment_bytes",
+    )
+
+
 @runtime_checkable
 class Checked(Protocol):
-    """A stream that knows CRC32s of what has passed."""
+    """A stream that knows its size, and CRC32s of what has passed."""
+
+    whole_bytes: int
+    """Of all that passes."""
 
     def crc32_between(self, start: int, stop: int) -> int | None:
         """Of bytes that have passed; None where it does not know that one."""
@@ -191,12 +204,8 @@ class _Multipart:
         return sent
 
     def _send(self, number: int, part: Part) -> tuple[dict[str, Any], int]:
-        if number > MAX_PARTS:
-            raise StoreError(
-                self.client.where(self.key),
-                f"more than {MAX_PARTS} parts of {self.client.config.part_bytes} bytes; raise "
-                f"S3Config.part_bytes",
-            )
+        if number > MAX_PARTS:  # of a stream that did not tell its size
+            raise _too_long(self.client, self.key)
         crc = checksum(part.crc32)
         etag = self.client.ask(
             "upload_part",

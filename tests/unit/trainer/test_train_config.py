@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.errors import ConfigError
+from trainer.optimizer import WarmupCosine
 
 
 def config_with(**changes: Any) -> TrainConfig:
@@ -103,6 +104,32 @@ def test_a_setting_that_is_not_a_finite_number_is_refused(name: str, value: floa
 )
 def test_the_ends_of_the_ranges_are_allowed(optimizer: OptimizerConfig) -> None:
     optimizer.check()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "field"),
+    [
+        (OptimizerConfig(warmup_steps=10), "train.optimizer.warmup_steps"),
+        (OptimizerConfig(warmup_steps=11), "train.optimizer.warmup_steps"),
+        (
+            OptimizerConfig(schedule=WarmupCosine(warmup_steps=10)),
+            "train.optimizer.schedule.warmup_steps",
+        ),
+    ],
+)
+def test_a_warm_up_that_the_run_does_not_outlast_is_refused(
+    optimizer: OptimizerConfig, field: str
+) -> None:
+    error = refusal(config_with(steps=10, optimizer=optimizer))
+    assert error.field == field
+    assert "10 steps" in error.fact and error.fix == "Use 9 or fewer, or more train.steps"
+
+
+def test_a_warm_up_that_the_run_outlasts_is_taken() -> None:
+    for steps, warmup_steps in ((10, 9), (1, 0)):
+        config_with(steps=steps, optimizer=OptimizerConfig(warmup_steps=warmup_steps)).check(4)
+    schedule = WarmupCosine(warmup_steps=2)  # the other one is not used
+    config_with(steps=10, optimizer=OptimizerConfig(warmup_steps=99, schedule=schedule)).check(4)
 
 
 def test_the_batch_to_use_instead_is_suggested() -> None:

@@ -5,7 +5,13 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.format.crc32 import combine_by_zlib, crc32, crc32_combine, join_crcs
+from checkpointing.format.crc32 import (
+    combine_by_zlib,
+    crc32,
+    crc32_combine,
+    join_crcs,
+    seed_crcs,
+)
 from checkpointing.format.segment import CheckedStream
 
 
@@ -31,7 +37,7 @@ def test_a_stream_tells_crcs_of_what_has_passed(
     data: bytes, piece: int, chunk: int, draw: st.DataObject
 ) -> None:
     chunks = (data[at : at + chunk] for at in range(0, len(data), chunk))
-    stream = CheckedStream(chunks, 3 * piece, piece)
+    stream = CheckedStream(chunks, 3 * piece, piece, seed=7, whole_bytes=0)
     whole = b"".join(bytes(part) for part in stream)
     ends = sorted({*range(0, len(whole), piece), len(whole)})
     start, stop = sorted(draw.draw(st.lists(st.sampled_from(ends), min_size=2, max_size=2)))
@@ -47,3 +53,11 @@ def test_zlib_gives_the_same_values(first: bytes, second: bytes) -> None:
     joined = combine_by_zlib(zlib.crc32(first), zlib.crc32(second), len(second))
     assert joined == zlib.crc32(first + second)
     assert joined == crc32_combine(crc32(first), crc32(second), len(second))
+
+
+@given(st.binary(max_size=300), st.integers(1, 20), st.integers(0, 2**32 - 1))
+def test_crcs_from_a_seed_on(data: bytes, piece: int, seed: int) -> None:
+    plain = crcs_of(data, piece)
+    seeded = tuple(zlib.crc32(data[at : at + piece], seed) for at in range(0, len(data), piece))
+    assert seed_crcs(plain, seed, piece, len(data)) == seeded
+    assert seed_crcs(seeded, seed, piece, len(data)) == plain

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from checkpointing import MissingError, StoreError, StoreUnavailableError, open_store
+from checkpointing import CorruptError, MissingError, StoreError, StoreUnavailableError, open_store
 from checkpointing.stores.local import LocalStore
 
 
@@ -53,6 +55,29 @@ def test_missing_is_its_own_error(store: LocalStore) -> None:
         with pytest.raises(MissingError, match="d/none") as caught:
             call("d/none")
         assert str(store.root) in str(caught.value)
+
+
+def no_file_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(os.path.relpath(path))  # its path has 107 characters at most
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "put_there",
+    [os.mkfifo, Path.mkdir, no_file_socket, lambda path: path.symlink_to("/dev/zero")],
+)
+def test_what_is_no_file_is_corrupt_and_not_waited_for(
+    store: LocalStore,
+    put_there: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store.put("d/beside", [b"."])
+    monkeypatch.chdir(store.root)
+    put_there(store.root / "d" / "x")
+    for read in (store.get, store.size, lambda key: store.get_range(key, 0, 4)):
+        with pytest.raises(CorruptError, match="d/x is not a file"):
+            read("d/x")
 
 
 def test_failed_stream_leaves_nothing(store: LocalStore) -> None:

@@ -37,7 +37,7 @@ class Told:
     """A stream that knows the CRC32 of everything, rightly or not."""
 
     def __init__(self, data: bytes, wrong: int) -> None:
-        self._data, self._wrong = data, wrong
+        self._data, self._wrong, self.whole_bytes = data, wrong, len(data)
 
     def __iter__(self) -> Iterator[bytes]:
         yield self._data

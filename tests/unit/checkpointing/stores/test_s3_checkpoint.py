@@ -103,7 +103,7 @@ def test_a_flip_on_the_way_is_read_again_and_one_at_rest_is_found(
     assert rule.fired == 1 and faults.count("get") == RANKS + 1
     key = manifest.parts_of("bias")[2].segment
     data = bytearray(s3.get(key))
-    data[-1] ^= 1
+    data[manifest.segments[key].checked_bytes - 1] ^= 1
     s3.put(key, [bytes(data)])
     with pytest.raises(CorruptError, match=r"r00002.*CRC32 differed twice"):
         Reader(s3, manifest).read_full("bias")

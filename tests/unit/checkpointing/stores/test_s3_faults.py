@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import socket
 import subprocess
 import sys
@@ -15,15 +16,21 @@ import boto3
 import pytest
 
 from checkpointing import (
+    Attempt,
     CorruptError,
+    Keys,
     MissingError,
     S3Config,
     Store,
     StoreError,
     StoreUnavailableError,
+    TensorSlice,
     open_store,
+    write_shared,
 )
+from checkpointing.stores.s3.client import _CONNECT_TIMEOUT_S
 from checkpointing.stores.s3.pace import shared_file, shared_pacer
+from checkpointing.stores.s3.store import _LIST_TRY_S, _SILENCE_S
 from tests.support.fakes.s3_faults import FaultServer, Kind
 from tests.support.fakes.s3_server import forget_pace
 
@@ -132,6 +139,22 @@ def test_an_object_of_too_many_parts(
     assert open_uploads(config) == []
 
 
+def test_a_segment_of_too_many_parts_is_refused_before_its_first_byte(
+    config: S3Config, faults: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("checkpointing.stores.s3.upload.MAX_PARTS", 1)
+    part = TensorSlice("t", (len(LARGE),), "uint8", (0,), (len(LARGE),))
+    with pytest.raises(StoreError, match=r"more than 1 parts of 5242880 .*segment_bytes"):
+        write_shared(
+            open_store(config),
+            Keys(),
+            Attempt(rank=0, step=1, generation=0),
+            [part],
+            memoryview(LARGE),
+        )
+    assert faults.requests == []
+
+
 # -- the conditional write -------------------------------------------------------------------------
 
 
@@ -188,7 +211,7 @@ def test_throttled_for_too_long(config: S3Config, faults: FaultServer) -> None:
         StoreUnavailableError, match=r"r00003.*rank 3: S3 asked to slow down.*timeout_s \[SlowDown"
     ):
         impatient.put(SEGMENT, [LARGE])
-    assert time.monotonic() - began_s < 8
+    assert time.monotonic() - began_s < 12
     assert faults.count("abort") == 1 and open_uploads(config) == []
 
 
@@ -305,8 +328,33 @@ def test_nobody_listens(config: S3Config) -> None:
             store.check_writable()
 
 
+@pytest.mark.parametrize("accepts", [False, True], ids=["refused", "silent"])
+def test_a_listing_of_a_dead_server_says_so_and_ends(
+    accepts: bool,
+    config: S3Config,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert _SILENCE_S + _CONNECT_TIMEOUT_S + _LIST_TRY_S < 30
+    monkeypatch.setattr("checkpointing.stores.s3.store._SILENCE_S", 5.0)
+    monkeypatch.setattr("checkpointing.stores.s3.store._LIST_TRY_S", 1.1)
+    monkeypatch.setattr("checkpointing.stores.s3.client._QUIET_S", 0.0)
+    with socket.socket() as dead:
+        dead.bind(("127.0.0.1", 0))
+        if accepts:
+            dead.listen()  # the kernel takes the connection, and nobody answers
+        endpoint = f"http://127.0.0.1:{dead.getsockname()[1]}"
+        store = open_store(dataclasses.replace(config, endpoint_url=endpoint, timeout_s=600))
+        began_s = time.monotonic()
+        with pytest.raises(StoreUnavailableError, match=r"tries in [0-9.]+ s"):
+            store.list("m/")
+    assert time.monotonic() - began_s < 12
+    fact = "no answer in time" if accepts else "the server cannot be reached"
+    assert re.search(rf"waiting for {config} for up to \d s more: {fact}", caplog.text)
+
+
 def test_no_credentials_until_there_are_some(config: S3Config, faults: FaultServer) -> None:
-    own = dataclasses.replace(config, part_timeout_s=59)  # a client that no other test has made
+    own = dataclasses.replace(config, part_timeout_s=7.9)  # a client that no other test has made
     with pytest.MonkeyPatch.context() as patch:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.delenv(name)

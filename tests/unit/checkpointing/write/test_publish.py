@@ -92,7 +92,7 @@ def test_nothing_shows_before_the_last_call(store: LocalStore) -> None:
     assert newest(store, KEYS) is None
     assert list_steps(store, KEYS) == []
     (store.root / "m").mkdir()  # killed while the manifest was being written
-    (store.root / (KEYS.commit(10) + ".0f.part")).write_bytes(b'{"schema":2')
+    (store.root / (KEYS.commit(10) + ".0f.part")).write_bytes(b'{"schema":3')
     assert newest(store, KEYS) is None
     assert list_steps(store, KEYS) == []
     publish(store, 10, attempt=1)

@@ -143,7 +143,7 @@ def test_a_failed_verify_exits_with_1(run: Path, capsys: pytest.CaptureFixture[s
     assert ask(capsys, "verify", run, 7)[0] == 0
     key = store.list("d/")[0]
     raw = bytearray(store.get(key))
-    raw[-1] ^= 1
+    raw[8] ^= 1
     store.put(key, [bytes(raw)])
     status, out, err = ask(capsys, "verify", run, 7)
     assert status == 1

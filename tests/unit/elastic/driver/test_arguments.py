@@ -65,6 +65,20 @@ def test_a_field_of_run_config_that_would_be_ignored_is_refused(field: str, valu
     assert error.value is value
 
 
+@pytest.mark.parametrize(
+    "name", ["..", ".", "a/b", "../x", "/x", "a/", ".data", "a\0b", "a\nb", "x" * 201, 7]
+)
+def test_a_name_that_is_no_segment_of_a_path_is_refused(name: Any) -> None:
+    error = refusal(run_config=ray.train.RunConfig(name=name))
+    assert (error.field, error.value) == ("run_config.name", name)
+    assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("name", ["run", "Lauf 7", "größer", "a.b-c_d", "x" * 200, None])
+def test_any_other_name_is_taken(name: str | None) -> None:
+    ElasticTrainer(TRAIN, run_config=ray.train.RunConfig(name=name))
+
+
 def test_rays_callbacks_are_answered_with_our_own() -> None:
     callbacks: Any = [RaysCallback()]
     run_config = ray.train.RunConfig(callbacks=callbacks)

@@ -13,6 +13,7 @@ from torch import nn
 
 from elastic import ConfigError, ElasticTrainer
 from elastic.config import WorkerPlan
+from elastic.driver.launch import Launch
 from elastic.driver.resume import Origin
 from elastic.protocol.run_paths import RunPaths
 from tests.support.lion import InverseRoot, Lion
@@ -34,7 +35,8 @@ def trainer_with(optimizer: Any, storage: Path) -> ElasticTrainer:
 
 def test_the_coordinator_is_told_nothing_of_it(tmp_path: Path) -> None:
     trainer = trainer_with(LION, tmp_path)
-    config = trainer._coordinator_config(
+    launch = Launch(**vars(trainer))
+    config = launch._coordinator_config(
         RunPaths(root=tmp_path / "run"),
         Origin(stored=None, snapshot=None, passed=None),
         WorkerPlan(replicas=1, spares=0),

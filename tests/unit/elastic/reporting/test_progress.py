@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -11,10 +12,12 @@ from elastic.protocol.events import (
     CheckpointCommitted,
     Event,
     RegroupDone,
+    ReplicaForming,
     ReplicaHealed,
     RunEnded,
     RunStarted,
     StepRecord,
+    WorkerJoined,
     WorkerLost,
 )
 from elastic.reporting.progress import (
@@ -167,6 +170,42 @@ def test_nothing_is_printed_before_the_first_step() -> None:
     assert stream.getvalue() == ""
     printer.on_end(REPORT)
     assert stream.getvalue() == report_text(REPORT) + "\n"
+
+
+def joined(time: float) -> WorkerJoined:
+    return WorkerJoined(time=time, worker=f"w{time}", node="n", pid=1, born_ticks=1)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("is_tty", [False, True])
+def test_before_the_first_step_each_stage_has_a_line(is_tty: bool) -> None:
+    stream = Terminal() if is_tty else io.StringIO()
+    now = [0.0]
+    printer = ProgressPrinter(stream, clock=lambda: now[0])
+    layout = {"replicas": 2, "shard": 2, "tensor": 1, "lanes": 2, "spares": 1}
+    forming = ReplicaForming(time=1.0, formed=1, replica=0, workers=["w0"])
+    stood = replace(DONE, generation=1, step=0, outcome="start", replicas=2)
+    begun: list[Event] = [replace(STARTED, layout=layout), joined(1.0)]
+    for event in [*begun, joined(2.0), *[joined(3.0)] * 3, forming, forming, stood, joined(3.5)]:
+        printer.on_event(event)
+        printer.show()
+    for record in steps_at(4.0):
+        printer.on_step(record)
+    now[0] = 99.0
+    printer.show()
+    printer.on_event(joined(5.0))  # a lost one's successor starts no run
+    printer.show()
+    lines = stream.getvalue().replace("\r\x1b[K", "\n").strip().splitlines()
+    assert lines == [
+        "starting the workers: 1 of 5 workers there",
+        "building the replicas: 5 of 5 workers there",
+        "computing the first step: 5 of 5 workers there",
+        "step 1/100 | loss 2.0000 | replicas 2/2 | generation 1",
+    ]
 
 
 class FullDisk(io.StringIO):

@@ -16,10 +16,11 @@ from tokenizers import Tokenizer
 
 from trainer.data.config import DataConfig
 from trainer.data.index import TokensCorruptError
-from trainer.data.prepare import PreparedData, prepare
+from trainer.data.prepare import HASHES_NAME, PreparedData, prepare
 from trainer.data.split import plan_threshold
 from trainer.data.tokens import TokenSet
 from trainer.errors import ConfigError
+from trainer.progress import listening
 
 TEXTS = [f"def f{number}(x):\n    return x + {number}\n" for number in range(40)]
 
@@ -47,6 +48,11 @@ def documents_of(prepared: PreparedData, side: str) -> list[str]:
             documents[-1].append(token)
     assert documents.pop() == []
     return [tokenizer.decode(document) for document in documents]
+
+
+def kept_in(cache: Path) -> list[Path]:
+    """What is there beside the hashes of the source files, which are kept once they are settled."""
+    return [path for path in cache.iterdir() if path.name != HASHES_NAME] if cache.exists() else []
 
 
 @pytest.fixture
@@ -139,7 +145,7 @@ def test_one_document_cannot_be_split(tmp_path: Path, cache: Path, texts: list[s
     with pytest.raises(ConfigError, match="only one document") as caught:
         prepare(config_for(corpus), str(cache))
     assert caught.value.field == "train.data.holdout"
-    assert list(cache.iterdir()) == []
+    assert kept_in(cache) == []
 
 
 @given(
@@ -162,7 +168,7 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path, cache: Path) -> None:
     path.write_text('{"text": "fine"}\nbroken\n')
     with pytest.raises(ConfigError, match="line 2, column 1"):
         prepare(config_for(path), str(cache))
-    assert list(cache.iterdir()) == []
+    assert kept_in(cache) == []
 
 
 CRASH = """
@@ -183,7 +189,7 @@ prepare(DataConfig(paths=(sys.argv[1],), vocab_size=300, holdout=0.2, file_token
 def test_a_crash_half_way_leaves_nothing_that_counts(corpus: Path, cache: Path) -> None:
     done = subprocess.run([sys.executable, "-c", CRASH, str(corpus), str(cache)], check=False)
     assert done.returncode == 9
-    (leftover,) = cache.iterdir()
+    (leftover,) = kept_in(cache)
     assert leftover.name.startswith(".building-")
     prepared = prepare(config_for(corpus), str(cache))
     assert len(documents_of(prepared, prepared.train)) == prepared.train_documents
@@ -212,7 +218,7 @@ def test_of_two_at_once_the_first_to_finish_wins(
     prepared = prepare(config_for(corpus), str(cache))
     assert rival.result == prepared
     assert sum("prepared in" in message for message in caplog.messages) == 2
-    assert [path.name for path in cache.iterdir()] == [Path(prepared.train).parent.name]
+    assert [path.name for path in kept_in(cache)] == [Path(prepared.train).parent.name]
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"val_tokens": 1}'])
@@ -223,3 +229,21 @@ def test_a_damaged_record_is_named(corpus: Path, cache: Path, damage: str) -> No
     with pytest.raises(TokensCorruptError) as caught:
         prepare(config_for(corpus), str(cache))
     assert caught.value.file == str(record)
+
+
+def test_what_is_done_is_told_and_how_far_it_is(corpus: Path, cache: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    with listening(lambda *what: told.append(what)):
+        prepare(config_for(corpus), str(cache))
+    size = sum(path.stat().st_size for path in corpus.iterdir())
+    doing = list(dict.fromkeys(what for what, _, _ in told))
+    assert [what.split()[0] for what in doing] == [
+        "looking", "hashing", "splitting", "reading", "encoding",
+    ]  # fmt: skip
+    for what in doing[1:]:
+        parts = [(done, total) for other, done, total in told if other == what]
+        assert parts[0] == (0, size)
+        assert parts == sorted(parts) and parts[-1][0] > 0.9 * size
+    told.clear()
+    prepare(config_for(corpus), str(cache))
+    assert told == []  # nobody listens any more

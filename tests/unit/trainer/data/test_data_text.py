@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainer.data.config import DataConfig
-from trainer.data.text import PIECE_CHARS, find_files, read_documents
+from trainer.data.text import PIECE_CHARS, check_text, find_files, read_documents
 from trainer.errors import ConfigError
 
 
@@ -69,6 +70,32 @@ def test_undecodable_bytes_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"caf\xe9\r\n")
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "caf\xe9"}\n{"text": "\\ud800"}\n')
     assert texts_of(config_for(tmp_path)) == ["caf\ufffd\r\n", "caf\ufffd", "?"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x7fELF\x02\x01\x01" + bytes(9),
+        gzip.compress(b"text " * 9, mtime=0),
+        "Texte in UTF-16".encode("utf-16"),
+        "Текст в другой кодировке".encode("koi8-r"),
+    ],
+)
+def test_a_file_that_holds_no_text_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.bin").write_bytes(content)
+    with pytest.raises(ConfigError, match="it holds no text in UTF-8") as caught:
+        check_text(find_files(config_for(tmp_path)))
+    assert caught.value.value == str(tmp_path / "b.bin")
+    assert "pattern" in caught.value.fix
+
+
+def test_a_few_bad_bytes_are_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("Grüße aus München, schöne Grüße".encode("latin-1") * 9)
+    (tmp_path / "b.txt").write_bytes("…".encode() * 9999)  # cut inside a character
+    (tmp_path / "c.txt").write_bytes(b"")
+    write_parquet(tmp_path / "d.parquet", text=["binary, and read as what it is"])
+    check_text(find_files(config_for(tmp_path)))
 
 
 def test_a_long_text_file_is_cut_at_line_ends_and_loses_nothing(tmp_path: Path) -> None:

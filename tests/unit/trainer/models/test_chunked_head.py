@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from tests.support.data_plane import WorkerResult, full_parameters, run_layout
 from tests.support.tiny import SEQ_LEN, SETTINGS, tiny_task, tiny_train, write_text
 from trainer.errors import ConfigError
-from trainer.models.chunked_head import chunk_head, chunked_loss
+from trainer.models.chunked_head import chunk_head, with_losses
 from trainer.models.hf import ModelConfig, build_on_meta
 from trainer.tasks.causal_lm import CausalLM
 
@@ -110,7 +110,7 @@ def test_logits_never_exist_whole() -> None:
     head = model.get_output_embeddings().weight.numel()
     whole = 4 * SAMPLES * SEQ_LEN * words
     with Largest() as seen:
-        chunked_loss(model, batch[:, 1:], input_ids=batch[:, :-1]).backward()
+        with_losses(model, batch[:, 1:], input_ids=batch[:, :-1]).logits.backward()
     assert head < whole / 2, "else the weight's gradient hides the logits"
     assert CHUNK * words <= seen.numbers <= head
 
@@ -127,7 +127,7 @@ def test_a_model_that_changes_its_logits_is_refused() -> None:
     chunk_head(model, CHUNK)
     batch = torch.randint(300, (SAMPLES, SEQ_LEN + 1))
     with pytest.raises(ConfigError, match="changes its logits"):
-        chunked_loss(model, batch[:, 1:], input_ids=batch[:, :-1])
+        with_losses(model, batch[:, 1:], input_ids=batch[:, :-1])
 
 
 def test_no_tokens_are_refused(task: CausalLM) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError
-from trainer.models.hf import ModelConfig, build_on_meta, weights
+from trainer.models.hf import ModelConfig, build_on_meta, check_positions, weights
 from trainer.models.init import WeightSource
 from trainer.parallel.check import check_tensor_parallel
 
@@ -84,6 +84,64 @@ def test_settings_that_transformers_refuses_are_told_with_its_reason(
     assert (caught.value.field, caught.value.value) == ("train.task.model.architecture", "llama")
     assert told in caught.value.fact
     assert "\n" not in caught.value.fact
+
+
+@pytest.mark.parametrize(
+    ("key", "fix"),
+    [
+        ("num_hiden_layers", "Use 'num_hidden_layers'"),
+        ("zzz", "LlamaConfig"),
+    ],
+)
+def test_a_setting_that_the_configuration_does_not_have_is_refused(key: str, fix: str) -> None:
+    model = ModelConfig(settings={**TINY, key: 9})
+    with pytest.raises(ConfigError, match="llama has no setting of this name") as caught:
+        model.check_settings(model.resolve(300))
+    assert (caught.value.field, caught.value.value) == ("train.task.model.settings", key)
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("llama", {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("llama", {"tie_word_embeddings": True, "model_type": "llama", "use_cache": True}),
+        ("gpt2", {"n_embd": 32, "num_hidden_layers": 2}),  # by either name
+        ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.1}),
+        ("gemma3_text", {"use_bidirectional_attention": False}),
+    ],
+)
+def test_a_setting_by_any_of_its_names_is_taken(
+    architecture: str, settings: dict[str, Any]
+) -> None:
+    model = ModelConfig(architecture=architecture, settings=settings)
+    model.check_settings(model.resolve(300))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [("llama", {"max_position_embeddings": 64}), ("gpt2", {"n_positions": 64})],
+)
+def test_a_sample_has_no_more_tokens_than_the_model_positions(
+    architecture: str, settings: dict[str, Any]
+) -> None:
+    config = ModelConfig(architecture=architecture, settings=settings).resolve(300)
+    check_positions(config, 64)
+    with pytest.raises(ConfigError, match="the model has 64 positions") as caught:
+        check_positions(config, 65)
+    assert (caught.value.field, caught.value.value) == ("train.task.seq_len", 65)
+    assert "64 or fewer" in caught.value.fix
+
+
+def test_a_coefficient_of_the_router_loss_that_is_set_turns_it_on() -> None:
+    def asked(**settings: Any) -> Any:
+        return ModelConfig(architecture="mixtral", settings=settings).resolve(300)[
+            "output_router_logits"
+        ]
+
+    assert asked() is False  # as in transformers
+    assert asked(router_aux_loss_coef=0.1) is True
+    assert asked(router_aux_loss_coef=0.1, output_router_logits=False) is False
 
 
 def test_a_vocabulary_of_none_is_one_that_is_not_set() -> None:

@@ -133,6 +133,12 @@ def test_a_model_without_a_list_has_no_decoder_layers() -> None:
     assert HUGGING_FACE.blocks(nn.Sequential(nn.Linear(1, 1), nn.ReLU())) == []
 
 
+def test_an_embedding_and_a_head_of_their_own_are_units() -> None:
+    assert HUGGING_FACE.ends(llama()) == ["model.embed_tokens", "lm_head"]
+    assert HUGGING_FACE.ends(llama(tied=True)) == []
+    assert HUGGING_FACE.ends(nn.Sequential(nn.Linear(1, 1))) == []
+
+
 def test_tied_parameters_are_found() -> None:
     assert HUGGING_FACE.tied(llama()) == []
     assert HUGGING_FACE.tied(llama(tied=True)) == [("model.embed_tokens.weight", "lm_head.weight")]

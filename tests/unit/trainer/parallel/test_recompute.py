@@ -67,7 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Train:
     @functools.cache
     def train(recompute: Recompute | None, shard: int, tensor: int) -> list[WorkerResult]:
         config = tiny_train(
-            text, shard=shard, tensor=tensor, task=task, steps=2, recompute=recompute
+            text, shard=shard, tensor=tensor, task=task, steps=3, recompute=recompute
         )
         config.check(LANES)
         prepared = task.prepare(config, str(root / "cache"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from trainer.replication.lane_sums import LaneSums
@@ -19,7 +20,7 @@ def add(sums: LaneSums, *lanes: int) -> None:
     for lane in lanes:
         sums.open(lane)[:3] = 10.0**lane
         sums.settle(3)
-        sums.close(lane, LaneStats(loss=float(lane), tokens=1, digest=lane))
+        sums.close(lane, LaneStats(tokens=1, digest=lane), torch.tensor(float(lane)))
 
 
 def values(sums: LaneSums) -> dict[tuple[int, int], float]:
@@ -88,7 +89,7 @@ def test_a_step_of_eight_lanes_takes_four_buffers_and_later_steps_reuse_them() -
             places.add(buffer.data_ptr())
             buffer[:3] = 1.0
             sums.settle(3)
-            sums.close(lane, LaneStats(loss=0.0, tokens=0, digest=0))
+            sums.close(lane, LaneStats(tokens=0, digest=0), torch.zeros(()))
         assert values(sums) == {(0, 8): 8}
     assert len(places) == 4
 
@@ -109,5 +110,49 @@ def test_a_lane_is_added_up_range_by_range_as_it_comes_in() -> None:
     sums.settle(3)
     assert total.tolist() == [1111, 1111, 1111, 0]
     assert sums.begin(0, (0, 1, 2, 3)) == [3]  # until it is closed
-    sums.close(3, LaneStats(loss=0.0, tokens=0, digest=0))
+    sums.close(3, LaneStats(tokens=0, digest=0), torch.zeros(()))
     assert sums.begin(0, (0, 1, 2, 3)) == []
+
+
+@pytest.mark.parametrize(("lanes", "shared", "alone"), [(1, 2, 1), (2, 3, 2), (4, 4, 3), (8, 5, 4)])
+def test_buffers_of_a_replica_that_has_all_lanes(lanes: int, shared: int, alone: int) -> None:
+    """The reduced gradient counts; a replica among others has as many lanes and one more buffer."""
+    for home, expected in ((None, shared), (torch.zeros(LENGTH), alone)):
+        sums = make(lanes)
+        held = {0 if home is None else home.data_ptr()}
+        for step in range(3):
+            assert sums.begin(step, range(lanes), home) == list(range(lanes))
+            for lane in range(lanes):
+                add(sums, lane)
+                held |= {block.data_ptr() for block in sums.blocks.values()}
+                held |= {block.data_ptr() for block in sums._free}
+            ((node, total),) = values(sums).items()
+            assert node == (0, lanes) and total == sum(10.0**lane for lane in range(lanes))
+            if home is not None:
+                assert home[0] == total
+        assert len(held) == expected
+
+
+def test_sums_move_out_where_other_replicas_join_in_the_step() -> None:
+    home, sums = torch.zeros(LENGTH), make(2)
+    sums.begin(3, (0, 1), home)
+    add(sums, 0)
+    assert sums.begin(3, (0,)) == []
+    home.fill_(-1)  # by the reduction over all replicas
+    assert values(sums) == {(0, 1): 1}
+    sums.begin(4, (0,))
+    add(sums, 0)
+    home.fill_(-1)
+    assert values(sums) == {(0, 1): 1}
+
+
+def test_a_step_that_goes_on_alone_keeps_what_it_has() -> None:
+    home, sums = torch.zeros(LENGTH), make(2)
+    sums.begin(3, (0,))
+    add(sums, 0)
+    assert sums.begin(3, (0, 1), home) == [1]
+    add(sums, 1)
+    assert values(sums) == {(0, 2): 11} and home[0] == 0
+    assert sums.begin(4, (0, 1), home) == [0, 1]
+    add(sums, 0, 1)
+    assert values(sums) == {(0, 2): 11} and home[0] == 11

@@ -15,7 +15,7 @@ from trainer.replication.lanes import Node, blocks_of, deal_lanes, split, sum_tr
 from trainer.replication.step_commit import LaneStats
 
 LENGTH = 33
-STATS = LaneStats(loss=0.0, tokens=0, digest=0)
+STATS = LaneStats(tokens=0, digest=0)
 
 Vector = np.ndarray[tuple[int], np.dtype[np.float32]]
 
@@ -84,7 +84,7 @@ def test_any_partition_in_any_order_gives_the_same_bits(
         for lane in mine:
             sums.open(lane).copy_(torch.from_numpy(vectors[lane]))
             sums.settle(LENGTH)
-            sums.close(lane, STATS)
+            sums.close(lane, STATS, torch.zeros(()))
         assert set(sums.blocks) == set(blocks_of(mine, total))
         parts.update(sums.blocks)
     result = sum_tree(parts, (0, total), torch.add)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +22,17 @@ from trainer.replication.step_commit import (
 
 def test_the_layout_of_the_vector() -> None:
     stats = {
-        2: LaneStats(loss=1.5, tokens=7, digest=99),
-        0: LaneStats(loss=0.5, tokens=3, digest=11),
+        2: LaneStats(tokens=7, digest=99),
+        0: LaneStats(tokens=3, digest=11),
     }
+    losses = {0: 0.5, 2: 1.5}
     busy = Saving(wanted=True, busy=frozenset({"memory"}))
-    vector = pack(3, stats, norm_squared=4.0, failed=False, boundary=True, saving=busy, recorded=9)
+    rest: dict[str, Any] = {"saving": busy, "recorded": 9}
+    vector = pack(3, stats, losses, norm_squared=4.0, failed=False, boundary=True, **rest)
     head = [4.0, 0.0, 1.0, 1.0, 9.0, 0.0, 1.0]
     assert vector == [*head, 0.5, 0.0, 1.5, 3.0, 0.0, 7.0, 11.0, 0.0, 99.0]
-    failed = pack(2, {}, norm_squared=0.0, failed=True, boundary=False, saving=Saving(), recorded=0)
+    rest = {"saving": Saving(), "recorded": 0}
+    failed = pack(2, {}, {}, norm_squared=0.0, failed=True, boundary=False, **rest)
     assert failed == [0.0, 1.0, *[0.0] * 11]
 
 
@@ -45,28 +49,27 @@ def test_a_summed_vector_is_read() -> None:
 
 
 lane_stats = st.builds(
-    LaneStats,
-    loss=st.floats(0, 1e6),
-    tokens=st.integers(0, 2**20),
-    digest=st.integers(0, 2**DIGEST_BITS - 1),
+    LaneStats, tokens=st.integers(0, 2**20), digest=st.integers(0, 2**DIGEST_BITS - 1)
 )
 
 
 @settings(deadline=None)
 @given(
-    stats=st.lists(lane_stats, min_size=1, max_size=9),
+    counted=st.lists(st.tuples(lane_stats, st.floats(0, 1e6)), min_size=1, max_size=9),
     replicas=st.integers(1, 4),
     shift=st.integers(0, 3),
     data=st.data(),
 )
 def test_the_order_of_the_replicas_does_not_matter(
-    stats: list[LaneStats], replicas: int, shift: int, data: st.DataObject
+    counted: list[tuple[LaneStats, float]], replicas: int, shift: int, data: st.DataObject
 ) -> None:
-    lanes = len(stats)
+    lanes, stats = len(counted), [stat for stat, _ in counted]
+    losses = {lane: loss for lane, (_, loss) in enumerate(counted)}
     vectors = [
         pack(
             lanes,
             {lane: stats[lane] for lane in range(lanes) if (lane + shift) % replicas == replica},
+            losses,
             norm_squared=0.0,
             failed=False,
             boundary=replica == 1,
@@ -80,7 +83,7 @@ def test_the_order_of_the_replicas_does_not_matter(
     tokens = sum(stat.tokens for stat in stats)
     assert commit.tokens == tokens
     assert commit.sample_digests == [stat.digest for stat in stats]
-    assert commit.loss == sum(stat.loss for stat in stats) / max(1, tokens)
+    assert commit.loss == sum(losses.values()) / max(1, tokens)
     assert commit.boundary == (replicas > 1)
     assert commit.saving == Saving(wanted=replicas > 2)
 
@@ -90,7 +93,8 @@ def test_a_bad_loss_in_one_lane_makes_the_step_non_finite(loss: float) -> None:
     vectors = [
         pack(
             2,
-            {lane: LaneStats(loss=value, tokens=5, digest=lane + 1)},
+            {lane: LaneStats(tokens=5, digest=lane + 1)},
+            {lane: value},
             norm_squared=float(lane),
             failed=False,
             boundary=False,

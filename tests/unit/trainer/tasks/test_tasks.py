@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from tests.support.tiny_checkpoint import MOMENTS
 from trainer.config import ParallelConfig, TrainConfig
@@ -136,7 +137,8 @@ def test_a_sample_has_a_token(texts: Path, cache: str, seq_len: int) -> None:
 
 
 def test_too_little_text_for_a_sample_is_refused(texts: Path, cache: str) -> None:
-    error = refusal(task_for(texts, seq_len=100_000), cache)
+    long = {"settings": {**SETTINGS, "max_position_embeddings": 100_000}}
+    error = refusal(task_for(texts, model=long, seq_len=100_000), cache)
     assert error.field == "train.data.paths"
     assert "100001 needed" in error.fact
 
@@ -198,6 +200,92 @@ def test_a_tensor_degree_that_does_not_divide_is_refused(
     assert name in error.fact
 
 
+def test_an_encoder_is_refused_before_text_is_read(texts: Path, tmp_path: Path) -> None:
+    settings = {name: n for name, n in SETTINGS.items() if name != "num_key_value_heads"}
+    del settings["vocab_size"]
+    bert = {"architecture": "bert", "settings": settings}
+    for tokenizer in (None, "tokenizer.json"):
+        task = task_for(texts / "missing", model=bert, tokenizer=tokenizer)
+        error = refusal(task, str(tmp_path / "c"))
+        assert (error.field, error.value) == ("train.task.model.architecture", "bert")
+
+
+def test_a_misspelled_setting_is_refused_before_text_is_read(texts: Path, tmp_path: Path) -> None:
+    settings = {**SETTINGS, "num_hiden_layers": 2}
+    error = refusal(task_for(texts / "missing", model={"settings": settings}), str(tmp_path / "c"))
+    assert (error.field, error.value) == ("train.task.model.settings", "num_hiden_layers")
+
+
+def test_a_sample_longer_than_the_model_is_refused_before_text_is_read(
+    texts: Path, tmp_path: Path
+) -> None:
+    short = {"settings": {**SETTINGS, "max_position_embeddings": 16}}
+    task = task_for(texts / "missing", model=short, seq_len=17)
+    assert refusal(task, str(tmp_path / "c")).field == "train.task.seq_len"
+
+
+MOE = {**SETTINGS, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def moe_loss(
+    texts: Path, cache: str, *, training: bool = True, **settings: Any
+) -> tuple[float, float]:
+    """Our loss of a mixture of experts, and transformers' own, a token."""
+    model_config = {"architecture": "mixtral", "settings": {**MOE, **settings}}
+    prepared = prepare(task_for(texts, model=model_config), cache)
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**{**MOE, **settings})).train(training)
+    batch = prepared.train_data().batch(np.array([0, 2]))
+    loss, count = prepared.loss(model, batch)
+    assert loss.requires_grad and count == 2 * SEQ_LEN
+    # transformers shifts the labels itself, so the last input has no target there.
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    output = model(input_ids=inputs)
+    own = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+    auxiliary = output.aux_loss if settings.get("output_router_logits") else 0.0
+    return loss.item() / count, (own + settings.get("router_aux_loss_coef", 0.0) * auxiliary).item()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_auxiliary_loss_of_a_router_counts_in_training(
+    texts: Path, cache: str, training: bool
+) -> None:
+    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    plain, without = moe_loss(texts, cache, training=training)
+    assert plain == pytest.approx(without, rel=1e-5)
+    balanced, expected = moe_loss(texts, cache, training=training, **asked)
+    if training:
+        assert balanced == pytest.approx(expected, rel=1e-5)
+        assert balanced > plain + 0.1
+    else:  # the validation loss stays the text's
+        assert balanced == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_pretrained_model_brings_its_tokenizer(
+    texts: Path, cache: str, tmp_path: Path, prepared: PreparedCausalLM
+) -> None:
+    LlamaForCausalLM(LlamaConfig(**SETTINGS)).save_pretrained(tmp_path)
+    own = Tokenizer.from_file(prepared.info["tokenizer"])
+    own.add_tokens(["times"])
+    own.save(str(tmp_path / "tokenizer.json"))
+    pretrained = {"path": str(tmp_path), "pretrained": True, "settings": {}}
+    used = prepare(task_for(texts, model=pretrained), cache).info["tokenizer"]
+    assert Tokenizer.from_file(used).get_vocab() == own.get_vocab()
+    given = task_for(texts, model=pretrained, tokenizer=prepared.info["tokenizer"])
+    assert "times" not in Tokenizer.from_file(prepare(given, cache).info["tokenizer"]).get_vocab()
+
+
+def test_a_pretrained_model_without_a_tokenizer_is_refused(
+    texts: Path, cache: str, tmp_path: Path
+) -> None:
+    """Another tokenizer's numbers mean nothing to its weights."""
+    LlamaForCausalLM(LlamaConfig(**SETTINGS)).save_pretrained(tmp_path)
+    pretrained = {"path": str(tmp_path), "pretrained": True, "settings": {}}
+    error = refusal(task_for(texts, model=pretrained), cache)
+    assert (error.field, error.value) == ("train.data.tokenizer", None)
+    assert str(tmp_path) in error.fact
+
+
 def test_pretrained_weights_need_a_path(texts: Path, tmp_path: Path) -> None:
     """Found before any text is read."""
     error = refusal(task_for(texts / "missing", model={"pretrained": True}), str(tmp_path / "c"))
@@ -205,8 +293,12 @@ def test_pretrained_weights_need_a_path(texts: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_a_pretrained_model_needs_its_weights(texts: Path, cache: str, tmp_path: Path) -> None:
-    task = task_for(texts, model={"path": str(tmp_path), "pretrained": True, "settings": {}})
+def test_a_pretrained_model_needs_its_weights(
+    texts: Path, cache: str, tmp_path: Path, prepared: PreparedCausalLM
+) -> None:
+    tokenizer = prepared.info["tokenizer"]
+    given = {"path": str(tmp_path), "pretrained": True, "settings": {}}
+    task = task_for(texts, model=given, tokenizer=tokenizer)
     assert "config.json" in refusal(task, cache).fact
     LlamaConfig(**SETTINGS).save_pretrained(tmp_path)
     error = refusal(task, cache)
@@ -217,28 +309,29 @@ def test_a_pretrained_model_needs_its_weights(texts: Path, cache: str, tmp_path:
     )
     untied = {"tie_word_embeddings": False}
     error = refusal(
-        task_for(texts, model={"path": str(tmp_path), "pretrained": True, "settings": untied}),
+        task_for(texts, model={**given, "settings": untied}, tokenizer=tokenizer),
         cache,
     )
     assert "first 'lm_head.weight'" in error.fact
 
 
 def test_pretrained_weights_of_another_size_are_refused(
-    texts: Path, cache: str, tmp_path: Path
+    texts: Path, cache: str, tmp_path: Path, prepared: PreparedCausalLM
 ) -> None:
     LlamaForCausalLM(LlamaConfig(**SETTINGS)).save_pretrained(tmp_path)
     wider = {"path": str(tmp_path), "pretrained": True, "settings": {"hidden_size": 32}}
-    error = refusal(task_for(texts, model=wider), cache)
+    error = refusal(task_for(texts, model=wider, tokenizer=prepared.info["tokenizer"]), cache)
     assert (error.field, error.value) == ("train.task.model.path", str(tmp_path))
     assert "is (320, 16) in the files and (320, 32) in the model" in error.fact
 
 
 def test_a_pretrained_model_starts_from_its_weights(
-    texts: Path, cache: str, tmp_path: Path
+    texts: Path, cache: str, tmp_path: Path, prepared: PreparedCausalLM
 ) -> None:
     saved = LlamaForCausalLM(LlamaConfig(**SETTINGS))
     saved.save_pretrained(tmp_path)
-    task = task_for(texts, model={"path": str(tmp_path), "pretrained": True, "settings": {}})
+    given = {"path": str(tmp_path), "pretrained": True, "settings": {}}
+    task = task_for(texts, model=given, tokenizer=prepared.info["tokenizer"])
     model, source = prepare(task, cache).build(3)
     name = "model.layers.0.self_attn.k_proj.weight"
     shape = tuple(model.get_parameter(name).shape)
@@ -329,6 +422,69 @@ def test_a_custom_model_keeps_its_buffers() -> None:
     assert set(buffers) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     assert buffers["norm.running_mean"].tolist() == [0.5, 0.5]
     assert set(model.state_dict()) == set(Noisy().state_dict())
+
+
+def only_the_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).sum()
+
+
+def a_loss_a_sample(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model(batch).sum(1), len(batch)
+
+
+def the_wrong_way_round(model: nn.Module, batch: torch.Tensor) -> tuple[int, torch.Tensor]:
+    return len(batch), model(batch).sum()
+
+
+def a_number(model: nn.Module, batch: torch.Tensor) -> tuple[float, int]:
+    return model(batch).sum().item(), len(batch)
+
+
+def without_gradient(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model(batch).sum().detach(), len(batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (only_the_loss, "Tensor"),
+        (a_loss_a_sample, "shape (2,)"),
+        (the_wrong_way_round, "int"),
+        (a_number, "float"),
+        (without_gradient, "no gradient"),
+    ],
+)
+def test_a_loss_that_is_no_sum_and_count_is_refused(tmp_path: Path, loss: Any, told: str) -> None:
+    task = custom(build_model=lambda: nn.Linear(3, 2), loss_function=loss)
+    error = refusal(task, str(tmp_path))
+    assert error.field == "train.task.loss_function"
+    assert told in error.fact and "sum" in error.fix
+
+
+def test_a_loss_that_cannot_be_tried_here_is_left_to_the_workers(tmp_path: Path) -> None:
+    """It may need their device, their files, or a peer."""
+    release = threading.Event()
+
+    def raises(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        raise RuntimeError("no GPU")
+
+    def waits(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        release.wait()
+        return model(batch).sum(), len(batch)
+
+    for loss in (raises, waits):
+        task = custom(build_model=lambda: nn.Linear(3, 2), loss_function=loss)
+        assert prepare(task, str(tmp_path)) is task
+    release.set()
+
+
+def test_trying_the_loss_leaves_the_global_generator_alone(tmp_path: Path) -> None:
+    def noisy(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return (model(batch) * torch.rand(())).sum(), len(batch)
+
+    before = torch.get_rng_state()
+    prepare(custom(build_model=lambda: nn.Linear(3, 2), loss_function=noisy), str(tmp_path))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 class Shared(nn.Module):

@@ -1,0 +1,273 @@
+"""Starts a run on the cluster, or attaches to the one that goes on, and follows it to its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import platform
+import secrets
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from ray.train import Checkpoint, Result, RunConfig
+
+from checkpointing import CheckpointConfig, Snapshot
+from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
+from elastic.coordinator.actor import MOST_CALLS, Coordinator
+from elastic.coordinator.config import CoordinatorConfig
+from elastic.driver.observer import Observer
+from elastic.driver.resources import check_device, wait_for_workers
+from elastic.driver.resume import (
+    Origin,
+    check_continues,
+    check_found,
+    find_origin,
+    last_generation,
+    local_path,
+    remove_orphans,
+    run_directory,
+    run_root,
+    set_others_aside,
+    steps_done,
+)
+from elastic.driver.running import check_same, find_run, follow, may_be_going_on
+from elastic.membership.decisions import GroupConfig
+from elastic.node.snapshot_survey import find_snapshot
+from elastic.protocol import events
+from elastic.protocol.faults import Fault
+from elastic.protocol.job import Job
+from elastic.protocol.rpc import Remote
+from elastic.protocol.run_identity import RunIdentity, StateTable, identify, record_identity
+from elastic.protocol.run_paths import RunPaths
+from elastic.protocol.supervisor_api import SupervisorApi
+from elastic.ray_compat.cluster import connect, start_actor
+from elastic.ray_compat.groups import end_all
+from elastic.ray_compat.kept import Kept
+from elastic.ray_compat.placement import Wanted
+from elastic.ray_compat.trainer import controller_variables
+from elastic.reporting.callback import Callback
+from elastic.reporting.phases import phases
+from elastic.supervisor.plan import RunPlan
+from elastic.supervisor.supervisor import MOST_DRIVERS, Supervisor
+from trainer.config import TrainConfig
+from trainer.engine.build import build_model
+from trainer.engine.optimizer import try_optimizer
+from trainer.engine.state import state_table
+from trainer.errors import ConfigError
+from trainer.loop.samples import Ledger
+from trainer.progress import tell
+from trainer.tasks.task import PreparedTask, default_cache_dir
+
+log = logging.getLogger(__name__)
+
+_RECORDED_VERSIONS = ("torch", "ray", "transformers", "tokenizers", "numpy")
+
+
+@dataclass(kw_only=True)
+class Launch:
+    """One call of `ElasticTrainer.fit`; the fields are its arguments."""
+
+    train: TrainConfig
+    scaling: ScalingConfig
+    run_config: RunConfig
+    checkpoint: CheckpointConfig
+    health: HealthConfig
+    faults: tuple[Fault, ...]
+    callbacks: tuple[Callback, ...]
+    lanes: int
+    """Of the global batch; those of the run that is continued, once that is found."""
+
+    def fit(self, *, detach: bool) -> Result:
+        """See `ElasticTrainer.fit`."""
+        try_optimizer(self.train.optimizer)
+        paths = RunPaths(root=run_root(self.run_config))
+        run = about = None
+        if may_be_going_on(paths):
+            connect()
+            run = find_run(paths)
+        if run is not None:
+            about = run.call(SupervisorApi.about)
+            check_same(
+                about.job,
+                train=self.train,
+                scaling=self.scaling,
+                checkpoint=self.checkpoint,
+                health=self.health,
+            )
+            log.warning("the run in %s is going on: attached to it", paths.root)
+            observer = Observer(paths, self.callbacks, attaches=True)
+        else:
+            with run_directory(self.run_config, self.checkpoint) as paths, phases(sys.stderr):
+                run, observer = self._start(paths)
+        if detach:
+            return Result(metrics=None, checkpoint=None, error=None, path=str(paths.root))
+        about = about or run.call(SupervisorApi.about)
+        paths = about.job.paths
+        report = follow(run, about.job.coordinator, observer)
+        return Result(
+            metrics={
+                **report.to_json(),
+                "task": dict(about.task_info),
+                "checkpoint_store": str(paths.checkpoints),
+            },
+            checkpoint=Checkpoint(str(paths.checkpoints)) if paths.store is None else None,
+            error=None,
+            path=str(paths.root),
+        )
+
+    def _start(self, paths: RunPaths) -> tuple[Remote[SupervisorApi], Observer]:
+        """Starts the run: from here on it belongs to the cluster."""
+        if self.scaling.device == "cuda":
+            connect()
+            check_device(self.scaling)
+        identity, snapshot = identify(paths), self._find_snapshot(paths)
+        tell(f"looking for a state to go on from in {paths.checkpoints}")
+        self._find_origin(paths, identity, snapshot, None)  # before data is prepared for hours
+        cache = default_cache_dir(local_path(self.run_config))
+        task = self.train.task.prepare(self.train, cache)
+        tell("building the model on the driver, without weights")
+        model = state_table(build_model(task, self.train)[0], self.train.optimizer.moments)
+        origin = self._find_origin(paths, identity, snapshot, model)
+        if origin.manifest is not None:
+            check_continues(origin.manifest, self.train, task)
+        tell("joining the Ray cluster")
+        connect()
+        if find_run(paths) is not None:
+            raise ConfigError(
+                "run_config.name",
+                paths.root.name,
+                "a run of this name has just been started",
+                "Run the same command again to attach to it, or use another name",
+            )
+        tell("waiting for the resources of the smallest layout")
+        plan = wait_for_workers(self.scaling, self.train.parallel)
+        tell("starting the run: coordinator, supervisor, workers")
+        record_identity(paths, identity)
+        set_others_aside(paths, origin.stored, identity, model)
+        remove_orphans(paths, last_generation(paths, origin.manifest) + 1)
+        attempt = secrets.randbits(31)
+        prefix = f"{paths.key}/{attempt:08x}/"
+        config = self._coordinator_config(paths, origin, plan, task, prefix)
+        observer = Observer(paths, self.callbacks)
+        end_all(f"{paths.key}/")  # what a start that was ended from outside has left
+        try:
+            coordinator = start_actor(
+                Coordinator,
+                max_concurrency=MOST_CALLS,
+                restarts=True,
+                name=f"{prefix}coordinator",
+            )(Kept.keep(f"{prefix}config", config))
+            job = Job(
+                train=dataclasses.replace(self.train, task=None),
+                task=task,
+                lanes=self.lanes,
+                scaling=self.scaling,
+                checkpoint=self.checkpoint,
+                health=self.health,
+                paths=paths,
+                identity=identity,
+                attempt=attempt,
+                faults=self.faults,
+                coordinator=coordinator,
+            )
+            run = start_actor(
+                Supervisor,
+                max_concurrency=MOST_DRIVERS,
+                restarts=True,
+                name=paths.key,
+                variables=controller_variables(),
+            )(Kept.keep(f"{prefix}plan", self._run_plan(job, plan, prefix)))
+        except BaseException:
+            end_all(prefix)
+            raise
+        return run, observer
+
+    def _run_plan(self, job: Job, plan: WorkerPlan, prefix: str) -> RunPlan:
+        return RunPlan(
+            job=job,
+            workers=plan.workers(self.train.parallel),
+            wanted=Wanted(
+                replicas=self.scaling.max_replicas,
+                workers_per_replica=self.train.parallel.workers,
+                spares=self.scaling.spares,
+            ),
+            run_config=self.run_config,
+            prefix=prefix,
+        )
+
+    def _find_origin(
+        self,
+        paths: RunPaths,
+        identity: RunIdentity,
+        snapshot: Snapshot | None,
+        model: StateTable | None,
+    ) -> Origin:
+        """What to go on from, and with which lanes."""
+        origin = find_origin(paths, identity, snapshot, model)
+        check_found(paths, self.checkpoint.resume, origin)
+        if origin.manifest is not None and self.train.lanes is None:
+            # They belong to the run; an imported checkpoint has none.
+            self.lanes = int(origin.manifest.training_state.get("lanes", self.lanes))
+        self.train.check(self.lanes)
+        return origin
+
+    def _find_snapshot(self, paths: RunPaths) -> Snapshot | None:
+        if self.checkpoint.memory_every is None:
+            return None
+        connect()
+        return find_snapshot(paths)
+
+    def _coordinator_config(
+        self,
+        paths: RunPaths,
+        origin: Origin,
+        plan: WorkerPlan,
+        task: PreparedTask,
+        prefix: str,
+    ) -> CoordinatorConfig:
+        stored, parallel = origin.stored, self.train.parallel
+        start_step = 0 if origin.manifest is None else origin.manifest.step
+        return CoordinatorConfig(
+            groups=GroupConfig(
+                max_replicas=self.scaling.max_replicas,
+                min_replicas=self.scaling.min_replicas,
+                dims=parallel.dims,
+                lanes=self.lanes,
+                steps=self.train.steps,
+                start_workers=plan.workers(parallel),
+                max_regroups_without_progress=self.health.max_regroups_without_progress,
+            ),
+            paths=paths,
+            prefix=prefix,
+            health=self.health,
+            checkpoint=self.checkpoint,
+            generation=last_generation(paths, origin.manifest),
+            faults=self.faults,
+            ledger=Ledger(
+                seed=self.train.seed,
+                global_batch=self.train.global_batch,
+                lanes=self.lanes,
+                samples=len(task.train_data()),
+            ),
+            restore_step=0 if stored is None else stored.step,
+            snapshot=origin.snapshot,
+            started=events.RunStarted(
+                time=time.time(),
+                name=str(self.run_config.name),
+                layout={
+                    "replicas": self.scaling.max_replicas,
+                    **parallel.dims.degrees,
+                    "lanes": self.lanes,
+                    "spares": plan.spares,
+                },
+                steps=self.train.steps,
+                start_step=start_step,
+                redone_steps=max(0, steps_done(paths) - start_step),
+                versions={
+                    "python": platform.python_version(),
+                    **{name: version(name) for name in _RECORDED_VERSIONS},
+                },
+            ),
+        )

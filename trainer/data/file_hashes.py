@@ -1,0 +1,111 @@
+"""SHA-256 of source files, remembered: a file whose size and times are what they were is not read
+again.
+
+The memory is a JSON file beside the prepared data. It is only ever a shortcut: where it is lost or
+damaged, every file is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError
+from trainer.progress import tell
+
+log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 2**22
+_SETTLED_S = 2.0
+"""A file that was changed less than this before it was looked at may change once more without
+another time: file systems count it in ticks of up to two seconds."""
+
+
+def hash_files(
+    paths: Sequence[Path], memory: Path, now_s: float | None = None
+) -> list[tuple[int, str]]:
+    """Size in bytes and SHA-256 of each file.
+
+    Args:
+        paths: absolute.
+        memory: where hashes are kept from one call to the next.
+        now_s: the time, in seconds since the epoch.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    now_s = time.time() if now_s is None else now_s
+    known, marks = _recall(memory), {path: _mark(path) for path in paths}
+    hashes = {path: known[str(path)][1] for path in paths if _knows(known, path, marks[path])}
+    new = [path for path in paths if path not in hashes]
+    total, done = sum(marks[path][0] for path in new), 0
+    what = f"hashing {len(new)} of {len(paths)} files, {total / 1e6:.1f} MB"
+    try:
+        for path in new:
+            hashes[path] = _sha256(path, what, done, total)
+            done += marks[path][0]
+    finally:  # also half-way: what was read is not read again
+        latest_ns = (now_s - _SETTLED_S) * 1e9
+        settled = [path for path in new if path in hashes and max(marks[path][1:]) < latest_ns]
+        if settled:
+            _keep(memory, {**known, **{str(p): [marks[p], hashes[p]] for p in settled}})
+    return [(marks[path][0], hashes[path]) for path in paths]
+
+
+def _knows(known: dict[str, Any], path: Path, mark: list[int]) -> bool:
+    return str(path) in known and known[str(path)][0] == mark
+
+
+def _mark(path: Path) -> list[int]:
+    """What another content does not have as well: size and times."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _sha256(path: Path, what: str, before: int, total: int) -> str:
+    digest, done = hashlib.sha256(), before
+    tell(what, done, total)
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
+                done += len(piece)
+                tell(what, done, total)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return digest.hexdigest()
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        "train.data.paths", str(path), f"cannot be read: {error}", "Leave the file out"
+    )
+
+
+def _recall(memory: Path) -> dict[str, Any]:
+    """Path -> its mark and hash."""
+    try:
+        told = json.loads(memory.read_bytes())
+        return {path: [list(mark), str(digest)] for path, (mark, digest) in told.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _keep(memory: Path, known: dict[str, Any]) -> None:
+    part = memory.with_name(f".{memory.name}-{uuid.uuid4().hex}")
+    try:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(known))
+        os.replace(part, memory)
+    except OSError as error:  # prepared data may lie where nobody may write
+        log.debug("%s is not kept: %s", memory, error)

@@ -1,0 +1,75 @@
+"""Whether a user's loss is a sum and a count: tried on the driver, before anything starts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainer.tasks.task import PreparedTask
+
+log = logging.getLogger(__name__)
+
+_SAMPLES = 2
+_LONGEST_S = 1.5
+
+
+def try_loss(task: PreparedTask, model: nn.Module) -> None:
+    """Calls the loss on the first samples. Where it raises here, or takes long, nothing is known:
+    it may need what only the workers have, and they will tell.
+
+    Args:
+        task: whose loss and data.
+        model: whole, on the CPU.
+
+    Raises:
+        ConfigError: it returns something else than the sum of the losses and their number.
+    """
+    import torch
+
+    answers: list[Any] = []
+
+    def call() -> None:
+        data = task.train_data()
+        ids = np.arange(min(_SAMPLES, len(data)))
+        try:
+            answers.append(task.loss(model, data.batch(ids)))
+        except Exception as error:  # the user's code
+            log.debug("the loss cannot be tried on the driver", exc_info=error)
+
+    with torch.random.fork_rng(devices=[]):
+        thread = threading.Thread(target=call, name="try-loss", daemon=True)
+        thread.start()
+        thread.join(_LONGEST_S)
+    if answers and (fact := _what_is_wrong(answers[0])) is not None:
+        raise ConfigError(
+            "train.task.loss_function",
+            getattr(task, "loss_function", task.loss),
+            fact,
+            "Return the sum of the losses, a scalar tensor with gradient, and how many they are",
+        )
+
+
+def _what_is_wrong(answer: Any) -> str | None:
+    import torch
+
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        return f"it returns {type(answer).__name__}, not a sum and a count"
+    loss, count = answer
+    if not isinstance(loss, torch.Tensor):
+        return f"its sum is of type {type(loss).__name__}, not a tensor"
+    if loss.dim() != 0:
+        return f"its sum is a tensor of shape {tuple(loss.shape)}, not a scalar"
+    if not loss.requires_grad:
+        return "its sum has no gradient"
+    if not isinstance(count, Real) or isinstance(count, bool):
+        return f"its count is of type {type(count).__name__}, not a number"
+    return None
