@@ -18,7 +18,6 @@ from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from elastic.api import ElasticTrainer
-    from trainer.config import TrainConfig
     from trainer.dryrun.changes import Change
     from trainer.dryrun.report import Report
 
@@ -62,11 +61,14 @@ def run(options: argparse.Namespace) -> int:
         options.instance, options.memory_gb, options.gpus_per_node, options.nodes
     )
     trainer = find_trainer(options.file)
+    from trainer.dryrun.judge import Judge
+
     warnings.simplefilter("ignore")  # torch's, on how a model is made
-    found = _measure(trainer.train, trainer.scaling.max_replicas, trainer, machine, options.nodes)
-    change = None
+    judge = Judge(device=trainer.scaling.device, machine=machine, nodes=options.nodes)
+    layout = (trainer.train, trainer.scaling.max_replicas)
+    found, change = judge.judge(*layout), None
     if found.fits is False and not found.lacks_gpus:
-        change = _nearest(trainer, machine, options.nodes)
+        change = judge.nearest(*layout)
     if options.json:
         print(json.dumps({**found.to_json(), "nearest": change.text if change else None}))
     else:
@@ -136,35 +138,6 @@ def _import(file: Path) -> ModuleType:
     sys.modules[_MODULE] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _measure(
-    train: TrainConfig,
-    replicas: int,
-    trainer: ElasticTrainer,
-    machine: Machine | None,
-    nodes: int | None,
-) -> Report:
-    from trainer.dryrun.rank import dry_run
-    from trainer.dryrun.report import Report
-
-    device = trainer.scaling.device if machine is None else "cuda"
-    return Report(
-        needs=dry_run(train, replicas=replicas, device=device),
-        workers=replicas * train.parallel.workers,
-        machine=machine,
-        nodes=nodes,
-    )
-
-
-def _nearest(trainer: ElasticTrainer, machine: Machine | None, nodes: int | None) -> Change | None:
-    """The first change that fits; None where none does."""
-    from trainer.dryrun.changes import plan_changes
-
-    for change in plan_changes(trainer.train, trainer.scaling.max_replicas):
-        if _measure(change.train, change.replicas, trainer, machine, nodes).fits:
-            return change
-    return None
 
 
 def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> str:

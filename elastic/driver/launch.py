@@ -42,7 +42,7 @@ from elastic.protocol.rpc import Remote
 from elastic.protocol.run_identity import RunIdentity, StateTable, identify, record_identity
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import SupervisorApi
-from elastic.ray_compat.cluster import connect, start_actor
+from elastic.ray_compat.cluster import accelerator_types, connect, start_actor
 from elastic.ray_compat.groups import end_all
 from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.placement import Wanted
@@ -125,6 +125,12 @@ class Launch:
         identity, snapshot = identify(paths), self._find_snapshot(paths)
         tell(f"looking for a state to go on from in {paths.checkpoints}")
         self._find_origin(paths, identity, snapshot, None)  # before data is prepared for hours
+        if self.scaling.device == "cuda":
+            from elastic.driver.memory import check_memory  # seconds of imports
+
+            tell("a dry run: does a worker fit its GPU?")
+            train = dataclasses.replace(self.train, lanes=self.lanes)
+            check_memory(train, self.scaling, accelerator_types())
         cache = default_cache_dir(local_path(self.run_config))
         task = self.train.task.prepare(self.train, cache)
         tell("building the model on the driver, without weights")

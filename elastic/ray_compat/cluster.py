@@ -171,6 +171,12 @@ def available_per_node() -> list[dict[str, float]]:
     return [free for node, free in available_resources_per_node().items() if node not in draining]
 
 
+def accelerator_types() -> list[str]:
+    """Ray's names of the kinds of GPU on the cluster, such as H100."""
+    names = (name.partition(":") for name in ray.cluster_resources())
+    return sorted(kind for prefix, _, kind in names if prefix == "accelerator_type")
+
+
 def draining_nodes() -> dict[str, int]:
     """Ray's id of every node that Ray drains -> deadline, ms since the epoch; 0: none given."""
     return dict(state.get_draining_nodes())

@@ -104,7 +104,11 @@ def dry_run(train: TrainConfig, *, replicas: int, device: Device) -> RankNeeds:
         beside=BESIDE[device],
     )
     with _no_peers(train.parallel.dims, watch) as mesh:
-        with FakeTensorMode(allow_non_fake_inputs=True), watch:
+        with (
+            torch.random.fork_rng(devices=[]),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            watch,
+        ):
             loop = _build(task, short, mesh, replicas, lanes, device, watch, counter)
             _step(loop, watch, times=of_lane / shown)
             flat_bytes = loop.engine.gradient.nbytes

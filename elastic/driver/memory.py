@@ -1,0 +1,79 @@
+"""Whether a worker fits its GPU, by a dry run before any worker starts."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from elastic.config import ScalingConfig
+from trainer.config import TrainConfig
+from trainer.dryrun.judge import Judge
+from trainer.dryrun.machines import MACHINES, Machine
+from trainer.dryrun.report import Report
+from trainer.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_KINDS = {
+    "A100-40G": "p4d",
+    "A100-80G": "p4de",
+    "A100": "p4de",  # Ray may not say which: what fits neither is refused
+    "H100": "p5",
+    "H200": "p5e",
+}
+"""Ray's name of a GPU -> the machine that has it."""
+
+
+def plan_memory(accelerators: Sequence[str]) -> Machine | None:
+    """The machine with the smallest GPU of the cluster; None where one is of an unknown kind.
+
+    Args:
+        accelerators: Ray's names of the kinds of GPU there.
+    """
+    if not accelerators or any(kind not in _KINDS for kind in accelerators):
+        return None
+    machines = [MACHINES[_KINDS[kind]] for kind in accelerators]
+    return min(machines, key=lambda machine: machine.memory_bytes)
+
+
+def check_memory(train: TrainConfig, scaling: ScalingConfig, accelerators: Sequence[str]) -> None:
+    """Warns where a worker may not fit its GPU. A layout that cannot be tried dry is let through.
+
+    Args:
+        train: the settings of the run, with its lanes.
+        scaling: how many replicas.
+        accelerators: Ray's names of the kinds of GPU on the cluster.
+
+    Raises:
+        ConfigError: it will not fit: the message has the table, and what would.
+    """
+    machine = plan_memory(accelerators)
+    if machine is None or dist.is_initialized():
+        return
+    judge = Judge(device="cuda", machine=machine, nodes=None)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, on how a model is made
+            found = judge.judge(train, scaling.max_replicas)
+            too_large = found.verdict == "too large"
+            change = judge.nearest(train, scaling.max_replicas) if too_large else None
+    except Exception as error:  # what is wrong with the settings is told by the task itself
+        log.warning("no dry run: %s: %s", type(error).__name__, error)
+        return
+    if too_large:
+        raise ConfigError(
+            "train.parallel",
+            str(train.parallel.dims),
+            f"by a dry run a worker needs {_in_words(found, machine)}",
+            f"Use {change.text}" if change else "Use GPUs with more memory",
+        )
+    if found.verdict == "tight":
+        log.warning("a worker may not fit: by a dry run it needs %s", _in_words(found, machine))
+
+
+def _in_words(found: Report, machine: Machine) -> str:
+    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in found.components.items())
+    return f"{found.needed_bytes / 1e9:.1f} GB of {machine.memory_bytes / 1e9:.1f} ({parts})"

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from elastic import ScalingConfig
+from elastic.driver.memory import check_memory, plan_memory
+from tests.support.small_llama import small_train
+from trainer.config import TrainConfig
+from trainer.dryrun.judge import Judge
+from trainer.dryrun.machines import MACHINES, Machine
+from trainer.errors import ConfigError
+
+ONE = ScalingConfig(max_replicas=1, device="cuda")
+
+
+@pytest.fixture
+def train() -> TrainConfig:
+    """Activations and logits of some 2 GB, in which all else is lost."""
+    return small_train(global_batch=128)
+
+
+@pytest.fixture
+def memory_bytes(train: TrainConfig) -> int:
+    """What the layout needs by a dry run."""
+    judge = Judge(device="cuda", machine=MACHINES["p5"], nodes=None)
+    return judge.judge(train, 1).needed_bytes
+
+
+def small_gpus(monkeypatch: pytest.MonkeyPatch, size_bytes: float) -> None:
+    small = Machine(name="p5", gpus=8, memory_bytes=int(size_bytes))
+    monkeypatch.setitem(MACHINES, "p5", small)
+
+
+def test_the_smallest_gpu_counts() -> None:
+    assert plan_memory(["H100", "H200"]) == MACHINES["p5"]
+    assert plan_memory(["A100-40G"]) == MACHINES["p4d"]
+    assert plan_memory(["H100", "L4"]) is None
+    assert plan_memory([]) is None
+
+
+def test_what_is_too_large_is_refused_with_a_change_that_fits(
+    train: TrainConfig, memory_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_gpus(monkeypatch, memory_bytes / 1.15)
+    with pytest.raises(ConfigError, match=r"by a dry run a worker needs .* GB of") as error:
+        check_memory(train, ONE, ["H100"])
+    assert error.value.field == "train.parallel"
+    # Logits, what the loss makes of them, and their gradient: 128 samples of 128 tokens.
+    assert f"logits {3 * 128 * 128 * 4096 * 4 / 1e9:.1f}" in error.value.fact
+    assert 'Use recompute="full"' in error.value.fix
+
+
+def test_what_may_not_fit_is_warned_of(
+    train: TrainConfig,
+    memory_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    small_gpus(monkeypatch, memory_bytes / 1.05)
+    check_memory(train, ONE, ["H100"])
+    assert "a worker may not fit: by a dry run it needs" in caplog.text
+
+
+def test_what_fits_or_cannot_be_known_is_let_through(
+    train: TrainConfig, memory_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_memory(train, ONE, ["H100"])
+        check_memory(train, ONE, ["a GPU of tomorrow"])
+        assert caplog.text == ""
+        check_memory(replace(train, task=None), ONE, ["H100"])
+    assert "no dry run: AttributeError" in caplog.text

@@ -1,0 +1,44 @@
+"""A run's layout on machines: what it needs there, and what else would fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.backend.groups import Device
+from trainer.config import TrainConfig
+from trainer.dryrun.changes import Change, plan_changes
+from trainer.dryrun.machines import Machine
+from trainer.dryrun.rank import dry_run
+from trainer.dryrun.report import Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    """The machines that layouts are held against."""
+
+    device: Device
+    """What the workers compute on; a GPU wherever there is a machine."""
+    machine: Machine | None
+    """Their kind; None: unknown."""
+    nodes: int | None
+    """How many; None: as many as it takes."""
+
+    def judge(self, train: TrainConfig, replicas: int) -> Report:
+        """One dry run.
+
+        Raises:
+            ConfigError: the settings cannot work.
+        """
+        return Report(
+            needs=dry_run(train, replicas=replicas, device="cuda" if self.machine else self.device),
+            workers=replicas * train.parallel.workers,
+            machine=self.machine,
+            nodes=self.nodes,
+        )
+
+    def nearest(self, train: TrainConfig, replicas: int) -> Change | None:
+        """The first change that fits, by a dry run of each; None where none does."""
+        for change in plan_changes(train, replicas):
+            if self.judge(change.train, change.replicas).fits:
+                return change
+        return None
