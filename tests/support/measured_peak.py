@@ -4,9 +4,12 @@ them: it knows nothing of how a dry run counts."""
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+from bisect import bisect_left, insort
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,12 +30,15 @@ from trainer.replication.replicas import CrossGroup
 
 STEPS = 2
 
+_REUSE = {"MALLOC_MMAP_THRESHOLD_": "16384"}
+"""Has glibc give out again at once what was let go of: see `_Alive`."""
+
 
 def measured_peak(train: TrainConfig, *, replicas: int) -> int:
     """Bytes that the CPU allocator has given out at once to the first worker, from before its model
     is built to the end of `STEPS` steps. One process for each worker."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with mp.Manager() as manager:
+    with patch.dict(os.environ, _REUSE), mp.Manager() as manager:
         results = manager.dict()
         mp.start_processes(
             _process,
@@ -86,22 +92,46 @@ def _train(place: int, meet: Rendezvous, train: TrainConfig, replicas: int) -> N
 
 
 def _peak(profiler: profile) -> int:
-    """The most bytes alive at once.
-
-    What another thread lets go of, such as one of Gloo's, the profiler does not see, and its own
-    running total only grows. But what is given out again was let go of.
-    """
+    """The most bytes alive at once, by the allocator's events."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
     changes = [event for event in events if event["name"] == "[memory]"]
-    alive: dict[int, int] = {}
-    now = most = 0
+    alive, most = _Alive(), 0
     for event in sorted(changes, key=lambda event: float(event["ts"])):
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]
-        now += max(size, 0) - alive.pop(address, 0)
-        if size > 0:
-            alive[address] = size
-        most = max(most, now)
+        alive.change(event["args"]["Addr"], event["args"]["Bytes"])
+        most = max(most, alive.bytes)
     return most
+
+
+class _Alive:
+    """What has been given out.
+
+    What another thread lets go of, such as one of Gloo's, the profiler does not see. But what is
+    given out again, in whole or in part, was let go of.
+    """
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._sizes: dict[int, int] = {}
+        self.bytes = 0
+
+    def change(self, start: int, size: int) -> None:
+        """`size` bytes at `start` were given out, or, below zero, let go of."""
+        if size < 0:
+            if self._sizes.get(start) == -size:
+                self._drop(start)
+            return
+        first = bisect_left(self._starts, start)
+        if first and self._starts[first - 1] + self._sizes[self._starts[first - 1]] > start:
+            first -= 1
+        for other in self._starts[first : bisect_left(self._starts, start + max(1, size))]:
+            self._drop(other)
+        insort(self._starts, start)
+        self._sizes[start] = size
+        self.bytes += size
+
+    def _drop(self, start: int) -> None:
+        self.bytes -= self._sizes.pop(start)
+        del self._starts[bisect_left(self._starts, start)]
