@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from checkpointing import (
     Keys,
     NotCommittedError,
+    S3Config,
     Store,
     StoreError,
     is_local,
     list_steps,
     newest,
     open_store,
+    place_of,
 )
+
+PATIENCE_S, TRY_S = 15.0, 8.0
+"""How long a server is asked for the first listing, for which somebody waits, and the bound on one
+try: one that is dead is told of within 30 s."""
 
 _FOLDER = "checkpoints"
 """Where a run directory has its checkpoints, see `elastic.protocol.run_paths.RunPaths`."""
@@ -28,9 +35,8 @@ def open_run(name: str) -> Store:
     """
     places = [_below(name), name] if is_local(name) else [name]
     for place in places:
-        store = open_store(place)
-        if store.list(Keys().commits):
-            return store
+        if _hasty(place).list(Keys().commits):
+            return open_store(place)
     nor = f", nor in {places[0]}" if is_local(name) else ""
     raise StoreError(name, f"there are no checkpoints in it{nor}; name a run's directory or URL")
 
@@ -39,7 +45,7 @@ def open_run_to_fill(name: str) -> Store:
     """The checkpoints of a run that may not have begun: `name` as for `open_run`."""
     bare = open_store(name)
     is_folder = not is_local(name) or name.rstrip("/").endswith(f"/{_FOLDER}") or name == _FOLDER
-    return bare if is_folder or bare.list(Keys().commits) else open_store(_below(name))
+    return bare if is_folder or _hasty(name).list(Keys().commits) else open_store(_below(name))
 
 
 def run_directory_of(name: str) -> Path | None:
@@ -66,6 +72,14 @@ def find_step(store: Store, step: int | None) -> int:
     if step not in steps:
         raise NotCommittedError(step, f"the run has {', '.join(map(str, steps)) or 'none'}")
     return step
+
+
+def _hasty(name: str) -> Store:
+    """The store of that name, where a server that does not answer is given up soon."""
+    place = place_of(name)
+    if isinstance(place, S3Config):
+        place = replace(place, timeout_s=PATIENCE_S, part_timeout_s=TRY_S)
+    return open_store(place)
 
 
 def _below(name: str) -> str:

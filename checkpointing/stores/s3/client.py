@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import random
 import time
@@ -42,8 +41,6 @@ class Deadline:
 
     seconds: float
     """How long there was at the start."""
-    silence_s: float = math.inf
-    """How long of that a server may give no answer at all."""
     started_s: float = field(default_factory=time.monotonic)
     """When that was, on the monotonic clock."""
 
@@ -52,10 +49,10 @@ class Deadline:
         """Since the start."""
         return time.monotonic() - self.started_s
 
-    def left_s(self, failure: Failure) -> float:
-        """For tries after `failure`; negative after the end."""
-        silent = failure.answer == "silent"
-        return min(self.seconds, self.silence_s if silent else math.inf) - self.elapsed_s
+    @property
+    def left_s(self) -> float:
+        """Until the end; negative after it."""
+        return self.seconds - self.elapsed_s
 
 
 class S3Client:
@@ -145,7 +142,7 @@ class S3Client:
         """
         if failure.answer == "slow":
             self.pacer.slower()
-        pause_s, left_s = plan_pause(tries, random.random()), deadline.left_s(failure)
+        pause_s, left_s = plan_pause(tries, random.random()), deadline.left_s
         if pause_s >= left_s:
             raise gave_up(failure, where, tries, deadline.elapsed_s) from None
         if deadline.elapsed_s >= _QUIET_S and tries.bit_count() == 1:  # less and less often

@@ -19,7 +19,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from checkpointing.errors import CorruptError, MissingError, StoreError, StoreUnavailableError
 from checkpointing.format.layout import rank_of
 
-Answer = Literal["retry", "silent", "slow", "refused"]
+Answer = Literal["retry", "slow", "refused"]
 
 DIGEST = "BadDigest"
 """Our name, and S3's, for bytes that are not those that were sent."""
@@ -109,7 +109,7 @@ def read_failure(error: BaseException) -> Failure:
             return decide_failure(code, 0)
     if isinstance(error, boto.FlexibleChecksumError):
         return decide_failure(DIGEST, 0)
-    return Failure(code=type(error).__name__, answer="silent", fact=_network_fact(error))
+    return Failure(code=type(error).__name__, answer="retry", fact=_network_fact(error))
 
 
 def decide_failure(

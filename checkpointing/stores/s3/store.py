@@ -14,7 +14,6 @@ paid for; `abort_unfinished` ends them, and so should a lifecycle rule (`example
 from __future__ import annotations
 
 import builtins
-import functools
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,10 +30,6 @@ from checkpointing.stores.s3.errors import Refused, decide_failure, refused
 from checkpointing.stores.s3.upload import WRITER, checksum, upload
 
 _DELETE_AT_ONCE = 1000
-_SILENCE_S = 15.0
-"""How long a listing asks a server that gives no answer: somebody waits for it, as at a start."""
-_LIST_TRY_S = 8.0
-"""Bound on the wait for a page in one try. So a listing of a dead server ends within 30 s."""
 _PROBE_TIMEOUT_S = 20.0
 
 
@@ -47,11 +42,6 @@ class S3Store:
 
     def __repr__(self) -> str:
         return f"S3Store({str(self.config)!r})"
-
-    @functools.cached_property
-    def _lister(self) -> S3Client:
-        try_s = min(self.config.part_timeout_s, _LIST_TRY_S)
-        return S3Client(replace(self.config, part_timeout_s=try_s))
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
         """See `Store.put`. Keeps the chunks of up to `upload_threads` + 1 parts."""
@@ -193,8 +183,7 @@ class S3Store:
         """Every page of a listing; `markers`: argument of a request -> where its answer has it."""
         arguments: dict[str, Any] = {"Prefix": self.config.prefix + prefix}
         while True:
-            deadline = Deadline(seconds=self.config.timeout_s, silence_s=_SILENCE_S)
-            page = self._lister.ask(operation, None, deadline, dict, **arguments)
+            page = self._client.ask(operation, None, self._client.deadline(), dict, **arguments)
             yield page
             if not page.get("IsTruncated"):
                 return

@@ -28,9 +28,7 @@ from checkpointing import (
     open_store,
     write_shared,
 )
-from checkpointing.stores.s3.client import _CONNECT_TIMEOUT_S
 from checkpointing.stores.s3.pace import shared_file, shared_pacer
-from checkpointing.stores.s3.store import _LIST_TRY_S, _SILENCE_S
 from tests.support.fakes.s3_faults import FaultServer, Kind
 from tests.support.fakes.s3_server import forget_pace
 
@@ -329,26 +327,23 @@ def test_nobody_listens(config: S3Config) -> None:
 
 
 @pytest.mark.parametrize("accepts", [False, True], ids=["refused", "silent"])
-def test_a_listing_of_a_dead_server_says_so_and_ends(
+def test_who_waits_for_a_dead_server_is_told(
     accepts: bool,
     config: S3Config,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert _SILENCE_S + _CONNECT_TIMEOUT_S + _LIST_TRY_S < 30
-    monkeypatch.setattr("checkpointing.stores.s3.store._SILENCE_S", 5.0)
-    monkeypatch.setattr("checkpointing.stores.s3.store._LIST_TRY_S", 1.1)
     monkeypatch.setattr("checkpointing.stores.s3.client._QUIET_S", 0.0)
     with socket.socket() as dead:
         dead.bind(("127.0.0.1", 0))
         if accepts:
             dead.listen()  # the kernel takes the connection, and nobody answers
         endpoint = f"http://127.0.0.1:{dead.getsockname()[1]}"
-        store = open_store(dataclasses.replace(config, endpoint_url=endpoint, timeout_s=600))
-        began_s = time.monotonic()
+        hasty = dataclasses.replace(
+            config, endpoint_url=endpoint, timeout_s=5.0, part_timeout_s=1.1
+        )
         with pytest.raises(StoreUnavailableError, match=r"tries in [0-9.]+ s"):
-            store.list("m/")
-    assert time.monotonic() - began_s < 12
+            open_store(hasty).list("m/")
     fact = "no answer in time" if accepts else "the server cannot be reached"
     assert re.search(rf"waiting for {config} for up to \d s more: {fact}", caplog.text)
 

@@ -4,6 +4,7 @@ there."""
 from __future__ import annotations
 
 import json
+import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 
 from checkpointing import Reader, S3Config, Store, list_steps, load_manifest, open_store
 from checkpointing.stores.s3 import pace
+from checkpointing.stores.s3.client import _CONNECT_TIMEOUT_S
+from elastic.cli import runs
 from elastic.cli.main import main
 from tests.support.fakes.s3_server import BUCKET, faulty_s3_server
 from tests.support.tiny_checkpoint import (
@@ -133,3 +136,17 @@ def test_the_configurations_own_endpoint_comes_first(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://localhost:9")
     assert open_store(S3Config(url=base, endpoint_url=endpoint)).list("") == []
+
+
+def test_a_server_that_does_not_answer_is_given_up_soon(
+    base: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes the connection, and nobody answers."""
+    assert runs.PATIENCE_S + _CONNECT_TIMEOUT_S + runs.TRY_S < 30
+    monkeypatch.setattr(runs, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(runs, "TRY_S", 1.2)
+    with socket.create_server(("127.0.0.1", 0)) as dead:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{dead.getsockname()[1]}")
+        status, _, err = ask(capsys, "list", base)
+    assert status == 2
+    assert base in err and "no answer in time" in err
