@@ -203,3 +203,10 @@ def test_attention_takes_more_in_backward_where_keys_have_fewer_heads() -> None:
     numbers = query.numel()
     assert attention_backward_bytes(query, query, query) == 4 * numbers
     assert attention_backward_bytes(query, query, key) == 4 * numbers + 2 * 4 * numbers
+
+
+def test_a_second_run_in_the_process_finds_the_same() -> None:
+    train = small_train(shard=2, tensor=2, lanes=2)
+    first, second = (dry_run(train, replicas=2, device="cuda") for _ in range(2))
+    assert first == second
+    assert {call.group for call in first.collectives} == {"shard", "tensor", "replica", "replicas"}
