@@ -173,7 +173,12 @@ class Manifest:
         return dict(zip(self.slices.names, map(slice, begins, ends), strict=True))
 
     def to_bytes(self) -> bytes:
-        """The record as stored; equal manifests have equal bytes."""
+        """The record as stored; equal manifests have equal bytes. Made once: each worker of a
+        restore is sent it."""
+        return self._record
+
+    @functools.cached_property
+    def _record(self) -> bytes:
         body = {
             "schema": SCHEMA,
             "step": self.step,
