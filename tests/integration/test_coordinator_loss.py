@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from elastic import Callback, api
+from elastic import Callback
+from elastic.driver import launch
 from elastic.protocol.events import Event, StepRecord
 from elastic.reporting.report import Report
 from tests.support.stuck_coordinator import StuckCoordinator
@@ -122,7 +123,7 @@ def test_the_coordinator_s_event_loop_is_stuck(
     undisturbed: Outcome, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed, as one that a signal has stopped, and no step stops."""
-    monkeypatch.setattr(api, "Coordinator", StuckCoordinator)
+    monkeypatch.setattr(launch, "Coordinator", StuckCoordinator)
     stuck = fit(tiny_trainer(text, tmp_path, steps=STEPS, spares=1))
     assert (stuck.params, stuck.samples) == (undisturbed.params, undisturbed.samples)
     assert stuck.losses == undisturbed.losses
