@@ -123,8 +123,7 @@ def _broken(fired: FaultFired, happened: Sequence[Event]) -> bool:
     """Whether the replica of a worker was broken by something else than exceptions when it was hit,
     or so soon after that its own exception passes for a consequence."""
     until = fired.time + _JUDGED_S
-    formed = [e for e in _of(ReplicaForming, happened) if e.time <= fired.time]
-    own = next((e for e in reversed(formed) if fired.worker in e.workers), None)
+    own = _replica_of(fired.worker, fired.time, happened)
     if own is None:
         return False
     since = [e for e in happened if own.time < e.time <= until]
@@ -132,6 +131,12 @@ def _broken(fired: FaultFired, happened: Sequence[Event]) -> bool:
     lost = {e.worker for e in _of(WorkerLost, since) if e.cause != "user_error"}
     drained = {worker for e in _of(Draining, since) for worker in e.workers}
     return bool(lost & peers or drained & set(own.workers))
+
+
+def _replica_of(worker: str, time: float, happened: Sequence[Event]) -> ReplicaForming | None:
+    """The last formation until `time` that a worker was in."""
+    formed = [e for e in _of(ReplicaForming, happened) if e.time <= time]
+    return next((e for e in reversed(formed) if worker in e.workers), None)
 
 
 def _machine_gone(loss: WorkerLost, deeds: Sequence[Deed]) -> bool:
@@ -155,9 +160,9 @@ def _peer_cut_off(loss: WorkerLost, happened: Sequence[Event], deeds: Sequence[D
     connections were cut off. Which end of them is at fault is not looked for (decision 034)."""
     if loss.cause != COLLECTIVE:
         return False
-    formed = [e for e in _of(ReplicaForming, happened) if e.time <= loss.time]
-    own = next((e.workers for e in reversed(formed) if loss.worker in e.workers), [])
-    nodes = {e.node for e in _of(WorkerJoined, happened) if e.worker in own}
+    own = _replica_of(loss.worker, loss.time, happened)
+    workers = [] if own is None else own.workers
+    nodes = {e.node for e in _of(WorkerJoined, happened) if e.worker in workers}
     return any(
         nodes & set(deed.nodes)
         and deed.action.kind in ("link", "mtu")

@@ -21,11 +21,8 @@ def check_coverage(slices: SliceTable) -> None:
     Raises:
         SliceError: names the tensor and the first overlap, or the size of the gap.
     """
-    ends = np.searchsorted(slices.tensor, np.arange(len(slices.infos)), side="right")
-    begin = 0
-    for name, info, end in zip(slices.names, slices.infos, ends.tolist(), strict=True):
-        _check_tiling(name, info, slices[begin:end])
-        begin = end
+    for name, info, mine in zip(slices.names, slices.infos, slices.by_tensor(), strict=True):
+        _check_tiling(name, info, slices[mine])
 
 
 def _check_tiling(name: str, info: TensorInfo, parts: SliceTable) -> None:

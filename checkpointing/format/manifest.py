@@ -167,10 +167,7 @@ class Manifest:
 
     @functools.cached_property
     def _places(self) -> Mapping[str, slice]:
-        numbers = np.arange(len(self.slices.names))
-        begins = np.searchsorted(self.slices.tensor, numbers, side="left").tolist()
-        ends = np.searchsorted(self.slices.tensor, numbers, side="right").tolist()
-        return dict(zip(self.slices.names, map(slice, begins, ends), strict=True))
+        return dict(zip(self.slices.names, self.slices.by_tensor(), strict=True))
 
     def to_bytes(self) -> bytes:
         """The record as stored; equal manifests have equal bytes. Made once: each worker of a

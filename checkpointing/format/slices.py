@@ -118,6 +118,13 @@ class SliceTable(Sequence[SavedSlice]):
             begin=self.begin[places],
         )
 
+    def by_tensor(self) -> list[slice]:
+        """Which of the slices each tensor has, where they are in the order of the tensors."""
+        numbers = np.arange(len(self.names))
+        begins = np.searchsorted(self.tensor, numbers, side="left").tolist()
+        ends = np.searchsorted(self.tensor, numbers, side="right").tolist()
+        return list(map(slice, begins, ends))
+
     def overlapping(self, offsets: Index, sizes: Index) -> Iterator[SavedSlice]:
         """Of slices of one tensor, in their order, those that may share an element with a box."""
         found = np.ones(len(self), dtype=bool)

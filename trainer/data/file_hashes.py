@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError
+from trainer.data.text import unreadable
 from trainer.progress import tell
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def _mark(path: Path) -> list[int]:
     try:
         found = path.stat()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
@@ -82,14 +82,8 @@ def _sha256(path: Path, what: str, before: int, total: int) -> str:
                 done += len(piece)
                 tell(what, done, total)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     return digest.hexdigest()
-
-
-def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        "train.data.paths", str(path), f"cannot be read: {error}", "Leave the file out"
-    )
 
 
 def _recall(memory: Path) -> dict[str, Any]:

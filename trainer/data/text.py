@@ -82,9 +82,7 @@ def check_text(files: Iterable[SourceFile]) -> None:
             with file.path.open("rb") as opened:
                 head = opened.read(_HEAD_BYTES)
         except OSError as error:
-            raise ConfigError(
-                "train.data.paths", str(file.path), f"cannot be read: {error}", "Leave the file out"
-            ) from error
+            raise unreadable(file.path, error) from error
         text = head.decode("utf-8", "replace")
         bad = text.count("\ufffd")
         if b"\0" in head or bad > _MOST_BAD * len(text):
@@ -95,6 +93,13 @@ def check_text(files: Iterable[SourceFile]) -> None:
                 f"zero and {bad} no characters",
                 "Leave it out, by train.data.pattern for one, or set train.data.format",
             )
+
+
+def unreadable(path: Path, error: OSError) -> ConfigError:
+    """What to raise for a file that cannot be read."""
+    return ConfigError(
+        "train.data.paths", str(path), f"cannot be read: {error}", "Leave the file out"
+    )
 
 
 def read_documents(files: Sequence[SourceFile], field: str) -> Iterator[Document]:

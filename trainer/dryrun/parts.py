@@ -5,7 +5,6 @@ Everything else is what trains: model, FSDP2, tensor parallelism, lanes, reducti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,14 +16,10 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.dryrun.watch import Watch
 from trainer.engine.engine import Engine
 from trainer.engine.optimizer import SliceOptimizer
-from trainer.loop.link import Link
-from trainer.loop.phases import Phase
 from trainer.loop.steps import TrainLoop
-from trainer.recovery.heal import Newcomer
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.reduction import Reduction
 from trainer.replication.replicas import CrossGroup, Flight
-from trainer.replication.step_commit import Commit, Place, Saving
 
 REPLICAS = "replicas"
 """What the group across replicas is called."""
@@ -185,49 +180,3 @@ class DryLoop(TrainLoop):
             exact=self.train.reduction == "exact",
             watch=self._watcher,
         )
-
-
-class NoLink(Link):
-    """Nobody to tell anything."""
-
-    def leave_now(self) -> bool:
-        """See Link."""
-        return False
-
-    def leave_at_boundary(self) -> bool:
-        """See Link."""
-        return False
-
-    def at_step(self, step: int, phase: Phase) -> None:
-        """See Link."""
-
-    def committed(self, commit: Commit, lr: float, applied: bool) -> None:
-        """See Link."""
-
-    def caught_up(self, newcomer: Newcomer) -> None:
-        """See Link."""
-
-    def heal_failed(self, reason: str) -> None:
-        """See Link."""
-
-    def save(
-        self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
-    ) -> None:
-        """See Link."""
-
-    def saving(self) -> Saving:
-        """See Link."""
-        return Saving()
-
-    def recorded(self) -> int:
-        """See Link."""
-        return 0
-
-    def save_skipped(self, step: int, places: Sequence[Place]) -> None:
-        """See Link."""
-
-    def compared(self, step: int, checksums: list[int | None]) -> None:
-        """See Link."""
-
-    def evaluated(self, step: int, loss: float, tokens: int) -> None:
-        """See Link."""

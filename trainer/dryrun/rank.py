@@ -21,12 +21,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer.backend.groups import Device, leave_replica_group
 from trainer.config import TrainConfig
 from trainer.dryrun.kernels import BESIDE
-from trainer.dryrun.parts import REPLICAS, DryCross, DryEngine, DryLoop, DrySums, NoLink
+from trainer.dryrun.parts import REPLICAS, DryCross, DryEngine, DryLoop, DrySums
 from trainer.dryrun.reserve import spare_buffers
 from trainer.dryrun.shape import prepare_shape
 from trainer.dryrun.watch import Watch
 from trainer.engine.optimizer import try_optimizer
-from trainer.loop.link import LoopConfig, Progress
+from trainer.loop.link import LoopConfig, NoLink, Progress
 from trainer.parallel.layout import ParallelDims, Slot
 from trainer.parallel.mesh import ReplicaMesh
 from trainer.replication.lanes import deal_lanes

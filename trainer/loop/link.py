@@ -107,3 +107,49 @@ class Link(Protocol):
     def evaluated(self, step: int, loss: float, tokens: int) -> None:
         """The mean loss on the held-out data before `step`."""
         ...
+
+
+class NoLink(Link):
+    """A loop's link without a control plane: nobody to tell anything."""
+
+    def leave_now(self) -> bool:
+        """See Link."""
+        return False
+
+    def leave_at_boundary(self) -> bool:
+        """See Link."""
+        return False
+
+    def at_step(self, step: int, phase: Phase) -> None:
+        """See Link."""
+
+    def committed(self, commit: Commit, lr: float, applied: bool) -> None:
+        """See Link."""
+
+    def caught_up(self, newcomer: Newcomer) -> None:
+        """See Link."""
+
+    def heal_failed(self, reason: str) -> None:
+        """See Link."""
+
+    def save(
+        self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
+    ) -> None:
+        """See Link."""
+
+    def saving(self) -> Saving:
+        """See Link."""
+        return Saving()
+
+    def recorded(self) -> int:
+        """See Link."""
+        return 0
+
+    def save_skipped(self, step: int, places: Sequence[Place]) -> None:
+        """See Link."""
+
+    def compared(self, step: int, checksums: list[int | None]) -> None:
+        """See Link."""
+
+    def evaluated(self, step: int, loss: float, tokens: int) -> None:
+        """See Link."""
