@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from checkpointing import CheckpointConfig
 from elastic.config import HealthConfig, ScalingConfig
 from elastic.driver.arguments import check_arguments
+from elastic.imports import uncollected
 from elastic.protocol.faults import Fault, check_faults
 from elastic.reporting.callback import Callback
 from elastic.reporting.phases import phases
@@ -101,7 +102,7 @@ class ElasticTrainer:
             RunFailedError: the run ended with an error; the message holds it, user tracebacks
                 included.
         """
-        with phases(sys.stderr):
+        with phases(sys.stderr), uncollected():
             tell("importing torch and Ray Train")
             from elastic.driver.launch import Launch
 

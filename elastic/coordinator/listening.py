@@ -10,6 +10,7 @@ import logging
 import socket
 from typing import Any
 
+from elastic.imports import uncollected
 from trainer.backend.silence import watch_silence
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ def host_store(host: str) -> Any:
     Args:
         host: this machine's address in the cluster.
     """
-    from torch._C._distributed_c10d import TCPStore  # every process that calls one imports this
+    with uncollected():  # every process that calls one imports all of torch
+        from torch._C._distributed_c10d import TCPStore
 
     listening = _bind(host, socket.SOCK_STREAM)
     watch_silence(listening, _SILENT_S, _PROBE_EVERY_S)  # what it accepts inherits that

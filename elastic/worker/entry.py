@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic.imports import uncollected
+
 
 def train_worker(config: dict[str, Any]) -> None:
     """The train function that Ray Train calls on every worker, with the Job in `config["job"]`."""
-    from elastic.worker.worker import Worker
+    with uncollected():
+        from elastic.worker.worker import Worker
 
-    Worker(config["job"]).run()
+        worker = Worker(config["job"])
+    worker.run()
