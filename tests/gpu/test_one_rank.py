@@ -54,7 +54,7 @@ def whole_cross_group(meet: Rendezvous, fabric: Fabric, *, lanes: int) -> CrossG
     )
 
 
-@on(GLOO, NCCL, ranks=1)
+@on(GLOO, NCCL)
 def test_a_group_is_made_anew_after_an_abort(meet: Rendezvous, fabric: Fabric) -> None:
     for formation in range(3):
         mesh = make_replica_group(
@@ -74,7 +74,7 @@ def test_a_group_is_made_anew_after_an_abort(meet: Rendezvous, fabric: Fabric) -
         assert not dist.is_initialized()
 
 
-@on(GLOO, NCCL, ranks=1)
+@on(GLOO, NCCL)
 def test_lanes_are_added_up_beside_the_current_stream(meet: Rendezvous, fabric: Fabric) -> None:
     """In the order of the tree, not before the gradients are there, and with no wait in
     backward."""
@@ -114,7 +114,7 @@ def test_lanes_are_added_up_beside_the_current_stream(meet: Rendezvous, fabric: 
     assert into[:COUNT].cpu().numpy().tobytes() == expected.numpy().tobytes()
 
 
-@on(GLOO, NCCL, ranks=1)
+@on(GLOO, NCCL)
 def test_steps_repeat_their_bits(fabric: Fabric) -> None:
     """In a replica that is made anew in the same process."""
     (first,), (second,) = run_formations(
@@ -123,7 +123,7 @@ def test_steps_repeat_their_bits(fabric: Fabric) -> None:
         replicas=1,
         lanes=LANES,
         orders=[[0], [0]],
-        device=fabric.device,
+        fabric=fabric,
     )
     assert len(first.losses) == 4 and first.losses[3] < first.losses[0]
     assert (first.losses, first.norms) == (second.losses, second.norms)
@@ -131,7 +131,7 @@ def test_steps_repeat_their_bits(fabric: Fabric) -> None:
         assert torch.equal(weights, second.local[name][2]), name
 
 
-@on(GLOO, NCCL, ranks=1)
+@on(GLOO, NCCL)
 def test_a_copy_restores_the_bits_that_were_copied(
     meet: Rendezvous, fabric: Fabric, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from checkpointing import Attempt, Keys, Receipt, write_shared
+from tests.support.fabric import GLOO, Fabric, FabricGroup
 from tests.support.quiet_link import QuietLink
 from trainer.backend.groups import (
     Device,
@@ -34,7 +35,6 @@ from trainer.parallel.layout import Slot
 from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.lanes import deal_lanes
-from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit, Place
 from trainer.tasks.task import PreparedTask
 
@@ -100,14 +100,14 @@ class WorkerResult:
 
 
 def _process(
-    number: int, port: int, orders: list[list[int]], device: Device, arguments: Any, results: Any
+    number: int, port: int, orders: list[list[int]], fabric: Fabric, arguments: Any, results: Any
 ) -> None:
     """One process, which takes the place `orders[i][number]` in the i-th formation."""
-    torch.set_num_threads(1)
+    fabric.enter(number, len(orders[0]))
     rendezvous = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
     for formation, order in enumerate(orders):
         place = order[number]
-        result = train_at(place, formation, rendezvous, device, *arguments)
+        result = train_at(place, formation, rendezvous, fabric, *arguments)
         results[formation, place] = result
         leave_replica_group()
 
@@ -153,7 +153,7 @@ def train_in_one_replica(
         rank,
         0,
         rendezvous,
-        "cpu",
+        GLOO,
         task,
         train,
         replicas=1,
@@ -167,7 +167,7 @@ def train_at(
     index: int,
     formation: int,
     rendezvous: Rendezvous,
-    device: Device,
+    fabric: Fabric,
     task: PreparedTask,
     train: TrainConfig,
     replicas: int,
@@ -183,18 +183,18 @@ def train_at(
         task,
         train,
         formation=formation,
-        device=device,
+        device=fabric.device,
         replicas=replicas,
         bucket_bytes=bucket_bytes,
     )
     dealt = deal_lanes(lanes, tuple(range(replicas)))
-    cross = CrossGroup(
+    cross = FabricGroup(
+        fabric,
         rendezvous,
         f"{formation}/cross/{rank}",
         lanes=[dealt[r] for r in range(replicas)],
         total_lanes=lanes,
         rank=replica,
-        device=device,
         leave_now=lambda: False,
     )
     link, progress = SavingLink(replicas=replicas if saves else 0), Progress()
@@ -249,7 +249,7 @@ def run_formations(
     replicas: int,
     lanes: int,
     orders: list[list[int]],
-    device: Device = "cpu",
+    fabric: Fabric = GLOO,
     bucket_bytes: tuple[int, int] = BUCKET_BYTES,
     saves: bool = False,
 ) -> list[list[Any]]:
@@ -265,7 +265,7 @@ def run_formations(
         arguments = (
             store.port,
             orders,
-            device,
+            fabric,
             (task, train, replicas, lanes, bucket_bytes, saves),
             results,
         )
