@@ -1,0 +1,78 @@
+"""A run on Ray, of two workers at half a GPU each: one is killed, and no bit changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fabric import GLOO, NCCL, Fabric, on, share_a_gpu
+from tests.support.tiny import fit, tiny_task, tiny_train, tiny_trainer, write_text
+from trainer.tasks.causal_lm import PreparedCausalLM
+
+pytest.importorskip("ray", reason="needs Ray; a machine without it takes a kit of packages along")
+
+
+class OnSharedGpus:
+    """The tiny task, whose workers may share a GPU."""
+
+    def __init__(self, text: Path) -> None:
+        self._task = tiny_task(text)
+
+    def prepare(self, train: Any, cache_dir: str) -> PreparedOnSharedGpus:
+        """See Task."""
+        prepared = self._task.prepare(train, cache_dir)
+        return PreparedOnSharedGpus(
+            **{field.name: getattr(prepared, field.name) for field in fields(prepared)}
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedOnSharedGpus(PreparedCausalLM):
+    """Tells NCCL so, before a worker makes its first group."""
+
+    def warm_up(self) -> None:
+        """See PreparedTask."""
+        os.environ.update(share_a_gpu(os.getpid()))
+        super().warm_up()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """The GPUs of this machine, where it has some."""
+    from tests.support.local_cluster import local_cluster
+
+    with local_cluster():
+        yield
+
+
+@on(GLOO, NCCL)
+def test_two_workers_share_a_gpu_and_one_is_killed(
+    cluster: None, fabric: Fabric, tmp_path: Path
+) -> None:
+    text = write_text(tmp_path / "text")
+    outcomes = [
+        fit(
+            tiny_trainer(
+                text,
+                tmp_path,
+                name=name,
+                train=tiny_train(text, steps=6, task=OnSharedGpus(text)),
+                faults=faults,
+                device=fabric.device,
+                gpus_per_worker=0.5,
+            )
+        )
+        for name, faults in (("undisturbed", "none"), ("killed", "kill@3.reduce:1"))
+    ]
+    alone, killed = outcomes
+    assert [loss["cause"] for loss in killed.report["losses"]] == ["crash"]
+    assert (killed.params, killed.samples, killed.losses) == (
+        alone.params,
+        alone.samples,
+        alone.losses,
+    )
