@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.fabric import GLOO, NCCL, Fabric, on, share_a_gpu
-from tests.support.tiny import fit, tiny_task, tiny_train, tiny_trainer, write_text
-from trainer.tasks.causal_lm import PreparedCausalLM
+from tests.support.fabric import GLOO, NCCL, Fabric, on
+from tests.support.shared_gpus import OnSharedGpus
+from tests.support.tiny import fit, tiny_train, tiny_trainer, write_text
 
 pytest.importorskip("ray", reason="needs Ray; a machine without it takes a kit of packages along")
-
-
-class OnSharedGpus:
-    """The tiny task, whose workers may share a GPU."""
-
-    def __init__(self, text: Path) -> None:
-        self._task = tiny_task(text)
-
-    def prepare(self, train: Any, cache_dir: str) -> PreparedOnSharedGpus:
-        """See Task."""
-        prepared = self._task.prepare(train, cache_dir)
-        return PreparedOnSharedGpus(
-            **{field.name: getattr(prepared, field.name) for field in fields(prepared)}
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedOnSharedGpus(PreparedCausalLM):
-    """Tells NCCL so, before a worker makes its first group."""
-
-    def warm_up(self) -> None:
-        """See PreparedTask."""
-        os.environ.update(share_a_gpu(os.getpid()))
-        super().warm_up()
 
 
 @pytest.fixture(scope="module")
