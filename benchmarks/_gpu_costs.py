@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def measure_costs(work: Workload, steps: int, blocks: int) -> dict[str, Any]:
             loop.run(link, steps, snapshot_every=1 if name == "snapshot" else None)
             ends_s = link.ends_s
             # With the first pair a snapshot's memory is made.
-            spans[name] += [b - a for a, b in zip(ends_s[1:], ends_s[2:], strict=False)]
+            spans[name] += [b - a for a, b in pairwise(ends_s[1:])]
         loop.run(timed, steps)
     medians_ms = {name: 1e3 * statistics.median(found) for name, found in spans.items()}
     result = {

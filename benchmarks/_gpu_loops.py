@@ -11,6 +11,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from benchmarks._gpu_models import RandomText, Workload, draw_weights, prepared
 from tests.support.fabric import GLOO, NCCL, FabricGroup
 from trainer.backend.groups import make_replica_group, torch_device
 from trainer.backend.rendezvous import Rendezvous
-from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.loop.link import Link, LoopConfig, NoLink, Progress
 from trainer.loop.steps import TrainLoop
@@ -120,6 +120,7 @@ def train_plain(work: Workload, steps: int) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from trainer.models.family import HUGGING_FACE
+    from trainer.parallel.recompute import recompute_blocks
 
     train = work.train(steps + 1)
     task, device = prepared(train), torch_device(work.device)
@@ -129,7 +130,10 @@ def train_plain(work: Workload, steps: int) -> dict[str, Any]:
     mesh = init_device_mesh(work.device, (1,))
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, train.precision))
     model = task.build(0)[0]
-    for name in HUGGING_FACE.blocks(model):
+    blocks = HUGGING_FACE.blocks(model)
+    if work.recompute is not None:
+        recompute_blocks(model, blocks, work.recompute)
+    for name in blocks:
         fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     materialize_whole(model, device)
@@ -219,7 +223,7 @@ class _Labelled(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def found(work: Workload, ends_s: list[float], loss: float) -> dict[str, Any]:
     """What a system did: the time of each step but the first two, which warm up."""
-    spans = [later - sooner for sooner, later in zip(ends_s[1:], ends_s[2:], strict=False)]
+    spans = [later - sooner for sooner, later in pairwise(ends_s[1:])]
     return {"step_s": spans, "peak_bytes": peak_bytes(work), "loss": loss}
 
 
@@ -235,8 +239,3 @@ SYSTEMS: dict[str, Callable[[Workload, int], dict[str, Any]]] = {
     "hugging_face": train_hugging_face,
     "ours": train_ours,
 }
-
-
-def train_config(work: Workload) -> TrainConfig:
-    """What the dry run is asked about."""
-    return work.train(2)

@@ -1,8 +1,8 @@
 """What the trainer does with a GPU: `python -m benchmarks.gpu --part N`, each within eight minutes.
 
     1, 2, 3   Llama of 1, 3 and 8 billion parameters, samples of 4,096 and 8,192 tokens: a plain
-              FSDP2 loop, transformers' Trainer, ours; ours with the loss in chunks, with activations
-              recomputed, and with both. Peak memory beside the dry run's estimate.
+              FSDP2 loop, transformers' Trainer, ours; ours with the loss in chunks, with
+              activations recomputed, and with both. Peak memory beside the dry run's estimate.
     4         on 1B: what commit, heartbeat and a snapshot after each step add
     5         two ranks, of which one is killed: when the other is out, and has its next step
 
@@ -82,7 +82,7 @@ def plan_turns(names: list[str], rounds: int) -> list[list[str]]:
 def in_process(call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
     """What `call` returns in a process of its own, which leaves the GPU empty; or why it did
     not."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # it has imported all, and no CUDA
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(theirs, call, arguments))
     process.start()

@@ -36,7 +36,9 @@ QUEUED = 4096
 class DoomedGroup(FabricGroup):
     """Loses its process at a point of its first collective."""
 
-    def __init__(self, member: Member, point: Point, loss: Loss, *rest: Any, **options: Any) -> None:
+    def __init__(
+        self, member: Member, point: Point, loss: Loss, *rest: Any, **options: Any
+    ) -> None:
         self._member, self._point, self._loss = member, point, loss
         super().__init__(*rest, **options)
 

@@ -8,9 +8,9 @@ The backend is that of the groups across replicas. Inside a replica the trainer 
 own, so a replica of one rank is on NCCL in the second row too: two of them on one GPU are two
 communicators of one rank each, which NCCL allows.
 
-NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"). Where ranks must share one,
-each names a host of its own (`NCCL_HOSTID`), and they speak over sockets. NCCL's authors do not
-support it (NVIDIA/nccl issue 418): it shows what happens, not how long it takes.
+NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"). Where ranks must share
+one, each names a host of its own (`NCCL_HOSTID`), and they speak over sockets. NCCL's authors do
+not support it (NVIDIA/nccl issue 418): it shows what happens, not how long it takes.
 """
 
 from __future__ import annotations
