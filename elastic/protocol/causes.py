@@ -33,6 +33,9 @@ class CauseEntry:
     """Of its marks in `run.png`, as matplotlib has it."""
     by_departure: bool = False
     """On a machine that was announced to go, it is a preemption: the machine went."""
+    lasts: bool = False
+    """Its process is of no use any more, whatever else was lost at that time: it ends itself, and
+    does not go on as a survivor."""
     repeats: bool = False
     """It would come again: the same step in another replica, or in the same one formed anew, ends
     the run (`health.max_same_step_errors`)."""
@@ -114,7 +117,28 @@ OUT_OF_MEMORY = register_cause(
 )
 GPU_ERROR = register_cause(
     "gpu_error",
-    CauseEntry(text="its GPU or the driver failed", budget="max_crashes", color="#556b2f"),
+    CauseEntry(
+        text="its GPU or the driver failed", budget="max_crashes", color="#556b2f", lasts=True
+    ),
+)
+GPU_MEMORY = register_cause(
+    "gpu_memory",
+    CauseEntry(
+        text="its GPU's memory lost bits (uncorrectable ECC error)",
+        budget="max_crashes",
+        color="#8fbc3b",
+        lasts=True,
+    ),
+)
+DEVICE_ASSERT = register_cause(
+    "device_assert",
+    CauseEntry(
+        text="a check in a GPU's kernel failed, as of an index out of range",
+        budget="max_crashes",
+        color="#b56576",
+        lasts=True,
+        repeats=True,
+    ),
 )
 COLLECTIVE = register_cause(
     "collective",

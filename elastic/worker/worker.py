@@ -27,7 +27,15 @@ import ray
 import torch
 
 from elastic.errors import RunFailedError
-from elastic.protocol.causes import COLLECTIVE, GPU_ERROR, OUT_OF_MEMORY, USER_ERROR, Cause
+from elastic.protocol.causes import (
+    COLLECTIVE,
+    DEVICE_ASSERT,
+    GPU_ERROR,
+    GPU_MEMORY,
+    OUT_OF_MEMORY,
+    USER_ERROR,
+    Cause,
+)
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.job import Job
 from elastic.protocol.messages import Build, Identity, Leave, LinkTest, Report, Run, Stop
@@ -60,6 +68,8 @@ _CAUSES: dict[Origin, Cause] = {
     "group": COLLECTIVE,
     "memory": OUT_OF_MEMORY,
     "device": GPU_ERROR,
+    "ecc": GPU_MEMORY,
+    "assert": DEVICE_ASSERT,
     "code": USER_ERROR,
 }
 """What a worker is lost for, by the origin of its exception."""

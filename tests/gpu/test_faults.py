@@ -46,14 +46,14 @@ class DoomedGroup(FabricGroup):
         self, issue: Callable[[Any], Any], *buffers: torch.Tensor, channel: int = EXCHANGE
     ) -> Flight:
         if self._point == "before":
-            self._lose("the survivor waits")
+            self._fall("the survivor waits")
         flight = super().start(issue, *buffers, channel=channel)
         if self._point == "after":
             poll_until(flight.work.is_completed, bool, PATIENCE.total_seconds())
-        self._lose("the survivor waits" if self._point == "in" else "the survivor begins")
+        self._fall("the survivor waits" if self._point == "in" else "the survivor begins")
         return flight
 
-    def _lose(self, seen: str) -> None:
+    def _fall(self, seen: str) -> None:
         self._member.store.wait([seen], PATIENCE)
         lose_itself(self._loss)
 

@@ -15,9 +15,10 @@ from tests.support.data_plane import make_engine, run_formations
 from tests.support.fabric import GLOO, NCCL, Fabric, on
 from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
 from tests.support.member import LANES, small_task, small_train
+from trainer.backend import aborts
 from trainer.backend.aside import GLOO as GLOO_ASIDE
 from trainer.backend.groups import (
-    abort_replica_group,
+    abort_groups,
     check_replica_group,
     leave_replica_group,
     make_replica_group,
@@ -66,7 +67,8 @@ def test_a_group_is_made_anew_after_an_abort(meet: Rendezvous, fabric: Fabric) -
             dist.all_reduce(numbers, group=group)
         assert numbers.tolist() == [0, 1, 2, 3]
         check_replica_group()
-        abort_replica_group()
+        abort_groups(replica=True)
+        aborts.in_order(bool).result()
         if fabric.device == "cuda":
             with pytest.raises(RuntimeError, match="aborted"):
                 check_replica_group()

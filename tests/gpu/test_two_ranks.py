@@ -18,7 +18,7 @@ from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
 from tests.support.member import Member
 from tests.support.processes import PATIENCE, TIMEOUT_S, lose_itself, play
 from trainer.backend.groups import (
-    abort_replica_group,
+    abort_groups,
     check_replica_group,
     leave_replica_group,
     make_replica_group,
@@ -229,7 +229,7 @@ def be_left(port: int, store: dist.TCPStore, total: torch.Tensor) -> None:
 
     def hear() -> None:
         dist.TCPStore("127.0.0.1", port).wait(["fault 1"], PATIENCE)
-        abort_replica_group()
+        abort_groups(replica=True)
 
     ear = threading.Thread(target=hear)
     ear.start()

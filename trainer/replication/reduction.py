@@ -12,8 +12,9 @@ gathered again:
 Every replica issues the same collectives in the same order whenever its own gradients come, because
 a group matches collectives by their order. On Gloo the gatherings have a group of their own, since
 how they fall among the all-to-alls depends on timing. On CUDA each follows the all-to-all of its
-bucket, on a stream of their own, and nothing on the host waits before `finish`. Decision:
-docs/decisions/008.
+bucket, on a stream of their own, and nothing on the host waits before `finish`; where many are
+queued, more are begun when some have ended, so that the queue of launches does not fill up behind
+one that never ends. Decisions: docs/decisions/008, 045.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ from trainer.errors import CrossGroupLost
 from trainer.replication.buckets import plan_bounds
 from trainer.replication.lanes import Node, split, sum_tree
 from trainer.replication.replicas import CrossGroup, Flight
+
+
+_QUEUED = 16
+"""Buckets whose kernels are queued at once. A launch queue holds 1,024; a bucket takes some ten, and
+an addition for each lane."""
 
 
 class Reduction:
@@ -61,6 +67,8 @@ class Reduction:
         self._begun = 0
         self._arriving: deque[tuple[Flight, slice, torch.Tensor]] = deque()
         self._last: list[Flight] = []
+        self._ended = 0
+        """Of `_last`, from its beginning."""
         if into.is_cuda:  # an abandoned reduction may still write there
             into.record_stream(cross.stream)
 
@@ -83,16 +91,21 @@ class Reduction:
         with self._cross.on_stream():
             self._begin(self._ends[-1])
             self._advance()
-            while self._arriving:
-                self._cross.poll(self._arriving[0][0])
+            while self._begun < len(self._ends) or self._arriving:
+                self._cross.poll(self._arriving[0][0] if self._arriving else self._last[self._ended])
                 self._advance()
+                self._begin(self._ends[-1])
             for flight in self._last:
                 self._cross.poll(flight)
                 self._cross.follow(flight)
         self._cross.join_stream()
 
     def _begin(self, stop: int) -> None:
-        while self._begun < len(self._ends) and self._ends[self._begun] <= stop:
+        while (
+            self._begun < len(self._ends)
+            and self._ends[self._begun] <= stop
+            and not self._is_full()
+        ):
             bucket = slice(*self._buckets[self._begun])
             self._begun += 1
             if bucket.start == bucket.stop:
@@ -102,6 +115,14 @@ class Reduction:
                 self._advance()  # on CUDA at once: the order may not depend on who calls `start`
             else:
                 self._add_up(bucket)
+
+    def _is_full(self) -> bool:
+        """Whether enough is queued on the device. On a CPU nothing is."""
+        if not self._into.is_cuda:
+            return False
+        while self._ended < len(self._last) and self._last[self._ended].work.is_completed():
+            self._ended += 1
+        return len(self._last) - self._ended >= _QUEUED
 
     def _add_up(self, bucket: slice) -> None:
         """The plain all-reduce; and where one replica has all the lanes, whose sum may be where it
