@@ -285,7 +285,7 @@ def warm_up(group: Any, size: int, device: torch.device) -> None:
         group.broadcast([numbers], dist.BroadcastOptions()),
     ):
         work.wait()
-    torch.get_device_module(device).current_stream().synchronize()
+    numbers.tolist()  # waits for all of them
 
 
 def abort_groups(*, replica: bool) -> None:

@@ -92,7 +92,9 @@ class Reduction:
             self._begin(self._ends[-1])
             self._advance()
             while self._begun < len(self._ends) or self._arriving:
-                self._cross.poll(self._arriving[0][0] if self._arriving else self._last[self._ended])
+                self._cross.poll(
+                    self._arriving[0][0] if self._arriving else self._last[self._ended]
+                )
                 self._advance()
                 self._begin(self._ends[-1])
             for flight in self._last:
