@@ -51,6 +51,7 @@ from trainer.backend.groups import collectives_begun, leave_replica_group, make_
 from trainer.backend.link_test import BOUND_S, LINK_BYTES, try_links
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.rendezvous import Rendezvous
+from trainer.backend.warmth import warm_device
 from trainer.engine.engine import Engine
 from trainer.errors import GroupError, NonFiniteError
 from trainer.loop.link import LoopConfig, Progress
@@ -112,6 +113,7 @@ class Worker:
         self.finished = self.mixed = False
         job.task.warm_up()
         warm_up()
+        warm_device(job.scaling.device)
         # What is there now stays: the collections of `leave_replica` need not look through it.
         gc.collect()
         gc.freeze()

@@ -31,10 +31,9 @@ from trainer.replication.buckets import plan_bounds
 from trainer.replication.lanes import Node, split, sum_tree
 from trainer.replication.replicas import CrossGroup, Flight
 
-
 _QUEUED = 16
-"""Buckets whose kernels are queued at once. A launch queue holds 1,024; a bucket takes some ten, and
-an addition for each lane."""
+"""Buckets whose kernels are queued at once. A launch queue holds 1,024; a bucket takes some ten,
+and an addition for each lane."""
 
 
 class Reduction:
