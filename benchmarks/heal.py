@@ -53,8 +53,9 @@ from trainer.engine.engine import Engine
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.layout import ParallelDims, Slot
-from trainer.recovery.heal import Newcomer, Source
-from trainer.recovery.heal_channel import HealChannel
+from trainer.recovery.heal import Newcomer
+from trainer.recovery.heal_source import Source
+from trainer.recovery.heal_wire import STREAMS, Meeting
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit
@@ -70,6 +71,7 @@ class Setup:
     steps: int
     repeats: int
     batch: int
+    streams: int
 
 
 class Numbers:
@@ -182,10 +184,15 @@ class Replica:
 
     def begin_heal(self, name: str) -> Source | Newcomer:
         """The two parts of a heal."""
-        wire = HealChannel(self.rendezvous, f"heal/{name}", rank=self.rank, size=2, device="cpu")
+        meeting = Meeting(
+            rendezvous=self.rendezvous,
+            prefix=f"heal/{name}",
+            secret=b"of the benchmark",
+            streams=self.setup.streams,
+        )
         if self.rank == 0:
-            return Source(self.engine, 0, wire)
-        return Newcomer(self.engine, wire, self.train.optimizer.clip_norm)
+            return Source(self.engine, 0, meeting)
+        return Newcomer(self.engine, meeting, clip_norm=self.train.optimizer.clip_norm)
 
     def wire_alone(self, name: str) -> dict[str, float]:
         """A heal while nobody trains: seconds, and bytes on the loopback device."""
@@ -271,12 +278,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="steps in a measurement (24)")
     parser.add_argument("--repeats", type=int, default=3, help="measurements (3)")
     parser.add_argument("--batch", type=int, default=64, help="samples in a step (64)")
+    parser.add_argument("--streams", type=int, default=STREAMS, help=f"connections ({STREAMS})")
     parser.add_argument("--shard", type=int, help="lose one of so many workers of a replica")
     options = parser.parse_args()
     if options.shard is not None:
         lose_workers(options.shard, options.state_mib, options.repeats)
         return
-    setup = Setup(options.state_mib, options.steps, options.repeats, options.batch)
+    setup = Setup(options.state_mib, options.steps, options.repeats, options.batch, options.streams)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with mp.Manager() as manager:
         results = manager.dict()
