@@ -8,6 +8,7 @@ kernel's counter of the loopback device, which wants a machine with nothing else
 stall_s: the longest step while healing, less the median step without a heal.
 step_time_ratio_while_healing: median step while healing / median step without.
 heal_bytes_ratio: bytes on the wire / bytes of state.
+source_memory_ratio, newcomer_memory_ratio: the most memory that each took for it / bytes of state.
 catch_up_steps: steps that the newcomer had to make up for.
 
 With `--shard N`, instead, runs on Ray with two replicas and a spare, of which one worker is killed:
@@ -195,15 +196,20 @@ class Replica:
         return Newcomer(self.engine, meeting, clip_norm=self.train.optimizer.clip_norm)
 
     def wire_alone(self, name: str) -> dict[str, float]:
-        """A heal while nobody trains: seconds, and bytes on the loopback device."""
+        """A heal while nobody trains: seconds, bytes on the loopback device, and memory taken."""
         before, started = loopback_bytes(), time.monotonic()
+        held = forget_peak()
         heal = self.begin_heal(name)
         if isinstance(heal, Newcomer):
             while not heal.caught_up:
                 time.sleep(0.001)
             self.store.set(f"{name}/done", "")
         self.store.wait([f"{name}/done"])
-        result = {"s": time.monotonic() - started, "bytes": loopback_bytes() - before}
+        result = {
+            "s": time.monotonic() - started,
+            "bytes": loopback_bytes() - before,
+            "memory": memory_bytes("VmHWM") - held,
+        }
         heal.close()
         return result
 
@@ -211,6 +217,22 @@ class Replica:
 def loopback_bytes() -> int:
     """Bytes that the loopback device has sent so far."""
     return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
+
+
+def memory_bytes(kind: str) -> int:
+    """Of this process's memory: VmRSS, what it has, or VmHWM, the most that it had."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    (row,) = (line for line in status if line.startswith(f"{kind}:"))
+    return int(row.split()[1]) * 1024
+
+
+def forget_peak() -> int:
+    """From now on VmHWM is counted anew. Returns what the process has.
+
+    Source: proc_pid_clear_refs(5).
+    """
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory_bytes("VmRSS")
 
 
 def work(rank: int, port: int, setup: Setup, results: Any) -> None:
@@ -250,6 +272,8 @@ def evaluate(source: dict[str, Any], newcomer: dict[str, Any]) -> dict[str, floa
         "stall_s": max(0.0, max(healing) - base),
         "step_time_ratio_while_healing": statistics.median(healing) / base,
         "heal_bytes_ratio": source["alone"]["bytes"] / newcomer["bytes"],
+        "source_memory_ratio": source["alone"]["memory"] / newcomer["bytes"],
+        "newcomer_memory_ratio": newcomer["alone"]["memory"] / newcomer["bytes"],
         "catch_up_steps": newcomer["behind"],
         "step_s": base,
         "wire_s": newcomer["alone"]["s"],
