@@ -4,59 +4,22 @@ forever."""
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from trainer.backend.groups import leave_replica_group, make_replica_group
+from tests.support.healing import (
+    commit_of,
+    meeting_at,
+    step_both,
+    wait_until,
+)
 from trainer.backend.host_memory import HostMemory
 from trainer.backend.rendezvous import Rendezvous
-from trainer.config import OptimizerConfig, TrainConfig
 from trainer.engine.engine import Engine
-from trainer.parallel.layout import ParallelDims, Slot
 from trainer.recovery.backlog import Backlog
 from trainer.recovery.heal import Newcomer
 from trainer.recovery.heal_source import Source
-from trainer.recovery.heal_wire import Meeting
-from trainer.replication.step_commit import Commit
-from trainer.tasks.custom import CustomTask
-
-DEADLINE_S = 30.0
-SECRET = b"of the run"
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[Rendezvous, Engine, Engine]]:
-    """Where they meet, a worker's engine with state and another one's without, in one process."""
-    task = CustomTask(
-        build_model=lambda: nn.Linear(3, 2), loss_function=lambda m, b: (m(b).sum(), 1), dataset=[0]
-    )
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
-    mesh = make_replica_group(meet, "replica", rank=0, dims=ParallelDims(), device="cpu")
-    settings = TrainConfig(
-        task=task, steps=9, global_batch=1, seed=5, optimizer=OptimizerConfig(lr=0.1, clip_norm=0.5)
-    )
-    slot = Slot(replica=0, rank=0, dims=ParallelDims())
-    with_state, without = (
-        Engine(task, settings, slot=slot, mesh=mesh, device="cpu", max_replicas=1) for _ in range(2)
-    )
-    with_state.initialize()
-    yield meet, with_state, without
-    leave_replica_group()
-
-
-def meeting_at(meet: Rendezvous, prefix: str = "heal") -> Meeting:
-    """Of a source and one newcomer."""
-    return Meeting(rendezvous=meet, prefix=prefix, secret=SECRET)
-
-
-def commit_of(step: int) -> Commit:
-    return Commit(step=step, loss=1.0, grad_norm=2.0, tokens=4, digests=b"", boundary=False)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3])
@@ -87,21 +50,6 @@ def small_backlog(engine: Engine, steps: int) -> Backlog:
     """Room for so many steps, on a host that has nothing left."""
     full = HostMemory(available_bytes=0, total_bytes=2**30)
     return Backlog(free_bytes=steps * engine.gradient.nbytes, measure=lambda: full)
-
-
-def step_both(giver: Engine, newcomer: Newcomer, taker: Engine, step: int) -> None:
-    """A committed step: applied by one, kept by the other."""
-    for engine in (giver, taker):
-        engine.gradient.fill_(step + 1.0)
-    giver.apply(step, scale=commit_of(step).scale(0.5))
-    newcomer.keep(commit_of(step))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_state_that_comes_too_slowly_is_a_failed_heal(

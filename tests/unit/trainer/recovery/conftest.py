@@ -1,0 +1,22 @@
+"""What tests of heals share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.healing import make_pair
+from trainer.backend.groups import leave_replica_group
+from trainer.backend.rendezvous import Rendezvous
+from trainer.engine.engine import Engine
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Rendezvous, Engine, Engine]]:
+    """Where they meet, a worker's engine with state and another one's without, in one process."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
+    yield meet, *make_pair(meet)
+    leave_replica_group()
