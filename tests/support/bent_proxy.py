@@ -8,12 +8,12 @@ from collections.abc import Callable
 from tests.support.deaf_proxy import DeafProxy
 
 Bend = Callable[[int, bytearray], None]
-"""Gets some bytes of one direction of one connection, and how many came before them; alters them
-in place, or raises ConnectionError to cut the connection there."""
+"""Gets some of the bytes that the target sends over one connection, and how many came before them;
+alters them in place, or raises ConnectionError to cut the connection there."""
 
 
 class BentProxy(DeafProxy):
-    """Forwards between its own port and another one on the loopback interface what `bend` leaves.
+    """Forwards to another port on the loopback interface, and from there what `bend` leaves.
 
     Args:
         port: where to forward to.
@@ -24,7 +24,14 @@ class BentProxy(DeafProxy):
         super().__init__(port)
         self._bend = bend
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, on = await asyncio.open_connection("127.0.0.1", self._target)
+        self._writers += [writer, on]
+        await asyncio.gather(self._forward(reader, on), self._forward_bent(there, writer))
+
+    async def _forward_bent(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         at = 0
         try:
             while data := bytearray(await reader.read(1 << 16)):

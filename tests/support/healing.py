@@ -13,6 +13,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OptimizerConfig, TrainConfig
 from trainer.engine.engine import Engine
 from trainer.parallel.layout import ParallelDims, Slot
+from trainer.parallel.mesh import ReplicaMesh
 from trainer.recovery.heal import Newcomer
 from trainer.recovery.heal_wire import Meeting
 from trainer.replication.step_commit import Commit
@@ -23,21 +24,21 @@ SECRET = b"of the tests' run"
 STATE_BYTES = 3 * 4 * (3 * 2 + 2)
 
 
-def make_pair(meet: Rendezvous, replica: str = "replica") -> tuple[Engine, Engine]:
-    """An engine with state and one without, of the same replica of one worker."""
+def make_engine(mesh: ReplicaMesh) -> Engine:
+    """A worker's, without state."""
     task = CustomTask(
         build_model=lambda: nn.Linear(3, 2), loss_function=lambda m, b: (m(b).sum(), 1), dataset=[0]
     )
-    mesh = make_replica_group(meet, replica, rank=0, dims=ParallelDims(), device="cpu")
     settings = TrainConfig(
         task=task, steps=9, global_batch=1, seed=5, optimizer=OptimizerConfig(lr=0.1, clip_norm=0.5)
     )
     slot = Slot(replica=0, rank=0, dims=ParallelDims())
-    with_state, without = (
-        Engine(task, settings, slot=slot, mesh=mesh, device="cpu", max_replicas=1) for _ in range(2)
-    )
-    with_state.initialize()
-    return with_state, without
+    return Engine(task, settings, slot=slot, mesh=mesh, device="cpu", max_replicas=1)
+
+
+def make_mesh(meet: Rendezvous, replica: str = "replica") -> ReplicaMesh:
+    """A replica of this worker alone."""
+    return make_replica_group(meet, replica, rank=0, dims=ParallelDims(), device="cpu")
 
 
 def meeting_at(meet: Rendezvous, prefix: str = "heal") -> Meeting:

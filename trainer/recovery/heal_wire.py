@@ -112,8 +112,9 @@ class Sockets:
         return self._stopped.is_set()
 
     def sleep(self, seconds: float) -> None:
-        """Waits for so long, or until `stop` is called."""
-        self._stopped.wait(seconds)
+        """Waits for so long. Raises GroupError once `stop` is called."""
+        if self._stopped.wait(seconds):
+            raise GroupError(LEFT)
 
     @contextlib.contextmanager
     def holding(self, made: socket.socket) -> Iterator[socket.socket]:
@@ -147,7 +148,7 @@ class Pace:
         self._free_at_s = 0.0
 
     def wait(self, count: int) -> None:
-        """Waits until so many bytes may be sent."""
+        """Waits until so many bytes may be sent. Raises GroupError once they are to be left."""
         if self._bytes_per_s is None:
             return
         with self._next:

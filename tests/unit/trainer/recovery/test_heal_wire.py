@@ -21,7 +21,8 @@ from tests.support.healing import (
     DEADLINE_S,
     STATE_BYTES,
     failure_of,
-    make_pair,
+    make_engine,
+    make_mesh,
     meeting_at,
     slowly,
     step_both,
@@ -31,6 +32,7 @@ from trainer.backend.interface import GLOO_VARIABLE, interface_of, own_address
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
 from trainer.errors import GroupError, HealError
+from trainer.parallel.mesh import ReplicaMesh
 from trainer.recovery import state_blocks
 from trainer.recovery.heal import Newcomer
 from trainer.recovery.heal_source import Source
@@ -285,7 +287,8 @@ def test_strangers_that_say_nothing_hold_nobody_up(pair: Pair) -> None:
 def be_source(port: int, meeting: Meeting) -> None:
     """A process that sends a block for each stream, and the rest much later."""
     state_blocks.BLOCK_BYTES = BLOCK
-    giver, _ = make_pair(meeting.rendezvous, "source's replica")
+    giver = make_engine(make_mesh(meeting.rendezvous, "the source's replica"))
+    giver.initialize()
     source = Source(giver, 0, slowly(meeting))
     dist.TCPStore("127.0.0.1", port).wait(["never"])
     source.close()
@@ -365,12 +368,13 @@ def test_a_source_that_is_held_back_takes_its_time_and_sends_the_same_bits(pair:
 
 
 def test_several_newcomers_get_the_same_bits_and_one_that_leaves_costs_the_others_nothing(
-    pair: Pair,
+    pair: Pair, replica: tuple[Rendezvous, ReplicaMesh]
 ) -> None:
     meet, giver, taker = pair
-    others = [make_pair(meet, f"replica {number}")[1] for number in range(2)]
+    others = [make_engine(replica[1]) for _ in range(2)]
     meeting = replace(meeting_at(meet), newcomers=3)
     source = Source(giver, 0, meeting)
+    meeting.ask(bool)  # a process has connections to the store for one newcomer that waits
     leaver, *stayers = (
         Newcomer(engine, meeting, number=number, clip_norm=0.5)
         for number, engine in enumerate([others[0], others[1], taker])
