@@ -42,7 +42,7 @@ def make_machine(
         write(root / f"dev/infiniband/uverbs{number}", "")
     # A card of another maker is none of EFA's.
     write(root / "sys/class/infiniband/mlx5_0/device/vendor", "0x15b3\n")
-    write(root / "sys/class/infiniband/mlx5_0/device/device", "0x101e\n")
+    write(root / "sys/class/infiniband/mlx5_0/device/device", "0xefa9\n")
     write(
         root / "opt/amazon/efa_installed_packages",
         f"# EFA installer version: {installer}\n# Debug packages installed: no\n"

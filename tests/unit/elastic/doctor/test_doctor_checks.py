@@ -112,6 +112,7 @@ OLD_PLUGIN = has(LIBRARY, "aws-ofi-nccl 1.7.2-aws")
         ("EFA devices", "RESET", "32 of 32, 0 in /dev/infiniband", remove("dev/infiniband")),
         ("EFA provider", "RESET", "fi_info says: fi_getinfo: -61", says("fi_getinfo: -61", 61)),
         ("EFA provider", "RESET", "fi_info says: provider: tcp", says("provider: tcp", 0)),
+        ("EFA provider", "RESET", "fi_info says: provider: efa", says("provider: efa", 1)),
         ("NCCL plugin", "RESET", "no libnccl-net.so", remove(LIBRARY)),
         (
             "NCCL plugin",

@@ -122,7 +122,7 @@ def test_what_does_harm_is_warned_of(name: str, value: str, changes: dict[str, o
         ("FI_EFA_FORK_SAFE", "0", {}),
         ("FI_EFA_FORK_SAFE", "1", {"kernel": (5, 10, 0)}),
         ("NCCL_PROTO", "Simple", {"plugin": (1, 5, 0)}),
-        ("NCCL_SOCKET_IFNAME", "^lo,docker", {}),
+        ("NCCL_SOCKET_IFNAME", "^docker,lo", {}),
         ("NCCL_SOCKET_IFNAME", "en", {}),
         ("NCCL_DEBUG", "INFO", {}),
     ],
