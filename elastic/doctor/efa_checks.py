@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,11 +96,15 @@ class _Known:
     """What is known of the versions of one part."""
 
     version: Callable[[EfaFacts], Version | None]
+    """The one that is there."""
     least: Version
+    """The first good one, on EFA."""
     meaning: str
+    """What comes of an older one."""
     fix: str
+    """Which one to install."""
     bad: tuple[Version, Version] | None = None
-    """From the first one to before the second one."""
+    """Those that are no good anywhere, from the first to before the second."""
 
 
 _KNOWN = {
@@ -181,7 +184,7 @@ def check_plugin(machine: Machine) -> Finding:
             meaning="NCCL goes over TCP, 10 to 100 times slower",
             fix="Install a current EFA, which brings aws-ofi-nccl",
         )
-    folder = "/" + os.path.relpath(Path(path).parent, machine.root)
+    folder = f"/{Path(path).parent.relative_to(machine.root)}"
     named = "NCCL_NET_PLUGIN" in machine.environment
     if named or folder in _loader_folders(machine):
         return Finding(check="NCCL plugin", result=f"in {folder}")

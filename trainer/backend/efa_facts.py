@@ -61,7 +61,7 @@ class EfaFacts:
     """The NCCL that torch loads."""
 
 
-def read_efa(root: Path = Path("/"), packages: Sequence[str] = tuple(sys.path)) -> EfaFacts:
+def read_efa(root: Path = Path("/"), packages: Sequence[str] = sys.path) -> EfaFacts:
     """Reads the facts of the machine whose files begin at `root`.
 
     Args:

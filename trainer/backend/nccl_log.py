@@ -20,6 +20,8 @@ _TROUBLE = re.compile(
     r"NCCL WARN (.+?)\s*$|NCCL INFO (NET/.*(?:failed|No eligible|No plugin|Could not find).*?)\s*$",
     re.MULTILINE,
 )
+_TROUBLES = 3
+"""As many as a reader of an error looks at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +56,6 @@ def parse_nccl_log(text: str) -> Network:
         gpu_direct=_gpu_direct(text),
         troubles=tuple(warned or told for warned, told in _TROUBLE.findall(text))[-_TROUBLES:],
     )
-
-
-_TROUBLES = 3
-"""As many as a reader of an error looks at."""
 
 
 def _gpu_direct(text: str) -> bool | None:
