@@ -330,6 +330,23 @@ def test_a_source_that_stands_still_holds_up_no_close(pair: Pair) -> None:
     assert heals(*pair, "again")
 
 
+def test_a_source_that_takes_no_connection_holds_up_no_close(pair: Pair) -> None:
+    meet, _, taker = pair
+    meeting = meeting_at(meet)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        place = server.getsockname()
+        with contextlib.suppress(TimeoutError):  # by then its queue is full
+            while True:
+                stack.enter_context(socket.create_connection(place, timeout=0.5))
+        meeting.tell([place], bool)
+        newcomer = Newcomer(taker, meeting, clip_norm=0.5)
+        wait_until(lambda: len(newcomer._sockets._open) == meeting.streams)
+        began = time.monotonic()
+        newcomer.close()
+        assert time.monotonic() - began < SOON_S
+
+
 def test_a_source_that_says_nothing_for_long_has_failed(pair: Pair) -> None:
     meet, giver, taker = pair
     slow = slowly(meeting_at(replace(meet, timeout_s=1)))
