@@ -17,9 +17,9 @@ import threading
 import time
 from dataclasses import dataclass
 
-from elastic.protocol.causes import CRASH, HANG, Cause
+from elastic.protocol.causes import CRASH, Cause
 from elastic.protocol.messages import Death
-from health.diagnosis import History, Sample, decide_frozen, observe
+from health.frozen import History, Sample, decide_frozen, observe
 from health.heartbeat import NO_STEP, HeartbeatReader, Record
 from health.laggards import Position
 from health.process import read_born_ticks, read_state
@@ -154,10 +154,10 @@ class ProcessWatch:
             record = None if process.heartbeat is None else process.heartbeat.read()
             sample = Sample(awake_s=awake_s, state=state, record=record)
             process.history = observe(process.history, sample)
-            verdict = decide_frozen(process.history, self._freeze_timeout_s)
+            verdict = decide_frozen(process.worker, process.history, self._freeze_timeout_s)
             if verdict is not None:
-                detail = f"process {process.pid} is frozen: {verdict.evidence}{_where(record)}"
-                deaths += _kill_and_report(pidfd, process, HANG, detail)
+                detail = f"process {process.pid} is frozen: {verdict.evidence[0]}{_where(record)}"
+                deaths += _kill_and_report(pidfd, process, Cause(verdict.cause), detail)
         return deaths
 
 

@@ -11,9 +11,9 @@ long it stays in a phase: that is for those to judge who know what its peers do.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from health.heartbeat import Record
+from health.verdict import Verdict
 
 STOPPED, DEBUGGED = "T", "t"
 _STOPPED_SAMPLES = 2
@@ -44,16 +44,6 @@ class History:
     """Awake time of the latest sample with a new beat, or with a debugger at work."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What is wrong with a process."""
-
-    cause: Literal["freeze"]
-    """The kind of trouble."""
-    evidence: str
-    """What shows it, in words."""
-
-
 def observe(before: History | None, sample: Sample) -> History:
     """The history with one more sample; `before` is None for the first one."""
     stopped = before.stopped + 1 if before is not None else 1
@@ -71,23 +61,27 @@ def observe(before: History | None, sample: Sample) -> History:
     )
 
 
-def decide_frozen(history: History, freeze_timeout_s: float) -> Verdict | None:
-    """Whether the process is frozen.
+def decide_frozen(worker: str, history: History, freeze_timeout_s: float) -> Verdict | None:
+    """Whether the process of `worker` is frozen.
 
     Args:
+        worker: its name.
         history: what is known of it.
         freeze_timeout_s: how long a heartbeat may stand still.
     """
     if history.stopped >= _STOPPED_SAMPLES:
-        return Verdict(
-            cause="freeze",
-            evidence=f"stopped by a signal (state {STOPPED} in {history.stopped} samples)",
+        return _frozen(
+            worker, f"stopped by a signal (state {STOPPED} in {history.stopped} samples)"
         )
     still_s = history.last.awake_s - history.alive_s
     if still_s > freeze_timeout_s:
-        return Verdict(
-            cause="freeze",
-            evidence=f"no heartbeat for {still_s:.1f} s, process in state {history.last.state} "
+        return _frozen(
+            worker,
+            f"no heartbeat for {still_s:.1f} s, process in state {history.last.state} "
             f"(health.freeze_timeout_s = {freeze_timeout_s:g})",
         )
     return None
+
+
+def _frozen(worker: str, evidence: str) -> Verdict:
+    return Verdict(cause="hang", workers=(worker,), evidence=(evidence,), confidence="certain")

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from health.diagnosis import History, Sample, Verdict, decide_frozen, observe
+from health.frozen import History, Sample, decide_frozen, observe
 from health.heartbeat import Record
+from health.verdict import Verdict
 
 TIMEOUT_S = 10.0
 
@@ -21,12 +22,15 @@ def history_of(*samples: tuple[float, str, float | None]) -> History:
 
 
 def verdict(*samples: tuple[float, str, float | None]) -> Verdict | None:
-    return decide_frozen(history_of(*samples), TIMEOUT_S)
+    return decide_frozen("w1", history_of(*samples), TIMEOUT_S)
 
 
 def test_stopped_in_two_samples_in_a_row_is_frozen() -> None:
     assert verdict((0.0, "S", 1.0), (0.2, "T", 1.0), (0.4, "T", 1.0)) == Verdict(
-        cause="freeze", evidence="stopped by a signal (state T in 2 samples)"
+        cause="hang",
+        workers=("w1",),
+        evidence=("stopped by a signal (state T in 2 samples)",),
+        confidence="certain",
     )
 
 
@@ -44,9 +48,13 @@ def test_a_heartbeat_that_stands_still_is_frozen_after_the_bound_and_not_before(
         assert verdict((0.0, state, 7.0), (10.0, state, 7.0)) is None
         found = verdict((0.0, state, 7.0), (9.9, state, 7.0), (10.2, state, 7.0))
         assert found == Verdict(
-            cause="freeze",
-            evidence=f"no heartbeat for 10.2 s, process in state {state} "
-            "(health.freeze_timeout_s = 10)",
+            cause="hang",
+            workers=("w1",),
+            evidence=(
+                f"no heartbeat for 10.2 s, process in state {state} "
+                "(health.freeze_timeout_s = 10)",
+            ),
+            confidence="certain",
         )
 
 
