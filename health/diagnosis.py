@@ -295,9 +295,7 @@ def _of_peers(
 ) -> list[Verdict]:
     """A verdict for each machine that others name, where no loss there explains it."""
     return [
-        _verdict_of_peer(node, said, signs)
-        for node, said in named.items()
-        if node not in explained
+        _verdict_of_peer(node, said, signs) for node, said in named.items() if node not in explained
     ]
 
 

@@ -167,9 +167,7 @@ def _pairs(series: Sequence[Reading], name: str) -> Iterable[tuple[Reading, Read
 
 
 def _rises(series: Sequence[Reading], name: str) -> list[float]:
-    return [
-        rise for a, b in _pairs(series, name) if (rise := b.values[name] - a.values[name]) > 0
-    ]
+    return [rise for a, b in _pairs(series, name) if (rise := b.values[name] - a.values[name]) > 0]
 
 
 def _judge_efa(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
@@ -296,9 +294,7 @@ def _judge_gpu_links(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
     bad = len(_rises(series[-_NVLINK_SAMPLES - 1 :], "nvlink_errors"))
     if bad >= _NVLINK_BAD:
         detail = f"new NVLink errors in {bad} of {_NVLINK_SAMPLES} readings"
-        yield say(
-            "nvlink_errors", detail, role="confirmation", cause="gpu_error", subject="link"
-        )
+        yield say("nvlink_errors", detail, role="confirmation", cause="gpu_error", subject="link")
     rise = find_overflow(series, "pcie_replays", _PCIE_BURST)
     if rise is not None:
         detail = f"PCIe replays rose by {rise:,.0f} at once"

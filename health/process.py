@@ -21,8 +21,7 @@ def parse_born_ticks(stat: str) -> int:
 
 
 def parse_cpu_ticks(stat: str) -> int:
-    """The processor time that all threads of the process of such a line have had, in clock ticks.
-    """
+    """The processor time of all threads of the process of such a line, in clock ticks."""
     user, system = stat[stat.rindex(")") + 1 :].split()[11:13]
     return int(user) + int(system)
 

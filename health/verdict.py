@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 Role = Literal["root", "cascade", "confirmation"]
-"""Of a sign: the fault itself; what a fault elsewhere brings about; what only strengthens others."""
+"""Of a sign: the fault itself; what a fault elsewhere brings about; what strengthens others."""
 
 Source = Literal["loss", "log", "reading"]
 """Who says it: the run, which has lost a worker; a line of text; an instrument. Two sources that
@@ -22,9 +22,7 @@ Subject = Literal["worker", "gpu", "link", "node", "storage"]
 Confidence = Literal["weak", "likely", "certain"]
 """Of a verdict. Nothing is done for a weak one."""
 
-Step = Literal[
-    "retry", "new_process", "other_seat", "reset_gpu", "reboot", "replace_node", "stop"
-]
+Step = Literal["retry", "new_process", "other_seat", "reset_gpu", "reboot", "replace_node", "stop"]
 """What may be done, from the least to the most (`ladder.py`). `retry`: the same processes go on."""
 
 STEPS: tuple[Step, ...] = get_args(Step)

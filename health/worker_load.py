@@ -20,8 +20,8 @@ class WorkerState:
     """Its name."""
     pid: int
     """Its process."""
-    record: Record | None
-    """Its heartbeat; None where there is none to be read."""
+    record: Record
+    """Its heartbeat."""
     waits: bool
     """It is in a phase in which it waits for other replicas."""
     works: bool
@@ -29,7 +29,7 @@ class WorkerState:
 
 
 def read_worker(state: WorkerState, at_s: float) -> Reading | None:
-    """A reading of a worker; None where its process is gone, or has no heartbeat.
+    """A reading of a worker; None where its process is gone.
 
     Values: `cpu_s` it had so far, of all threads; `marks` of its heartbeat; `waits`, `works` and
     `in_kernel` (asleep and not to be woken) are 0 or 1.
@@ -39,7 +39,7 @@ def read_worker(state: WorkerState, at_s: float) -> Reading | None:
         at_s: now, on the monotonic clock.
     """
     stat = read_stat(state.pid)
-    if stat is None or state.record is None:
+    if stat is None:
         return None
     values = {
         "cpu_s": parse_cpu_ticks(stat) / _TICKS_PER_S,

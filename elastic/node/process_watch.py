@@ -26,6 +26,7 @@ from health.laggards import Position
 from health.process import read_born_ticks, read_starved_s, read_state
 from health.progress import Place
 from health.stacks import read_kernel_stacks, read_stacks
+from health.worker_load import WorkerState
 from trainer.loop.phases import PHASES, STEP_PHASES
 
 _WAITING = frozenset(map(PHASES.index, ("reduce", "in_commit")))
@@ -160,6 +161,22 @@ class ProcessWatch:
             for pidfd, process in self._processes.items():
                 if process.worker == worker:
                     _send(pidfd, number)
+
+    def states(self) -> list[WorkerState]:
+        """What is known of all processes that have a heartbeat."""
+        with self._lock:
+            return [
+                WorkerState(
+                    worker=process.worker,
+                    pid=process.pid,
+                    record=record,
+                    waits=record.phase in _WAITING,
+                    works=record.phase in _STEP - _WAITING,
+                )
+                for process in self._processes.values()
+                if process.heartbeat is not None
+                for record in [process.heartbeat.read()]
+            ]
 
     def position(self, worker: str) -> Position | None:
         """Where a worker is in its work, by its heartbeat; None where that is not known."""
