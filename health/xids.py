@@ -25,12 +25,13 @@ class Xid:
 
     @property
     def role(self) -> Role | None:
-        """Its part in the story; None where it has none. 45 follows upon other errors."""
+        """Its part in the story; None where it has none. 45 follows upon other errors. What a new
+        process mends is mostly the program's fault, so it accuses no GPU."""
         if self.action == "WORKFLOW_XID_45":
             return "cascade"
-        if self.remedy is not None:
-            return "root"
-        return "confirmation" if self.fatal else None
+        if self.remedy is None:
+            return "confirmation" if self.fatal else None
+        return "confirmation" if self.remedy == "new_process" else "root"
 
 
 @cache

@@ -10,11 +10,13 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from elastic.protocol import causes
 from elastic.protocol.events import (
     CrossGroupLost,
     Event,
+    ReplicaForming,
     SignsChanged,
     StepRecord,
     WorkerJoined,
@@ -39,7 +41,7 @@ class Finding:
     """A verdict, and what it calls for."""
 
     time: float
-    """Of the incident's first loss, in seconds since the epoch."""
+    """Of the incident's first loss, or when a machine told last, in seconds since the epoch."""
     step: int
     """The step at which training went on."""
     verdict: Verdict
@@ -51,7 +53,7 @@ class Finding:
 def find_verdicts(
     events: Sequence[Event], steps: Sequence[StepRecord], incidents: Sequence[Incident]
 ) -> list[Finding]:
-    """What was wrong at each incident, in order.
+    """What was wrong at each incident, in order, and what machines show at the end.
 
     Args:
         events: all of the run.
@@ -59,15 +61,21 @@ def find_verdicts(
         incidents: as `find_incidents` gives them.
     """
     facts, ledger, found = EventFacts(events), EMPTY, []
-    for incident in incidents:
-        committed = bisect_right(steps, incident.time, key=lambda step: step.time)
-        begin, end = incident.span
-        for verdict in diagnose(facts.between(begin - BEFORE_S, end + AFTER_S, incident.workers)):
+
+    def add(time: float, step: int, of: Facts) -> None:
+        nonlocal ledger
+        committed = bisect_right(steps, time, key=lambda step: step.time)
+        for verdict in diagnose(of):
             remedy = decide_step(verdict, ledger, committed)
             ledger = ledger.with_try(verdict, committed)
-            found.append(
-                Finding(time=incident.time, step=incident.step, verdict=verdict, remedy=remedy)
-            )
+            found.append(Finding(time=time, step=step, verdict=verdict, remedy=remedy))
+
+    for incident in incidents:
+        begin, end = incident.span
+        of = facts.between(begin - BEFORE_S, end + AFTER_S, incident.workers)
+        add(incident.time, incident.step, of)
+    if facts.shown_s is not None:
+        add(facts.shown_s, steps[-1].step + 1 if steps else 0, facts.standing())
     return found
 
 
@@ -80,7 +88,10 @@ class EventFacts:
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
+        self.shown_s: float | None = None
+        """When a machine has told last what it shows; None: none did."""
         self._nodes: dict[str, str] = {}
+        self._replicas: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._lost: dict[str, WorkerLost] = {}
         self._shown: dict[str, list[SignsChanged]] = defaultdict(list)
@@ -88,11 +99,14 @@ class EventFacts:
         for event in events:
             if isinstance(event, (WorkerJoined, WorkerLost)):
                 self._nodes[event.worker] = event.node
-            if isinstance(event, WorkerLost):
+            if isinstance(event, ReplicaForming):
+                self._replicas |= dict.fromkeys(event.workers, f"replica {event.replica}")
+            elif isinstance(event, WorkerLost):
                 self._lost[event.worker] = event
             elif isinstance(event, SignsChanged):
                 self._names |= dict.fromkeys((*event.names, event.node), event.node)
                 self._shown[event.node].append(event)
+                self.shown_s = event.time
             elif isinstance(event, CrossGroupLost):
                 self._groups.append(event)
 
@@ -116,6 +130,21 @@ class EventFacts:
             ],
             nodes=self._nodes,
             replicas={e.worker: e.slot.split(" shard")[0] for e in losses if e.slot},
+            names=self._names,
+        )
+
+    def standing(self) -> Facts:
+        """What the machines show at the end, of those who were not lost."""
+        here = self._nodes.keys() - self._lost.keys()
+        nodes = {worker: self._nodes[worker] for worker in here}
+        return Facts(
+            signs=[
+                s
+                for n in sorted({*nodes.values()})
+                for s in _signs_of_node(self._shown[n], inf, inf)
+            ],
+            nodes=nodes,
+            replicas={w: replica for w, replica in self._replicas.items() if w in here},
             names=self._names,
         )
 
