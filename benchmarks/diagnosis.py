@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,7 @@ def score(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     found = [outcome for outcome in due if outcome.right]
     return {
         "cases": len(outcomes),
-        "invented": sum(outcome.case.invented for outcome in outcomes),
+        **Counter(outcome.case.origin for outcome in outcomes),
         "precision": _share(right, done),
         "recall": _share(len(found), len(due)),
         "worker_accuracy": _share(sum(outcome.placed for outcome in due), len(due)),
@@ -114,9 +115,8 @@ def describe(outcome: Outcome) -> str:
 def is_mistake(outcome: Outcome) -> bool:
     """Whether anything about a case is wrong."""
     due = outcome.case.expected.cause is not None
-    return (
-        outcome.harmed > 0 or len(outcome.right) < len(outcome.done) or (due and not outcome.placed)
-    )
+    wrong = len(outcome.right) < len(outcome.done)
+    return outcome.harmed > 0 or wrong or (due and not outcome.placed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
