@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_mistakes_are_counted() -> None:
     assert not is_mistake(outcome)
     expected = crash.expected
 
-    def figures(**wrong: object) -> dict[str, object]:
+    def figures(**wrong: Any) -> dict[str, object]:
         changed = replace(outcome, case=replace(crash, expected=replace(expected, **wrong)))
         assert is_mistake(changed)
         return score([changed])

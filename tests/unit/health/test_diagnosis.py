@@ -180,8 +180,8 @@ def test_where_it_cannot_be_told_the_group_goes_together() -> None:
 # -- machines that lost nobody ---------------------------------------------------------------------
 
 
-def read(name: str, node: str = "n1", **more: bool) -> Sign:
-    return sign(name, node, source="reading", **more)
+def read(name: str, node: str = "n1", decisive: bool = False, repeated: bool = False) -> Sign:
+    return sign(name, node, source="reading", decisive=decisive, repeated=repeated)
 
 
 def test_a_gpu_that_is_lost_is_enough() -> None:

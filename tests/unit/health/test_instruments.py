@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ def test_efa_is_told_from_other_devices(tmp_path: Path) -> None:
     device(tmp_path, "rdmap16s27", "0x1d0f", "0xefa2", rx_drops=7, retrans_bytes=9, lifespan=12)
     device(tmp_path, "mlx5_0", "0x15b3", "0x101b", rx_drops=8)
     device(tmp_path, "ena_0", "0x1d0f", "0xec20", rx_drops=8)
+    device(tmp_path, "other_0", "0x15b3", "0xefa2", rx_drops=8)
     (reading,) = read_efa(3.0, tmp_path)
     assert (reading.kind, reading.of, reading.at_s) == ("efa", "rdmap16s27 port 1", 3.0)
     assert reading.values == {"rx_drops": 7.0, "retrans_bytes": 9.0}
@@ -62,7 +64,7 @@ def test_the_interfaces_of_this_machine() -> None:
 def test_mounts_of_disks_the_last_at_each_place(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(
-        "/dev/sda1 / ext4 rw,relatime 0 0\n"
+        "/dev/sda1 / ext4 rw,relatime,errors=remount-ro 0 0\n"
         "proc /proc proc ro 0 0\n"
         "/dev/sdb1 /data ext4 ro,errors=remount-ro 0 0\n"
         "/dev/sdc1 /data xfs rw 0 0\n"
@@ -78,23 +80,34 @@ def state(pid: int) -> WorkerState:
     return WorkerState(worker="w1", pid=pid, record=record, waits=False, works=True)
 
 
-def test_a_process_that_computes_has_processor_time_and_one_that_sleeps_has_none() -> None:
-    with (
-        subprocess.Popen(["sh", "-c", "while :; do :; done"]) as busy,
-        subprocess.Popen(["sleep", "1000"]) as idle,
-    ):
+@pytest.fixture
+def busy_and_idle() -> Iterator[list[int]]:
+    """A process that computes, and one that sleeps."""
+    commands = ["sh", "-c", "while :; do :; done"], ["sleep", "1000"]
+    processes = [subprocess.Popen(command) for command in commands]
+    yield [process.pid for process in processes]
+    for process in processes:
+        process.kill()
+        process.wait()
 
-        def cpu_s(pid: int) -> float:
-            reading = read_worker(state(pid), time.monotonic())
-            assert reading is not None and reading.pids == (pid,)
-            assert reading.values["marks"] == 9 and reading.values["in_kernel"] == 0
-            return reading.values["cpu_s"]
 
-        wait_until(lambda: cpu_s(busy.pid) > 0.2)
-        assert cpu_s(idle.pid) < 0.1
-        busy.kill()
-        idle.kill()
-    assert read_worker(state(busy.pid), 0.0) is None
+def cpu_s(pid: int) -> float:
+    reading = read_worker(state(pid), time.monotonic())
+    assert reading is not None and reading.pids == (pid,)
+    assert reading.values["marks"] == 9 and reading.values["in_kernel"] == 0
+    return reading.values["cpu_s"]
+
+
+def test_who_computes_has_processor_time_and_who_sleeps_has_none(busy_and_idle: list[int]) -> None:
+    busy, idle = busy_and_idle
+    wait_until(lambda: cpu_s(busy) > 0.2, 20.0)
+    assert cpu_s(idle) < 0.1
+
+
+def test_of_a_worker_that_is_gone_nothing_is_read() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    assert read_worker(state(process.pid), 0.0) is None
 
 
 def test_the_text_of_a_kernel_record() -> None:

@@ -43,7 +43,8 @@ def names(*histories: Sequence[Reading]) -> set[str]:
         ((0, 60, 106), 46),
         ((0, 60, 106, 107), 46),  # what did not fit took nothing out
         ((0, 100, 200, 300), 100),
-        ((900, 0, 100), None),  # reset
+        ((900, 0, 100), None),  # reset, and no debt to the bucket
+        ((900, 0, 101), 101),  # nor a credit
     ],
 )
 def test_a_bucket_of_100(counts: Sequence[float], worst: float | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from typing import Any, get_args
@@ -12,10 +13,8 @@ from elastic.protocol.causes import known_causes
 from health.signatures import LINE_LENGTH, Log, Signature, find_sign, find_signs, known_signatures
 from health.verdict import STEPS, Role, Subject
 
-if sys.version_info >= (3, 11):
-    import re._parser as parser
-else:
-    import sre_parse as parser
+# The standard library's own, under the name that the interpreter has for it.
+parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 
 MOST_TRIES = 200_000
 """Of one expression at one place of a line: the product of its repetitions."""
@@ -68,10 +67,25 @@ LINES: list[tuple[Log, str, str, dict[str, Any]]] = [
         "sxid_fatal",
         {"of": "0000:05:00.0", "subject": "link"},
     ),
-    ("kernel", "nvidia-nvswitch3: SXid (PCI:0000:05:00.0): 12028, Non-fatal, x", "sxid_nonfatal", {}),
+    (
+        "kernel",
+        "nvidia-nvswitch3: SXid (PCI:0000:05:00.0): 12028, Non-fatal, x",
+        "sxid_nonfatal",
+        {},
+    ),
     ("kernel", "python[7]: segfault at 0 ip 0 sp 0 error 4 in libnccl.so.2", "nccl_segfault", {}),
-    ("kernel", "INFO: task python:7 blocked for more than 120 seconds.", "hung_task", {"worker": "w"}),
-    ("kernel", "nfs: server 10.0.3.7 not responding, still trying", "nfs_silent", {"of": "10.0.3.7"}),
+    (
+        "kernel",
+        "INFO: task python:7 blocked for more than 120 seconds.",
+        "hung_task",
+        {"worker": "w"},
+    ),
+    (
+        "kernel",
+        "nfs: server 10.0.3.7 not responding, still trying",
+        "nfs_silent",
+        {"of": "10.0.3.7"},
+    ),
     (
         "kernel",
         "Memory cgroup out of memory: Killed process 7 (python) total-vm:1kB",
@@ -85,8 +99,18 @@ LINES: list[tuple[Log, str, str, dict[str, Any]]] = [
         {"worker": "w"},
     ),
     ("kernel", "EXT4-fs (sda1): Remounting filesystem read-only", "remounted_read_only", {}),
-    ("kernel", "blk_update_request: I/O error, dev nvme1n1, sector 8", "io_error", {"of": "nvme1n1"}),
-    ("kernel", "nvme nvme1: I/O 5 QID 2 timeout, reset controller", "disk_timeout", {"of": "nvme1"}),
+    (
+        "kernel",
+        "blk_update_request: I/O error, dev nvme1n1, sector 8",
+        "io_error",
+        {"of": "nvme1n1"},
+    ),
+    (
+        "kernel",
+        "nvme nvme1: I/O 5 QID 2 timeout, reset controller",
+        "disk_timeout",
+        {"of": "nvme1"},
+    ),
     (
         "worker",
         EFA_LINE.format(peer="i-0f9e509bdf5c054bc"),
@@ -100,11 +124,16 @@ LINES: list[tuple[Log, str, str, dict[str, Any]]] = [
         "nccl_peer_closed",
         {"peer": None, "role": "cascade"},
     ),
-    ("worker", "[gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:71", "gloo_peer_closed", {}),
+    (
+        "worker",
+        "[gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:71",
+        "gloo_peer_closed",
+        {},
+    ),
     ("worker", "torch.OutOfMemoryError: CUDA out of memory. Tried", "cuda_out_of_memory", {}),
     ("worker", "CUDA error: uncorrectable ECC error encountered", "cuda_ecc", {"subject": "gpu"}),
     ("worker", "KeyError: 'tokens'", "python_exception", {"cause": "user_error"}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("log", "line", "name", "shown"), LINES, ids=[row[2] for row in LINES])
@@ -124,7 +153,7 @@ def test_a_line_says(log: Log, line: str, name: str, shown: dict[str, Any]) -> N
         ("kernel", "NVRM: Xid (PCI:0000:05:00): 43, pid=7, name=python"),  # IGNORE
         (
             "kernel",
-            "NVRM: Xid (PCI:0009:01:00): 154, GPU recovery action changed from 0x1 (x) to 0x0 (None)",
+            "NVRM: Xid (PCI:0009:01:00): 154, GPU recovery action changed from 0x1 to 0x0 (None)",
         ),
         ("kernel", "Out of memory: Killed process 8 (mysqld) total-vm:1kB"),  # not a worker
         ("worker", "NVRM: Xid (PCI:0000:05:00): 79, GPU has fallen off the bus."),  # not its to say
