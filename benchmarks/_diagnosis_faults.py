@@ -194,7 +194,9 @@ def _freeze(scene: Scene, state: str, seconds: float) -> Expected:
     """Samples of the victim's process, as its node's agent takes them."""
     history = None
     for index in range(round(seconds / 0.2) + 1):
-        record = Record(serial=9, step=7, phase=1, phase_s=0.0, beat_s=1.0, collectives=4, thread=1)
+        record = Record(
+            serial=9, step=7, phase=1, phase_s=0.0, beat_s=1.0, collectives=4, thread=1, left=0
+        )
         history = observe(history, Sample(awake_s=0.2 * index, state=state, record=record))
     assert history is not None
     verdict = decide_frozen(scene.victim, history, freeze_timeout_s=10.0)

@@ -31,7 +31,7 @@ from benchmarks._common import print_result, say
 from benchmarks._diagnosis_faults import Case, fault_cases
 from benchmarks._diagnosis_recorded import recorded_cases
 from elastic.reporting.incidents import find_incidents
-from elastic.reporting.verdicts import Finding, find_verdicts
+from elastic.reporting.verdicts import Advice, find_verdicts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,25 +39,23 @@ class Outcome:
     """What came of a case."""
 
     case: Case
-    done: Sequence[Finding]
+    done: Sequence[Advice]
     """Verdicts that something is done for."""
 
     @property
-    def right(self) -> list[Finding]:
+    def right(self) -> list[Advice]:
         """Those with the right cause."""
-        return [
-            finding for finding in self.done if finding.verdict.cause == self.case.expected.cause
-        ]
+        return [one for one in self.done if one.verdict.cause == self.case.expected.cause]
 
     @property
     def placed(self) -> bool:
         """One names just those at fault, and calls for what helps, where that is known."""
         expected = self.case.expected
         return any(
-            frozenset(finding.verdict.workers) == expected.workers
-            and frozenset(finding.verdict.nodes) == expected.nodes
-            and expected.remedy in (None, finding.remedy)
-            for finding in self.right
+            frozenset(one.verdict.workers) == expected.workers
+            and frozenset(one.verdict.nodes) == expected.nodes
+            and expected.remedy in (None, one.remedy)
+            for one in self.right
         )
 
     @property
@@ -73,7 +71,7 @@ class Outcome:
 def run(case: Case) -> Outcome:
     """Brings a case to its verdicts."""
     found = find_verdicts(case.events, [], find_incidents(case.events, []))
-    return Outcome(case=case, done=[finding for finding in found if finding.remedy is not None])
+    return Outcome(case=case, done=[one for one in found if one.remedy is not None])
 
 
 def is_held_out(case: Case) -> bool:

@@ -39,7 +39,7 @@ from elastic.reporting.incidents import (
     split_at_starts,
     touching,
 )
-from elastic.reporting.verdicts import Finding, find_verdicts
+from elastic.reporting.verdicts import Advice, find_verdicts
 
 REPORT_JSON = "report.json"
 REPORT_TEXT = "report.txt"
@@ -108,7 +108,7 @@ class Report:
     not end well."""
     incidents: tuple[Incident, ...]
     """All losses of workers, in order."""
-    verdicts: tuple[Finding, ...]
+    verdicts: tuple[Advice, ...]
     """What was wrong at each of them, and what helps."""
     layout: dict[str, int]
     """Sizes of the layout at the last start."""
@@ -176,7 +176,7 @@ def report_text(report: Report) -> str:
         lines += ["", *_table(_INCIDENT_COLUMNS, [_incident_row(i) for i in report.incidents])]
         lines += ["", *_explained(report.incidents)]
     if report.verdicts:
-        lines += ["", *(_verdict_line(finding) for finding in report.verdicts)]
+        lines += ["", *(_verdict_line(one) for one in report.verdicts)]
     return "\n".join(lines) + "\n"
 
 
@@ -298,13 +298,13 @@ def _explained(incidents: Sequence[Incident]) -> list[str]:
     return [f"{cause}: {known[cause].text}" for cause in found if cause in known]
 
 
-def _verdict_line(finding: Finding) -> str:
+def _verdict_line(one: Advice) -> str:
     """What was wrong, with whom, what shows it, and what helps."""
-    verdict = finding.verdict
+    verdict = one.verdict
     whom = f"node {_some(verdict.nodes)}" if verdict.nodes else _some(verdict.workers)
-    remedy = "" if finding.remedy is None else f"; remedy: {finding.remedy.replace('_', ' ')}"
+    remedy = "" if one.remedy is None else f"; remedy: {one.remedy.replace('_', ' ')}"
     shown = " | ".join(line.splitlines()[-1] for line in verdict.evidence[:_MOST_EVIDENCE] if line)
-    return f"step {finding.step}: {verdict.cause}, {whom} ({verdict.confidence}){remedy}: {shown}"
+    return f"step {one.step}: {verdict.cause}, {whom} ({verdict.confidence}){remedy}: {shown}"
 
 
 def _some(names: Sequence[str], most: int = 2) -> str:

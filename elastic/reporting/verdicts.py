@@ -37,7 +37,7 @@ _CASCADES = frozenset({causes.COLLECTIVE})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Advice:
     """A verdict, and what it calls for."""
 
     time: float
@@ -52,7 +52,7 @@ class Finding:
 
 def find_verdicts(
     events: Sequence[Event], steps: Sequence[StepRecord], incidents: Sequence[Incident]
-) -> list[Finding]:
+) -> list[Advice]:
     """What was wrong at each incident, in order, and what machines show at the end.
 
     Args:
@@ -68,7 +68,7 @@ def find_verdicts(
         for verdict in diagnose(of):
             remedy = decide_step(verdict, ledger, committed)
             ledger = ledger.with_try(verdict, committed)
-            found.append(Finding(time=time, step=step, verdict=verdict, remedy=remedy))
+            found.append(Advice(time=time, step=step, verdict=verdict, remedy=remedy))
 
     for incident in incidents:
         begin, end = incident.span

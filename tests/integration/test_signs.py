@@ -1,5 +1,5 @@
-"""A line of the kernel, in the middle of a run: it is recorded, it stands in the report, and nobody is
-lost for it."""
+"""A line of the kernel in the middle of a run: it is recorded, it stands in the report, and nobody
+is lost for it."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def test_a_line_of_the_kernel_takes_nobody(cluster: None, tmp_path: Path) -> Non
     gated_trainer(str(tmp_path), str(gate), 2).fit()
     writer.join()
     assert not events_of(root, "worker_lost")
-    (finding,) = json.loads((root / "report.json").read_text())["verdicts"]
-    assert (finding["verdict"]["cause"], finding["verdict"]["confidence"]) == ("gpu_error", "weak")
-    assert finding["verdict"]["evidence"] == [XID] and finding["remedy"] is None
+    (one,) = json.loads((root / "report.json").read_text())["verdicts"]
+    assert (one["verdict"]["cause"], one["verdict"]["confidence"]) == ("gpu_error", "weak")
+    assert one["verdict"]["evidence"] == [XID] and one["remedy"] is None

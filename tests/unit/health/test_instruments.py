@@ -76,7 +76,7 @@ def test_mounts_of_disks_the_last_at_each_place(tmp_path: Path) -> None:
 
 
 def state(pid: int) -> WorkerState:
-    record = Record(serial=9, step=1, phase=1, phase_s=0, beat_s=0, collectives=0, thread=1)
+    record = Record(serial=9, step=1, phase=1, phase_s=0, beat_s=0, collectives=0, thread=1, left=0)
     return WorkerState(worker="w1", pid=pid, record=record, waits=False, works=True)
 
 

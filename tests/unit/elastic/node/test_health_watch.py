@@ -19,7 +19,7 @@ from health.worker_load import WorkerState
 def idle() -> Iterator[WorkerState]:
     """A worker that does nothing, in a phase in which it waits."""
     process = subprocess.Popen(["sleep", "1000"])
-    record = Record(serial=3, step=2, phase=3, phase_s=0, beat_s=0, collectives=0, thread=1)
+    record = Record(serial=3, step=2, phase=3, phase_s=0, beat_s=0, collectives=0, thread=1, left=0)
     yield WorkerState(worker="w1", pid=process.pid, record=record, waits=True, works=False)
     process.kill()
     process.wait()

@@ -17,7 +17,7 @@ from elastic.protocol.events import (
     WorkerLost,
 )
 from elastic.reporting.incidents import find_incidents
-from elastic.reporting.verdicts import AFTER_S, BEFORE_S, Finding, find_verdicts
+from elastic.reporting.verdicts import AFTER_S, BEFORE_S, Advice, find_verdicts
 from health.verdict import Sign
 
 XID = Sign(
@@ -53,16 +53,16 @@ def shows(node: str, time: float, *signs: Sign, names: tuple[str, ...] = ()) -> 
     )
 
 
-def found(*events: Event, steps: tuple[StepRecord, ...] = ()) -> list[Finding]:
+def found(*events: Event, steps: tuple[StepRecord, ...] = ()) -> list[Advice]:
     return find_verdicts(events, steps, find_incidents(events, steps))
 
 
-def of(finding: Finding) -> tuple[str, tuple[str, ...], tuple[str, ...], str | None]:
+def of(one: Advice) -> tuple[str, tuple[str, ...], tuple[str, ...], str | None]:
     return (
-        finding.verdict.cause,
-        finding.verdict.workers,
-        finding.verdict.nodes,
-        finding.remedy,
+        one.verdict.cause,
+        one.verdict.workers,
+        one.verdict.nodes,
+        one.remedy,
     )
 
 
@@ -84,9 +84,9 @@ def test_signs_round_an_incident_explain_it(shown: tuple[Event, ...], cause: str
 
 
 def test_a_verdict_has_what_is_due_and_where_training_went_on() -> None:
-    (finding,) = found(shows("n1", 99.0, XID), lost("w1", 100.0))
-    assert of(finding) == ("gpu_error", ("w1",), ("n1",), "reboot")
-    assert (finding.time, finding.step) == (100.0, 0)
+    (one,) = found(shows("n1", 99.0, XID), lost("w1", 100.0))
+    assert of(one) == ("gpu_error", ("w1",), ("n1",), "reboot")
+    assert (one.time, one.step) == (100.0, 0)
 
 
 def test_the_same_fault_again_asks_for_more_until_a_step_is_committed() -> None:
@@ -118,37 +118,37 @@ def test_the_same_fault_again_asks_for_more_until_a_step_is_committed() -> None:
 
 def test_a_peer_that_exceptions_name_by_its_instance_id_is_blamed() -> None:
     line = "NET/OFI completed with error (Unresponsive remote (was) Peer host id: i-0123456789)"
-    (finding,) = found(
+    (one,) = found(
         shows("n3", 1.0, names=("i-0123456789",)),
         lost("w0", 100.0, COLLECTIVE, f"DistBackendError\n{line}"),
         lost("w1", 100.1, COLLECTIVE, line),
     )
-    assert of(finding) == ("link", (), ("n3",), "other_seat")
+    assert of(one) == ("link", (), ("n3",), "other_seat")
 
 
 def test_a_group_that_failed_names_a_peer_too() -> None:
     line = "Unresponsive remote (was previously responsive) Peer host id: i-0123456789"
-    findings = found(
+    advice = found(
         shows("n3", 1.0, names=("i-0123456789",)),
         CrossGroupLost(time=99.0, generation=2, slot="replica 0 shard 0 tensor 0", reason=line),
         lost("w1", 100.0, COLLECTIVE, line),
     )
-    assert ("link", (), ("n3",), "other_seat") in map(of, findings)
+    assert ("link", (), ("n3",), "other_seat") in map(of, advice)
 
 
 def test_what_an_error_says_does_not_change_what_it_was() -> None:
     text = "ValueError: CUDA error: uncorrectable ECC error encountered"
-    (finding,) = found(lost("w1", 100.0, USER_ERROR, text))
-    assert of(finding) == ("user_error", ("w1",), (), "new_process")
+    (one,) = found(lost("w1", 100.0, USER_ERROR, text))
+    assert of(one) == ("user_error", ("w1",), (), "new_process")
 
 
 def test_what_a_machine_shows_at_the_end_is_judged_too_unless_all_its_workers_are_gone() -> None:
     joined = WorkerJoined(time=0.0, worker="w1", node="n1", pid=1, born_ticks=None)
-    (finding,) = found(joined, shows("n1", 50.0, GPU_LOST))
-    assert of(finding) == ("gpu_error", (), ("n1",), "reboot")
+    (one,) = found(joined, shows("n1", 50.0, GPU_LOST))
+    assert of(one) == ("gpu_error", (), ("n1",), "reboot")
     assert found(joined, shows("n1", 50.0, GPU_LOST), shows("n1", 60.0)) == []
     once = found(joined, shows("n1", 50.0, GPU_LOST), lost("w1", 100.0))
-    assert [of(finding) for finding in once] == [("gpu_error", ("w1",), ("n1",), "reboot")]
+    assert [of(one) for one in once] == [("gpu_error", ("w1",), ("n1",), "reboot")]
 
 
 def test_a_slow_replica_is_named_at_the_end() -> None:
@@ -171,8 +171,8 @@ def test_a_slow_replica_is_named_at_the_end() -> None:
         ]
 
     events = [e for i in range(3) for e in paces(i, "waits_little" if i == 1 else "waits_much")]
-    (finding,) = found(*events)
-    assert of(finding) == ("slow", ("w1",), (), "other_seat")
+    (one,) = found(*events)
+    assert of(one) == ("slow", ("w1",), (), "other_seat")
 
 
 def test_signs_of_another_version_are_passed_by() -> None:
