@@ -160,3 +160,8 @@ CORRUPTION = register_cause(
     "corruption",
     CauseEntry(text="its state was not that of the others", budget="max_crashes", color="#23787a"),
 )
+SLOW = register_cause(
+    "slow",
+    CauseEntry(text="it was slower than all others", budget="max_hangs", color="#708090"),
+)
+"""Of verdicts only: nobody is ended for it."""

@@ -350,6 +350,19 @@ class HelperKilled(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SignsChanged(Event):
+    """What a node's instruments and its kernel's log show is not what it was. Evidence for a
+    verdict (`health/diagnosis.py`)."""
+
+    node: str
+    """Ray's id of the node."""
+    names: list[str]
+    """What other machines may call it: host name, address, instance id."""
+    signs: list[dict[str, Any]]
+    """All that stands now (`health.verdict.Sign`); none: all is well again."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopRequested(Event):
     """The run was asked to end: it saves, and ends, after the step that is under way."""
 

@@ -8,8 +8,8 @@ from trainer.backend.groups import Device, torch_device
 
 
 def warm_device(device: Device) -> None:
-    """Has what the first step would wait for: on CUDA the context, cuBLAS with its workspace, and
-    the first kernels; the allocator keeps its first memory. Every worker calls it when it starts."""
+    """Has what the first step would wait for: on CUDA the context, cuBLAS with its workspace, the
+    first kernels, and the allocator's first memory. Every worker calls it when it starts."""
     numbers = torch.zeros(64, 64, device=torch_device(device))
     for kind in (torch.float32, torch.bfloat16):
         product = numbers.to(kind) @ numbers.to(kind)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+import torch.distributed as dist
 
 from trainer.backend import aborts, groups
 from trainer.backend.groups import abandon, abort_groups, leave_replica_group
@@ -48,7 +49,7 @@ def replica(monkeypatch: pytest.MonkeyPatch, ends: list[tuple[str, str]]) -> Non
         ends.append(("replica", threading.current_thread().name))
 
     monkeypatch.setattr(groups, "_on_nccl", lambda: bool(there))
-    monkeypatch.setattr(groups.dist.distributed_c10d, "_abort_process_group", end)
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", end)
     monkeypatch.setattr(groups, "_aborted", threading.Event())
 
 
