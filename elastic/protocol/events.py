@@ -18,6 +18,7 @@ from elastic.protocol.causes import Cause
 
 RegroupReason = Literal["fault", "grow", "heal", "drain", "move", "repair", "stop"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
+ReplacementOutcome = Literal["told", "held_back", "begun", "replaced", "failed"]
 RunOutcome = Literal["finished", "stopped", "failed", "interrupted"]
 
 
@@ -347,6 +348,23 @@ class HelperKilled(Event):
     """Which it was."""
     detail: str
     """What showed that it was frozen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReplacement(Event):
+    """What becomes of a machine that is suspect: the last of these for a node is how it ended."""
+
+    node: str
+    """Ray's id of the node."""
+    machine: str
+    """The machine's name, which outlives Ray: an instance, a Kubernetes node, an address."""
+    outcome: ReplacementOutcome
+    """`told`: it stays, as `health.replace_nodes` is "tell"; `held_back`: not now; `begun`: the run
+    leaves it; `replaced`; `failed`."""
+    reason: str
+    """What speaks against it."""
+    detail: str
+    """What was done, or why it was not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 NAMESPACE = "elastic"
 """Where the names of all our actors are, whatever the namespace of the driver's job is."""
 
+_GCS_TIMEOUT_S = 30.0
+
 _Args = ParamSpec("_Args")
 _Actor = TypeVar("_Actor")
 
@@ -182,6 +184,39 @@ def draining_nodes() -> dict[str, int]:
     return dict(state.get_draining_nodes())
 
 
+def find_node(node: str) -> tuple[str, str] | None:
+    """What Ray knows of a node that is or was there: its address, and what those who started it
+    call it (`RAY_CLOUD_INSTANCE_ID`; "": they did not say). None where Ray knows nothing.
+
+    KubeRay calls it by its pod, the autoscaler by its instance.
+    """
+    from ray.core.generated import gcs_service_pb2
+
+    messages: Any = gcs_service_pb2
+    selector = messages.GetAllNodeInfoRequest.NodeSelector(node_id=bytes.fromhex(node))
+    found = _gcs().get_all_node_info(timeout=_GCS_TIMEOUT_S, node_selectors=[selector])
+    for info in found.values():
+        return info.node_manager_address, info.instance_id
+    return None
+
+
+def end_node(node: str) -> None:
+    """Has Ray end the raylet of `node`, and all that runs there. The autoscaler's own way. Twice
+    does no harm; a node that is gone counts as ended."""
+    _gcs().drain_nodes([bytes.fromhex(node)], timeout=_GCS_TIMEOUT_S)
+
+
+def cluster_address() -> str:
+    """The cluster's address, for `ray start`."""
+    address: str = ray.get_runtime_context().gcs_address
+    return address
+
+
+def _gcs() -> Any:
+    raylet: Any = _raylet
+    return raylet.GcsClient(address=cluster_address())
+
+
 def drain_node(node: str, deadline_s: float | None, reason: str) -> None:
     """Has Ray drain `node`: nothing is placed there any more, and what works there counts as going,
     so that successors are asked for.
@@ -193,11 +228,9 @@ def drain_node(node: str, deadline_s: float | None, reason: str) -> None:
     """
     from ray.core.generated import autoscaler_pb2
 
-    raylet: Any = _raylet
     messages: Any = autoscaler_pb2
-    gcs = raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
     kind = messages.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    accepted, why_not = gcs.drain_node(node, kind, reason, int(1000 * (deadline_s or 0)))
+    accepted, why_not = _gcs().drain_node(node, kind, reason, int(1000 * (deadline_s or 0)))
     if not accepted:
         log.warning("Ray does not drain node %s: %s", node, why_not)
 
