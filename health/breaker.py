@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-WINDOW_S = 3600.0
-"""What lies further back is not "at once" any more."""
+AT_ONCE_S, HOUR_S = 600.0, 3600.0
 MOST_SUSPECT = 0.2
 """Share of the machines that may be suspect at once. A single one may be, however few there are."""
 
@@ -19,8 +18,9 @@ MOST_SUSPECT = 0.2
 def decide_hold(
     *,
     machines: int,
-    suspected: Collection[float],
-    replaced: Collection[float],
+    suspects: int,
+    mended: Collection[float],
+    begun: Collection[float],
     now: float,
     most_per_hour: int,
 ) -> str | None:
@@ -28,25 +28,27 @@ def decide_hold(
 
     Args:
         machines: that the run works on, the suspect ones included.
-        suspected: when each machine that is suspect became so, in seconds since the epoch.
-        replaced: when each replacement of the run began.
-        now: in seconds since the epoch.
+        suspects: those of them that are suspect and were not replaced.
+        mended: when each one that was replaced had become suspect. Within `AT_ONCE_S` it counts on:
+            what they have in common goes on where the next machine is.
+        begun: when each replacement of the run began.
+        now: in seconds since the epoch, as all times.
         most_per_hour: `health.max_replacements_per_hour`.
     """
-    suspects = _recent(suspected, now)
-    if suspects > 1 and suspects > MOST_SUSPECT * machines:
+    at_once = suspects + _count(mended, since=now - AT_ONCE_S)
+    if at_once > 1 and at_once > MOST_SUSPECT * machines:
         return (
-            f"{suspects} of {machines} machines became suspect within an hour, more than "
-            f"{MOST_SUSPECT:.0%}: look for what they have in common"
+            f"{at_once} of {machines} machines are suspect at once, more than {MOST_SUSPECT:.0%}: "
+            f"look for what they have in common"
         )
-    begun = _recent(replaced, now)
-    if begun >= most_per_hour:
+    lately = _count(begun, since=now - HOUR_S)
+    if lately >= most_per_hour:
         return (
-            f"{begun} replacements began within an hour "
+            f"{lately} replacements began within an hour "
             f"(health.max_replacements_per_hour = {most_per_hour})"
         )
     return None
 
 
-def _recent(times: Collection[float], now: float) -> int:
-    return sum(now - time < WINDOW_S for time in times)
+def _count(times: Collection[float], *, since: float) -> int:
+    return sum(time > since for time in times)

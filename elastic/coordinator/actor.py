@@ -10,6 +10,7 @@ step path. All methods run on one event loop, so none needs a lock.
       RunLog ── writes it down
       Arrivals, Workers, NodeAgents ── who has started, who will go, who is lost; leases
       Troubles ──── what an exception in a worker means
+      Replacements ─ machines that are suspect, and who replaces them
       LinkTests ─── whose connections fail, where collectives do and nobody is lost
       Failover ── the run after a restart of the coordinator
       HealNews, Receipts, Restores, Snapshots, Injections ── what the workers tell of each
@@ -39,6 +40,7 @@ from elastic.coordinator.heal_news import HealNews
 from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.listening import host_store
 from elastic.coordinator.receipts import Receipts
+from elastic.coordinator.replacements import Replacements
 from elastic.coordinator.replay import replay
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.run_log import RunLog
@@ -148,6 +150,9 @@ class Coordinator(CoordinatorApi):
         )
         self._troubles = Troubles(config.health, self._membership, self._dispatcher, self._workers)
         self._link_tests = LinkTests(self._membership, self._workers, self._records)
+        self._replacements = Replacements(
+            config, self._membership, self._dispatcher, self._workers, self._records
+        )
         self._supervised = Supervised(config, self._dispatcher, self._records)
         self._failover: Failover | None = None
         if anew:
@@ -175,6 +180,7 @@ class Coordinator(CoordinatorApi):
         self._workers.draining_nodes.update(replayed.draining_nodes)
         faults.count_as_fired(replayed.fired)
         self._receipts.replay(replayed.committed)
+        self._replacements.replay(replayed.replacements)
         snapshots = self._snapshots if self.config.in_memory else None
         return Failover(
             replayed,
@@ -221,6 +227,7 @@ class Coordinator(CoordinatorApi):
 
     async def hello(self, identity: Identity) -> None:
         self._supervised.begin()
+        self._replacements.begin()
         failover = self._failing_over
         if failover is not None and failover.awaits(identity.worker):
             await failover.hear(Standing(identity=identity))  # its hello was not answered
@@ -230,6 +237,7 @@ class Coordinator(CoordinatorApi):
 
     async def resume(self, standing: Standing) -> None:
         self._supervised.begin()
+        self._replacements.begin()
         if (failover := self._failing_over) is not None:
             await failover.hear(standing)
 

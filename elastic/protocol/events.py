@@ -18,7 +18,7 @@ from elastic.protocol.causes import Cause
 
 RegroupReason = Literal["fault", "grow", "heal", "drain", "move", "repair", "stop"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
-ReplacementOutcome = Literal["told", "held_back", "begun", "replaced", "failed"]
+ReplacementOutcome = Literal["told", "held_back", "cleared", "begun", "replaced", "failed"]
 RunOutcome = Literal["finished", "stopped", "failed", "interrupted"]
 
 
@@ -359,8 +359,8 @@ class NodeReplacement(Event):
     machine: str
     """The machine's name, which outlives Ray: an instance, a Kubernetes node, an address."""
     outcome: ReplacementOutcome
-    """`told`: it stays, as `health.replace_nodes` is "tell"; `held_back`: not now; `begun`: the run
-    leaves it; `replaced`; `failed`."""
+    """`told`: it stays, as `health.replace_nodes` is "tell"; `held_back`: not now; `cleared`:
+    nothing speaks against it any more; `begun`: the run leaves it; `replaced`; `failed`."""
     reason: str
     """What speaks against it."""
     detail: str

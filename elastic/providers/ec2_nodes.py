@@ -3,7 +3,7 @@
     in a group ──► terminate in the group, or detach; its capacity stays, so it starts another
     in none ─────► start another from the template, subnet by subnet ──► terminate the old one
 
-Without a group the new instance comes first: EC2 may give the machine that was just given back. Only
+Without a group the new instance comes first: EC2 may give out again what was just given back. Only
 where a capacity reservation is full does the old one go first, for it takes the new one's place.
 
 An instance without the cluster's tag is never touched; the policy in `examples/aws` has the same
@@ -80,8 +80,12 @@ class Ec2Provider:
     def replace(self, node: NodeIdentity, machine: str, reason: str) -> str:
         instance = self._own(machine, reason)
         group = group_of(instance)
+        if instance["State"]["Name"] not in _GOING and (
+            group is not None or self._config.launch_template is None
+        ):
+            return "it has ended already; its group starts another"
         if group is not None:
-            return self._replace_in(group, instance, reason)
+            return self._replace_in(group, machine, reason)
         new = self._successor_of(machine)
         if new is None:
             new = self._launch(instance)
@@ -124,10 +128,8 @@ class Ec2Provider:
 
     # -- with a group ------------------------------------------------------------------------------
 
-    def _replace_in(self, group: str, instance: Mapping[str, Any], reason: str) -> str:
-        scaling, machine = self._client("autoscaling"), str(instance["InstanceId"])
-        if instance["State"]["Name"] not in _GOING:
-            return f"it has ended already; its group {group} starts another"
+    def _replace_in(self, group: str, machine: str, reason: str) -> str:
+        scaling = self._client("autoscaling")
         if not self._config.keep_for_inspection:
             scaling.terminate_instance_in_auto_scaling_group(
                 InstanceId=machine, ShouldDecrementDesiredCapacity=False
@@ -223,7 +225,7 @@ class Ec2Provider:
 
 
 def group_of(instance: Mapping[str, Any]) -> str | None:
-    """The Auto Scaling group of an instance, or the one that it had when it ended."""
+    """The Auto Scaling group of an instance."""
     tags = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", ())}
     return tags.get(_GROUP_TAG)
 

@@ -5,11 +5,8 @@ A machine is replaced once the run has left it, so what a provider does takes no
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-from elastic.node_config import Ec2Nodes, KubeNodes, LocalNodes, NodesConfig
+from typing import Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +19,8 @@ class NodeIdentity:
     """IP address by which the cluster knows it."""
     instance: str
     """What those who started it call it, where Ray was told: its pod, its instance; or ""."""
+    head: bool = False
+    """Whether Ray's head is there: the cluster would end with it."""
 
     @property
     def name(self) -> str:
@@ -57,35 +56,3 @@ class NodeProvider(Protocol):
 
     def complaints(self) -> dict[str, str]:
         """What the platform itself has against its machines now: machine -> in words."""
-
-
-def open_provider(
-    config: Literal["tell"] | NodesConfig,
-    *,
-    end_node: Callable[[str], None],
-    address: Callable[[], str],
-) -> NodeProvider | None:
-    """The provider of `health.replace_nodes`; None for "tell". Connects to nothing yet.
-
-    Args:
-        config: the setting.
-        end_node: has Ray end a node, given by its id (`ray_compat.cluster.end_node`).
-        address: the Ray cluster's.
-    """
-    if config == "tell":
-        return None
-    if isinstance(config, Ec2Nodes):
-        from elastic.providers.ec2_nodes import Ec2Provider
-
-        return Ec2Provider(config)
-    if isinstance(config, KubeNodes):
-        from elastic.providers.kube_nodes import KubeProvider
-
-        return KubeProvider(config)
-    if isinstance(config, LocalNodes):
-        from elastic.providers.local_nodes import LocalProvider
-
-        return LocalProvider(config, end_node, address)
-    from elastic.providers.ray_nodes import RayProvider
-
-    return RayProvider(end_node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import ray
@@ -184,19 +185,30 @@ def draining_nodes() -> dict[str, int]:
     return dict(state.get_draining_nodes())
 
 
-def find_node(node: str) -> tuple[str, str] | None:
-    """What Ray knows of a node that is or was there: its address, and what those who started it
-    call it (`RAY_CLOUD_INSTANCE_ID`; "": they did not say). None where Ray knows nothing.
+@dataclass(frozen=True, kw_only=True)
+class FoundNode:
+    """What Ray knows of a node that is or was there."""
 
-    KubeRay calls it by its pod, the autoscaler by its instance.
-    """
+    address: str
+    """IP address by which the cluster knows it."""
+    instance: str
+    """What those who started it call it (`RAY_CLOUD_INSTANCE_ID`): KubeRay its pod, the autoscaler
+    its instance; "": they did not say."""
+    head: bool
+    """Whether Ray's head is there."""
+
+
+def find_node(node: str) -> FoundNode | None:
+    """What Ray knows of `node` (Ray's id); None: nothing."""
     from ray.core.generated import gcs_service_pb2
 
     messages: Any = gcs_service_pb2
     selector = messages.GetAllNodeInfoRequest.NodeSelector(node_id=bytes.fromhex(node))
     found = _gcs().get_all_node_info(timeout=_GCS_TIMEOUT_S, node_selectors=[selector])
     for info in found.values():
-        return info.node_manager_address, info.instance_id
+        return FoundNode(
+            address=info.node_manager_address, instance=info.instance_id, head=info.is_head_node
+        )
     return None
 
 

@@ -30,7 +30,7 @@ class Cloud:
 
     def __init__(self) -> None:
         self.refuse: dict[str, str] = {}
-        """Subnet, or "" for requests without one -> error code that RunInstances ends with there."""
+        """Subnet, or "" for requests without one -> error code of RunInstances there."""
         self.launches: list[dict[str, str]] = []
         """The parameters of every RunInstances, as they came."""
         self.ec2: Any = boto3.client("ec2")

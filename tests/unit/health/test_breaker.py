@@ -5,7 +5,6 @@ import pytest
 from health.breaker import decide_hold
 
 NOW = 1_000_000.0
-HOUR_S = 3600.0
 
 
 @pytest.mark.parametrize(
@@ -22,33 +21,25 @@ HOUR_S = 3600.0
 )
 def test_many_suspects_at_once_hold_all_of_them(machines: int, suspects: int, held: bool) -> None:
     why = decide_hold(
-        machines=machines,
-        suspected=[NOW - i for i in range(suspects)],
-        replaced=[],
-        now=NOW,
-        most_per_hour=100,
+        machines=machines, suspects=suspects, mended=[], begun=[], now=NOW, most_per_hour=100
     )
     assert (why is not None) is held
-    assert why is None or f"{suspects} of {machines} machines" in why
+    assert why is None or f"{suspects} of {machines} machines are suspect at once" in why
 
 
-def test_one_after_the_other_is_not_at_once() -> None:
-    suspected = [NOW, NOW - HOUR_S, NOW - 2 * HOUR_S]
-    common = {"machines": 3, "replaced": [], "now": NOW, "most_per_hour": 9}
-    assert decide_hold(suspected=suspected, **common) is None
-    assert decide_hold(suspected=[NOW, NOW - HOUR_S + 1], **common) is not None
+@pytest.mark.parametrize(("ago_s", "held"), [(0, True), (599, True), (600, False)])
+def test_one_that_was_just_replaced_counts_on_for_ten_minutes(ago_s: float, held: bool) -> None:
+    why = decide_hold(
+        machines=3, suspects=1, mended=[NOW - ago_s], begun=[], now=NOW, most_per_hour=100
+    )
+    assert (why is not None) is held
 
 
 @pytest.mark.parametrize(
     ("ago_s", "held"), [([1, 2, 3], True), ([1, 2], False), ([1, 2, 3600], False)]
 )
 def test_so_many_an_hour_and_no_more(ago_s: list[float], held: bool) -> None:
-    why = decide_hold(
-        machines=100,
-        suspected=[NOW],
-        replaced=[NOW - ago for ago in ago_s],
-        now=NOW,
-        most_per_hour=3,
-    )
+    begun = [NOW - ago for ago in ago_s]
+    why = decide_hold(machines=100, suspects=1, mended=[], begun=begun, now=NOW, most_per_hour=3)
     expected = "3 replacements began within an hour (health.max_replacements_per_hour = 3)"
     assert why == (expected if held else None)

@@ -71,7 +71,7 @@ def test_a_group_replaces_its_instance_at_the_same_size(cloud: Cloud) -> None:
     assert len(after) == 2 and good in after and bad not in after
     assert cloud.state(bad) == "terminated"
     again = provider().replace(node(), bad, REASON)
-    assert again == "it has ended already; its group workers starts another"
+    assert again == "it has ended already; its group starts another"
     assert cloud.members("workers") == after
 
 
@@ -105,7 +105,7 @@ def test_without_capacity_the_next_zone_is_asked_with_all_interfaces(cloud: Clou
         Filters=[{"Name": f"tag:{REPLACES_TAG}", "Values": [bad]}]
     )["Reservations"][0]["Instances"]
     assert said == f"instance {new['InstanceId']} was started; {bad} was terminated"
-    assert tags(new) == {TAG["Key"]: TAG["Value"], REPLACES_TAG: bad}
+    assert tags(new).items() >= {TAG["Key"]: TAG["Value"], REPLACES_TAG: bad}.items()
     assert new["SubnetId"] == second and cloud.state(bad) == "terminated"
 
 
