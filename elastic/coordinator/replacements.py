@@ -28,6 +28,7 @@ from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.workers import Workers
 from elastic.errors import NoCapacityError, SuspectFileError
+from elastic.membership.failure import INCIDENT_S
 from elastic.membership.machine import Membership
 from elastic.protocol import events
 from elastic.protocol.causes import entry_of
@@ -40,6 +41,9 @@ from health.suspects import Mark, is_suspect
 
 log = logging.getLogger(__name__)
 
+SETTLE_S = INCIDENT_S
+"""Before it is decided what becomes of a machine: by then the others that a common cause makes
+suspect are known."""
 LOOK_S = 60.0
 """How often a machine that is held back is looked at again, and the platform asked."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
@@ -213,6 +217,8 @@ class Replacements:
         if node in self._suspected:
             return
         self._suspected[node] = time.time()
+        if not await self._goes_on_for(SETTLE_S):
+            return
         if self._provider is None:
             held = self._hold()
             detail = "it would be replaced" if held is None else f"it would be held back: {held}"

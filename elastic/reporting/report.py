@@ -21,6 +21,7 @@ from elastic.protocol.events import (
     Event,
     FaultFired,
     LedgerChecked,
+    NodeReplacement,
     RegroupCalled,
     RegroupDone,
     ReplicasCompared,
@@ -107,6 +108,8 @@ class Report:
     not end well."""
     incidents: tuple[Incident, ...]
     """All losses of workers, in order."""
+    replacements: tuple[NodeReplacement, ...]
+    """How it ended with each machine that was suspect, in the order in which they became so."""
     layout: dict[str, int]
     """Sizes of the layout at the last start."""
     versions: dict[str, str]
@@ -156,6 +159,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         replicas_equal=all(e.equal for e in compared) if compared else None,
         ledger_steps=ledgers[-1].steps if ledgers else None,
         incidents=tuple(incidents),
+        replacements=tuple({e.node: e for e in _of(events, NodeReplacement)}.values()),
         layout=started[-1].layout if started else {},
         versions=started[-1].versions if started else {},
     )
@@ -171,7 +175,15 @@ def report_text(report: Report) -> str:
     if report.incidents:
         lines += ["", *_table(_INCIDENT_COLUMNS, [_incident_row(i) for i in report.incidents])]
         lines += ["", *_explained(report.incidents)]
+    if report.replacements:
+        lines += ["", *(format_replacement(one) for one in report.replacements)]
     return "\n".join(lines) + "\n"
+
+
+def format_replacement(event: NodeReplacement) -> str:
+    """What becomes of a suspect machine, in one line."""
+    outcome = event.outcome.replace("_", " ")
+    return f"suspect machine {event.machine} ({event.reason}): {outcome}: {event.detail}"
 
 
 def write_report(run_dir: str | os.PathLike[str], report: Report) -> None:
