@@ -58,7 +58,7 @@ def test_a_number_that_cannot_work_is_named(settings: dict[str, Any], message: s
 @pytest.mark.parametrize("value", [0, -1])
 def test_every_bound_of_health_must_be_positive(name: str, value: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        HealthConfig(**{name: value}).check()
+        HealthConfig(**{name: value}).check()  # type: ignore[arg-type]
     assert str(caught.value) == f"health.{name} = {value}: not positive. Use a positive number."
 
 

@@ -23,7 +23,12 @@ def test_machines_are_listed_the_worst_first_and_forgotten(
     head, first, second = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["machine", "score", "suspect"]
     assert first.split()[:4] == ["i-old", "1.50", "suspect", "2"]
-    assert second.split()[:4] == ["i-weak", "0.30", "-", "1"] and second.split()[-4:] == ["link", "r7", "64", "B"]
+    assert second.split()[:4] == ["i-weak", "0.30", "-", "1"] and second.split()[-4:] == [
+        "link",
+        "r7",
+        "64",
+        "B",
+    ]
     assert main(["nodes", "list", str(tmp_path), "--json"]) == 0
     machines = json.loads(capsys.readouterr().out)["machines"]
     assert [(one["machine"], one["suspect"]) for one in machines] == [
