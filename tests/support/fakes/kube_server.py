@@ -91,9 +91,11 @@ def kube_server(folder: Path) -> Iterator[Kube]:
         patch.setenv("KUBERNETES_SERVICE_PORT", str(server.server_port))
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
-        yield kube
-        server.shutdown()
-        thread.join()
+        try:
+            yield kube
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -167,7 +167,10 @@ def test_without_group_and_template_it_says_what_is_missing(cloud: Cloud) -> Non
 
 
 def test_each_interface_gets_the_subnet() -> None:
-    cards: list[dict[str, Any]] = [{"NetworkCardIndex": 0}, {"NetworkCardIndex": 1, "InterfaceType": "efa-only"}]
+    cards: list[dict[str, Any]] = [
+        {"NetworkCardIndex": 0},
+        {"NetworkCardIndex": 1, "InterfaceType": "efa-only"},
+    ]
     place = plan_place(cards, "subnet-1")
     assert place == {"NetworkInterfaces": [{**card, "SubnetId": "subnet-1"} for card in cards]}
     assert plan_place([], "subnet-1") == {"SubnetId": "subnet-1"}
