@@ -19,7 +19,7 @@ def decide_hold(
     *,
     machines: int,
     suspects: int,
-    mended: Collection[float],
+    settled: Collection[float],
     begun: Collection[float],
     now: float,
     most_per_hour: int,
@@ -28,14 +28,14 @@ def decide_hold(
 
     Args:
         machines: that the run works on, the suspect ones included.
-        suspects: those of them that are suspect and were not replaced.
-        mended: when each one that was replaced had become suspect. Within `AT_ONCE_S` it counts on:
-            what they have in common goes on where the next machine is.
+        suspects: those of them that something is still to be done about.
+        settled: when each one became suspect that nothing more is done about, as it is replaced.
+            Within `AT_ONCE_S` it counts on: what they have in common goes on.
         begun: when each replacement of the run began.
         now: in seconds since the epoch, as all times.
         most_per_hour: `health.max_replacements_per_hour`.
     """
-    at_once = suspects + _count(mended, since=now - AT_ONCE_S)
+    at_once = suspects + _count(settled, since=now - AT_ONCE_S)
     if at_once > 1 and at_once > MOST_SUSPECT * machines:
         return (
             f"{at_once} of {machines} machines are suspect at once, more than {MOST_SUSPECT:.0%}: "

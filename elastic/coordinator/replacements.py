@@ -20,8 +20,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
@@ -48,6 +50,11 @@ LOOK_S = 60.0
 """How often a machine that is held back is looked at again, and the platform asked."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 """Before a provider without capacity is asked again."""
+
+_THREADS = 4
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +117,14 @@ class Replacements:
         self._provider = provider or open_provider(
             config.health.replace_nodes, end_node=end_node, address=cluster_address
         )
-        self._met: dict[str, asyncio.Task[Machine]] = {}
+        # Of its own: others must not wait behind a platform that does not answer.
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="replacements")
+        self._met: dict[str, asyncio.Future[Machine]] = {}
+        self._recalled: set[str] = set()
         self._suspected: dict[str, float] = {}
         """Node -> since when, in seconds since the epoch."""
-        self._replaced: set[str] = set()
+        self._settled: set[str] = set()
+        """Those of them for which nothing more is done."""
         self._begun: list[float] = []
         self._unfinished: list[events.NodeReplacement] = []
         self._began = False
@@ -128,9 +139,13 @@ class Replacements:
             newest[event.node] = event
             if event.outcome == "begun":
                 self._begun.append(event.time)
-            if event.outcome == "replaced":
-                self._replaced.add(event.node)
-        self._unfinished = [e for e in newest.values() if e.outcome in ("begun", "held_back")]
+        for node, event in newest.items():
+            if event.outcome == "cleared":
+                del self._suspected[node]
+            elif event.outcome in ("begun", "held_back"):
+                self._unfinished.append(event)
+            else:
+                self._settled.add(node)
 
     def begin(self) -> None:
         """The first worker is there."""
@@ -144,7 +159,8 @@ class Replacements:
 
     def hear(self, event: events.Event) -> None:
         """Something was written down."""
-        if isinstance(event, events.WorkerJoined) and event.node not in self._met:
+        if isinstance(event, events.WorkerJoined) and event.node not in self._recalled:
+            self._recalled.add(event.node)
             self._spawn(self._recall(event.node))
         elif isinstance(event, events.WorkerLost):
             weight = entry_of(event.cause).against_machine
@@ -155,7 +171,7 @@ class Replacements:
 
     async def _recall(self, node: str) -> None:
         """The first worker of a machine has started: what is remembered of it?"""
-        record = await asyncio.to_thread(self._file.read)
+        record = await self._on_thread(self._file.read)
         if self._provider is None and not record:
             return
         machine = await self._machine(node)
@@ -170,7 +186,7 @@ class Replacements:
         machine, now = await self._machine(node), time.time()
         mark = Mark(time=now, weight=weight, cause=cause, run=self._run, detail=detail)
         try:
-            marks = await asyncio.to_thread(self._file.add, machine.name, mark)
+            marks = await self._on_thread(self._file.add, machine.name, mark)
         except (OSError, SuspectFileError) as error:
             log.warning("what speaks against %s is not remembered: %s", machine.name, error)
             marks = (mark,)
@@ -182,7 +198,7 @@ class Replacements:
         before: dict[str, str] = {}
         while await self._goes_on_for(LOOK_S):
             try:
-                told = await asyncio.to_thread(provider.complaints)
+                told = await self._on_thread(provider.complaints)
             except Exception as error:
                 log.warning("the platform does not say how its machines are: %s", error)
                 continue
@@ -194,8 +210,7 @@ class Replacements:
 
     async def _machine(self, node: str) -> Machine:
         if node not in self._met:
-            asking = asyncio.to_thread(self._identify, node)
-            self._met[node] = asyncio.get_running_loop().create_task(asking)
+            self._met[node] = self._on_thread(self._identify, node)
         return await self._met[node]
 
     def _identify(self, node: str) -> Machine:
@@ -255,17 +270,17 @@ class Replacements:
 
     async def _still_suspect(self, machine: Machine) -> bool:
         try:
-            record = await asyncio.to_thread(self._file.read)
+            record = await self._on_thread(self._file.read)
         except (OSError, SuspectFileError):
             return True
         return is_suspect(record.get(machine.name, ()), time.time())
 
     def _hold(self) -> str | None:
-        suspected = self._suspected.items()
+        open_ = self._suspected.keys() - self._settled
         return decide_hold(
-            machines=len(self._workers.nodes | self._suspected.keys()),
-            suspects=sum(node not in self._replaced for node, _ in suspected),
-            mended=[since for node, since in suspected if node in self._replaced],
+            machines=len(self._workers.nodes | open_),
+            suspects=len(open_),
+            settled=[self._suspected[node] for node in self._settled],
             begun=self._begun,
             now=time.time(),
             most_per_hour=self._health.max_replacements_per_hour,
@@ -275,7 +290,7 @@ class Replacements:
         node = machine.node.node
         await self._workers.drain_node(node, None, reason)
         try:
-            await asyncio.to_thread(self._ray.drain, node, None, reason)
+            await self._on_thread(self._ray.drain, node, None, reason)
         except Exception as error:
             log.warning("Ray does not drain node %s: %s", node, error)
         while self._workers.work_on(node):
@@ -284,7 +299,7 @@ class Replacements:
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                done = await asyncio.to_thread(_ask, provider, machine, reason)
+                done = await self._on_thread(_ask, provider, machine, reason)
             except NoCapacityError as error:
                 self._note(machine, "held_back", reason, f"{error} Asked again in {pause_s:g} s")
             except Exception as error:
@@ -292,17 +307,25 @@ class Replacements:
                 self._note(machine, "failed", reason, f"{type(error).__name__}: {error}")
                 return
             else:
-                self._replaced.add(node)
+                await self._forget(machine)
                 self._note(machine, "replaced", reason, done)
-                await asyncio.to_thread(self._file.clear, machine.name)
                 return
             if not await self._goes_on_for(pause_s):
                 return
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
+    async def _forget(self, machine: Machine) -> None:
+        """It is replaced: its name may come back on another."""
+        try:
+            await self._on_thread(self._file.clear, machine.name)
+        except (OSError, SuspectFileError) as error:
+            log.warning("%s is still remembered as suspect: %s", machine.name, error)
+
     def _note(
         self, machine: Machine, outcome: events.ReplacementOutcome, reason: str, detail: str
     ) -> None:
+        if outcome in ("told", "replaced", "failed"):
+            self._settled.add(machine.node.node)
         self._records.note(
             events.NodeReplacement(
                 time=time.time(),
@@ -320,6 +343,12 @@ class Replacements:
         """Waits. Returns at once, and False, where the run is over."""
         await self._dispatcher.until(lambda: self._membership.stopped is not None, seconds)
         return self._membership.stopped is None
+
+    def _on_thread(
+        self, function: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs
+    ) -> asyncio.Future[_Result]:
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._threads, partial(function, *args, **kwargs))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._dispatcher.spawn(_harmless(work))

@@ -39,8 +39,12 @@ class LocalProvider:
             *(sys.executable, "-m", "ray.scripts.scripts", "start"),
             *("--address", self._address(), "--num-cpus", str(self._cpus)),
         ]
-        # Variables that tell of this worker of Ray's are not for a node.
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        # Those that tell of this process of Ray's are not for a node; those that let it in are.
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("RAY_") or name.startswith("RAY_AUTH_")
+        }
         try:
             subprocess.run(
                 start,

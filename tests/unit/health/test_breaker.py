@@ -21,7 +21,7 @@ NOW = 1_000_000.0
 )
 def test_many_suspects_at_once_hold_all_of_them(machines: int, suspects: int, held: bool) -> None:
     why = decide_hold(
-        machines=machines, suspects=suspects, mended=[], begun=[], now=NOW, most_per_hour=100
+        machines=machines, suspects=suspects, settled=[], begun=[], now=NOW, most_per_hour=100
     )
     assert (why is not None) is held
     assert why is None or f"{suspects} of {machines} machines are suspect at once" in why
@@ -30,7 +30,7 @@ def test_many_suspects_at_once_hold_all_of_them(machines: int, suspects: int, he
 @pytest.mark.parametrize(("ago_s", "held"), [(0, True), (599, True), (600, False)])
 def test_one_that_was_just_replaced_counts_on_for_ten_minutes(ago_s: float, held: bool) -> None:
     why = decide_hold(
-        machines=3, suspects=1, mended=[NOW - ago_s], begun=[], now=NOW, most_per_hour=100
+        machines=3, suspects=1, settled=[NOW - ago_s], begun=[], now=NOW, most_per_hour=100
     )
     assert (why is not None) is held
 
@@ -40,6 +40,6 @@ def test_one_that_was_just_replaced_counts_on_for_ten_minutes(ago_s: float, held
 )
 def test_so_many_an_hour_and_no_more(ago_s: list[float], held: bool) -> None:
     begun = [NOW - ago for ago in ago_s]
-    why = decide_hold(machines=100, suspects=1, mended=[], begun=begun, now=NOW, most_per_hour=3)
+    why = decide_hold(machines=100, suspects=1, settled=[], begun=begun, now=NOW, most_per_hour=3)
     expected = "3 replacements began within an hour (health.max_replacements_per_hour = 3)"
     assert why == (expected if held else None)
