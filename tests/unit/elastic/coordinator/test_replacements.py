@@ -348,6 +348,43 @@ def test_a_coordinator_that_is_started_anew_goes_on(
     assert desk.ended == ["B"]
 
 
+@pytest.mark.parametrize(
+    ("outcome", "held"), [("begun", True), ("replaced", True), ("told", True), ("cleared", False)]
+)
+def test_after_a_new_start_others_that_are_suspect_count(
+    tmp_path: Path, outcome: events.ReplacementOutcome, held: bool
+) -> None:
+    desk = Desk(tmp_path)
+    now = time.time()
+    desk.replacements.replay(
+        events.NodeReplacement(time=now, node="Z", machine="m-Z", outcome=one, reason="", detail="")
+        for one in ("held_back", outcome)
+    )
+
+    async def story() -> None:
+        await desk.lose("b")
+        if held:
+            await desk.outcomes("held_back")
+        else:
+            await desk.outcomes("begun", "replaced")
+
+    desk.run(story)
+
+
+def test_by_default_a_machine_of_before_is_told_of(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, tells=True)
+    desk.file.add("m-B", mark())
+
+    async def story() -> None:
+        desk.join_from("C")
+        desk.join_from("B")
+        (told,) = await desk.outcomes("told")
+        assert (told.node, told.reason) == ("B", "remembered of run before: link: 64 bytes")
+
+    desk.run(story)
+    assert desk.file.read().keys() == {"m-B"}
+
+
 def test_what_the_platform_says_twice_speaks_against_a_machine(tmp_path: Path) -> None:
     """KubeRay's pod m-B runs on node n2, and EKS's agent has found a fault there."""
     (tmp_path / "account").mkdir()
