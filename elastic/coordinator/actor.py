@@ -33,6 +33,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from checkpointing import Receipt, StoreUnavailableError
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.arrivals import Arrivals
+from elastic.coordinator.aside import Aside
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.failover import Failover
@@ -152,9 +153,8 @@ class Coordinator(CoordinatorApi):
         )
         self._troubles = Troubles(config.health, self._membership, self._dispatcher, self._workers)
         self._link_tests = LinkTests(self._membership, self._workers, self._records)
-        self._replacements = Replacements(
-            config, self._membership, self._dispatcher, self._workers, self._records
-        )
+        aside = Aside(self._membership, self._dispatcher)
+        self._replacements = Replacements(config, self._workers, self._records, aside)
         self._standstill = self._watch_for_standstill()
         self._supervised = Supervised(config, self._dispatcher, self._records)
         self._failover: Failover | None = None

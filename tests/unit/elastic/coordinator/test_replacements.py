@@ -13,8 +13,9 @@ import pytest
 
 from elastic.cli.main import main
 from elastic.config import HealthConfig
-from elastic.coordinator import replacements
-from elastic.coordinator.replacements import Ray, Replacements
+from elastic.coordinator import replacements, suspicions
+from elastic.coordinator.aside import Aside
+from elastic.coordinator.replacements import Replacements
 from elastic.errors import NoCapacityError
 from elastic.node_config import KubeNodes
 from elastic.protocol import events
@@ -35,7 +36,8 @@ PATIENCE_S = 20.0
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Minutes as hundredths of a second. The dispatcher puts the collector off for longer than
     these loops last."""
-    for name in ("SETTLE_S", "LOOK_S", "FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
+    monkeypatch.setattr(suspicions, "ASK_S", 0.01)
+    for name in ("SETTLE_S", "LOOK_S", "LEAVE_S", "FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
         monkeypatch.setattr(replacements, name, 0.01)
     yield
     gc.enable()
@@ -58,20 +60,16 @@ class Desk(CoordinatorDesk):
         self.ended: list[str] = []
         self.drained: list[str] = []
         self.file = SuspectFile(root)
-        ray = Ray(
+        self.replacements = Replacements(
+            self.config,
+            self.workers,
+            self.records,
+            Aside(self.membership, self.dispatcher),
+            provider=provider or (None if tells else RayProvider(self.ended.append)),
             find=lambda node: NodeIdentity(
                 node=node, address="10.0.0.1", instance=f"m-{node}", head=node == head
             ),
             drain=lambda node, deadline_s, reason: self.drained.append(node),
-        )
-        self.replacements = Replacements(
-            self.config,
-            self.membership,
-            self.dispatcher,
-            self.workers,
-            self.records,
-            provider=provider or (None if tells else RayProvider(self.ended.append)),
-            ray=ray,
         )
 
     def run(self, story: Callable[[], Awaitable[None]]) -> None:

@@ -20,6 +20,7 @@ from elastic.protocol.events import (
     RegroupCalled,
     RegroupDone,
     RegroupGathered,
+    ReplacementOutcome,
     ReplicaHealed,
     ReplicasCompared,
     RunEnded,
@@ -258,15 +259,16 @@ def test_the_report_of_an_older_version_leaves_out_what_it_did_not_note() -> Non
 
 
 def test_how_it_ended_with_each_suspect_machine_is_told() -> None:
+    outcomes: list[tuple[float, str, ReplacementOutcome]] = [
+        (1.0, "a", "held_back"),
+        (2.0, "b", "begun"),
+        (3.0, "a", "cleared"),
+        (4.0, "b", "failed"),
+    ]
     told = [
         NodeReplacement(time=t, node=node, machine=f"i-{node}", outcome=outcome, reason="link: r",
                         detail=f"d{t}")
-        for t, node, outcome in [
-            (1.0, "a", "held_back"),
-            (2.0, "b", "begun"),
-            (3.0, "a", "cleared"),
-            (4.0, "b", "failed"),
-        ]
+        for t, node, outcome in outcomes
     ]  # fmt: skip
     report = build_report([*start(0.0), *told], [])
     assert [(one.node, one.outcome) for one in report.replacements] == [
