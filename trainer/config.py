@@ -177,6 +177,8 @@ class TrainConfig:
     """Samples a worker takes through the model at once; None: all it has of a lane."""
     lanes: int | None = None
     """Micro-batch sequences that make up the global batch; None: `scaling.max_replicas`."""
+    prefetch: int = 2
+    """Micro-batches that a thread of each worker reads ahead; 0: each is read when it is due."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How one replica is split over workers."""
     optimizer: Optimizer = field(default_factory=OptimizerConfig)
@@ -231,6 +233,10 @@ class TrainConfig:
         ]:
             if value < 1:
                 raise ConfigError(f"train.{name}", value, "must be at least 1", "Use 1 or more")
+        if self.prefetch < 0:
+            raise ConfigError(
+                "train.prefetch", self.prefetch, "fewer than none", "Use 0 (none) or more"
+            )
         self.parallel.check(self)
         self._check_batch(lanes)
         self.optimizer.check()

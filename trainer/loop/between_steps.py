@@ -15,6 +15,7 @@ from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.errors import CrossGroupLost
 from trainer.loop.link import Link, LoopConfig, Progress
+from trainer.loop.loader import read
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Place, Saving
 
@@ -134,7 +135,7 @@ class BetweenSteps:
             # Every rank runs every batch, for its peers' collectives; none is counted twice.
             ids = [start + shard * micro + offset for offset in range(micro)]
             kept = [index for index in ids if index < count]
-            batch = self.engine.take(data.batch(np.asarray(kept or [0], dtype=np.int64)))
+            batch = self.engine.take(read(data, np.asarray(kept or [0], dtype=np.int64)))
             loss, terms = self.engine.task.loss(self.engine.model, batch)
             if kept and self.engine.slot.tensor == 0:
                 loss_sum, tokens = loss_sum + float(loss), tokens + terms

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 
 from trainer.config import TrainConfig
@@ -28,7 +29,8 @@ from trainer.engine.engine import Engine
 from trainer.errors import CrossGroupLost, NonFiniteError
 from trainer.loop.between_steps import BetweenSteps
 from trainer.loop.link import Link, LoopConfig, Progress
-from trainer.loop.samples import lane_ids, lane_start, micro_seed, step_ids
+from trainer.loop.loader import Loader
+from trainer.loop.samples import lane_start, micro_batches, micro_seed, step_ids
 from trainer.recovery.heal import Newcomer, Source
 from trainer.replication import step_commit as commits
 from trainer.replication.lane_sums import LaneSums
@@ -78,6 +80,7 @@ class TrainLoop:
         self.lanes, self.progress, self.config = lanes, progress, config
         self.train: TrainConfig = engine.train_config
         self.data: SampleSource = engine.task.train_data()
+        self.loader: Loader | None = None
         self.source, self.newcomer = source, newcomer
         self.part, self.followed = part, followed
         self.due = BetweenSteps(
@@ -91,6 +94,14 @@ class TrainLoop:
             RuntimeError: a collective inside the replica failed: a peer of this replica is gone.
             NonFiniteError: too many steps in a row were not finite.
         """
+        try:
+            return self.run_steps()
+        finally:
+            if self.loader is not None:
+                self.loader.close()
+
+    def run_steps(self) -> Outcome:
+        """See `run`."""
         until = self.config.until
         if self.progress.step == until:
             self.save_and_evaluate()  # whoever was to do it at the end may be gone
@@ -121,6 +132,7 @@ class TrainLoop:
             self.follow(self.newcomer)
         home = self.engine.gradient if self.cross.size == 1 else None
         missing, reduction = self.sums.begin(step, self.lanes, home), self.make_reduction()
+        self.begin_reading(step, missing)
         for lane in missing:
             self.compute_lane(step, lane, reduction if lane == missing[-1] else None)
         self.link.at_step(step, "reduce")
@@ -133,6 +145,21 @@ class TrainLoop:
         self.link.at_step(step, "before_commit")
         return self.agree(step, failed)
 
+    def begin_reading(self, step: int, missing: Sequence[int]) -> None:
+        """In the generation's first step, which computes the `missing` lanes: begins to read."""
+        if self.loader is None:
+            due = micro_batches(
+                self.train,
+                self.config.lanes,
+                len(self.data),
+                self.engine.slot.shard,
+                steps=range(step, self.config.until),
+                missing=missing,
+                dealt=self.lanes,
+            )
+            pin = self.engine.device.type == "cuda"
+            self.loader = Loader(self.data, due, ahead=self.train.prefetch, pin=pin)
+
     def compute_lane(self, step: int, lane: int, reduction: Reduction | None) -> None:
         """Forward and backward of all micro-batches of a lane.
 
@@ -141,9 +168,9 @@ class TrainLoop:
             lane: the lane.
             reduction: given with the last lane; starts as the gradients come in.
         """
-        slot = self.engine.slot
-        ids = lane_ids(self.train, self.config.lanes, len(self.data), step, lane, slot.shard)
-        micro = self.train.micro_samples(self.config.lanes)
+        assert self.loader is not None
+        slot, lanes, taken = self.engine.slot, self.config.lanes, []
+        last = self.train.lane_samples(lanes) // self.train.micro_samples(lanes) - 1
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         tokens = 0
         self.engine.collect_in(self.sums.open(lane))
@@ -153,14 +180,16 @@ class TrainLoop:
             if reduction is not None:
                 reduction.start(stop)
 
-        for index, start in enumerate(range(0, len(ids), micro)):
+        for index in range(last + 1):
             torch.manual_seed(micro_seed(self.train.seed, step, lane, index, slot.fsdp))
             self.link.at_step(step, "data")
-            batch = self.engine.take(self.data.batch(ids[start : start + micro]))
+            ids, samples = self.loader.take()
+            taken.append(ids)
+            batch = self.engine.take(samples)
             self.link.at_step(step, "forward")
             loss, count = self.engine.task.loss(self.engine.model, batch)
             self.link.at_step(step, "backward")
-            if start + micro < len(ids):
+            if index < last:
                 self.engine.backward(loss)
             else:
                 self.engine.backward_at_last(loss, take)
@@ -169,8 +198,8 @@ class TrainLoop:
         # Tensor peers have the same loss, and all who share the samples the same ids.
         stats = LaneStats(tokens=0, digest=0)
         if slot.tensor == 0:
-            first = lane_start(self.train, self.config.lanes, lane, slot.shard)
-            digest = commits.sample_digest(ids, first) if slot.part == 0 else 0
+            first = lane_start(self.train, lanes, lane, slot.shard)
+            digest = commits.sample_digest(np.concatenate(taken), first) if slot.part == 0 else 0
             stats = LaneStats(tokens=tokens, digest=digest)
         else:
             loss_sum = torch.zeros_like(loss_sum)
