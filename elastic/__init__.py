@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from elastic.errors import ElasticError, ResourcesError, RunFailedError
     from elastic.protocol.faults import Fault, parse_faults
     from elastic.reporting.callback import Callback
-    from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
+    from trainer.config import OptimizerConfig, ParallelConfig, Steps, TrainConfig
     from trainer.data.config import DataConfig
     from trainer.errors import ConfigError, TrainerError
     from trainer.models.hf import ModelConfig
@@ -45,6 +45,7 @@ _HOMES = {
     "RunFailedError": "elastic.errors",
     "S3Config": "checkpointing",
     "ScalingConfig": "elastic.config",
+    "Steps": "trainer.config",
     "TrainConfig": "trainer.config",
     "TrainerError": "trainer.errors",
     "parse_faults": "elastic.protocol.faults",
@@ -70,6 +71,7 @@ __all__ = [
     "RunFailedError",
     "S3Config",
     "ScalingConfig",
+    "Steps",
     "TrainConfig",
     "TrainerError",
     "parse_faults",

@@ -58,6 +58,11 @@ class RunPaths:
         return self.root / "tensorboard"
 
     @property
+    def profile(self) -> Path:
+        """Traces of profiled steps."""
+        return self.root / "profile"
+
+    @property
     def memory(self) -> Path:
         """The run's snapshots in the memory of whichever node this is asked on."""
         return memory_folder(self.root)

@@ -31,6 +31,7 @@ from elastic.protocol.events import (
     FaultFired,
     HealFailed,
     HelperKilled,
+    Profiled,
     RegroupDone,
     ReplicaForming,
     ReplicaHealed,
@@ -151,6 +152,9 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return f"snapshot of {event.step} steps cannot be read: {event.reason}"
         case ReplicasCompared(equal=False):
             return f"REPLICAS DIFFER after {event.step} steps"
+        case Profiled():
+            whole = "" if event.problem is None else f" ({event.problem})"
+            return f"profile of steps {event.first} to {event.last}: {event.file}{whole}"
         case Evaluated():
             return f"validation loss {event.val_loss:.4f} after {event.step} steps"
         case RunEnded():

@@ -28,8 +28,11 @@ from trainer.data import SampleSource
 from trainer.engine.engine import Engine
 from trainer.errors import CrossGroupLost, NonFiniteError
 from trainer.loop.between_steps import BetweenSteps
+from trainer.loop.clock import StepClock, StepTimes
 from trainer.loop.link import Link, LoopConfig, Progress
 from trainer.loop.loader import Loader
+from trainer.loop.phases import Phase
+from trainer.loop.profiling import StepProfiler
 from trainer.loop.samples import lane_start, micro_batches, micro_seed, step_ids
 from trainer.recovery.heal import Newcomer, Source
 from trainer.replication import step_commit as commits
@@ -59,6 +62,7 @@ class TrainLoop:
         newcomer: where this worker has no state yet.
         part: what this worker's replica is in the roster.
         followed: whether workers of no whole replica take part in this one's sums.
+        profiler: looks at some steps.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class TrainLoop:
         newcomer: Newcomer | None = None,
         part: Part = "whole",
         followed: bool = False,
+        profiler: StepProfiler | None = None,
     ) -> None:
         self.engine, self.cross, self.sums, self.link = engine, cross, sums, link
         self.lanes, self.progress, self.config = lanes, progress, config
@@ -83,8 +88,15 @@ class TrainLoop:
         self.loader: Loader | None = None
         self.source, self.newcomer = source, newcomer
         self.part, self.followed = part, followed
+        self.clock, self.profiler = StepClock(engine.device), profiler
         self.due = BetweenSteps(
-            engine, cross, progress=progress, config=config, link=link, samples=len(self.data)
+            engine,
+            cross,
+            progress=progress,
+            config=config,
+            link=link,
+            samples=len(self.data),
+            enter=self.enter,
         )
 
     def run(self) -> Outcome:
@@ -99,6 +111,23 @@ class TrainLoop:
         finally:
             if self.loader is not None:
                 self.loader.close()
+            self.tell_times(self.clock.take(self.progress.step))
+
+    def close(self) -> None:
+        """Ends what looks at the steps. Called when the groups are closed: it waits for the device,
+        which may hang in a collective before."""
+        if self.profiler is not None:
+            self.profiler.end(self.progress.step)
+
+    def enter(self, step: int, phase: Phase) -> None:
+        """This worker enters a phase."""
+        self.clock.enter(phase)
+        self.link.at_step(step, phase)
+
+    def tell_times(self, times: StepTimes | None) -> None:
+        """Where the time of some steps went, if that is known now."""
+        if times is not None:
+            self.link.timed(times)
 
     def run_steps(self) -> Outcome:
         """See `run`."""
@@ -106,9 +135,12 @@ class TrainLoop:
         if self.progress.step == until:
             self.save_and_evaluate()  # whoever was to do it at the end may be gone
         while self.progress.step < until:
+            if self.profiler is not None:
+                self.profiler.begin(self.progress.step)
             commit = self.try_step()
             if commit is None:
                 return "fault"
+            self.tell_times(self.clock.committed(commit.step))
             self.finish_step(commit)
             self.due.compare(has_state=self.newcomer is None)
             self.save_and_evaluate()
@@ -128,6 +160,7 @@ class TrainLoop:
         commit."""
         step = self.progress.step
         self.progress.in_step = True
+        self.clock.begin()
         if self.newcomer is not None:
             self.follow(self.newcomer)
         home = self.engine.gradient if self.cross.size == 1 else None
@@ -135,14 +168,14 @@ class TrainLoop:
         self.begin_reading(step, missing)
         for lane in missing:
             self.compute_lane(step, lane, reduction if lane == missing[-1] else None)
-        self.link.at_step(step, "reduce")
+        self.enter(step, "reduce")
         try:
             reduction.finish()
             failed = False
         except CrossGroupLost:
             self.engine.replace_gradient()
             failed = True
-        self.link.at_step(step, "before_commit")
+        self.enter(step, "before_commit")
         return self.agree(step, failed)
 
     def begin_reading(self, step: int, missing: Sequence[int]) -> None:
@@ -182,13 +215,13 @@ class TrainLoop:
 
         for index in range(last + 1):
             torch.manual_seed(micro_seed(self.train.seed, step, lane, index, slot.fsdp))
-            self.link.at_step(step, "data")
+            self.enter(step, "data")
             ids, samples = self.loader.take()
             taken.append(ids)
             batch = self.engine.take(samples)
-            self.link.at_step(step, "forward")
+            self.enter(step, "forward")
             loss, count = self.engine.task.loss(self.engine.model, batch)
-            self.link.at_step(step, "backward")
+            self.enter(step, "backward")
             if index < last:
                 self.engine.backward(loss)
             else:
@@ -238,7 +271,7 @@ class TrainLoop:
             total = self.sum_over_replicas(vector)
         else:
             replica = self.engine.sum_at_first(vector)
-            self.link.at_step(step, "in_commit")
+            self.enter(step, "in_commit")
             total = self.engine.hand_out(self.sum_over_replicas(replica))
         if self.followed and self.engine.rank > 0:
             total = self.tell_followers(total)
@@ -246,7 +279,7 @@ class TrainLoop:
             # Nobody asks a follower whether its gradient is whole: the step may count without it.
             self.progress.in_step = not (follows and failed)
             return None
-        self.link.at_step(step, "after_commit")
+        self.enter(step, "after_commit")
         config = self.config
         return commits.unpack(total, step=step, lanes=config.lanes, generation=config.generation)
 
@@ -294,6 +327,7 @@ class TrainLoop:
             self.newcomer.keep(commit)
         else:
             self.apply(commit)
+        self.clock.turn_to("other")
         self.sums.clear()
         self.progress.step = commit.step + 1
         self.progress.last, self.progress.in_step = commit, False
@@ -307,7 +341,7 @@ class TrainLoop:
 
     def apply(self, commit: Commit) -> None:
         """The optimizer step; none where the gradient is not finite."""
-        self.link.at_step(commit.step, "optimizer")
+        self.enter(commit.step, "optimizer")
         if self.source is not None:
             self.source.await_copy()
         if commit.finite:

@@ -56,6 +56,7 @@ def test_the_public_names_are_these() -> None:
         "RunFailedError",
         "S3Config",
         "ScalingConfig",
+        "Steps",
         "TrainConfig",
         "TrainerError",
         "parse_faults",
