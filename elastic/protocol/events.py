@@ -389,7 +389,7 @@ class StepsTimed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled(Event):
-    """The profile that was asked for has ended, on the lead."""
+    """A profile of steps has ended, on the lead. There are several where a regroup came between."""
 
     worker: str
     """The lead."""
@@ -398,11 +398,11 @@ class Profiled(Event):
     first: int
     """The first step that it holds."""
     last: int
-    """The last one; below `first` where none was whole."""
+    """The last one."""
     file: str
     """The trace, in Chrome's format."""
     problem: str | None
-    """Why it is not whole, or not there."""
+    """Why it lacks steps that were asked for, or is not there."""
     operators: list[dict[str, Any]]
     """The dearest ones: `name`, `calls`, `cpu_ms` and `gpu_ms` of their own."""
 

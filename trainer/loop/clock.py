@@ -77,7 +77,7 @@ class StepClock:
         self._whole: list[tuple[Part, Any]] = []
         """The step before, with its end."""
         self._begun = 0
-        self._sums, self._steps = dict.fromkeys(PARTS, 0.0), 0
+        self._sums, self._steps, self._last = dict.fromkeys(PARTS, 0.0), 0, 0
 
     def begin(self) -> None:
         """A step begins, and the one before it ends."""
@@ -99,16 +99,16 @@ class StepClock:
         full."""
         for (part, begin), (_, end) in pairwise(self._whole):
             self._sums[part] += self._between(begin, end)
-        self._steps += bool(self._whole)
-        self._whole = []
-        return self.take(step) if self._steps == WINDOW_STEPS else None
+        if self._whole:
+            self._steps, self._last, self._whole = self._steps + 1, step - 1, []
+        return self.take() if self._steps == WINDOW_STEPS else None
 
-    def take(self, step: int) -> StepTimes | None:
-        """What was counted before `step` and not told of yet; None where that is nothing."""
+    def take(self) -> StepTimes | None:
+        """What was counted and not told of yet; None where that is nothing."""
         if not self._steps:
             return None
         means = {part: total / self._steps for part, total in self._sums.items()}
-        times = StepTimes(step=step - 1, steps=self._steps, seconds=means)
+        times = StepTimes(step=self._last, steps=self._steps, seconds=means)
         self._sums, self._steps = dict.fromkeys(PARTS, 0.0), 0
         return times
 

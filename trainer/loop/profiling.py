@@ -1,7 +1,6 @@
 """A profile of some steps on one worker, by torch's profiler: a trace, and where the time went.
 
-torch.profiler is imported by the first step that is profiled. While the trace is written, between
-two steps, the others wait.
+While the trace is written, between two steps, the other workers wait.
 """
 
 from __future__ import annotations
@@ -9,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
-    from trainer.config import Steps
+from trainer.config import Steps
 
 MOST_OPERATORS = 12
 
@@ -38,17 +36,18 @@ class Profile:
     first: int
     """The first step that it holds."""
     last: int
-    """The last one; below `first` where none was whole."""
+    """The last one."""
     file: str
     """The trace, in Chrome's format, on the node of the worker."""
     problem: str | None
-    """Why it is not whole, or not there."""
+    """Why it lacks steps, or is not there."""
     operators: tuple[Operator, ...]
     """The dearest ones, first those with most time on the GPU, or on the host without one."""
 
 
 class StepProfiler:
-    """Profiles `steps` of the generation that it is made for, as far as that comes.
+    """Profiles those of `steps` that its generation does whole. Where another one did the first of
+    them, or will do the last, it says so.
 
     Args:
         steps: which.
@@ -67,14 +66,15 @@ class StepProfiler:
         on_cuda: bool,
         tell: Callable[[Profile], None],
     ) -> None:
-        self._steps, self._on_cuda, self._tell = steps, on_cuda, tell
-        self._file = folder / f"steps-{steps.first}-{steps.last}-{worker}.json.gz"
+        self._steps, self._folder, self._worker = steps, folder, worker
+        self._on_cuda, self._tell = on_cuda, tell
         self._running: profile | None = None
+        self._first = 0
 
     def begin(self, step: int) -> None:
         """Called before each step."""
-        if step == self._steps.first:
-            self._start()
+        if self._running is None and self._steps.first <= step <= self._steps.last:
+            self._start(step)
         elif step > self._steps.last:
             self.end(step)
 
@@ -84,29 +84,31 @@ class StepProfiler:
             return
         running, self._running = self._running, None
         running.__exit__(None, None, None)
-        last, problem = min(step - 1, self._steps.last), None
-        if last < self._steps.last:
-            problem = f"its roster ended before step {step} was done"
+        first, last = self._first, min(step - 1, self._steps.last)
+        if last < first:
+            return  # the next generation begins with the same step
+        file = self._folder / f"steps-{first}-{last}-{self._worker}.json.gz"
+        problem = None
+        if (first, last) != (self._steps.first, self._steps.last):
+            problem = f"its roster did no more of {self._steps.first} to {self._steps.last}"
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            running.export_chrome_trace(str(self._file))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(file))
         except OSError as error:
             problem = f"the trace cannot be written: {error}"
         self._tell(
             Profile(
-                first=self._steps.first,
+                first=first,
                 last=last,
-                file=str(self._file),
+                file=str(file),
                 problem=problem,
                 operators=_dearest(running.key_averages(), self._on_cuda),
             )
         )
 
-    def _start(self) -> None:
-        from torch.profiler import ProfilerActivity, profile
-
+    def _start(self, step: int) -> None:
         cuda = [ProfilerActivity.CUDA] if self._on_cuda else []
-        self._running = profile(activities=[ProfilerActivity.CPU, *cuda])
+        self._running, self._first = profile(activities=[ProfilerActivity.CPU, *cuda]), step
         self._running.__enter__()
 
 

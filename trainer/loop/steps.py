@@ -111,7 +111,7 @@ class TrainLoop:
         finally:
             if self.loader is not None:
                 self.loader.close()
-            self.tell_times(self.clock.take(self.progress.step))
+            self.tell_times(self.clock.take())
 
     def close(self) -> None:
         """Ends what looks at the steps. Called when the groups are closed: it waits for the device,

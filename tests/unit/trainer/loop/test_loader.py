@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +26,7 @@ from trainer.loop.samples import lane_ids, micro_batches
 from trainer.tasks.custom import CustomTask
 
 SAMPLES, STEPS = 64, 6
-PATIENCE_S = 30.0
+PATIENCE_S, READ_S = 30.0, 0.002
 
 
 class Watched:
@@ -119,6 +120,28 @@ def test_a_read_is_hidden_behind_the_computation(train: Callable[[TrainConfig], 
     task = CustomTask(build_model=build_model, loss_function=loss_after_the_next_read, dataset=data)
     train(settings(data, 1, task=task))
     assert hidden == [True] * (2 * STEPS - 1)
+
+
+def test_the_parts_of_a_real_step_show_a_read_that_is_waited_for(
+    train: Callable[[TrainConfig], Any],
+) -> None:
+    """Without reading ahead. They are part of the time that the whole took."""
+
+    class Slow(Watched):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            end = time.perf_counter() + READ_S
+            while time.perf_counter() < end:
+                pass
+            return super().__getitem__(index)
+
+    begin = time.perf_counter()
+    result = train(settings(Slow(), 0))
+    wall_s = time.perf_counter() - begin
+    (times,) = result.times
+    assert (times.step, times.steps) == (STEPS - 2, STEPS - 2)
+    assert times.seconds["data"] >= 4 * READ_S
+    assert all(times.seconds[part] > 0 for part in ("compute", "commit", "optimizer"))
+    assert times.steps * sum(times.seconds.values()) <= wall_s
 
 
 def test_one_thread_reads_the_samples_of_training_and_evaluation(
