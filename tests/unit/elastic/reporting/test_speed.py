@@ -40,15 +40,18 @@ def step(number: int, time: float, replicas: int) -> StepRecord:
     )  # fmt: skip
 
 
-STEPS = [step(0, 10.0, 3), step(1, 12.0, 3), step(2, 14.0, 3), step(3, 30.0, 2), step(4, 33.0, 2)]
-REGROUP = RegroupDone(
-    time=20.0, generation=2, step=3, replicas=2, lanes={}, renumbered={}, outcome="repeat",
-    lost_steps=0, repeated_steps=1,
-)  # fmt: skip
+STEPS = [step(0, 10.0, 3), step(1, 12.0, 3), step(2, 30.0, 2), step(3, 33.0, 2), step(4, 60.0, 2)]
+
+
+def regroup(time: float) -> RegroupDone:
+    return RegroupDone(
+        time=time, generation=2, step=3, replicas=2, lanes={}, renumbered={}, outcome="repeat",
+        lost_steps=0, repeated_steps=1,
+    )  # fmt: skip
 
 
 def speed(*events: Event) -> Speed:
-    happened = [*events, REGROUP]
+    happened = [*events, regroup(20.0), regroup(40.0)]
     return find_speed(happened, find_gaps(happened, STEPS))
 
 
