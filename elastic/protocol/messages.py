@@ -36,6 +36,8 @@ class Identity:
     """Descriptor of its heartbeat in that process (`health.heartbeat`)."""
     device: str = ""
     """Its GPU, as CUDA names it; empty on a CPU."""
+    stacks_fd: int | None = None
+    """Descriptor that it writes its stacks to (`health.stacks`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,8 @@ class Death:
     """What happened to it."""
     detail: str
     """The evidence in one line."""
+    stacks: str = ""
+    """What its threads were doing, where it was killed for doing nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

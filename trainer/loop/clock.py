@@ -43,6 +43,7 @@ _PARTS: dict[Phase, Part] = {
     "optimizer": "optimizer",
     "checkpoint": "save",
     "evaluation": "evaluation",
+    "profile": "other",
 }
 
 WINDOW_STEPS = 50

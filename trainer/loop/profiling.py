@@ -1,6 +1,7 @@
 """A profile of some steps on one worker, by torch's profiler: a trace, and where the time went.
 
-While the trace is written, between two steps, the other workers wait.
+While the trace is written, between two steps, the other workers wait: the loop is in the phase
+`profile` then, which is none of a step.
 """
 
 from __future__ import annotations

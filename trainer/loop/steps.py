@@ -136,6 +136,7 @@ class TrainLoop:
             self.save_and_evaluate()  # whoever was to do it at the end may be gone
         while self.progress.step < until:
             if self.profiler is not None:
+                self.enter(self.progress.step, "profile")
                 self.profiler.begin(self.progress.step)
             commit = self.try_step()
             if commit is None:
