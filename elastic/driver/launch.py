@@ -77,6 +77,8 @@ class _Ready:
     """What its state is."""
     origin: Origin
     task: PreparedTask
+    flops_per_token: dict[str, float]
+    """Of the model, by counting."""
 
 
 @dataclass(kw_only=True)
@@ -148,12 +150,17 @@ class Launch:
         task = self.train.task.prepare(self.train, cache)
         tell("building the model on the driver, without weights")
         built = build_model(task, self.train)[0]
-        flops = dict(task.flops_per_token(built))
         model = state_table(built, self.train.optimizer.moments)
         origin = self._find_origin(paths, identity, snapshot, model)
         if origin.manifest is not None:
             check_continues(origin.manifest, self.train, task)
-        return _Ready(identity=identity, model=model, origin=origin, task=task)
+        return _Ready(
+            identity=identity,
+            model=model,
+            origin=origin,
+            task=task,
+            flops_per_token=dict(task.flops_per_token(built)),
+        )
 
     def _start(self, paths: RunPaths, ready: _Ready) -> tuple[Remote[SupervisorApi], Observer]:
         """Starts the run: from here on it belongs to the cluster."""
@@ -175,7 +182,7 @@ class Launch:
         remove_orphans(paths, last_generation(paths, origin.manifest) + 1)
         attempt = secrets.randbits(31)
         prefix = f"{paths.key}/{attempt:08x}/"
-        config = self._coordinator_config(paths, origin, plan, task, prefix, flops)
+        config = self._coordinator_config(paths, origin, plan, task, prefix, ready.flops_per_token)
         observer = Observer(paths, self.callbacks)
         end_all(f"{paths.key}/")  # what a start that was ended from outside has left
         try:
