@@ -46,6 +46,8 @@ from trainer.backend.groups import (
     make_replica_group,
 )
 from trainer.backend.link_test import BOUND_S, LINK_BYTES, try_links
+from trainer.backend.near_gpu import stay_near
+from trainer.backend.node_network import NodeNetwork
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
@@ -55,8 +57,9 @@ from trainer.loop.profiling import StepProfiler
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.apply import warm_up
 from trainer.parallel.layout import Slot
-from trainer.recovery.heal import Newcomer, Source
-from trainer.recovery.heal_channel import HealChannel
+from trainer.recovery.heal import Newcomer
+from trainer.recovery.heal_source import Source
+from trainer.recovery.heal_wire import Meeting
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.replicas import CrossGroup
 
@@ -96,6 +99,7 @@ class Worker:
             stacks_fd=offer_stacks(),
         )
         job.coordinator.call(CoordinatorApi.hello, self.identity)
+        self.network = self.settle_on_gpu() if job.scaling.device == "cuda" else None
         self.link = CoordinatorLink(self.identity, job, heartbeat)
         on_sigterm(self.link.terminating)
         self.engine: Engine | None = None
@@ -112,6 +116,14 @@ class Worker:
         # What is there now stays: the collections of `leave_replica` need not look through it.
         gc.collect()
         gc.freeze()
+
+    def settle_on_gpu(self) -> NodeNetwork:
+        """Called before all that starts threads, which inherit the CPUs, and before NCCL reads its
+        environment. Each worker asks its own machine: a cluster may have several kinds."""
+        stay_near(str(torch.cuda.get_device_properties(0).uuid))
+        return NodeNetwork(
+            self.job.paths.nccl_log(self.identity.worker), allow_tcp=self.job.scaling.allow_tcp
+        )
 
     def run(self) -> None:
         """Works until the run is over.
@@ -243,6 +255,8 @@ class Worker:
             device=device,
             leave_now=leave_now,
         )
+        if self.network is not None:
+            self.network.check()
         return Engine(
             self.job.task,
             train,
@@ -389,19 +403,19 @@ class Worker:
         takers = [h.position for h in run.heals if h.source == source and run.rank in h.ranks]
         if not takers:
             return None
-        group = [source, *takers]
         self.link.at_step(run.step, "heal_source" if own == source else "heal_target")
-        channel = HealChannel(
-            self.rendezvous,
-            f"heal/{run.generation}/{engine.rank}/{source}",
-            rank=group.index(own),
-            size=len(group),
-            device=self.job.scaling.device,
+        meeting = Meeting(
+            rendezvous=self.rendezvous,
+            prefix=f"heal/{run.generation}/{engine.rank}/{source}",
+            secret=self.job.secret,
+            newcomers=len(takers),
+            bytes_per_s=self.job.health.heal_bytes_per_s,
         )
         if own != source:
-            return Newcomer(engine, channel, self.job.train.optimizer.clip_norm)
+            clip_norm = self.job.train.optimizer.clip_norm
+            return Newcomer(engine, meeting, number=takers.index(own), clip_norm=clip_norm)
         assert self.progress is not None
-        return Source(engine, self.progress.skipped_in_a_row, channel)
+        return Source(engine, self.progress.skipped_in_a_row, meeting)
 
     def make_loop(
         self,

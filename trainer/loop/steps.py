@@ -34,7 +34,8 @@ from trainer.loop.loader import Loader
 from trainer.loop.phases import Phase
 from trainer.loop.profiling import StepProfiler
 from trainer.loop.samples import lane_start, micro_batches, micro_seed, step_ids
-from trainer.recovery.heal import Newcomer, Source
+from trainer.recovery.heal import Newcomer
+from trainer.recovery.heal_source import Source
 from trainer.replication import step_commit as commits
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.reduction import Reduction

@@ -16,10 +16,12 @@ from elastic.protocol.events import (
     Evaluated,
     Event,
     FaultFired,
+    NodeReplacement,
     Profiled,
     RegroupCalled,
     RegroupDone,
     RegroupGathered,
+    ReplacementOutcome,
     ReplicaHealed,
     ReplicasCompared,
     RunEnded,
@@ -222,7 +224,8 @@ def test_the_text_names_the_facts_and_every_incident() -> None:
     assert lines[0] == "run: finished, 11 of 11 steps in 23.0 s"
     assert "4.0000 → 1.5000, validation 2.2500" in text
     assert "76.00 % of the time, longest stall 3.000 s" in text
-    header, _, row, _, meaning = lines[-5:]
+    header, _, row, _, meaning, _, verdict = lines[-7:]
+    assert verdict == "step 5: crash, w1 (certain); remedy: new process: gone"
     assert meaning == "crash: its process ended"
     assert dict(zip(cells(header), cells(row), strict=True)) == {
         "step": "5",
@@ -282,10 +285,34 @@ def test_what_a_worker_does_the_parts_of_a_step_and_a_profile_are_told() -> None
 def test_the_report_of_an_older_version_leaves_out_what_it_did_not_note() -> None:
     older = [e for e in EVENTS if not isinstance(e, RegroupGathered)]
     report = build_report(older, STEPS)
-    header, _, row = report_text(report).splitlines()[-5:-2]
+    header, _, row = report_text(report).splitlines()[-7:-4]
     cell = dict(zip(cells(header), cells(row), strict=True))
     assert (cell["abort"], cell["roster"]) == ("-", "0.500 s")
     assert report.effective_time == build_report(EVENTS, STEPS).effective_time
+
+
+def test_how_it_ended_with_each_suspect_machine_is_told() -> None:
+    outcomes: list[tuple[float, str, ReplacementOutcome]] = [
+        (1.0, "a", "held_back"),
+        (2.0, "b", "begun"),
+        (3.0, "a", "cleared"),
+        (4.0, "b", "failed"),
+    ]
+    told = [
+        NodeReplacement(time=t, node=node, machine=f"i-{node}", outcome=outcome, reason="link: r",
+                        detail=f"d{t}")
+        for t, node, outcome in outcomes
+    ]  # fmt: skip
+    report = build_report([*start(0.0), *told], [])
+    assert [(one.node, one.outcome) for one in report.replacements] == [
+        ("a", "cleared"),
+        ("b", "failed"),
+    ]
+    assert report_text(report).endswith(
+        "suspect machine i-a (link: r): cleared: d3.0\n"
+        "suspect machine i-b (link: r): failed: d4.0\n"
+    )
+    assert report.to_json()["replacements"][1]["machine"] == "i-b"
 
 
 def cells(line: str) -> list[str]:
