@@ -18,6 +18,7 @@ from elastic.protocol.causes import Cause
 
 RegroupReason = Literal["fault", "grow", "heal", "drain", "move", "repair", "stop"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
+ReplacementOutcome = Literal["told", "held_back", "cleared", "begun", "replaced", "failed"]
 RunOutcome = Literal["finished", "stopped", "failed", "interrupted"]
 
 
@@ -360,6 +361,23 @@ class SignsChanged(Event):
     """What other machines may call it: host name, address, instance id."""
     signs: list[dict[str, Any]]
     """All that stands now (`health.verdict.Sign`); none: all is well again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReplacement(Event):
+    """What becomes of a machine that is suspect: the last of these for a node is how it ended."""
+
+    node: str
+    """Ray's id of the node."""
+    machine: str
+    """The machine's name, which outlives Ray: an instance, a Kubernetes node, an address."""
+    outcome: ReplacementOutcome
+    """`told`: it stays, as `health.replace_nodes` is "tell"; `held_back`: not now; `cleared`:
+    nothing speaks against it any more; `begun`: the run leaves it; `replaced`; `failed`."""
+    reason: str
+    """What speaks against it."""
+    detail: str
+    """What was done, or why it was not."""
 
 
 @dataclass(frozen=True, kw_only=True)

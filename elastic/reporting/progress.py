@@ -31,6 +31,7 @@ from elastic.protocol.events import (
     FaultFired,
     HealFailed,
     HelperKilled,
+    NodeReplacement,
     RegroupDone,
     ReplicaForming,
     ReplicaHealed,
@@ -46,7 +47,7 @@ from elastic.protocol.events import (
     WorkerLost,
 )
 from elastic.reporting.callback import Callback
-from elastic.reporting.report import Report, report_text
+from elastic.reporting.report import Report, format_replacement, report_text
 
 TTY_INTERVAL_S = 0.1
 """Least time between two progress lines in a terminal: as fast as an eye can follow."""
@@ -153,6 +154,8 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return f"checkpoint of {event.step} steps cannot be read: {event.reason}"
         case SnapshotFailed():
             return f"snapshot of {event.step} steps cannot be read: {event.reason}"
+        case NodeReplacement():
+            return format_replacement(event)
         case ReplicasCompared(equal=False):
             return f"REPLICAS DIFFER after {event.step} steps"
         case Evaluated():

@@ -21,6 +21,7 @@ from elastic.protocol.events import (
     Event,
     FaultFired,
     LedgerChecked,
+    NodeReplacement,
     RegroupCalled,
     RegroupDone,
     ReplicasCompared,
@@ -110,6 +111,8 @@ class Report:
     """All losses of workers, in order."""
     verdicts: tuple[Advice, ...]
     """What was wrong at each of them, and what helps."""
+    replacements: tuple[NodeReplacement, ...]
+    """How it ended with each machine that was suspect, in the order in which they became so."""
     layout: dict[str, int]
     """Sizes of the layout at the last start."""
     versions: dict[str, str]
@@ -160,6 +163,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         ledger_steps=ledgers[-1].steps if ledgers else None,
         incidents=tuple(incidents),
         verdicts=tuple(find_verdicts(events, steps, incidents)),
+        replacements=tuple({e.node: e for e in _of(events, NodeReplacement)}.values()),
         layout=started[-1].layout if started else {},
         versions=started[-1].versions if started else {},
     )
@@ -177,7 +181,15 @@ def report_text(report: Report) -> str:
         lines += ["", *_explained(report.incidents)]
     if report.verdicts:
         lines += ["", *(_verdict_line(one) for one in report.verdicts)]
+    if report.replacements:
+        lines += ["", *(format_replacement(one) for one in report.replacements)]
     return "\n".join(lines) + "\n"
+
+
+def format_replacement(event: NodeReplacement) -> str:
+    """What becomes of a suspect machine, in one line."""
+    outcome = event.outcome.replace("_", " ")
+    return f"suspect machine {event.machine} ({event.reason}): {outcome}: {event.detail}"
 
 
 def write_report(run_dir: str | os.PathLike[str], report: Report) -> None:

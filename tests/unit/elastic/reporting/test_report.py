@@ -16,9 +16,11 @@ from elastic.protocol.events import (
     Evaluated,
     Event,
     FaultFired,
+    NodeReplacement,
     RegroupCalled,
     RegroupDone,
     RegroupGathered,
+    ReplacementOutcome,
     ReplicaHealed,
     ReplicasCompared,
     RunEnded,
@@ -255,6 +257,30 @@ def test_the_report_of_an_older_version_leaves_out_what_it_did_not_note() -> Non
     cell = dict(zip(cells(header), cells(row), strict=True))
     assert (cell["abort"], cell["roster"]) == ("-", "0.500 s")
     assert report.effective_time == build_report(EVENTS, STEPS).effective_time
+
+
+def test_how_it_ended_with_each_suspect_machine_is_told() -> None:
+    outcomes: list[tuple[float, str, ReplacementOutcome]] = [
+        (1.0, "a", "held_back"),
+        (2.0, "b", "begun"),
+        (3.0, "a", "cleared"),
+        (4.0, "b", "failed"),
+    ]
+    told = [
+        NodeReplacement(time=t, node=node, machine=f"i-{node}", outcome=outcome, reason="link: r",
+                        detail=f"d{t}")
+        for t, node, outcome in outcomes
+    ]  # fmt: skip
+    report = build_report([*start(0.0), *told], [])
+    assert [(one.node, one.outcome) for one in report.replacements] == [
+        ("a", "cleared"),
+        ("b", "failed"),
+    ]
+    assert report_text(report).endswith(
+        "suspect machine i-a (link: r): cleared: d3.0\n"
+        "suspect machine i-b (link: r): failed: d4.0\n"
+    )
+    assert report.to_json()["replacements"][1]["machine"] == "i-b"
 
 
 def cells(line: str) -> list[str]:
