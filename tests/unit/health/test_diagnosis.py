@@ -280,6 +280,13 @@ def test_the_replica_that_waits_for_nobody_while_most_wait_is_slow() -> None:
     assert whom(found) == ("slow", ("w2", "w3"), ("n1",), "likely")
 
 
+def test_of_a_slow_replica_the_worker_whose_gpu_is_slowed_is_named() -> None:
+    others = {worker: "much" for worker in ("w0", "w1", "w4", "w5")}
+    throttled = sign("throttled", "n1", role="confirmation", cause="slow", worker="w3")
+    found = verdict(throttled, *paces(w2="little", w3="little", **others))
+    assert whom(found) == ("slow", ("w3",), ("n1",), "likely")
+
+
 def test_two_slow_replicas_or_too_few_that_wait_say_nothing() -> None:
     assert verdicts(*paces(w2="little", w4="little", w0="much", w1="much", w6="much")) == []
     assert verdicts(*paces(w2="little", w0="much", w1="much")) == []
