@@ -113,11 +113,11 @@ def test_an_error_of_the_users_code_stays_one_whatever_its_words() -> None:
 def test_of_several_explanations_the_instrument_and_the_larger_remedy_count() -> None:
     found = verdict(
         loss("w2"),
-        sign("xid_64", "n1", remedy="reset_gpu"),
-        sign("disk_lost", "n1", source="reading", cause="node", decisive=True, remedy="reboot"),
+        sign("xid_79", "n1", remedy="reboot"),
+        sign("disk_lost", "n1", source="reading", cause="node", decisive=True, remedy="other_seat"),
     )
     assert (found.cause, found.remedy) == ("node", "reboot")
-    assert found.signs == ("disk_lost", "xid_64")
+    assert found.signs == ("disk_lost", "xid_79")
 
 
 def test_the_workers_of_a_machine_go_with_it_in_one_verdict() -> None:
