@@ -69,7 +69,7 @@ class HealthConfig:
     """How long to wait for whom, and how much to put up with."""
 
     collective_timeout_s: float = 300.0
-    """Bound on a collective, on a chunk of a heal and on making a process group: the last net, for
+    """Bound on a collective, on a block of a heal and on making a process group: the last net, for
     what heartbeats do not see. A replica waits in a collective for those that compute more lanes,
     so this must be longer than that takes."""
     regroup_timeout_s: float = 300.0
@@ -93,6 +93,9 @@ class HealthConfig:
     max_same_step_errors: int = 2
     """Replicas with an exception in user code, or out of memory, at one step, or the same one
     formed anew, that end the run."""
+    heal_bytes_per_s: float | None = None
+    """Most that a worker sends to those that it heals, all together, where heals take too much of
+    the network from the steps; None: as much as they carry."""
     compare_every: int | None = 100
     """Steps between comparisons of the replicas' states, by a checksum; None: at the end only."""
     freeze_timeout_s: float = 10.0

@@ -77,6 +77,7 @@ from elastic.protocol.run_paths import find_checkpoint
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
 from elastic.ray_compat.cluster import own_address, started_anew
 from elastic.ray_compat.kept import Kept
+from health.verdict import Sign
 
 log = logging.getLogger(__name__)
 
@@ -413,6 +414,12 @@ class Coordinator(CoordinatorApi):
     async def helper_killed(self, node: str, helper: str, detail: str) -> None:
         self._records.note(
             events.HelperKilled(time=time.time(), node=node, helper=helper, detail=detail)
+        )
+
+    async def signs_changed(self, node: str, names: list[str], signs: list[Sign]) -> None:
+        found = [sign.to_json() for sign in signs]
+        self._records.note(
+            events.SignsChanged(time=time.time(), node=node, names=names, signs=found)
         )
 
     @_when_known

@@ -193,6 +193,7 @@ class Launch:
                 paths=paths,
                 identity=identity,
                 attempt=attempt,
+                secret=secrets.token_bytes(),
                 faults=self.faults,
                 coordinator=coordinator,
             )

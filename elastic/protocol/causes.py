@@ -154,3 +154,8 @@ CORRUPTION = register_cause(
         against_machine=1.0,
     ),
 )
+SLOW = register_cause(
+    "slow",
+    CauseEntry(text="it was slower than all others", budget="max_hangs", color="#708090"),
+)
+"""Of verdicts only: nobody is ended for it."""

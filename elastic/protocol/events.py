@@ -351,6 +351,19 @@ class HelperKilled(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SignsChanged(Event):
+    """What a node's instruments and its kernel's log show is not what it was. Evidence for a
+    verdict (`health/diagnosis.py`)."""
+
+    node: str
+    """Ray's id of the node."""
+    names: list[str]
+    """What other machines may call it: host name, address, instance id."""
+    signs: list[dict[str, Any]]
+    """All that stands now (`health.verdict.Sign`); none: all is well again."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeReplacement(Event):
     """What becomes of a machine that is suspect: the last of these for a node is how it ended."""
 

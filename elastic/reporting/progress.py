@@ -38,6 +38,7 @@ from elastic.protocol.events import (
     ReplicasCompared,
     RunEnded,
     RunStarted,
+    SignsChanged,
     SnapshotFailed,
     StepRecord,
     StepSkipped,
@@ -135,6 +136,9 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return f"the agent of node {event.node} ended: {event.detail}"
         case HelperKilled():
             return f"killed the {event.helper} of node {event.node}: {event.detail}"
+        case SignsChanged() if event.signs:
+            roots = [sign["detail"] for sign in event.signs if sign["role"] == "root"]
+            return f"node {event.node} shows: {'; '.join(roots)}" if roots else None
         case StopRequested():
             return f"stopping after this step, with a checkpoint ({event.reason})"
         case Draining():

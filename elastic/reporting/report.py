@@ -40,6 +40,7 @@ from elastic.reporting.incidents import (
     split_at_starts,
     touching,
 )
+from elastic.reporting.verdicts import Advice, find_verdicts
 
 REPORT_JSON = "report.json"
 REPORT_TEXT = "report.txt"
@@ -108,6 +109,8 @@ class Report:
     not end well."""
     incidents: tuple[Incident, ...]
     """All losses of workers, in order."""
+    verdicts: tuple[Advice, ...]
+    """What was wrong at each of them, and what helps."""
     replacements: tuple[NodeReplacement, ...]
     """How it ended with each machine that was suspect, in the order in which they became so."""
     layout: dict[str, int]
@@ -159,6 +162,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         replicas_equal=all(e.equal for e in compared) if compared else None,
         ledger_steps=ledgers[-1].steps if ledgers else None,
         incidents=tuple(incidents),
+        verdicts=tuple(find_verdicts(events, steps, incidents)),
         replacements=tuple({e.node: e for e in _of(events, NodeReplacement)}.values()),
         layout=started[-1].layout if started else {},
         versions=started[-1].versions if started else {},
@@ -175,6 +179,8 @@ def report_text(report: Report) -> str:
     if report.incidents:
         lines += ["", *_table(_INCIDENT_COLUMNS, [_incident_row(i) for i in report.incidents])]
         lines += ["", *_explained(report.incidents)]
+    if report.verdicts:
+        lines += ["", *(_verdict_line(one) for one in report.verdicts)]
     if report.replacements:
         lines += ["", *(format_replacement(one) for one in report.replacements)]
     return "\n".join(lines) + "\n"
@@ -304,6 +310,15 @@ def _explained(incidents: Sequence[Incident]) -> list[str]:
     return [f"{cause}: {known[cause].text}" for cause in found if cause in known]
 
 
+def _verdict_line(one: Advice) -> str:
+    """What was wrong, with whom, what shows it, and what helps."""
+    verdict = one.verdict
+    whom = f"node {_some(verdict.nodes)}" if verdict.nodes else _some(verdict.workers)
+    remedy = "" if one.remedy is None else f"; remedy: {one.remedy.replace('_', ' ')}"
+    shown = " | ".join(line.splitlines()[-1] for line in verdict.evidence[:_MOST_EVIDENCE] if line)
+    return f"step {one.step}: {verdict.cause}, {whom} ({verdict.confidence}){remedy}: {shown}"
+
+
 def _some(names: Sequence[str], most: int = 2) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
@@ -336,6 +351,9 @@ def _restarts(report: Report) -> dict[str, str]:
         return {}
     return {"restarts": f"{report.restarts}, {report.redone_steps} steps done again"}
 
+
+_MOST_EVIDENCE = 3
+"""Pieces of evidence in a line; `report.json` has all."""
 
 _EQUALITY = {None: "not compared", True: "bitwise equal", False: "NOT EQUAL"}
 

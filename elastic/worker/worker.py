@@ -51,8 +51,9 @@ from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.apply import warm_up
 from trainer.parallel.layout import Slot
-from trainer.recovery.heal import Newcomer, Source
-from trainer.recovery.heal_channel import HealChannel
+from trainer.recovery.heal import Newcomer
+from trainer.recovery.heal_source import Source
+from trainer.recovery.heal_wire import Meeting
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.replicas import CrossGroup
 
@@ -393,19 +394,19 @@ class Worker:
         takers = [h.position for h in run.heals if h.source == source and run.rank in h.ranks]
         if not takers:
             return None
-        group = [source, *takers]
         self.link.at_step(run.step, "heal_source" if own == source else "heal_target")
-        channel = HealChannel(
-            self.rendezvous,
-            f"heal/{run.generation}/{engine.rank}/{source}",
-            rank=group.index(own),
-            size=len(group),
-            device=self.job.scaling.device,
+        meeting = Meeting(
+            rendezvous=self.rendezvous,
+            prefix=f"heal/{run.generation}/{engine.rank}/{source}",
+            secret=self.job.secret,
+            newcomers=len(takers),
+            bytes_per_s=self.job.health.heal_bytes_per_s,
         )
         if own != source:
-            return Newcomer(engine, channel, self.job.train.optimizer.clip_norm)
+            clip_norm = self.job.train.optimizer.clip_norm
+            return Newcomer(engine, meeting, number=takers.index(own), clip_norm=clip_norm)
         assert self.progress is not None
-        return Source(engine, self.progress.skipped_in_a_row, channel)
+        return Source(engine, self.progress.skipped_in_a_row, meeting)
 
     def make_loop(
         self,

@@ -29,7 +29,8 @@ from trainer.errors import CrossGroupLost, NonFiniteError
 from trainer.loop.between_steps import BetweenSteps
 from trainer.loop.link import Link, LoopConfig, Progress
 from trainer.loop.samples import lane_ids, lane_start, micro_seed, step_ids
-from trainer.recovery.heal import Newcomer, Source
+from trainer.recovery.heal import Newcomer
+from trainer.recovery.heal_source import Source
 from trainer.replication import step_commit as commits
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.reduction import Reduction

@@ -221,7 +221,8 @@ def test_the_text_names_the_facts_and_every_incident() -> None:
     assert lines[0] == "run: finished, 11 of 11 steps in 23.0 s"
     assert "4.0000 → 1.5000, validation 2.2500" in text
     assert "76.00 % of the time, longest stall 3.000 s" in text
-    header, _, row, _, meaning = lines[-5:]
+    header, _, row, _, meaning, _, verdict = lines[-7:]
+    assert verdict == "step 5: crash, w1 (certain); remedy: new process: gone"
     assert meaning == "crash: its process ended"
     assert dict(zip(cells(header), cells(row), strict=True)) == {
         "step": "5",
@@ -252,7 +253,7 @@ def test_steps_done_again_after_restarts_are_counted_and_a_run_started_once_says
 def test_the_report_of_an_older_version_leaves_out_what_it_did_not_note() -> None:
     older = [e for e in EVENTS if not isinstance(e, RegroupGathered)]
     report = build_report(older, STEPS)
-    header, _, row = report_text(report).splitlines()[-5:-2]
+    header, _, row = report_text(report).splitlines()[-7:-4]
     cell = dict(zip(cells(header), cells(row), strict=True))
     assert (cell["abort"], cell["roster"]) == ("-", "0.500 s")
     assert report.effective_time == build_report(EVENTS, STEPS).effective_time
