@@ -36,6 +36,9 @@ class CauseEntry:
     lasts: bool = False
     """Its process is of no use any more, whatever else was lost at that time: it ends itself, and
     does not go on as a survivor."""
+    against_machine: float = 0.0
+    """What a loss of this cause counts against the machine (`health/suspects.py`): from 0.5 on it
+    is suspect at once, below that when it comes again."""
     repeats: bool = False
     """It would come again: the same step in another replica, or in the same one formed anew, ends
     the run (`health.max_same_step_errors`)."""
@@ -91,7 +94,11 @@ HANG = register_cause(
 NODE = register_cause(
     "node",
     CauseEntry(
-        text="its machine was lost", budget="max_crashes", color="#7a4a21", by_departure=True
+        text="its machine was lost",
+        budget="max_crashes",
+        color="#7a4a21",
+        by_departure=True,
+        against_machine=1.0,
     ),
 )
 PREEMPTION = register_cause(
@@ -118,7 +125,11 @@ OUT_OF_MEMORY = register_cause(
 GPU_ERROR = register_cause(
     "gpu_error",
     CauseEntry(
-        text="its GPU or the driver failed", budget="max_crashes", color="#556b2f", lasts=True
+        text="its GPU or the driver failed",
+        budget="max_crashes",
+        color="#556b2f",
+        against_machine=0.3,  # a kernel that reads where it may not shows so, too
+        lasts=True,
     ),
 )
 GPU_MEMORY = register_cause(
@@ -127,6 +138,7 @@ GPU_MEMORY = register_cause(
         text="its GPU's memory lost bits (uncorrectable ECC error)",
         budget="max_crashes",
         color="#8fbc3b",
+        against_machine=0.5,
         lasts=True,
     ),
 )
@@ -154,11 +166,17 @@ LINK = register_cause(
         text="large messages did not pass between it and others, and nobody was lost",
         budget="max_hangs",
         color="#008b8b",
+        against_machine=1.0,
     ),
 )
 CORRUPTION = register_cause(
     "corruption",
-    CauseEntry(text="its state was not that of the others", budget="max_crashes", color="#23787a"),
+    CauseEntry(
+        text="its state was not that of the others",
+        budget="max_crashes",
+        color="#23787a",
+        against_machine=1.0,
+    ),
 )
 SLOW = register_cause(
     "slow",

@@ -31,6 +31,8 @@ from elastic.protocol.events import (
     FaultFired,
     HealFailed,
     HelperKilled,
+    NodeReplacement,
+    Profiled,
     RegroupDone,
     ReplicaForming,
     ReplicaHealed,
@@ -46,7 +48,7 @@ from elastic.protocol.events import (
     WorkerLost,
 )
 from elastic.reporting.callback import Callback
-from elastic.reporting.report import Report, report_text
+from elastic.reporting.report import Report, format_replacement, report_text
 
 TTY_INTERVAL_S = 0.1
 """Least time between two progress lines in a terminal: as fast as an eye can follow."""
@@ -153,8 +155,13 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return f"checkpoint of {event.step} steps cannot be read: {event.reason}"
         case SnapshotFailed():
             return f"snapshot of {event.step} steps cannot be read: {event.reason}"
+        case NodeReplacement():
+            return format_replacement(event)
         case ReplicasCompared(equal=False):
             return f"REPLICAS DIFFER after {event.step} steps"
+        case Profiled():
+            whole = "" if event.problem is None else f" ({event.problem})"
+            return f"profile of steps {event.first} to {event.last}: {event.file}{whole}"
         case Evaluated():
             return f"validation loss {event.val_loss:.4f} after {event.step} steps"
         case RunEnded():
