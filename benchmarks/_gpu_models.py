@@ -159,15 +159,9 @@ def draw_weights(model: nn.Module) -> None:
 
 
 def flops_per_token(work: Workload) -> dict[str, float]:
-    """Operations for one token, forward and backward, in two countings: `6N`, six for each
-    parameter, the embedding table included; `attention`, that and 12 · layers · width · sequence,
-    without the causal half. What is recomputed is not counted."""
-    train = work.train(2)
-    model = prepared(train).build(0)[0]
-    config = SIZES[work.size]
-    parameters = sum(param.numel() for param in model.parameters())
-    pairs = 12 * config["num_hidden_layers"] * config["hidden_size"] * work.seq_len
-    return {"6N": 6.0 * parameters, "attention": 6.0 * parameters + pairs}
+    """Operations for one token, forward and backward, by counting; see `trainer.models.flops`."""
+    task = prepared(work.train(2))
+    return task.flops_per_token(task.build(0)[0])
 
 
 def differences(work: Workload) -> dict[str, Any]:

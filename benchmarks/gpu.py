@@ -38,6 +38,7 @@ from benchmarks._gpu_loops import SYSTEMS, Skipped
 from benchmarks._gpu_models import Workload, differences, flops_per_token
 from benchmarks._gpu_recovery import measure_recovery
 from trainer.dryrun.rank import dry_run
+from trainer.peaks import peak_flops
 
 PART_SIZES = {1: "1B", 2: "3B", 3: "8B"}
 PART_S = 7.5 * 60
@@ -154,15 +155,23 @@ def summarise(
     if not done:
         return {"skipped": runs[0]["skipped"]}
     step_s = statistics.median(seconds for run in done for seconds in run["step_s"])
-    pace = work.tokens / step_s
+    pace, peak = work.tokens / step_s, _peak(work)
     return {
         "step_ms": round(1e3 * step_s, 3),
         "tokens_per_s": round(pace, 1),
         **{f"tflops ({name})": round(pace * each / 1e12, 4) for name, each in flops.items()},
+        **{f"mfu ({name})": round(pace * each / peak, 4) for name, each in flops.items() if peak},
         "peak_bytes": max(run["peak_bytes"] for run in done),
         "loss": round(done[-1]["loss"], 4),
         "rounds": len(done),
     }
+
+
+def _peak(work: Workload) -> float | None:
+    """Operations a second of the GPU at most; None for one that is not known, and for a CPU."""
+    if work.device == "cpu":
+        return None
+    return peak_flops(torch.cuda.get_device_name(), "bfloat16")
 
 
 def measure_part(part: int, options: argparse.Namespace) -> dict[str, Any]:
