@@ -125,23 +125,33 @@ class Replacements:
         self._suspected[node] = time.time()
         if not await self._aside.goes_on_for(SETTLE_S):
             return
+        if machine.unknown is not None:  # whom to ask was perhaps away
+            machine = await self._suspicions.machine_of(node)
         if self._provider is None:
             held = self._hold()
             detail = "it would be replaced" if held is None else f"it would be held back: {held}"
             self._note(machine, "told", reason, f'health.replace_nodes = "tell"; {detail}')
-        elif machine.node.head:
-            self._note(machine, "failed", reason, "Ray's head is there: the cluster would end")
-        else:
+        elif self._can_replace(machine, reason):
             await self._replace_when_allowed(self._provider, machine, reason)
 
     async def _go_on(self, event: events.NodeReplacement) -> None:
         machine = await self._suspicions.machine_of(event.node)
-        if self._provider is None:
+        if self._provider is None or not self._can_replace(machine, event.reason):
             return
         if event.outcome == "begun":
             await self._replace(self._provider, machine, event.reason)
         else:
             await self._replace_when_allowed(self._provider, machine, event.reason)
+
+    def _can_replace(self, machine: Machine, reason: str) -> bool:
+        """Whether it is known what to replace, and the cluster would live on."""
+        if machine.unknown is not None:
+            self._note(machine, "failed", reason, f"it is not known: {machine.unknown}")
+        elif machine.node.head:
+            self._note(machine, "failed", reason, "Ray's head is there: the cluster would end")
+        else:
+            return True
+        return False
 
     async def _replace_when_allowed(
         self, provider: NodeProvider, machine: Machine, reason: str
@@ -183,7 +193,9 @@ class Replacements:
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                done = await self._aside.on_thread(_ask, provider, machine, reason)
+                done = await self._aside.on_thread(
+                    provider.replace, machine.node, machine.name, reason
+                )
             except NoCapacityError as error:
                 self._note(machine, "held_back", reason, f"{error} Asked again in {pause_s:g} s")
             except Exception as error:
@@ -213,8 +225,3 @@ class Replacements:
                 detail=detail,
             )
         )
-
-
-def _ask(provider: NodeProvider, machine: Machine, reason: str) -> str:
-    name = machine.name if machine.known else provider.machine_of(machine.node)
-    return provider.replace(machine.node, name, reason)

@@ -37,8 +37,8 @@ class Machine:
     """As Ray knows it."""
     name: str
     """The machine's; where that is not known, the node's."""
-    known: bool
-    """Whether it is the machine's."""
+    unknown: str | None = None
+    """Why it is not known, where it is not."""
 
 
 Find = Callable[[str], NodeIdentity]
@@ -46,10 +46,14 @@ Find = Callable[[str], NodeIdentity]
 
 
 def identify(node: str) -> NodeIdentity:
-    """A `Find` that asks Ray."""
+    """A `Find` that asks Ray.
+
+    Raises:
+        LookupError: it knows no such node.
+    """
     found = find_node(node)
     if found is None:
-        return NodeIdentity(node=node, address=node, instance="")
+        raise LookupError(f"Ray knows no node {node}")
     return NodeIdentity(node=node, address=found.address, instance=found.instance, head=found.head)
 
 
@@ -99,6 +103,8 @@ class Suspicions:
 
     async def machine_of(self, node: str) -> Machine:
         """The machine below a node, as it was first known."""
+        if node in self._met and (await self._met[node]).unknown is not None:
+            del self._met[node]
         if node not in self._met:
             self._met[node] = self._aside.on_thread(self._identify, node)
         return await self._met[node]
@@ -107,13 +113,12 @@ class Suspicions:
         identity = NodeIdentity(node=node, address=node, instance="")
         try:
             identity = self._find(node)
-            if self._provider is None:
-                return Machine(node=identity, name=identity.name, known=True)
-            name = self._provider.machine_of(identity)
+            name = identity.name if self._provider is None else self._provider.machine_of(identity)
         except Exception as error:
             log.warning("the machine of node %s is not known: %s", node, error)
-            return Machine(node=identity, name=identity.name, known=False)
-        return Machine(node=identity, name=name, known=True)
+            unknown = f"{type(error).__name__}: {error}"
+            return Machine(node=identity, name=identity.name, unknown=unknown)
+        return Machine(node=identity, name=name)
 
     async def stands(self, machine: Machine) -> bool:
         """Whether enough speaks against a machine by now: it fades, and can be cleared."""
@@ -167,5 +172,5 @@ class Suspicions:
                 name = (await self.machine_of(node)).name
                 if node not in self._blamed and name in told and name in before:
                     self._blamed.add(node)
-                    await self._blame(node, "platform", told[name], 1.0)
+                    self._aside.spawn(self._blame(node, "platform", told[name], 1.0))
             before = told

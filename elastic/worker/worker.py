@@ -39,7 +39,12 @@ from elastic.worker.side_build import SideBuild
 from health.heartbeat import Heartbeat
 from health.process import read_born_ticks
 from health.stacks import offer_stacks
-from trainer.backend.groups import collectives_begun, leave_replica_group, make_replica_group
+from trainer.backend.groups import (
+    collectives_begun,
+    device_name,
+    leave_replica_group,
+    make_replica_group,
+)
 from trainer.backend.link_test import BOUND_S, LINK_BYTES, try_links
 from trainer.backend.near_gpu import stay_near
 from trainer.backend.node_network import NodeNetwork
@@ -48,6 +53,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
 from trainer.errors import GroupError, NonFiniteError
 from trainer.loop.link import LoopConfig, Progress
+from trainer.loop.profiling import StepProfiler
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.apply import warm_up
 from trainer.parallel.layout import Slot
@@ -89,6 +95,7 @@ class Worker:
             pid=os.getpid(),
             born_ticks=read_born_ticks(os.getpid()),
             heartbeat_fd=heartbeat.fd,
+            device=device_name(job.scaling.device),
             stacks_fd=offer_stacks(),
         )
         job.coordinator.call(CoordinatorApi.hello, self.identity)
@@ -332,6 +339,8 @@ class Worker:
             cross.close()
             if heal is not None:
                 heal.close()
+            if loop is not None:
+                loop.close()
             if loop is not None and loop.has_state():
                 self.progress = self.position
         if self.finished and self.progress is not None and not run.follows:
@@ -440,6 +449,20 @@ class Worker:
             newcomer=heal if isinstance(heal, Newcomer) else None,
             part="remnant" if run.follows else "joining" if joins else "whole",
             followed=run.followers[run.rank] > 0,
+            profiler=self.make_profiler(run),
+        )
+
+    def make_profiler(self, run: Run) -> StepProfiler | None:
+        """Looks at the steps that are to be profiled, on the lead."""
+        steps = self.job.train.profile
+        if steps is None or not run.lead:
+            return None
+        return StepProfiler(
+            steps,
+            self.job.paths.profile,
+            self.identity.worker,
+            on_cuda=self.job.scaling.device == "cuda",
+            tell=self.link.profiled,
         )
 
     def finish(self, run: Run) -> bool:

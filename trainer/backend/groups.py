@@ -63,6 +63,11 @@ def torch_device(device: Device) -> torch.device:
     return torch.device("cpu")
 
 
+def device_name(device: Device) -> str:
+    """This worker's GPU, as CUDA names it; empty on a CPU."""
+    return torch.cuda.get_device_name(torch_device(device)) if device == "cuda" else ""
+
+
 def make_replica_group(
     rendezvous: Rendezvous,
     prefix: str,

@@ -113,11 +113,11 @@ def test_an_error_of_the_users_code_stays_one_whatever_its_words() -> None:
 def test_of_several_explanations_the_instrument_and_the_larger_remedy_count() -> None:
     found = verdict(
         loss("w2"),
-        sign("xid_64", "n1", remedy="reset_gpu"),
-        sign("disk_lost", "n1", source="reading", cause="node", decisive=True, remedy="reboot"),
+        sign("xid_79", "n1", remedy="reboot"),
+        sign("disk_lost", "n1", source="reading", cause="node", decisive=True, remedy="other_seat"),
     )
     assert (found.cause, found.remedy) == ("node", "reboot")
-    assert found.signs == ("disk_lost", "xid_64")
+    assert found.signs == ("disk_lost", "xid_79")
 
 
 def test_the_workers_of_a_machine_go_with_it_in_one_verdict() -> None:
@@ -278,6 +278,13 @@ def test_the_replica_that_waits_for_nobody_while_most_wait_is_slow() -> None:
     throttled = sign("throttled", "n1", role="confirmation", cause="slow", source="reading")
     found = verdict(throttled, *paces(w2="little", w3="little", **others))
     assert whom(found) == ("slow", ("w2", "w3"), ("n1",), "likely")
+
+
+def test_of_a_slow_replica_the_worker_whose_gpu_is_slowed_is_named() -> None:
+    others = {worker: "much" for worker in ("w0", "w1", "w4", "w5")}
+    throttled = sign("throttled", "n1", role="confirmation", cause="slow", worker="w3")
+    found = verdict(throttled, *paces(w2="little", w3="little", **others))
+    assert whom(found) == ("slow", ("w3",), ("n1",), "likely")
 
 
 def test_two_slow_replicas_or_too_few_that_wait_say_nothing() -> None:

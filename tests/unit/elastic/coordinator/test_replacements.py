@@ -282,21 +282,38 @@ def test_a_provider_that_fails_harms_nobody(tmp_path: Path) -> None:
     assert provider.asked == 1 and desk.file.read().keys() == {"m-B"}
 
 
-def test_a_machine_that_is_not_known_is_not_replaced(tmp_path: Path) -> None:
-    class Unknown(Scarce):
-        def machine_of(self, node: NodeIdentity) -> str:
-            raise LookupError("no instance has this address")
+class Forgetful(Scarce):
+    """Does not know its machines at first."""
 
-    provider = Unknown()
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.left = times
+
+    def machine_of(self, node: NodeIdentity) -> str:
+        self.left -= 1
+        if self.left >= 0:
+            raise LookupError("no instance has this address")
+        return f"i-{node.node}"
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_machine_that_is_not_known_is_asked_for_again_and_not_replaced(
+    tmp_path: Path, times: int
+) -> None:
+    provider = Forgetful(times)
     desk = Desk(tmp_path, provider=provider)
 
     async def story() -> None:
         await desk.lose("b")
-        *_, failed = await desk.outcomes("begun", "failed")
-        assert failed.detail == "LookupError: no instance has this address"
+        if times == 1:
+            begun, _ = await desk.outcomes("begun", "replaced")
+            assert begun.machine == "i-B"
+        else:
+            (failed,) = await desk.outcomes("failed")
+            assert failed.detail == "it is not known: LookupError: no instance has this address"
 
     desk.run(story)
-    assert provider.asked == 0
+    assert provider.asked == (times == 1)
 
 
 def test_rays_head_is_left_alone(tmp_path: Path) -> None:
