@@ -192,7 +192,11 @@ class TrainConfig:
     block; a number n, all inside each n-th block; `selective`, all but attention and every second
     matrix product. The bits are the same. None: all are kept."""
     reduction: Literal["exact", "fast"] = "exact"
-    """`exact`: lanes are summed in one fixed tree, the same bits at any number of replicas."""
+    """`exact`: lanes are summed in one fixed tree, the same bits at any number of replicas. `fast`:
+    a plain all-reduce, only with determinism `fast`."""
+    determinism: Literal["strict", "fast"] = "strict"
+    """`strict`: each worker computes the same bits from the same inputs, and an operator that
+    cannot raises. `fast`: what is quickest, TF32 included. See the page on bits."""
     seed: int = 0
     """Seeds the weights, the order of the samples and dropout."""
     eval_every: int | None = None
@@ -231,6 +235,13 @@ class TrainConfig:
         ]:
             if value < 1:
                 raise ConfigError(f"train.{name}", value, "must be at least 1", "Use 1 or more")
+        if self.determinism == "strict" and self.reduction == "fast":
+            raise ConfigError(
+                "train.reduction",
+                self.reduction,
+                "its sums depend on the number of replicas, and train.determinism is 'strict'",
+                "Use 'exact', or determinism='fast'",
+            )
         self.parallel.check(self)
         self._check_batch(lanes)
         self.optimizer.check()

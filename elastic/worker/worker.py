@@ -38,6 +38,7 @@ from elastic.worker.restoring import restore
 from elastic.worker.side_build import SideBuild
 from health.heartbeat import Heartbeat
 from health.process import read_born_ticks
+from trainer.backend import determinism
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.link_test import BOUND_S, LINK_BYTES, try_links
 from trainer.backend.origin import Origin, origin_of
@@ -75,6 +76,7 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        determinism.settle(job.train.determinism, job.scaling.device, os.environ)
         torch.set_num_threads(max(1, int(job.scaling.cpus_per_worker)))
         heartbeat = Heartbeat()
         rank = ray.train.get_context().get_world_rank()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,19 +22,25 @@ from elastic import (
 from elastic.membership.failure import plan_pause_s
 from elastic.protocol.events import CrossGroupLost, LinksTested, RegroupDone, WorkerLost
 from elastic.reporting.event_log import read_events
-from tests.support.user_code import endless_loss, failing_loss, loss_before_a_bad_link, model
+from tests.support.user_code import (
+    endless_loss,
+    failing_loss,
+    loss_before_a_bad_link,
+    model,
+    putting_loss,
+)
 
 MOST_IN_VAIN = 4
 
 
-def trainer(loss: object, storage: Path) -> ElasticTrainer:
+def trainer(loss: object, storage: Path, **changes: Any) -> ElasticTrainer:
     task = CustomTask(
         build_model=model,
         loss_function=loss,  # type: ignore[arg-type]
         dataset=[torch.tensor([float(i)]) for i in range(8)],
     )
     return ElasticTrainer(
-        TrainConfig(task=task, steps=8, global_batch=2, lanes=2),
+        TrainConfig(task=task, steps=8, global_batch=2, lanes=2, **changes),
         scaling=ScalingConfig(max_replicas=2),
         run_config=RunConfig(name="run", storage_path=str(storage)),
         health=HealthConfig(max_nonfinite_steps=3, max_regroups_without_progress=MOST_IN_VAIN),
@@ -50,6 +57,14 @@ def test_a_bug_in_user_code_ends_the_run_with_the_users_traceback(
     assert "user code raised, 2 times at step" in str(caught.value)
     lost = [e for e in read_events(tmp_path / "run" / "events.jsonl") if isinstance(e, WorkerLost)]
     assert {event.cause for event in lost} == {"user_error"}
+
+
+def test_an_operator_without_a_deterministic_way_ends_a_strict_run_by_its_name(
+    cluster: None, tmp_path: Path
+) -> None:
+    with pytest.raises(RunFailedError, match=r"put_ does not have a deterministic implementation"):
+        trainer(putting_loss, tmp_path / "strict").fit()
+    trainer(putting_loss, tmp_path / "fast", determinism="fast").fit()
 
 
 def test_non_finite_steps_end_the_run_naming_step_and_samples(

@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 
 from checkpointing import Attempt, Keys, Receipt, write_shared
 from tests.support.quiet_link import QuietLink
+from trainer.backend import determinism
 from trainer.backend.groups import (
     Device,
     leave_replica_group,
@@ -104,6 +105,7 @@ def _process(
 ) -> None:
     """One process, which takes the place `orders[i][number]` in the i-th formation."""
     torch.set_num_threads(1)
+    determinism.settle(arguments[1].determinism, device, os.environ)
     rendezvous = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
     for formation, order in enumerate(orders):
         place = order[number]

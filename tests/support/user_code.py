@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import torch
@@ -23,6 +24,14 @@ def failing_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, i
 
 def endless_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (model(batch) / 0).sum(), batch.numel()
+
+
+def putting_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Calls an operator without a deterministic implementation, which only workers can find."""
+    if threading.current_thread().name == "try-loss":
+        raise RuntimeError("this needs a worker")
+    torch.zeros(1).put_(torch.tensor([0]), torch.ones(1))
+    return model(batch).square().sum(), batch.numel()
 
 
 def slow_to_evaluate(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
