@@ -197,6 +197,10 @@ class TrainConfig:
     determinism: Literal["strict", "fast"] = "strict"
     """`strict`: each worker computes the same bits from the same inputs, and an operator that
     cannot raises. `fast`: what is quickest, TF32 included. See the page on bits."""
+    compile: Literal["off", "on", "require"] = "off"
+    """`on`: torch.compile makes kernels of each repeated block; one that it cannot take is computed
+    as it is, on all workers, with a warning. `require`: such a block ends the run. See the page on
+    bits."""
     seed: int = 0
     """Seeds the weights, the order of the samples and dropout."""
     eval_every: int | None = None

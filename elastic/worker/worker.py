@@ -44,10 +44,12 @@ from trainer.backend.link_test import BOUND_S, LINK_BYTES, try_links
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
-from trainer.errors import GroupError, NonFiniteError
+from trainer.errors import CompileError, GroupError, NonFiniteError
+from trainer.loop.compile_ahead import compile_ahead
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.apply import warm_up
+from trainer.parallel.compiled import keep_compiled
 from trainer.parallel.layout import Slot
 from trainer.recovery.heal import Newcomer, Source
 from trainer.recovery.heal_channel import HealChannel
@@ -77,7 +79,10 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self.job = job
         determinism.settle(job.train.determinism, job.scaling.device, os.environ)
-        torch.set_num_threads(max(1, int(job.scaling.cpus_per_worker)))
+        threads = max(1, int(job.scaling.cpus_per_worker))
+        torch.set_num_threads(threads)
+        if job.train.compile != "off":
+            keep_compiled(os.environ, threads)
         heartbeat = Heartbeat()
         rank = ray.train.get_context().get_world_rank()
         self.identity = Identity(
@@ -133,7 +138,7 @@ class Worker:
                 self.build(answer)
             else:
                 self.train(answer)
-        except NonFiniteError as error:
+        except (CompileError, NonFiniteError) as error:
             self.link.fail(str(error))
         except Exception as error:
             return traceback.format_exc(), _CAUSES[origin_of(error)]
@@ -222,6 +227,9 @@ class Worker:
         former = self.engine
         engine = self.make_engine(answer, former, self.link.leave_now)
         self.settle_in(engine, former, answer)
+        if self.job.train.compile != "off" and answer.kept == "none":
+            self.link.at_step(answer.step, "compile")
+            compile_ahead(engine, self.job.lanes)
 
     def make_engine(
         self, answer: Build, former: Engine | None, leave_now: Callable[[], bool]

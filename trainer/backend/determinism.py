@@ -175,8 +175,10 @@ def _set_variable(environment: MutableMapping[str, str], name: str, value: str) 
 def _switches() -> dict[str, Callable[[Any], None]]:
     import torch
 
+    memory: Any = torch.utils.deterministic
+
     def fill(on: bool) -> None:
-        torch.utils.deterministic.fill_uninitialized_memory = on
+        memory.fill_uninitialized_memory = on
 
     def benchmark(on: bool) -> None:
         torch.backends.cudnn.benchmark = on

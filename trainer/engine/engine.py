@@ -86,6 +86,7 @@ class Engine:
             family=family_of_task(task),
             compute_dtype=getattr(torch, train.precision),
             recompute=train.recompute,
+            compiled=train.compile,
         )
         self._slices = local_slices(self.model, slot)
         materialize(self.model, self.device, None if heir_of is None else heir_of.memory())
@@ -157,6 +158,10 @@ class Engine:
                 tensor.zero_()
         self.state.optimizer_steps = 0
         self.forget_initial_weights()
+
+    def clear_weights(self) -> None:
+        """Sets the weights to 0, from whatever the memory held."""
+        torch._foreach_zero_(list(self.memory().values()))
 
     def forget_initial_weights(self) -> None:
         """Lets go of what the weights come from: a custom model is held whole until then."""

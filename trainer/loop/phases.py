@@ -21,13 +21,15 @@ Phase = Literal[
     "checkpoint",
     "evaluation",
     "build",
+    "compile",
     "regroup",
     "heal_source",
     "heal_target",
     "wait",
     "shutdown",
 ]
-"""`build`: making a replica's process group and model. `regroup`: making the group across replicas.
+"""`build`: making a replica's process group and model. `compile`: compiling the blocks of a model
+that has no state yet. `regroup`: making the group across replicas.
 `heal_source`, `heal_target`: beginning to send or to receive state; both go on beside the steps.
 `wait`: in `join`, without a slot or called there."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +12,18 @@ import torch
 from tests.support import ROOT
 from trainer.backend.determinism import SETTINGS, Setting, plan_settings, settle
 
+MEMORY: Any = torch.utils.deterministic
+
 
 @pytest.fixture
 def flags() -> Iterator[None]:
     """torch's own, put back afterwards."""
     mode = torch.get_deterministic_debug_mode()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    fills = MEMORY.fill_uninitialized_memory
     products, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
     yield
     torch.use_deterministic_algorithms(mode == 2)
-    torch.utils.deterministic.fill_uninitialized_memory = fills
+    MEMORY.fill_uninitialized_memory = fills
     torch.set_float32_matmul_precision(products)
     torch.backends.cudnn.benchmark = benchmark
 
@@ -53,7 +56,7 @@ def test_torch_is_set_and_set_back() -> None:
     settle("strict", "cuda", {})
     assert torch.are_deterministic_algorithms_enabled()
     assert torch._inductor.config.deterministic
-    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert not MEMORY.fill_uninitialized_memory
     assert not torch.backends.cudnn.benchmark
     assert torch.get_float32_matmul_precision() == "highest"
     with pytest.raises(RuntimeError, match="put_"):
