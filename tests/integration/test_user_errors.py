@@ -4,12 +4,14 @@ the user needs to know, and soon."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ray.train import RunConfig
+from torch import nn
 
 from elastic import (
     CustomTask,
@@ -23,19 +25,23 @@ from elastic.membership.failure import plan_pause_s
 from elastic.protocol.events import CrossGroupLost, LinksTested, RegroupDone, WorkerLost
 from elastic.reporting.event_log import read_events
 from tests.support.user_code import (
+    Deciding,
     endless_loss,
     failing_loss,
     loss_before_a_bad_link,
     model,
     putting_loss,
+    squared_loss,
 )
 
 MOST_IN_VAIN = 4
 
 
-def trainer(loss: object, storage: Path, **changes: Any) -> ElasticTrainer:
+def trainer(
+    loss: object, storage: Path, *, build: Callable[[], nn.Module] = model, **changes: Any
+) -> ElasticTrainer:
     task = CustomTask(
-        build_model=model,
+        build_model=build,
         loss_function=loss,  # type: ignore[arg-type]
         dataset=[torch.tensor([float(i)]) for i in range(8)],
     )
@@ -65,6 +71,14 @@ def test_an_operator_without_a_deterministic_way_ends_a_strict_run_by_its_name(
     with pytest.raises(RunFailedError, match=r"put_ does not have a deterministic implementation"):
         trainer(putting_loss, tmp_path / "strict").fit()
     trainer(putting_loss, tmp_path / "fast", determinism="fast").fit()
+
+
+def test_a_block_that_cannot_be_compiled_ends_a_run_that_requires_it(
+    cluster: None, tmp_path: Path
+) -> None:
+    with pytest.raises(RunFailedError, match=r"block blocks\.0 cannot be compiled: .*branching"):
+        trainer(squared_loss, tmp_path / "require", build=Deciding, compile="require").fit()
+    trainer(squared_loss, tmp_path / "on", build=Deciding, compile="on").fit()
 
 
 def test_non_finite_steps_end_the_run_naming_step_and_samples(

@@ -31,6 +31,7 @@ from trainer.engine.host_copy import HostBuffer
 from trainer.engine.shared_copy import open_copy
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
+from trainer.parallel.compiled import keep_compiled
 from trainer.parallel.layout import Slot
 from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lane_sums import LaneSums
@@ -106,6 +107,8 @@ def _process(
     """One process, which takes the place `orders[i][number]` in the i-th formation."""
     torch.set_num_threads(1)
     determinism.settle(arguments[1].determinism, device, os.environ)
+    if arguments[1].compile != "off":
+        keep_compiled(os.environ, 1)
     rendezvous = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
     for formation, order in enumerate(orders):
         place = order[number]

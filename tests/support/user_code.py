@@ -16,9 +16,37 @@ def model() -> nn.Module:
     return nn.Linear(1, 1)
 
 
+class Deciding(nn.Module):
+    """Has a block that looks at its numbers, which no graph can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Decision()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.blocks[0](x)
+        return y
+
+
+class Decision(nn.Module):
+    """The block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(2 * x if x.sum() > 0 else x)
+        return y
+
+
 def failing_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
     if (batch == 5).any():
         raise RuntimeError("gloo: sample 5 is not to my taste")
+    return model(batch).square().sum(), batch.numel()
+
+
+def squared_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
     return model(batch).square().sum(), batch.numel()
 
 

@@ -1,8 +1,8 @@
 """From a model on the meta device to this worker's sharded, filled model.
 
 Order: further dimensions of the mesh, tensor parallelism, recomputation, compilation, FSDP2 round
-each block, the embedding, the head and the root, then real memory for just the local slices, then their initial
-values. All degrees 1 take the same road: FSDP2 over one rank.
+each block, the embedding, the head and the root, then real memory for just the local slices, then
+their initial values. All degrees 1 take the same road: FSDP2 over one rank.
 """
 
 from __future__ import annotations

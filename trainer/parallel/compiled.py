@@ -2,8 +2,8 @@
 
 A block's `forward` is compiled, whole, and in training only. Hooks on it (FSDP2's, and tensor
 parallelism's at the first block) stay outside, recomputation is inside. Names of modules stay what
-they are. Blocks that are alike share one graph. Shapes are static, so that a worker's graph does not
-depend on what else it has seen: all workers have the same graphs, and with them the same bits.
+they are. Blocks that are alike share one graph. Shapes are static, so that a graph does not depend
+on what else its worker has seen: all workers have the same graphs, and with them the same bits.
 
 What a block's code makes impossible is so on every worker: each falls back by itself, and all do.
 What goes wrong on one machine alone (no compiler, no space) raises there, as torch raises it: that
