@@ -111,6 +111,8 @@ class Report:
     """Sizes of the layout at the last start."""
     versions: dict[str, str]
     """Versions of what the run stood on at the last start."""
+    settings: dict[str, str]
+    """What its bits depended on beside the model, at the last start; see `RunStarted`."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON: no NaN literals, fields in their order."""
@@ -158,6 +160,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         incidents=tuple(incidents),
         layout=started[-1].layout if started else {},
         versions=started[-1].versions if started else {},
+        settings=(started[-1].settings or {}) if started else {},
     )
 
 
@@ -315,6 +318,7 @@ def _facts(report: Report) -> dict[str, str]:
         "ledger": "-" if report.ledger_steps is None else f"{report.ledger_steps} steps exact",
         "layout": layout or "-",
         "versions": ", ".join(f"{k} {v}" for k, v in report.versions.items()) or "-",
+        "bits": ", ".join(f"{k} {v}" for k, v in report.settings.items()) or "-",
     }
 
 

@@ -42,7 +42,7 @@ def test_the_number_of_replicas_does_not_change_a_bit(text: Path, tmp_path: Path
 
 
 def test_faults_do_not_change_a_bit(cluster: None, text: Path, tmp_path: Path) -> None:
-    """One worker dies as it compiles, and one in a step; nobody else is taken for dead meanwhile."""
+    """One worker dies as it compiles, one in a step; nobody else is taken for dead meanwhile."""
     whole = fit(tiny_trainer(text, tmp_path, name="whole", shard=2, compile="require"))
     broken = fit(
         tiny_trainer(

@@ -145,6 +145,16 @@ def plan_settings(
     return {name: value for name, value in planned.items() if value is not None}
 
 
+def attention_kernels(determinism: Determinism, device: Literal["cpu", "cuda"]) -> str:
+    """What torch's attention may take, of which it chooses by shape and format. Source: torch,
+    sdp_utils.cpp: cuDNN's is not taken with deterministic algorithms."""
+    if device == "cpu":
+        return "flash or math"
+    return (
+        "flash, efficient or math" if determinism == "strict" else "cudnn, flash, efficient or math"
+    )
+
+
 def settle(
     determinism: Determinism,
     device: Literal["cpu", "cuda"],
