@@ -53,9 +53,18 @@ class RunPaths:
         return self.root / "steps.jsonl"
 
     @property
+    def incidents(self) -> Path:
+        """What was found when something stood still: a folder an incident."""
+        return self.root / "incidents"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard's log directory."""
         return self.root / "tensorboard"
+
+    def nccl_log(self, worker: str) -> Path:
+        """What NCCL said in a worker, on machines with EFA."""
+        return self.root / "nccl" / f"{worker}.log"
 
     @property
     def memory(self) -> Path:

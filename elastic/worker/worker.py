@@ -38,9 +38,12 @@ from elastic.worker.restoring import restore
 from elastic.worker.side_build import SideBuild
 from health.heartbeat import Heartbeat
 from health.process import read_born_ticks
+from health.stacks import offer_stacks
 from trainer.backend import determinism
-from trainer.backend.groups import leave_replica_group, make_replica_group
+from trainer.backend.groups import collectives_begun, leave_replica_group, make_replica_group
 from trainer.backend.link_test import BOUND_S, LINK_BYTES, try_links
+from trainer.backend.near_gpu import stay_near
+from trainer.backend.node_network import NodeNetwork
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
@@ -78,12 +81,11 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        determinism.settle(job.train.determinism, job.scaling.device, os.environ)
         threads = max(1, int(job.scaling.cpus_per_worker))
         torch.set_num_threads(threads)
         if job.train.compile != "off":
             keep_compiled(os.environ, threads)
-        heartbeat = Heartbeat()
+        heartbeat = Heartbeat(collectives_begun)
         rank = ray.train.get_context().get_world_rank()
         self.identity = Identity(
             worker=f"w{rank}-{uuid.uuid4().hex[:6]}",
@@ -92,8 +94,12 @@ class Worker:
             pid=os.getpid(),
             born_ticks=read_born_ticks(os.getpid()),
             heartbeat_fd=heartbeat.fd,
+            stacks_fd=offer_stacks(),
         )
         job.coordinator.call(CoordinatorApi.hello, self.identity)
+        self.network = self.settle_on_gpu() if job.scaling.device == "cuda" else None
+        # After the network: of what is set here, it would warn as of the cluster's.
+        determinism.settle(job.train.determinism, job.scaling.device, os.environ)
         self.link = CoordinatorLink(self.identity, job, heartbeat)
         on_sigterm(self.link.terminating)
         self.engine: Engine | None = None
@@ -110,6 +116,14 @@ class Worker:
         # What is there now stays: the collections of `leave_replica` need not look through it.
         gc.collect()
         gc.freeze()
+
+    def settle_on_gpu(self) -> NodeNetwork:
+        """Called before all that starts threads, which inherit the CPUs, and before NCCL reads its
+        environment. Each worker asks its own machine: a cluster may have several kinds."""
+        stay_near(str(torch.cuda.get_device_properties(0).uuid))
+        return NodeNetwork(
+            self.job.paths.nccl_log(self.identity.worker), allow_tcp=self.job.scaling.allow_tcp
+        )
 
     def run(self) -> None:
         """Works until the run is over.
@@ -244,6 +258,8 @@ class Worker:
             device=device,
             leave_now=leave_now,
         )
+        if self.network is not None:
+            self.network.check()
         return Engine(
             self.job.task,
             train,

@@ -113,7 +113,7 @@ SETTINGS = (
     ),
     Setting(
         name="NCCL_PROTO",
-        strict="Simple",
+        strict="simple",
         fast=None,
         cuda_only=True,
         reason="Protocols cut a message differently, so that other numbers meet in other channels.",

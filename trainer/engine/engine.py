@@ -104,6 +104,8 @@ class Engine:
             bucket_bytes=bucket_bytes,
         )
         self._watch = BackwardWatch(self.model, slot.dims.fsdp)
+        self.compiles_next = train.compile != "off"
+        """Whether the next micro-batch is the model's first, in which its blocks are compiled."""
         self._lane, self._lane_views = torch.empty(0), list[torch.Tensor]()
         if heir_of is None:
             self._leaves = [nn.Parameter(local) for local in self.layout.locals]
@@ -241,6 +243,7 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a micro-batch that is not the lane's last."""
+        self.compiles_next = False
         with self._watch.backward():
             loss.backward()
 
@@ -253,7 +256,7 @@ class Engine:
             taken: called with n whenever the first n numbers are there: during backward, with the
                 end of each parameter group, and with all of them at last.
         """
-        there = 0
+        self.compiles_next, there = False, 0
 
         def take(groups: int) -> None:
             nonlocal there

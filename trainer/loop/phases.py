@@ -28,8 +28,8 @@ Phase = Literal[
     "wait",
     "shutdown",
 ]
-"""`build`: making a replica's process group and model. `compile`: compiling the blocks of a model
-that has no state yet. `regroup`: making the group across replicas.
+"""`build`: making a replica's process group and model. `compile`: compiling a model's blocks,
+before its first step or in it. `regroup`: making the group across replicas.
 `heal_source`, `heal_target`: beginning to send or to receive state; both go on beside the steps.
 `wait`: in `join`, without a slot or called there."""
 

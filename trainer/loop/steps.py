@@ -157,7 +157,7 @@ class TrainLoop:
             torch.manual_seed(micro_seed(self.train.seed, step, lane, index, slot.fsdp))
             self.link.at_step(step, "data")
             batch = self.engine.take(self.data.batch(ids[start : start + micro]))
-            self.link.at_step(step, "forward")
+            self.link.at_step(step, "compile" if self.engine.compiles_next else "forward")
             loss, count = self.engine.task.loss(self.engine.model, batch)
             self.link.at_step(step, "backward")
             if start + micro < len(ids):

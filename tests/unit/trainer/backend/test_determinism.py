@@ -42,7 +42,7 @@ def test_a_gpu_needs_the_libraries_settings_too() -> None:
         "matmul_precision": "highest",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NCCL_ALGO": "Ring",
-        "NCCL_PROTO": "Simple",
+        "NCCL_PROTO": "simple",
         "NCCL_NVLS_ENABLE": "0",
     }
 
@@ -71,14 +71,14 @@ def test_torch_is_set_and_set_back() -> None:
 
 @pytest.mark.usefixtures("flags")
 def test_what_the_cluster_exports_is_replaced_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    environment = {"NCCL_ALGO": "Tree", "NCCL_PROTO": "Simple", "NCCL_DEBUG": "INFO"}
+    environment = {"NCCL_ALGO": "Tree", "NCCL_PROTO": "simple", "NCCL_DEBUG": "INFO"}
     with caplog.at_level(logging.WARNING):
         settle("strict", "cuda", environment)
     (record,) = caplog.records
     assert "NCCL_ALGO=Tree is replaced by Ring" in record.message
     assert environment == {
         "NCCL_ALGO": "Ring",
-        "NCCL_PROTO": "Simple",
+        "NCCL_PROTO": "simple",
         "NCCL_DEBUG": "INFO",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NCCL_NVLS_ENABLE": "0",
