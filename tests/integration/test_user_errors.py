@@ -26,24 +26,33 @@ from elastic.protocol.events import CrossGroupLost, LinksTested, RegroupDone, Wo
 from elastic.reporting.event_log import read_events
 from tests.support.user_code import (
     Deciding,
+    SpoiltSamples,
     endless_loss,
     failing_loss,
     loss_before_a_bad_link,
     model,
     putting_loss,
-    squared_loss,
+    summed_loss,
 )
 
 MOST_IN_VAIN = 4
 
 
+GOOD = [torch.tensor([float(i)]) for i in range(8)]
+
+
 def trainer(
-    loss: object, storage: Path, *, build: Callable[[], nn.Module] = model, **changes: Any
+    loss: object,
+    storage: Path,
+    dataset: object = GOOD,
+    *,
+    build: Callable[[], nn.Module] = model,
+    **changes: Any,
 ) -> ElasticTrainer:
     task = CustomTask(
         build_model=build,
         loss_function=loss,  # type: ignore[arg-type]
-        dataset=[torch.tensor([float(i)]) for i in range(8)],
+        dataset=dataset,
     )
     return ElasticTrainer(
         TrainConfig(task=task, steps=8, global_batch=2, lanes=2, **changes),
@@ -77,8 +86,16 @@ def test_a_block_that_cannot_be_compiled_ends_a_run_that_requires_it(
     cluster: None, tmp_path: Path
 ) -> None:
     with pytest.raises(RunFailedError, match=r"block blocks\.0 cannot be compiled: .*branching"):
-        trainer(squared_loss, tmp_path / "require", build=Deciding, compile="require").fit()
-    trainer(squared_loss, tmp_path / "on", build=Deciding, compile="on").fit()
+        trainer(summed_loss, tmp_path / "require", build=Deciding, compile="require").fit()
+    trainer(summed_loss, tmp_path / "on", build=Deciding, compile="on").fit()
+
+
+def test_a_bug_in_a_dataset_does_so_too(cluster: None, tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError) as caught:
+        trainer(summed_loss, tmp_path, SpoiltSamples()).fit()
+    assert "KeyError: 'sample 5 is spoilt'" in str(caught.value)
+    assert "__getitem__" in str(caught.value)
+    assert "user code raised, 2 times at step" in str(caught.value)
 
 
 def test_non_finite_steps_end_the_run_naming_step_and_samples(

@@ -4,6 +4,7 @@ nobody waits for it in a collective."""
 from __future__ import annotations
 
 from trainer.engine.engine import Engine
+from trainer.loop.loader import read
 from trainer.loop.samples import lane_ids
 
 
@@ -18,6 +19,6 @@ def compile_ahead(engine: Engine, lanes: int) -> None:
     train, data = engine.train_config, engine.task.train_data()
     engine.clear_weights()
     ids = lane_ids(train, lanes, len(data), 0, 0, engine.slot.shard)[: train.micro_samples(lanes)]
-    loss, _ = engine.task.loss(engine.model, engine.take(data.batch(ids)))
+    loss, _ = engine.task.loss(engine.model, engine.take(read(data, ids)))
     engine.backward(loss)
     engine.model.zero_grad(set_to_none=True)

@@ -20,6 +20,7 @@ Phase = Literal[
     "optimizer",
     "checkpoint",
     "evaluation",
+    "profile",
     "build",
     "compile",
     "regroup",
@@ -28,10 +29,10 @@ Phase = Literal[
     "wait",
     "shutdown",
 ]
-"""`build`: making a replica's process group and model. `compile`: compiling a model's blocks,
-before its first step or in it. `regroup`: making the group across replicas.
-`heal_source`, `heal_target`: beginning to send or to receive state; both go on beside the steps.
-`wait`: in `join`, without a slot or called there."""
+"""`profile`: beginning to profile, or writing down what was found. `build`: making a replica's
+process group and model. `compile`: compiling a model's blocks, before its first step or in it.
+`regroup`: making the group across replicas. `heal_source`, `heal_target`: beginning to send or to
+receive state; both go on beside the steps. `wait`: in `join`, without a slot or called there."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
