@@ -216,7 +216,15 @@ class TrainConfig:
     block; a number n, all inside each n-th block; `selective`, all but attention and every second
     matrix product. The bits are the same. None: all are kept."""
     reduction: Literal["exact", "fast"] = "exact"
-    """`exact`: lanes are summed in one fixed tree, the same bits at any number of replicas."""
+    """`exact`: lanes are summed in one fixed tree, the same bits at any number of replicas. `fast`:
+    a plain all-reduce, only with determinism `fast`."""
+    determinism: Literal["strict", "fast"] = "strict"
+    """`strict`: each worker computes the same bits from the same inputs, and an operator that
+    cannot raises. `fast`: what is quickest, TF32 included. See the page on bits."""
+    compile: Literal["off", "on", "require"] = "off"
+    """`on`: torch.compile makes kernels of each repeated block; one that it cannot take is computed
+    as it is, on all workers, with a warning. `require`: such a block ends the run. See the page on
+    bits."""
     seed: int = 0
     """Seeds the weights, the order of the samples and dropout."""
     eval_every: int | None = None
@@ -259,6 +267,13 @@ class TrainConfig:
         ]:
             if value < 1:
                 raise ConfigError(f"train.{name}", value, "must be at least 1", "Use 1 or more")
+        if self.determinism == "strict" and self.reduction == "fast":
+            raise ConfigError(
+                "train.reduction",
+                self.reduction,
+                "its sums depend on the number of replicas, and train.determinism is 'strict'",
+                "Use 'exact', or determinism='fast'",
+            )
         if self.prefetch < 0:
             raise ConfigError(
                 "train.prefetch", self.prefetch, "fewer than none", "Use 0 (none) or more"

@@ -54,6 +54,7 @@ from elastic.reporting.phases import phases
 from elastic.reporting.report import Report
 from elastic.supervisor.plan import RunPlan
 from elastic.supervisor.supervisor import MOST_DRIVERS, Supervisor
+from trainer.backend.determinism import attention_kernels
 from trainer.config import TrainConfig
 from trainer.engine.build import build_model
 from trainer.engine.optimizer import try_optimizer
@@ -300,6 +301,13 @@ class Launch:
                 steps=self.train.steps,
                 start_step=start_step,
                 redone_steps=max(0, steps_done(paths) - start_step),
+                settings={
+                    "precision": self.train.precision,
+                    "reduction": self.train.reduction,
+                    "determinism": self.train.determinism,
+                    "attention": attention_kernels(self.train.determinism, self.scaling.device),
+                    "compile": self.train.compile,
+                },
                 versions={
                     "python": platform.python_version(),
                     **{name: version(name) for name in _RECORDED_VERSIONS},

@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 
 from checkpointing import Attempt, Keys, Receipt, write_shared
 from tests.support.quiet_link import QuietLink
+from trainer.backend import determinism
 from trainer.backend.groups import (
     Device,
     leave_replica_group,
@@ -31,6 +32,7 @@ from trainer.engine.shared_copy import open_copy
 from trainer.loop.clock import StepTimes
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
+from trainer.parallel.compiled import keep_compiled
 from trainer.parallel.layout import Slot
 from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lane_sums import LaneSums
@@ -110,6 +112,9 @@ def _process(
 ) -> None:
     """One process, which takes the place `orders[i][number]` in the i-th formation."""
     torch.set_num_threads(1)
+    determinism.settle(arguments[1].determinism, device, os.environ)
+    if arguments[1].compile != "off":
+        keep_compiled(os.environ, 1)
     rendezvous = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
     for formation, order in enumerate(orders):
         place = order[number]

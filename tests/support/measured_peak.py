@@ -56,7 +56,7 @@ def _process(place: int, port: int, train: TrainConfig, replicas: int, results: 
         _train(place, meet, train, replicas)
         leave_replica_group()
     if place == 0:
-        results[place] = _peak(profiler)
+        results[place] = peak_of(profiler)
 
 
 def _train(place: int, meet: Rendezvous, train: TrainConfig, replicas: int) -> None:
@@ -91,7 +91,7 @@ def _train(place: int, meet: Rendezvous, train: TrainConfig, replicas: int) -> N
         loop.finish_step(commit)
 
 
-def _peak(profiler: profile) -> int:
+def peak_of(profiler: profile) -> int:
     """The most bytes alive at once, by the allocator's events."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"

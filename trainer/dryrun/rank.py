@@ -97,6 +97,7 @@ def dry_run(train: TrainConfig, *, replicas: int, device: Device) -> RankNeeds:
         train,
         global_batch=lanes * train.parallel.shard * train.micro_samples(lanes) * shown,
         micro_batch=train.micro_samples(lanes),
+        compile="off",
     )
     watch = Watch(
         vocabulary=_vocabulary(task, train),

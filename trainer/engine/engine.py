@@ -86,6 +86,7 @@ class Engine:
             family=family_of_task(task),
             compute_dtype=getattr(torch, train.precision),
             recompute=train.recompute,
+            compiled=train.compile,
         )
         self._slices = local_slices(self.model, slot)
         materialize(self.model, self.device, None if heir_of is None else heir_of.memory())
@@ -103,6 +104,8 @@ class Engine:
             bucket_bytes=bucket_bytes,
         )
         self._watch = BackwardWatch(self.model, slot.dims.fsdp)
+        self.compiles_next = train.compile != "off"
+        """Whether the next micro-batch is the model's first, in which its blocks are compiled."""
         self._lane, self._lane_views = torch.empty(0), list[torch.Tensor]()
         if heir_of is None:
             self._leaves = [nn.Parameter(local) for local in self.layout.locals]
@@ -157,6 +160,10 @@ class Engine:
                 tensor.zero_()
         self.state.optimizer_steps = 0
         self.forget_initial_weights()
+
+    def clear_weights(self) -> None:
+        """Sets the weights to 0, from whatever the memory held."""
+        torch._foreach_zero_(list(self.memory().values()))
 
     def forget_initial_weights(self) -> None:
         """Lets go of what the weights come from: a custom model is held whole until then."""
@@ -236,6 +243,7 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a micro-batch that is not the lane's last."""
+        self.compiles_next = False
         with self._watch.backward():
             loss.backward()
 
@@ -248,7 +256,7 @@ class Engine:
             taken: called with n whenever the first n numbers are there: during backward, with the
                 end of each parameter group, and with all of them at last.
         """
-        there = 0
+        self.compiles_next, there = False, 0
 
         def take(groups: int) -> None:
             nonlocal there

@@ -221,7 +221,7 @@ class TrainLoop:
             ids, samples = self.loader.take()
             taken.append(ids)
             batch = self.engine.take(samples)
-            self.enter(step, "forward")
+            self.enter(step, "compile" if self.engine.compiles_next else "forward")
             loss, count = self.engine.task.loss(self.engine.model, batch)
             self.enter(step, "backward")
             if index < last:

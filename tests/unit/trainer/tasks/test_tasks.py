@@ -478,6 +478,22 @@ def test_a_loss_that_cannot_be_tried_here_is_left_to_the_workers(tmp_path: Path)
     release.set()
 
 
+def test_an_operator_without_a_deterministic_way_is_refused_unless_it_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    def puts(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        said = model(batch)
+        return said.sum() + torch.zeros(2).put_(torch.tensor([0]), said[0, :1]).sum(), len(batch)
+
+    task = custom(build_model=lambda: nn.Linear(3, 2), loss_function=puts)
+    error = refusal(task, str(tmp_path))
+    assert (error.field, error.value) == ("train.determinism", "strict")
+    assert error.fact.endswith(": put_ does not have a deterministic implementation")
+    assert not torch.are_deterministic_algorithms_enabled()
+    fast = TrainConfig(task=task, steps=1, global_batch=1, determinism="fast")
+    assert task.prepare(fast, str(tmp_path)) is task
+
+
 def test_trying_the_loss_leaves_the_global_generator_alone(tmp_path: Path) -> None:
     def noisy(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         return (model(batch) * torch.rand(())).sum(), len(batch)
