@@ -97,12 +97,6 @@ class DryReduction(Reduction):
         with self._watcher.labelled("buckets"):
             super().finish()
 
-    def _add_up(self, bucket: slice) -> None:
-        """See Reduction. A replica that has all lanes has the sum in its place: `try_step` says
-        so, and addresses do not show it."""
-        if self._cross.size > 1:
-            super()._add_up(bucket)
-
 
 class _Done:
     """The work of a collective that took no time."""

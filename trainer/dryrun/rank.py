@@ -116,7 +116,7 @@ def dry_run(train: TrainConfig, *, replicas: int, device: Device) -> RankNeeds:
         del loop
     return RankNeeds(
         components=watch.peak,
-        fault_reserve_bytes=spare_buffers(lanes, replicas) * flat_bytes,
+        fault_reserve_bytes=spare_buffers(lanes, replicas, device) * flat_bytes,
         parameters=parameters,
         collectives=_collectives(watch, train.parallel.dims, replicas),
         host_syncs=watch.host_syncs,
@@ -203,8 +203,8 @@ def _step(loop: DryLoop, watch: Watch, *, times: float) -> None:
         watch: counts what it does.
         times: micro-batches of a lane, for each that is computed here.
     """
-    home = loop.engine.gradient if loop.cross.size == 1 else None
-    *before, last = loop.sums.begin(0, loop.lanes, home)
+    home, alone = loop.engine.gradient, loop.cross.size == 1
+    *before, last = loop.sums.begin(0, loop.lanes, home, alone=alone)
     no_loss = torch.zeros((), dtype=torch.float64)
     for lane in before:
         loop.sums.open(lane)

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.backend.groups import Device, check_replica_group, torch_device
+from trainer.backend.groups import (
+    Device,
+    abort_replica_group,
+    check_replica_group,
+    torch_device,
+)
 from trainer.config import TrainConfig
 from trainer.engine.batches import to_device
 from trainer.engine.build import build_model, family_of_task
@@ -137,8 +142,8 @@ class Engine:
         )
 
     def replace_gradient(self) -> None:
-        """Takes a new buffer for the reduced gradient: an abandoned collective may still write to
-        the old."""
+        """Takes a new buffer for the reduced gradient: on Gloo an abandoned collective may still
+        write to the old."""
         self.gradient = torch.zeros(self.layout.count + self._padding, device=self.device)
         for leaf, grad in zip(self._leaves, self.layout.views(self.gradient), strict=True):
             leaf.grad = grad
@@ -171,10 +176,15 @@ class Engine:
 
     def let_go_of_model(self) -> None:
         """Drops what keeps the replica's process group alive: the model, and what refers to it. The
-        gradient stays, in memory that no abandoned collective writes to."""
-        gradient = self.gradient
-        self.replace_gradient()
-        self.gradient.copy_(gradient)
+        gradient stays, in memory that no abandoned collective writes to: NCCL's end with the abort,
+        and there is no memory for a second one."""
+        if self.device.type == "cuda":
+            abort_replica_group()
+            torch.cuda.synchronize()
+        else:
+            gradient = self.gradient
+            self.replace_gradient()
+            self.gradient.copy_(gradient)
         self.layout.params.clear()
         self._lane, self._lane_views = torch.empty(0), []
         del self.model, self.mesh, self._watch

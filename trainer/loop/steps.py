@@ -119,8 +119,9 @@ class TrainLoop:
         self.progress.in_step = True
         if self.newcomer is not None:
             self.follow(self.newcomer)
-        home = self.engine.gradient if self.cross.size == 1 else None
-        missing, reduction = self.sums.begin(step, self.lanes, home), self.make_reduction()
+        alone = self.cross.size == 1
+        missing = self.sums.begin(step, self.lanes, self.engine.gradient, alone=alone)
+        reduction = self.make_reduction()
         for lane in missing:
             self.compute_lane(step, lane, reduction if lane == missing[-1] else None)
         self.link.at_step(step, "reduce")
@@ -128,8 +129,10 @@ class TrainLoop:
             reduction.finish()
             failed = False
         except CrossGroupLost:
-            self.engine.replace_gradient()
+            if self.cross.writes_on() and reduction.wrote:
+                self.engine.replace_gradient()
             failed = True
+        self.sums.overwritten = reduction.wrote
         self.link.at_step(step, "before_commit")
         return self.agree(step, failed)
 

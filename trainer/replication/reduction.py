@@ -30,6 +30,10 @@ from trainer.replication.buckets import plan_bounds
 from trainer.replication.lanes import Node, split, sum_tree
 from trainer.replication.replicas import CrossGroup, Flight
 
+ARRIVING = 4
+"""Buckets that may be under way at once where what arrives needs memory of its own. On CUDA there
+is one."""
+
 
 class Reduction:
     """One step's reduction on one worker; the same worker of every replica makes one.
@@ -38,9 +42,10 @@ class Reduction:
 
     Args:
         cross: the group across replicas.
-        mine: this replica's subtrees -> flat gradients. Read only, and complete once the last lane
-            is open.
-        into: gets the sum. Its padding makes it long enough for equal pieces.
+        mine: this replica's subtrees -> flat gradients. Complete once the last lane is open, and
+            read only, but for one that is `into`.
+        into: gets the sum, bucket by bucket, each once it has been read. Its padding makes it long
+            enough for equal pieces.
         ends: where the buckets end.
         exact: sums in the fixed tree; else a plain all-reduce, whose bits depend on how many
             replicas there are.
@@ -61,8 +66,8 @@ class Reduction:
         self._begun = 0
         self._arriving: deque[tuple[Flight, slice, torch.Tensor]] = deque()
         self._last: list[Flight] = []
-        if into.is_cuda:  # an abandoned reduction may still write there
-            into.record_stream(cross.stream)
+        self.wrote = False
+        """Something has been written to `into`, or may be."""
 
     def start(self, stop: int) -> None:
         """Starts the buckets within the first `stop` numbers, which are in all of `mine`.
@@ -82,17 +87,27 @@ class Reduction:
         self._cross.check()  # what `start` passed over in silence
         with self._cross.on_stream():
             self._begin(self._ends[-1])
-            self._advance()
             while self._arriving:
                 self._cross.poll(self._arriving[0][0])
                 self._advance()
+                self._begin(self._ends[-1])
             for flight in self._last:
                 self._cross.poll(flight)
                 self._cross.follow(flight)
         self._cross.join_stream()
 
+    @property
+    def _needs_memory(self) -> bool:
+        """Whether what arrives has no place in the result: it is more, or what is sent is there."""
+        cross = self._cross
+        held = [self._mine[node] for node in cross.blocks[cross.rank]]
+        sent_from_there = len(held) == 1 and held[0] is self._into
+        return sent_from_there or sum(map(len, cross.blocks)) > cross.size
+
     def _begin(self, stop: int) -> None:
         while self._begun < len(self._ends) and self._ends[self._begun] <= stop:
+            if self._needs_memory and len(self._arriving) == ARRIVING:
+                return
             bucket = slice(*self._buckets[self._begun])
             self._begun += 1
             if bucket.start == bucket.stop:
@@ -104,16 +119,12 @@ class Reduction:
                 self._add_up(bucket)
 
     def _add_up(self, bucket: slice) -> None:
-        """The plain all-reduce; and where one replica has all the lanes, whose sum may be where it
-        is to go already."""
-        whole = self._into[bucket]
-        if self._cross.size == 1:
-            (block,) = self._mine.values()
-            if block.data_ptr() != self._into.data_ptr():
-                whole.copy_(block[bucket])
-            return
-        first, *others = [block[bucket] for block in self._mine.values()] or [whole.zero_()]
-        whole.copy_(first)
+        """The plain all-reduce; and where one replica has all the lanes, their sum, which may be
+        where it is to go already."""
+        self.wrote, whole = True, self._into[bucket]
+        others = [block[bucket] for block in self._mine.values() if block is not self._into]
+        if len(others) == len(self._mine):
+            whole.copy_(others.pop(0)) if others else whole.zero_()
         for block in others:
             whole.add_(block)
         if self._cross.size > 1:
@@ -121,8 +132,8 @@ class Reduction:
             self._last.append(issue)
 
     def _exchange(self, bucket: slice) -> None:
-        """Starts the all-to-all of a bucket. What arrives lies in the result's place, where it
-        fits."""
+        """Starts the all-to-all of a bucket. What arrives lies in the result's place, where that
+        is free."""
         cross, whole = self._cross, self._into[bucket]
         piece = whole.numel() // cross.size
         held = [self._mine[node][bucket] for node in cross.blocks[cross.rank]]
@@ -130,7 +141,10 @@ class Reduction:
         sends = [len(held) * piece] * cross.size
         receives = [len(blocks) * piece for blocks in cross.blocks]
         count = sum(receives)
-        incoming = whole[:count] if count <= whole.numel() else whole.new_empty(count)
+        if self._needs_memory:
+            incoming = whole.new_empty(count)
+        else:
+            self.wrote, incoming = True, whole[:count]
         flight = cross.start(
             lambda group: group.alltoall_base(incoming, outgoing, receives, sends),
             incoming,
@@ -147,6 +161,7 @@ class Reduction:
 
     def _gather(self, whole: torch.Tensor, incoming: torch.Tensor) -> None:
         """Sums the own piece and starts the gathering of all pieces."""
+        self.wrote = True
         cross, piece = self._cross, whole.numel() // self._cross.size
         nodes = [node for blocks in cross.blocks for node in blocks]
         own = whole[cross.rank * piece :][:piece]

@@ -77,9 +77,11 @@ def at_every_replica(
     ],
 )
 @pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
 def test_every_replica_gets_the_sum_of_all_lanes(
-    rendezvous: Rendezvous, dealt: list[tuple[int, ...]], exact: bool
+    rendezvous: Rendezvous, dealt: list[tuple[int, ...]], exact: bool, in_place: bool
 ) -> None:
+    """Also where one of a replica's subtrees lies where the sum goes."""
     gradients = lane_gradients(sum(map(len, dealt)))
     lanes = {(lane, lane + 1): gradient for lane, gradient in enumerate(gradients)}
     expected = sum_tree(lanes, (0, len(gradients)), torch.add)
@@ -88,13 +90,18 @@ def test_every_replica_gets_the_sum_of_all_lanes(
         mine = held_by(dealt[cross.rank], gradients)
         before = {node: block.clone() for node, block in mine.items()}
         into = torch.full((COUNT + PADDING,), float("nan"))
+        at_home = min(mine) if in_place and mine else None
         for _ in range(3):
+            if at_home is not None:
+                into.copy_(before[at_home])
+                mine[at_home] = into
             reduction = Reduction(cross, mine, into, ENDS, exact=exact)
             # Each replica begins its buckets at other times than the others.
             for stop in range(100 * cross.rank, COUNT, 97 + 150 * cross.rank):
                 reduction.start(stop)
             reduction.finish()
-        assert all(torch.equal(mine[node], before[node]) for node in mine)
+            assert reduction.wrote
+        assert all(torch.equal(mine[node], before[node]) for node in mine if node != at_home)
         return into[:COUNT]
 
     for total in at_every_replica(rendezvous, dealt, act):
