@@ -30,7 +30,7 @@ from trainer.replication.buckets import plan_bounds
 from trainer.replication.lanes import Node, split, sum_tree
 from trainer.replication.replicas import CrossGroup, Flight
 
-ARRIVING = 4
+ARRIVING = 2
 """Buckets that may be under way at once where what arrives needs memory of its own. On CUDA there
 is one."""
 
