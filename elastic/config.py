@@ -95,6 +95,12 @@ class HealthConfig:
     """A worker whose heartbeat stands still for this long is killed. It does so while code holds
     the interpreter's lock without a break, so this must be longer than any such code takes. A
     worker that a signal has stopped is killed within half a second."""
+    progress_timeout_s: float | None = 4.5
+    """Where no step is committed for this long, for three median steps, and for twice the longest
+    that a worker was in one phase of a step before, whichever is the longest: those who keep the
+    others are found by what they have begun and where they are, and killed. It counts from a
+    worker's third step on, in phases of steps alone, without the time in which it had no core;
+    None: `regroup_timeout_s` and `collective_timeout_s` are what is left."""
     node_beat_s: float = 1.0
     """How often a node says that it is there. A death is told at once, whatever this is."""
     node_timeout_s: float = 5.0

@@ -4,7 +4,9 @@ nothing.
 Two hands write it. The training loop marks each phase that it enters: a few stores into mapped
 memory, no call to the system, no lock. A thread beats ten times a second, for as long as the
 process runs and somebody else gets the interpreter's lock (GIL) now and then. So a beat that does
-not change means a process that is stopped, stuck in the kernel, or stuck with the lock held.
+not change means a process that is stopped, stuck in the kernel, or stuck with the lock held. With
+each beat it writes how many collectives the worker has begun: of several that stand still, the one
+that has begun fewer is the one that its peers wait for.
 
 The memory is a file without a name (memfd): who knows the process and the descriptor's number can
 open it under /proc, and the kernel frees it with its last user. Nothing is left behind, however the
@@ -18,6 +20,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 BEAT_INTERVAL_S = 0.1
@@ -31,8 +34,9 @@ NO_PHASE = -1
 
 # Native alignment: each number is one aligned eight-byte store, so none is ever seen half written.
 _MARK = struct.Struct("@qqqd")
-_BEAT = struct.Struct("@d")
-_RECORD = struct.Struct("@qqqdd")
+_BEAT = struct.Struct("@dq")
+_THREAD = struct.Struct("@q")
+_RECORD = struct.Struct("@qqqddqq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,23 +54,42 @@ class Record:
     """When it entered it, on the monotonic clock."""
     beat_s: float
     """When the thread beat last, on the monotonic clock."""
+    collectives: int
+    """Collectives that the worker has begun with the others of its replica, by that beat."""
+    thread: int
+    """Id, in the kernel, of the thread that trains."""
 
 
 def parse_record(data: bytes) -> Record:
     """The record in `data`, which has the size of one."""
-    serial, step, phase, phase_s, beat_s = _RECORD.unpack(data)
-    return Record(serial=serial, step=step, phase=phase, phase_s=phase_s, beat_s=beat_s)
+    serial, step, phase, phase_s, beat_s, collectives, thread = _RECORD.unpack(data)
+    return Record(
+        serial=serial,
+        step=step,
+        phase=phase,
+        phase_s=phase_s,
+        beat_s=beat_s,
+        collectives=collectives,
+        thread=thread,
+    )
 
 
 class Heartbeat:
-    """The worker's side. It beats from its construction on until the process ends."""
+    """The worker's side. It beats from its construction, by the thread that trains, until the
+    process ends.
 
-    def __init__(self) -> None:
+    Args:
+        count: how many collectives the worker has begun; called with each beat.
+    """
+
+    def __init__(self, count: Callable[[], int] = lambda: 0) -> None:
+        self._count = count
         self.fd = os.memfd_create("elastictrainer-heartbeat")
         os.ftruncate(self.fd, _RECORD.size)
         self._memory = mmap.mmap(self.fd, _RECORD.size)
         self._serial = 0
         self._beat()
+        _THREAD.pack_into(self._memory, _MARK.size + _BEAT.size, threading.get_native_id())
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def mark(self, step: int, phase: int) -> None:
@@ -75,7 +98,7 @@ class Heartbeat:
         _MARK.pack_into(self._memory, 0, self._serial, step, phase, time.monotonic())
 
     def _beat(self) -> None:
-        _BEAT.pack_into(self._memory, _MARK.size, time.monotonic())
+        _BEAT.pack_into(self._memory, _MARK.size, time.monotonic(), self._count())
 
     def _run(self) -> None:
         while True:

@@ -33,6 +33,16 @@ def read_born_ticks(pid: int) -> int | None:
     return None if stat is None else parse_born_ticks(stat)
 
 
+def read_starved_s(pid: int, thread: int) -> float:
+    """How long a thread of process `pid` was able to run and had no core, since it began, in
+    seconds; 0.0 where the kernel does not say. Source: the kernel's sched-stats.rst."""
+    try:
+        stats = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return int(stats.split()[1]) / 1e9
+
+
 def _read_stat(pid: int) -> str | None:
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace")

@@ -10,6 +10,7 @@ step path. All methods run on one event loop, so none needs a lock.
       RunLog ── writes it down
       Arrivals, Workers, NodeAgents ── who has started, who will go, who is lost; leases
       Troubles ──── what an exception in a worker means
+      StandstillWatch ── who keeps the others, where no step is committed
       LinkTests ─── whose connections fail, where collectives do and nobody is lost
       Failover ── the run after a restart of the coordinator
       HealNews, Receipts, Restores, Snapshots, Injections ── what the workers tell of each
@@ -43,6 +44,7 @@ from elastic.coordinator.replay import replay
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.snapshots import Snapshots, start_holder
+from elastic.coordinator.standstill import StandstillWatch
 from elastic.coordinator.store_keys import Past, sweep_store
 from elastic.coordinator.supervised import Supervised
 from elastic.coordinator.trouble import Troubles
@@ -148,6 +150,7 @@ class Coordinator(CoordinatorApi):
         )
         self._troubles = Troubles(config.health, self._membership, self._dispatcher, self._workers)
         self._link_tests = LinkTests(self._membership, self._workers, self._records)
+        self._standstill = self._watch_for_standstill()
         self._supervised = Supervised(config, self._dispatcher, self._records)
         self._failover: Failover | None = None
         if anew:
@@ -155,6 +158,20 @@ class Coordinator(CoordinatorApi):
         else:
             self._dispatcher.ready.set()
         self._records.begin(anew=anew)
+
+    def _watch_for_standstill(self) -> StandstillWatch | None:
+        if self.config.health.progress_timeout_s is None:
+            return None
+        return StandstillWatch(
+            self.config.health.progress_timeout_s,
+            self.config.health.regroup_timeout_s,
+            self.config.paths.incidents,
+            self._membership,
+            self._dispatcher,
+            self._workers,
+            self._agents,
+            self._break_off,
+        )
 
     def _make_snapshots(self) -> Snapshots:
         return Snapshots(
@@ -276,6 +293,8 @@ class Coordinator(CoordinatorApi):
 
     def _take_steps(self, steps: Sequence[events.StepRecord]) -> None:
         self._records.take_steps(steps)
+        if self._standstill is not None and steps:
+            self._standstill.committed(steps)
         self._injections.hit_spares()
 
     @_when_known
@@ -292,8 +311,11 @@ class Coordinator(CoordinatorApi):
 
     @_when_known
     async def cross_lost(self, worker: str, generation: int, reason: str) -> None:
+        await self._break_off(generation, reason, self._membership.slot_name(worker))
+
+    async def _break_off(self, generation: int, reason: str, slot: str | None = None) -> None:
+        """A collective across the replicas of a roster has failed, or does not end."""
         if self._membership.cross_lost(generation, reason):
-            slot = self._membership.slot_name(worker)
             self._records.note(
                 events.CrossGroupLost(
                     time=time.time(), generation=generation, slot=slot, reason=reason

@@ -11,9 +11,10 @@ import asyncio
 import logging
 import secrets
 import uuid
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from ray.exceptions import (
     ActorUnavailableError,
@@ -32,12 +33,16 @@ from elastic.protocol.rpc import RETRY_S, Remote
 from elastic.ray_compat.cluster import raylet_of, start_actor
 from health.laggards import Position
 from health.lease import AwakeClock, decide_hopeless, decide_lost_nodes
+from health.progress import Place
 
 log = logging.getLogger(__name__)
 
 START_S = 30.0
 """How long a node may do without a beat when its agent's process has ended: several times what the
 start of another one takes on a busy machine."""
+
+ANSWER_S = 2.0
+"""How long to wait for what an agent knows of its workers, where they stand still."""
 
 End = Literal["ended", "node ended", "refused"]
 """What becomes of an agent: its process ended, all of the node's did, or Ray starts it not."""
@@ -187,6 +192,31 @@ class NodeAgents:
             return await asyncio.wait_for(asked, START_S)
         except (RayError, asyncio.TimeoutError):
             return None
+
+    async def places(self, nodes: Iterable[str]) -> dict[str, Place | None]:
+        """Where all workers of `nodes` are in their steps, as far as the agents say."""
+        asked = [self._within(ANSWER_S, self._ask(node, NodeAgent.places)) for node in nodes]
+        return {w: place for some in await asyncio.gather(*asked) for w, place in some.items()}
+
+    async def stacks(self, identities: Iterable[Identity]) -> dict[str, str]:
+        """What workers are doing, as far as the agents say."""
+        by_node: dict[str, list[str]] = defaultdict(list)
+        for identity in identities:
+            by_node[identity.node].append(identity.worker)
+        asked = [
+            self._within(ANSWER_S, self._ask(node, NodeAgent.stacks, workers))
+            for node, workers in by_node.items()
+        ]
+        return {w: text for some in await asyncio.gather(*asked) for w, text in some.items()}
+
+    async def _within(
+        self, seconds: float, asked: Coroutine[Any, Any, Mapping[str, _Answer] | None]
+    ) -> Mapping[str, _Answer]:
+        """An answer; an empty one where none comes in time."""
+        try:
+            return await asyncio.wait_for(asked, seconds) or {}
+        except (RayError, asyncio.TimeoutError):
+            return {}
 
     async def _ask(
         self,

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
+from elastic.coordinator.evidence import keep_evidence
 from elastic.coordinator.own_handle import own_handle
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.snapshots import Snapshots
@@ -49,6 +50,7 @@ class Workers:
         self._health, self._membership, self._dispatcher = config.health, membership, dispatcher
         self._records, self._agents = records, agents
         self._snapshots, self._in_memory = snapshots, config.in_memory
+        self._incidents = config.paths.incidents
         self.started: dict[str, Identity] = {}
         """Workers that have started and were not lost."""
         self.draining_nodes: set[str] = set()
@@ -190,6 +192,9 @@ class Workers:
     async def lose_all(self, deaths: Iterable[Death]) -> None:
         """Writes off workers of which an agent has told."""
         for death in deaths:
+            if death.stacks and death.worker in self.started:
+                accused, stacks = {death.worker: death.detail}, {death.worker: death.stacks}
+                await asyncio.to_thread(keep_evidence, self._incidents, accused, stacks)
             await self.lose(death.worker, death.cause, death.detail)
 
     def _count(self, loss: Loss) -> None:

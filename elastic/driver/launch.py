@@ -8,8 +8,10 @@ import platform
 import secrets
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any
 
 from ray.train import Checkpoint, Result, RunConfig
 
@@ -32,7 +34,7 @@ from elastic.driver.resume import (
     set_others_aside,
     steps_done,
 )
-from elastic.driver.running import check_same, find_run, follow, may_be_going_on
+from elastic.driver.running import check_same, find_run, follow, is_over, may_be_going_on
 from elastic.membership.decisions import GroupConfig
 from elastic.node.snapshot_survey import find_snapshot
 from elastic.protocol import events
@@ -49,6 +51,7 @@ from elastic.ray_compat.placement import Wanted
 from elastic.ray_compat.trainer import controller_variables
 from elastic.reporting.callback import Callback
 from elastic.reporting.phases import phases
+from elastic.reporting.report import Report
 from elastic.supervisor.plan import RunPlan
 from elastic.supervisor.supervisor import MOST_DRIVERS, Supervisor
 from trainer.config import TrainConfig
@@ -63,6 +66,17 @@ from trainer.tasks.task import PreparedTask, default_cache_dir
 log = logging.getLogger(__name__)
 
 _RECORDED_VERSIONS = ("torch", "ray", "transformers", "tokenizers", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ready:
+    """What a run starts with."""
+
+    identity: RunIdentity
+    model: StateTable
+    """What its state is."""
+    origin: Origin
+    task: PreparedTask
 
 
 @dataclass(kw_only=True)
@@ -100,25 +114,24 @@ class Launch:
             observer = Observer(paths, self.callbacks, attaches=True)
         else:
             with run_directory(self.run_config, self.checkpoint) as paths, phases(sys.stderr):
-                run, observer = self._start(paths)
+                ready = self._prepare(paths)
+                over = is_over(paths, ready.origin.manifest, self.train.steps)
+                started = None if over else self._start(paths, ready)
+            if started is None:
+                log.warning("the run in %s is over: all its steps are done", paths.root)
+                observer = Observer(paths, self.callbacks, tensorboard=False)
+                observer.start()
+                return _result(paths, observer.finish(), ready.task.info)
+            run, observer = started
         if detach:
             return Result(metrics=None, checkpoint=None, error=None, path=str(paths.root))
         about = about or run.call(SupervisorApi.about)
         paths = about.job.paths
-        report = follow(run, about.job.coordinator, observer)
-        return Result(
-            metrics={
-                **report.to_json(),
-                "task": dict(about.task_info),
-                "checkpoint_store": str(paths.checkpoints),
-            },
-            checkpoint=Checkpoint(str(paths.checkpoints)) if paths.store is None else None,
-            error=None,
-            path=str(paths.root),
-        )
+        return _result(paths, follow(run, about.job.coordinator, observer), about.task_info)
 
-    def _start(self, paths: RunPaths) -> tuple[Remote[SupervisorApi], Observer]:
-        """Starts the run: from here on it belongs to the cluster."""
+    def _prepare(self, paths: RunPaths) -> _Ready:
+        """All that is done before the cluster is needed, on CPU; the errors of bad input come from
+        here."""
         if self.scaling.device == "cuda":
             connect()
             check_device(self.scaling)
@@ -138,6 +151,11 @@ class Launch:
         origin = self._find_origin(paths, identity, snapshot, model)
         if origin.manifest is not None:
             check_continues(origin.manifest, self.train, task)
+        return _Ready(identity=identity, model=model, origin=origin, task=task)
+
+    def _start(self, paths: RunPaths, ready: _Ready) -> tuple[Remote[SupervisorApi], Observer]:
+        """Starts the run: from here on it belongs to the cluster."""
+        identity, model, origin, task = ready.identity, ready.model, ready.origin, ready.task
         tell("joining the Ray cluster")
         connect()
         if find_run(paths) is not None:
@@ -277,3 +295,16 @@ class Launch:
                 },
             ),
         )
+
+
+def _result(paths: RunPaths, report: Report, task_info: Mapping[str, Any]) -> Result:
+    return Result(
+        metrics={
+            **report.to_json(),
+            "task": dict(task_info),
+            "checkpoint_store": str(paths.checkpoints),
+        },
+        checkpoint=Checkpoint(str(paths.checkpoints)) if paths.store is None else None,
+        error=None,
+        path=str(paths.root),
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from checkpointing import CheckpointConfig
+from checkpointing import CheckpointConfig, Manifest
 from elastic.config import HealthConfig, ScalingConfig
 from elastic.driver.observer import Observer
 from elastic.driver.stopping import Stopping
@@ -34,6 +34,14 @@ _LOOK_S = 0.05
 def may_be_going_on(paths: RunPaths) -> bool:
     """Whether the records of a run have no end yet. Needs no cluster."""
     return paths.events.exists() and not isinstance(last_event(paths.events), RunEnded)
+
+
+def is_over(paths: RunPaths, manifest: Manifest | None, steps: int) -> bool:
+    """Whether the run has done all `steps`, by the end of its records and by the state that it
+    would go on from. Needs no cluster."""
+    end = last_event(paths.events) if paths.events.exists() else None
+    finished = isinstance(end, RunEnded) and end.outcome == "finished"
+    return finished and manifest is not None and manifest.step == steps
 
 
 def find_run(paths: RunPaths) -> Remote[SupervisorApi] | None:

@@ -26,7 +26,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import ray
 from ray import ObjectRef
@@ -43,6 +43,7 @@ from elastic.providers.tell import tell_coordinator
 from elastic.ray_compat.cluster import drain_node
 from health.laggards import Position
 from health.lease import AwakeClock, Reach, decide_cut_off
+from health.progress import Place
 
 _SAMPLE_INTERVAL_S = 0.2
 _TELL_INTERVAL_S = 0.02
@@ -108,7 +109,11 @@ class NodeAgent:
     def watch(self, identity: Identity) -> None:
         """Watches a worker of this node from now on; reports it at once where it has ended."""
         self._processes.watch(
-            identity.worker, identity.pid, identity.heartbeat_fd, identity.born_ticks
+            identity.worker,
+            identity.pid,
+            identity.heartbeat_fd,
+            identity.born_ticks,
+            identity.stacks_fd,
         )
 
     def watch_helper(self, helper: Helper) -> None:
@@ -126,6 +131,14 @@ class NodeAgent:
     def position(self, worker: str) -> Position | None:
         """Where a worker of this node is in its work; None where that is not known."""
         return self._processes.position(worker)
+
+    def places(self) -> dict[str, Place | None]:
+        """Where the workers of this node are in their steps."""
+        return self._processes.places()
+
+    def stacks(self, workers: Sequence[str]) -> dict[str, str]:
+        """What workers of this node are doing (`ProcessWatch.stacks`)."""
+        return {worker: self._processes.stacks(worker) for worker in workers}
 
     def wait(self) -> None:
         """Does not return before it is called again: a pending call to it fails when this agent is

@@ -15,18 +15,27 @@ import select
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from elastic.protocol.causes import CRASH, HANG, Cause
 from elastic.protocol.messages import Death
-from health.diagnosis import History, Sample, decide_frozen, observe
+from health.diagnosis import STOPPED, History, Sample, decide_frozen, observe
 from health.heartbeat import NO_STEP, HeartbeatReader, Record
 from health.laggards import Position
-from health.process import read_born_ticks, read_state
-from trainer.loop.phases import PHASES
+from health.process import read_born_ticks, read_starved_s, read_state
+from health.progress import Place
+from health.stacks import read_kernel_stacks, read_stacks
+from trainer.loop.phases import PHASES, STEP_PHASES
 
 _WAITING = frozenset(map(PHASES.index, ("reduce", "in_commit")))
 """Numbers of the phases in which a worker waits for other replicas."""
+_STEP = frozenset(map(PHASES.index, STEP_PHASES))
+
+_LONG_S = 1.0
+"""Shorter stays in a phase are not remembered: no bound is below a few seconds."""
+_FIRST_STEPS = 2
+"""Of a process: its code may be compiled in them. They say nothing of those that follow."""
 
 
 @dataclass(kw_only=True)
@@ -36,9 +45,55 @@ class _Process:
     worker: str
     pid: int
     heartbeat: HeartbeatReader | None = None
+    stacks_fd: int | None = None
     history: History | None = None
     reported: bool = False
     """Its death was reported already, before the process came to its end."""
+    first_step: int | None = None
+    """The first step that it was seen in."""
+    seen: Record | None = None
+    """Its heartbeat, as it was sampled last."""
+    starved_s: float = 0.0
+    """How long it had had no core when it was first seen in its present phase."""
+    stays_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    """The latest long stays in phases of steps in which it waited for nobody."""
+
+    def sample(self, record: Record) -> None:
+        """Notes what its heartbeat shows now."""
+        before, self.seen = self.seen, record
+        if before is not None and before.serial == record.serial:
+            return
+        if record.phase in _STEP and self.first_step is None:
+            self.first_step = record.step
+        if before is not None and before.phase in _STEP - _WAITING and self._counts(before):
+            stay_s = self._awake_s(before, record.phase_s)
+            if stay_s > _LONG_S:
+                self.stays_s.append(stay_s)
+        self.starved_s = read_starved_s(self.pid, record.thread)
+
+    def place(self) -> Place | None:
+        """Where it is in its step; None where that is not known."""
+        record = None if self.heartbeat is None else self.heartbeat.read()
+        if record is None or record.serial == 0:
+            return None
+        self.sample(record)
+        return Place(
+            mark=record.serial,
+            phase=_phase_of(record),
+            in_phase_s=self._awake_s(record, time.monotonic()),
+            in_step=record.phase in _STEP and self._counts(record),
+            waits=record.phase in _WAITING,
+            collectives=record.collectives,
+            longest_s=max(self.stays_s, default=0.0),
+        )
+
+    def _counts(self, record: Record) -> bool:
+        return self.first_step is not None and record.step >= self.first_step + _FIRST_STEPS
+
+    def _awake_s(self, record: Record, until_s: float) -> float:
+        """How long it was in a phase, without the time in which it had no core."""
+        starved_s = read_starved_s(self.pid, record.thread) - self.starved_s
+        return max(0.0, until_s - record.phase_s - starved_s)
 
 
 class ProcessWatch:
@@ -56,7 +111,12 @@ class ProcessWatch:
         self._lock = threading.Lock()  # a pidfd may not be closed, and reused, while one signals it
 
     def watch(
-        self, worker: str, pid: int, heartbeat_fd: int | None, born_ticks: int | None = None
+        self,
+        worker: str,
+        pid: int,
+        heartbeat_fd: int | None,
+        born_ticks: int | None = None,
+        stacks_fd: int | None = None,
     ) -> None:
         """Watches process `pid`, which is `worker`, from now on; reports it where it has ended.
         Twice does no harm, and the second time may bring the heartbeat.
@@ -67,6 +127,7 @@ class ProcessWatch:
             heartbeat_fd: descriptor of its heartbeat, if it has one.
             born_ticks: when it was started (`health.process`), where that is known: a process of
                 the same id that was not is another one, and this one has ended.
+            stacks_fd: descriptor that it writes its stacks to, if it does (`health.stacks`).
         """
         with self._lock:
             watched = next(
@@ -77,6 +138,7 @@ class ProcessWatch:
             if watched is not None and watched.heartbeat is None and heartbeat_fd is not None:
                 with contextlib.suppress(OSError):
                     watched.heartbeat = HeartbeatReader(pid, heartbeat_fd)
+                watched.stacks_fd = stacks_fd
 
     def _open(self, worker: str, pid: int, born_ticks: int | None) -> _Process | None:
         """Begins to watch a process; None where it has ended."""
@@ -112,6 +174,20 @@ class ProcessWatch:
             in_phase_s=time.monotonic() - record.phase_s,
             waits=record.phase in _WAITING,
         )
+
+    def places(self) -> dict[str, Place | None]:
+        """Where the workers are in their steps."""
+        with self._lock:
+            return {p.worker: p.place() for p in self._processes.values()}
+
+    def stacks(self, worker: str) -> str:
+        """What a worker is doing: the stacks of its threads, by Python and by the kernel. It may
+        take a quarter of a second."""
+        with self._lock:
+            for pidfd, process in self._processes.items():
+                if process.worker == worker:
+                    return _stacks_of(pidfd, process)
+        return ""
 
     def kill_all(self, cause: Cause, detail: str) -> list[Death]:
         """Ends all processes. Returns the deaths that are news."""
@@ -152,12 +228,16 @@ class ProcessWatch:
                 deaths += _kill_and_report(pidfd, process, CRASH, f"process {process.pid} ended")
                 continue
             record = None if process.heartbeat is None else process.heartbeat.read()
+            if record is not None:
+                process.sample(record)
             sample = Sample(awake_s=awake_s, state=state, record=record)
             process.history = observe(process.history, sample)
             verdict = decide_frozen(process.history, self._freeze_timeout_s)
             if verdict is not None:
                 detail = f"process {process.pid} is frozen: {verdict.evidence}{_where(record)}"
-                deaths += _kill_and_report(pidfd, process, HANG, detail)
+                stopped = state == STOPPED  # it would not answer, and its peers wait
+                stacks = read_kernel_stacks(process.pid) if stopped else _stacks_of(pidfd, process)
+                deaths += _kill_and_report(pidfd, process, HANG, detail, stacks)
         return deaths
 
 
@@ -166,13 +246,22 @@ def _send(pidfd: int, number: int) -> None:
         signal.pidfd_send_signal(pidfd, number)
 
 
-def _kill_and_report(pidfd: int, process: _Process, cause: Cause, detail: str) -> list[Death]:
+def _stacks_of(pidfd: int, process: _Process) -> str:
+    kernel = read_kernel_stacks(process.pid)
+    if process.stacks_fd is None:
+        return kernel
+    return read_stacks(process.pid, process.stacks_fd, lambda number: _send(pidfd, number)) + kernel
+
+
+def _kill_and_report(
+    pidfd: int, process: _Process, cause: Cause, detail: str, stacks: str = ""
+) -> list[Death]:
     """Kills a process and reports it at once: one that is stuck in the kernel may take its time."""
     _send(pidfd, signal.SIGKILL)
     if process.reported:
         return []
     process.reported = True
-    return [Death(worker=process.worker, cause=cause, detail=detail)]
+    return [Death(worker=process.worker, cause=cause, detail=detail, stacks=stacks)]
 
 
 def _where(record: Record | None) -> str:

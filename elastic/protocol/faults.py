@@ -25,9 +25,9 @@ from trainer.loop.phases import PHASES, STEP_PHASES, Phase
 if TYPE_CHECKING:
     from trainer.engine.engine import Engine
 
-Kind = Literal["kill", "freeze", "raise", "flip"]
+Kind = Literal["kill", "freeze", "raise", "flip", "loop"]
 """SIGKILL; SIGSTOP; an exception; one bit of the worker's weights changed, for the replicas to
-find."""
+find; an endless loop."""
 
 SPARE = "spare"
 

@@ -34,6 +34,8 @@ class Identity:
     """When that was started (`health.process`): a later process may have the same id."""
     heartbeat_fd: int | None = None
     """Descriptor of its heartbeat in that process (`health.heartbeat`)."""
+    stacks_fd: int | None = None
+    """Descriptor that it writes its stacks to (`health.stacks`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,8 @@ class Death:
     """What happened to it."""
     detail: str
     """The evidence in one line."""
+    stacks: str = ""
+    """What its threads were doing, where it was killed for doing nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,11 @@ class RunPaths:
         return self.root / "steps.jsonl"
 
     @property
+    def incidents(self) -> Path:
+        """What was found when something stood still: a folder an incident."""
+        return self.root / "incidents"
+
+    @property
     def tensorboard(self) -> Path:
         """TensorBoard's log directory."""
         return self.root / "tensorboard"

@@ -53,5 +53,8 @@ class Injection:
         if fault.kind == "flip":
             assert self.engine is not None
             flip_bit(self.engine)
+        elif fault.kind == "loop":
+            while True:
+                pass
         else:
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)

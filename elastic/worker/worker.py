@@ -38,7 +38,8 @@ from elastic.worker.restoring import restore
 from elastic.worker.side_build import SideBuild
 from health.heartbeat import Heartbeat
 from health.process import read_born_ticks
-from trainer.backend.groups import leave_replica_group, make_replica_group
+from health.stacks import offer_stacks
+from trainer.backend.groups import collectives_begun, leave_replica_group, make_replica_group
 from trainer.backend.link_test import BOUND_S, LINK_BYTES, try_links
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.rendezvous import Rendezvous
@@ -76,7 +77,7 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self.job = job
         torch.set_num_threads(max(1, int(job.scaling.cpus_per_worker)))
-        heartbeat = Heartbeat()
+        heartbeat = Heartbeat(collectives_begun)
         rank = ray.train.get_context().get_world_rank()
         self.identity = Identity(
             worker=f"w{rank}-{uuid.uuid4().hex[:6]}",
@@ -85,6 +86,7 @@ class Worker:
             pid=os.getpid(),
             born_ticks=read_born_ticks(os.getpid()),
             heartbeat_fd=heartbeat.fd,
+            stacks_fd=offer_stacks(),
         )
         job.coordinator.call(CoordinatorApi.hello, self.identity)
         self.link = CoordinatorLink(self.identity, job, heartbeat)

@@ -20,8 +20,9 @@ import ray
 from ray.train import RunConfig
 
 from checkpointing import CheckpointConfig, Keys, Reader, newest, open_store, params_sha256
-from elastic import ConfigError, ElasticTrainer
+from elastic import Callback, ConfigError, ElasticTrainer
 from elastic.driver.resume import run_directory
+from elastic.reporting.report import Report
 from tests.support import ROOT
 from tests.support.gated_run import HALF, gated_trainer
 from tests.support.tiny import Outcome, fit, numbers_of, tiny_task, tiny_trainer
@@ -169,8 +170,17 @@ def test_a_finished_run_is_not_run_again(
     finished: tuple[Path, Outcome], text: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
-    second = fit(six_steps(text, tmp_path))
+    events = tmp_path / "run" / "events.jsonl"
+    records, ends = events.read_bytes(), []
+
+    class Ends(Callback):
+        def on_end(self, report: Report) -> None:
+            ends.append(report.outcome)
+
+    second = fit(six_steps(text, tmp_path, callbacks=(Ends(),)))
     assert (second.params, second.losses) == (finished[1].params, finished[1].losses)
+    assert events.read_bytes() == records, "nothing was started"
+    assert ends == ["finished"]
 
 
 def test_refuses_another_model_and_other_data(

@@ -161,6 +161,29 @@ def replica_connections() -> Connections:
     return _connections
 
 
+def collectives_begun() -> int:
+    """Collectives that this worker has begun with others of its replica since that was formed.
+    Called from any thread, ten times a second; 0 while the replica's groups are made or left."""
+    if not _ending.acquire(blocking=False):
+        return 0
+    try:
+        return _count_collectives()  # which refers to no group any more when the lock is released
+    finally:
+        _ending.release()
+
+
+def _count_collectives() -> int:
+    try:
+        backends: Any = {
+            group._get_backend(torch.device(mesh.device_type)): None  # of each group once
+            for mesh in _meshes
+            for group in mesh.get_all_groups()
+        }
+        return sum(backend._get_sequence_number_for_group() for backend in backends)
+    except (RuntimeError, AssertionError):  # in the making
+        return 0
+
+
 def leave_replica_group() -> None:
     """Closes the default group, if there is one, so that peers still waiting in it wake up: Gloo
     closes its connections when nothing refers to the group any more."""

@@ -7,7 +7,7 @@ TIMEOUT_S = 10.0
 
 
 def record(beat_s: float) -> Record:
-    return Record(serial=5, step=3, phase=2, phase_s=0.0, beat_s=beat_s)
+    return Record(serial=5, step=3, phase=2, phase_s=0.0, beat_s=beat_s, collectives=0, thread=1)
 
 
 def history_of(*samples: tuple[float, str, float | None]) -> History:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from elastic.node.process_watch import ProcessWatch
 from elastic.protocol.causes import CRASH, HANG, NODE
 from elastic.protocol.messages import Death
 from health.process import read_born_ticks, read_state
+from health.progress import Place
 from tests.support import ROOT
 from tests.support.watching import wait_until
 
@@ -139,13 +141,12 @@ def test_a_stopped_process_is_killed_and_reported_with_what_it_did(
     assert stays_quiet(watch, 2 * FREEZE_TIMEOUT_S)
     os.kill(process.pid, signal.SIGSTOP)
     where = "; it was in phase backward of step 4" if heartbeat else ""
-    expected = Death(
-        worker="w0",
-        cause=HANG,
-        detail=f"process {process.pid} is frozen: stopped by a signal "
-        f"(state T in 2 samples){where}",
+    (death,) = deaths(watch)
+    assert (death.worker, death.cause) == ("w0", HANG)
+    assert death.detail == (
+        f"process {process.pid} is frozen: stopped by a signal (state T in 2 samples){where}"
     )
-    assert deaths(watch) == [expected]
+    assert f"{process.pid} python: T " in death.stacks
     assert process.wait(DEADLINE_S) == -signal.SIGKILL
     assert stays_quiet(watch, 0.3)
 
@@ -159,6 +160,68 @@ def test_where_a_worker_is_in_its_work(start: Start) -> None:
     assert first is not None and second is not None
     assert first.phase == "phase backward of step 4"
     assert 0 < first.in_phase_s < second.in_phase_s < DEADLINE_S
+
+
+def step_by_step(steps: str) -> str:
+    return f"""
+import time
+forward, reduce = PHASES.index("forward"), PHASES.index("reduce")
+{steps}
+print(flush=True)
+sys.stdin.readline()
+"""
+
+
+def place_after(watch: ProcessWatch, process: subprocess.Popen[bytes]) -> Place:
+    """Where it is when it has done its steps, looked at as often as an agent does."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    while not select.select([process.stdout], [], [], 0.1)[0]:
+        watch.frozen(time.monotonic())
+    found = watch.places()["w0"]
+    assert found is not None
+    return found
+
+
+def test_where_a_worker_is_in_its_step(start: Start) -> None:
+    """Its first two steps, in which its code may be compiled, say nothing of those that follow."""
+    watch = ProcessWatch(DEADLINE_S)
+    steps = """
+heartbeat.mark(5, forward); time.sleep(1.5)
+heartbeat.mark(6, forward); time.sleep(1.2)
+heartbeat.mark(6, reduce); time.sleep(2.0)
+heartbeat.mark(7, forward)
+"""
+    process, fd = start(step_by_step(steps))
+    watch.watch("w0", process.pid, fd)
+    assert not watch.places()["w0"].in_step  # type: ignore[union-attr]
+    now = place_after(watch, process)
+    assert (now.mark, now.phase, now.in_step, now.waits) == (
+        5,
+        "phase forward of step 7",
+        True,
+        False,
+    )
+    assert 1.0 < now.longest_s < 1.9, "the stay in step 6, not that in step 5 nor the wait"
+
+
+def test_time_without_a_core_is_not_counted(start: Start) -> None:
+    watch = ProcessWatch(DEADLINE_S)
+    steps = """
+import os
+os.sched_setaffinity(0, [0])
+heartbeat.mark(8, forward)
+begin = time.monotonic()
+while time.monotonic() - begin < 2.0: pass
+"""
+    processes = [start(step_by_step(steps)) for _ in range(4)]  # on one core
+    for process, _ in processes[1:]:
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+    watch.watch("w0", processes[0][0].pid, processes[0][1])
+    assert place_after(watch, processes[0][0]).in_phase_s < 1.5
 
 
 def test_a_process_that_keeps_the_interpreters_lock_is_killed(start: Start) -> None:

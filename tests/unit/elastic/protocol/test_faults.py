@@ -58,7 +58,7 @@ def test_what_is_not_understood_is_quoted(text: str, part: str) -> None:
     assert str(caught.value) == (
         f"fault = {text!r}: {part} is not understood. Write none or "
         f"KIND@STEP[.PHASE][:WORKER[+WORKER] or :spare], with KIND one of kill, freeze, raise, "
-        f"flip."
+        f"flip, loop."
     )
 
 
@@ -72,7 +72,7 @@ def test_a_phase_that_does_not_exist_is_named() -> None:
     st.lists(
         st.builds(
             Fault,
-            kind=st.sampled_from(["kill", "freeze", "raise", "flip"]),
+            kind=st.sampled_from(["kill", "freeze", "raise", "flip", "loop"]),
             step=st.integers(0, 10**6),
             phase=st.sampled_from(PHASES),
             workers=st.lists(st.integers(0, 10**4), max_size=3).map(tuple),

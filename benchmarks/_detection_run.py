@@ -1,0 +1,137 @@
+"""The run that `benchmarks.detection` breaks: its workers do what files with their process ids say.
+
+    python -m benchmarks._detection_run ADDRESS STORAGE GATE REPLICAS SHARD
+
+It ends by SIGINT, which saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import ray
+import torch
+from ray.train import RunConfig
+from torch import nn
+
+from elastic import (
+    CheckpointConfig,
+    CustomTask,
+    ElasticTrainer,
+    OptimizerConfig,
+    ParallelConfig,
+    ScalingConfig,
+    TrainConfig,
+)
+from tests.support.hosts import OWN_IP
+
+STEPS, BATCH, LANES, SAMPLES, HIDDEN = 100_000, 8, 2, 4096, 4096
+PACE_S = 0.02
+"""A sample takes so long: a step of two replicas of two workers some 0.1 s."""
+SLOW = 3.0
+
+
+class Tasks:
+    """What this process is to do wrong, by a file that has its id for a name."""
+
+    def __init__(self, storage: Path) -> None:
+        self._storage = storage
+        self.pace_s = PACE_S
+
+    def sample(self) -> None:
+        """Reads a sample, which takes its time."""
+        time.sleep(self.pace_s)
+        if self._takes("slow"):
+            self.pace_s = SLOW * PACE_S
+        if self._takes("mount"):
+            (self._storage / "mount").open().close()  # a FIFO without a writer
+
+    def forward(self, out: torch.Tensor) -> None:
+        """In the worker's own code, in forward."""
+        if self._takes("raise"):
+            raise RuntimeError("a bug that one worker meets")
+        if self._takes("hold"):
+            sum(range(10**13))  # one call into C, with the interpreter's lock
+        if self._takes("loop"):
+            while True:
+                pass
+        if self._takes("backward"):
+            out.register_hook(_loop)
+
+    def _takes(self, task: str) -> bool:
+        path = self._storage / f"{task}-{os.getpid()}"
+        if not path.exists():
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        return True
+
+
+def _loop(gradient: torch.Tensor) -> None:
+    while True:
+        pass
+
+
+class Data:
+    """Points on a parabola."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks = tasks
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._tasks.sample()
+        x = torch.tensor([index / SAMPLES])
+        return x, x * x
+
+
+class Loss:
+    """Squared errors, summed."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks = tasks
+
+    def __call__(
+        self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, int]:
+        x, y = batch
+        out = model(x)
+        self._tasks.forward(out)
+        return (out - y).square().sum(), len(x)
+
+
+def build_model() -> nn.Module:
+    """48 KiB of gradient: packets of full size."""
+    return nn.Sequential(nn.Linear(1, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
+
+
+def main() -> None:
+    """Runs until it is told to stop."""
+    address, storage, _, replicas, shard = sys.argv[1:]
+    ray.init(address=address, log_to_driver=False, _node_ip_address=os.environ[OWN_IP])
+    tasks = Tasks(Path(storage))
+    ElasticTrainer(
+        TrainConfig(
+            task=CustomTask(
+                build_model=build_model, loss_function=Loss(tasks), dataset=Data(tasks)
+            ),
+            steps=STEPS,
+            global_batch=BATCH,
+            lanes=LANES,
+            parallel=ParallelConfig(shard=int(shard)),
+            optimizer=OptimizerConfig(lr=1e-3),
+        ),
+        scaling=ScalingConfig(max_replicas=int(replicas), spares=1),
+        run_config=RunConfig(name="run", storage_path=storage),
+        checkpoint=CheckpointConfig(every_steps=None),
+    ).fit()
+
+
+if __name__ == "__main__":
+    main()

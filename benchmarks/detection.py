@@ -1,0 +1,259 @@
+"""How soon each kind of fault is found, whether the right worker is blamed for the right cause, and
+how soon the healthy commit their next step.
+
+    python -m benchmarks.detection [--faults sigkill user_loop ...] [--quiet-s 600]
+
+Needs root (network namespaces) and some 15 minutes on two cores. One run of two replicas of two
+workers and a spare, on four hosts that are network namespaces, at default settings. The faults come
+one after the other, each when the run is whole again. Then it is left alone for `--quiet-s`: every
+worker that is lost or regroup that is called meanwhile is a false alarm.
+
+verdict_s     from the fault to the event that names what was lost
+resume_s      from the fault to the next step that the healthy commit
+right_worker  those at fault were lost, and nobody else; null where no worker is at fault
+right_cause   by the cause that stands in that event
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+import timeit
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import _detection_run
+from benchmarks._common import end_properly, print_result, say, scratch, show_table
+from elastic.protocol import events
+from health.heartbeat import Heartbeat
+from tests.support.hosts import Hosts
+from tests.support.run_on_hosts import PartitionRun
+
+HOSTS, REPLICAS, SHARD = 4, 2, 2
+SETTLE_S = 3.0
+"""Between two faults, once the run is whole: some steps pass."""
+UNSEEN_S = 60.0
+"""A fault that was not found by then is not found."""
+
+
+@dataclass(frozen=True)
+class Victim:
+    """The worker that is hit: the last one of the second replica."""
+
+    worker: str
+    pid: int
+    host: int
+    mates: frozenset[str]
+    """All workers of its host."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong."""
+
+    causes: tuple[str, ...]
+    """What the event may call it; none: no worker is lost for it."""
+    act: Callable[[PartitionRun, Victim], None]
+    mend: Callable[[PartitionRun, Victim], None] = lambda run, victim: None
+    node: bool = False
+    """It takes all workers of the host along."""
+
+
+def told(task: str) -> Callable[[PartitionRun, Victim], None]:
+    """The victim itself does it, at its next sample or in its next forward."""
+    return lambda run, victim: (run.storage / f"{task}-{victim.pid}").touch()
+
+
+def sent(number: int) -> Callable[[PartitionRun, Victim], None]:
+    """A signal."""
+    return lambda run, victim: os.kill(victim.pid, number)
+
+
+def kill_raylet(run: PartitionRun, victim: Victim) -> None:
+    """The raylet alone; Ray's processes on the host end with it."""
+    os.kill(_process_of(run, victim, "raylet/raylet"), signal.SIGKILL)
+
+
+def kill_agent(run: PartitionRun, victim: Victim) -> None:
+    """The node's agent of this run."""
+    os.kill(_process_of(run, victim, "ray::NodeAgent"), signal.SIGKILL)
+
+
+def _process_of(run: PartitionRun, victim: Victim, command: str) -> int:
+    for pid in run.hosts.processes(victim.host):
+        with contextlib.suppress(OSError):
+            if command in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace"):
+                return pid
+    raise LookupError(f"no {command} on host {victim.host}")
+
+
+FAULTS: dict[str, Fault] = {
+    "sigkill": Fault(("crash",), sent(signal.SIGKILL)),
+    "sigstop": Fault(("hang",), sent(signal.SIGSTOP)),
+    "lock_held": Fault(("hang",), told("hold")),
+    "exception": Fault(("user_error",), told("raise")),
+    "user_loop": Fault(("hang",), told("loop")),
+    "peer_loop": Fault(("hang",), told("backward")),
+    "hung_mount": Fault(("hang",), told("mount")),
+    "agent_killed": Fault((), kill_agent),
+    "raylet_killed": Fault(
+        ("node", "crash"), kill_raylet, lambda run, v: run.hosts.start(v.host), node=True
+    ),
+    "network_cut": Fault(
+        ("node",),
+        lambda run, victim: run.hosts.cut(victim.host),
+        lambda run, victim: restart(run, victim),
+        node=True,
+    ),
+    "mtu_black_hole": Fault(
+        ("link",),
+        lambda run, victim: run.hosts.lose(victim.host, "meta length > 1000"),
+        lambda run, victim: run.hosts.lose_nothing(victim.host),
+        node=True,
+    ),
+    "slow_worker": Fault(("slow",), told("slow")),
+}
+
+
+def restart(run: PartitionRun, victim: Victim) -> None:
+    """The host is there again, as another machine."""
+    run.hosts.restore(victim.host)
+    run.hosts.kill(victim.host)
+    run.hosts.start(victim.host)
+
+
+# -- a fault, and what becomes of it ---------------------------------------------------------------
+
+
+def find_victim(run: PartitionRun) -> Victim:
+    """Of the run as it is now."""
+    joined = {e.worker: e for e in run.of_kind(events.WorkerJoined)}
+    gone = {e.worker for e in run.of_kind(events.WorkerLost)}
+    formed = [e for e in run.of_kind(events.ReplicaForming) if not gone & set(e.workers)]
+    worker = formed[-1].workers[-1]
+    node = joined[worker].node
+    mates = frozenset(w for w, e in joined.items() if e.node == node and w not in gone)
+    pid = joined[worker].pid
+    return Victim(worker=worker, pid=pid, host=run.hosts.host_of(pid), mates=mates)
+
+
+def measure(run: PartitionRun, name: str) -> dict[str, Any]:
+    """Does one fault to a run that is whole, and waits until it is whole again."""
+    fault, victim = FAULTS[name], find_victim(run)
+    generation = run.steps()[-1].generation
+    began = time.time()
+    fault.act(run, victim)
+    kind = events.WorkerLost if fault.causes else events.AgentEnded
+    found = _first(lambda: run.of_kind(kind, after_s=began))
+    verdict_s = found[0].time - began if found else None
+    resumed = _first(
+        lambda: [
+            s
+            for s in run.steps()
+            if s.time > began and (not fault.causes or s.generation > generation)
+        ]
+    )
+    result: dict[str, Any] = {
+        "verdict_s": None if verdict_s is None else round(verdict_s, 3),
+        "resume_s": round(resumed[0].time - began, 3) if resumed else None,
+    }
+    fault.mend(run, victim)
+    if found and fault.causes:
+        run.wait_for_replicas(REPLICAS, after_s=began)
+    time.sleep(SETTLE_S)
+    lost = run.of_kind(events.WorkerLost, after_s=began)
+    expected = victim.mates if fault.node else {victim.worker}
+    if fault.causes:
+        result["right_worker"] = {e.worker for e in lost} == set(expected)
+        result["right_cause"] = bool(lost) and {e.cause for e in lost} <= set(fault.causes)
+    else:
+        result |= {"right_worker": None, "right_cause": bool(found) and not lost}
+    say(f"{name}: {result}; lost {[(e.worker, e.cause, e.detail) for e in lost]}")
+    return result
+
+
+def _first(look: Callable[[], list[Any]]) -> list[Any]:
+    deadline = time.monotonic() + UNSEEN_S
+    while not (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+# -- what watching costs ---------------------------------------------------------------------------
+
+
+def agent_cpu_share(run: PartitionRun) -> float:
+    """Share of a core that a node's agent takes, over five seconds."""
+    victim = find_victim(run)
+    pid = _process_of(run, victim, "ray::NodeAgent")
+    before = _cpu_s(pid)
+    time.sleep(5.0)
+    return round((_cpu_s(pid) - before) / 5.0, 4)
+
+
+def _cpu_s(pid: int) -> float:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    user, system = stat[stat.rindex(")") + 1 :].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def heartbeat_ns() -> float:
+    """One mark of a phase, on the step path."""
+    heartbeat = Heartbeat()
+    count = 100_000
+    return round(timeit.timeit(lambda: heartbeat.mark(7, 2), number=count) / count * 1e9, 1)
+
+
+@contextlib.contextmanager
+def a_run(directory: Path) -> Iterator[PartitionRun]:
+    """The run, whole and under way."""
+    os.mkfifo(directory / "mount")
+    with Hosts([2, 2, 2, 2]) as hosts:
+        program = Path(_detection_run.__file__)
+        run = PartitionRun(hosts, directory, REPLICAS, SHARD, program=program)
+        try:
+            run.wait_for_replicas(REPLICAS, after_s=0.0)
+            run.under_way()
+            yield run
+            run.process.send_signal(signal.SIGINT)
+            run.process.wait(UNSEEN_S)
+        finally:
+            run.close()
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--quiet-s", type=float, default=600.0, help="how long it is left alone")
+    options = parser.parse_args()
+    end_properly()
+    with contextlib.redirect_stdout(sys.stderr):
+        with scratch("detection") as directory, a_run(directory) as run:
+            results = {name: measure(run, name) for name in options.faults}
+            cpu_share = agent_cpu_share(run)
+            began = time.time()
+            time.sleep(options.quiet_s)
+            alarms = len(run.of_kind(events.WorkerLost, after_s=began))
+            alarms += len(run.of_kind(events.RegroupCalled, after_s=began))
+        show_table("Faults", results)
+    print_result(
+        {
+            "faults": results,
+            "false_alarms": alarms,
+            "heartbeat_ns": heartbeat_ns(),
+            "agent_cpu_share": cpu_share,
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

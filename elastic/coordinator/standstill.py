@@ -1,0 +1,185 @@
+"""Watches that steps are committed, and finds out who keeps them where none is.
+
+    no step for 0.6 of the bound ──► where is everybody? who is suspect? their stacks are taken
+    no step for the bound ─────────► those who have not moved since are killed; the rest is recovery
+                                     where all wait for each other, they are called to regroup
+
+Nobody is asked anything while steps come. `health/progress.py` decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from elastic.coordinator.agents import NodeAgents
+from elastic.coordinator.dispatcher import Dispatcher
+from elastic.coordinator.evidence import keep_evidence
+from elastic.coordinator.workers import Workers
+from elastic.membership.machine import Membership
+from elastic.protocol.causes import HANG
+from elastic.protocol.events import StepRecord
+from health.progress import SOON, Place, bound_s, find_standstill
+
+_FEWEST_STEPS = 3
+"""Durations of steps from which a bound follows."""
+_STEPS = 50
+"""The latest ones count."""
+_WAITERS = 2
+"""Stacks taken of those who wait, beside the suspects'."""
+_CALM_S = 0.5
+"""Between two looks at whether steps come."""
+_LOOK_S = 0.2
+"""Between two looks at where all are, while none comes."""
+
+
+class StandstillWatch:
+    """One for the run; it runs on the coordinator's event loop.
+
+    Args:
+        least_s: `HealthConfig.progress_timeout_s`.
+        shared_s: bound where most workers are in a phase that takes long.
+        incidents: where evidence is kept.
+        membership: knows the roster.
+        dispatcher: runs it, and decides what follows.
+        workers: ends those at fault.
+        agents: know where workers are.
+        cross_lost: called where all wait for each other, with generation and reason.
+    """
+
+    def __init__(
+        self,
+        least_s: float,
+        shared_s: float,
+        incidents: Path,
+        membership: Membership,
+        dispatcher: Dispatcher,
+        workers: Workers,
+        agents: NodeAgents,
+        cross_lost: Callable[[int, str], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._least_s, self._shared_s, self._incidents = least_s, shared_s, incidents
+        self._membership, self._dispatcher = membership, dispatcher
+        self._workers, self._agents, self._cross_lost = workers, agents, cross_lost
+        self._steps_s: deque[float] = deque(maxlen=_STEPS)
+        self._last: StepRecord | None = None
+        self._came_s = 0.0
+        self._watching = False
+
+    def committed(self, steps: Sequence[StepRecord]) -> None:
+        """Steps are in the records."""
+        for step in steps:
+            before, self._last = self._last, step
+            if before is not None and before.generation == step.generation:
+                self._steps_s.append(max(0.0, step.time - before.time))
+        self._came_s = time.monotonic()
+        if not self._watching and len(self._steps_s) >= _FEWEST_STEPS:
+            self._watching = True
+            self._dispatcher.spawn(self._watch())
+
+    async def _watch(self) -> None:
+        while self._membership.stopped is None:
+            await asyncio.sleep(_CALM_S)
+            if self._still_s >= SOON * self._bound_s and self._last is not None:
+                await self._look(self._last)
+
+    async def _look(self, last: StepRecord) -> None:
+        """No step has come for long. Whoever is suspect is looked at again before it is accused."""
+        marks: dict[str, int] = {}
+        stacks: dict[str, str] = {}
+        while not self._over(last):
+            places = await self._places()
+            soon, now = (
+                find_standstill(
+                    places, self._least_s, self._steps_s, share=share, shared_s=self._shared_s
+                )
+                for share in (SOON, 1.0)
+            )
+            if not (soon.suspects or soon.all_wait):
+                return
+            accused = {s.worker: s.evidence for s in now.suspects if marks.get(s.worker) == s.mark}
+            if accused or now.all_wait:
+                await self._act(last, accused, stacks, places)
+                return
+            if any(suspect.worker not in stacks for suspect in soon.suspects):
+                stacks |= await self._stacks([suspect.worker for suspect in soon.suspects])
+            marks = {suspect.worker: suspect.mark for suspect in soon.suspects}
+            await asyncio.sleep(_LOOK_S)
+
+    async def _act(
+        self,
+        last: StepRecord,
+        accused: Mapping[str, str],
+        stacks: Mapping[str, str],
+        places: Sequence[Mapping[str, Place | None]],
+    ) -> None:
+        """Keeps what was found, then ends those at fault."""
+        again = await self._stacks(list(accused))
+        both = {w: _twice(stacks.get(w, ""), again.get(w, "")) for w in {**stacks, **again}}
+        await asyncio.to_thread(
+            keep_evidence,
+            self._incidents,
+            accused,
+            both,
+            step=last.step + 1,
+            generation=last.generation,
+            no_step_for_s=round(self._still_s, 1),
+            bound_s=round(self._bound_s, 1),
+            places={w: None if p is None else asdict(p) for r in places for w, p in r.items()},
+        )
+        if self._over(last):
+            return
+        for worker, evidence in accused.items():
+            await self._workers.kill(
+                worker, HANG, f"it keeps the others: {evidence} (health.progress_timeout_s)"
+            )
+        if not accused:
+            reason = f"no step for {self._still_s:.1f} s, and all wait for each other"
+            await self._cross_lost(last.generation, reason)
+        self._came_s = time.monotonic()  # what follows has its own bounds
+
+    @property
+    def _bound_s(self) -> float:
+        return bound_s(self._least_s, self._steps_s)
+
+    @property
+    def _still_s(self) -> float:
+        """Since the latest step was committed, or something was done about it."""
+        return time.monotonic() - self._came_s
+
+    def _over(self, last: StepRecord) -> bool:
+        """Whether things have moved since: a step, a call, the end."""
+        membership = self._membership
+        return (
+            self._last is not last
+            or membership.stopped is not None
+            or membership.call is not None
+            or membership.roster.generation != last.generation
+        )
+
+    async def _places(self) -> list[dict[str, Place | None]]:
+        """Of the roster's workers, by replica, or by what is left of one."""
+        roster, started = self._membership.roster, self._workers.started
+        groups = [replica.workers for replica in roster.replicas]
+        groups += [tuple(remnant.workers.values()) for remnant in roster.remnants]
+        nodes = {started[w].node for group in groups for w in group if w in started}
+        known = await self._agents.places(nodes)
+        return [{worker: known.get(worker) for worker in group} for group in groups]
+
+    async def _stacks(self, suspects: Sequence[str]) -> dict[str, str]:
+        """Of the suspects, and of some who wait."""
+        waiters = [w for w in self._membership.roster.workers if w not in suspects][:_WAITERS]
+        started = self._workers.started
+        return await self._agents.stacks(started[w] for w in (*suspects, *waiters) if w in started)
+
+
+def _twice(first: str, second: str) -> str:
+    """Two looks at one worker: what differs moves, what does not stands still."""
+    if not second:
+        return first
+    return f"When it was suspected:\n\n{first}\nBefore it was ended:\n\n{second}"

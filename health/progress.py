@@ -1,0 +1,145 @@
+"""From the places of all workers in their step to a verdict: who keeps the others? Pure.
+
+A worker that loops in its own code beats on, and so do the peers that wait for it. What tells is
+that nothing moves: no step is committed, no worker enters another phase, none begins another
+collective. Of those who stand still, the ones at fault do not wait for other replicas, and of a
+replica's workers they have begun the fewest collectives: the others wait in one that these have yet
+to enter.
+
+How long is too long follows from the run itself: its median step, and the longest that this worker
+has been in one phase of a step and went on. Where more than half of the replicas seem to keep the
+rest, the cause is one that they share, such as a storage that does not answer: they get far longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+MEDIANS = 3.0
+"""Median steps that a phase of a step may take."""
+LONGEST = 2.0
+"""Times the longest that a worker has taken before."""
+SOON = 0.6
+"""Share of the bound at which one is suspected: its stacks are taken then, and again at the
+bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a worker is in its step."""
+
+    mark: int
+    """Number of the phase that it is in, among all it has entered."""
+    phase: str
+    """That phase, with its step, in words."""
+    in_phase_s: float
+    """How long it has been in it, without the time in which it could run and had no core."""
+    in_step: bool
+    """It is a phase of a step."""
+    waits: bool
+    """It is one in which it waits for other replicas."""
+    collectives: int
+    """Collectives that it has begun with the others of its replica."""
+    longest_s: float
+    """The longest of late that it was in a phase of a step in which it waits for nobody, and went
+    on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspect:
+    """A worker that keeps the others."""
+
+    worker: str
+    mark: int
+    """`Place.mark`."""
+    evidence: str
+    """What shows it, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standstill:
+    """What a look at all places has shown."""
+
+    suspects: tuple[Suspect, ...] = ()
+    """Those who keep the others."""
+    all_wait: bool = False
+    """Nobody does: each waits for others, in a collective that does not end."""
+
+
+def bound_s(least_s: float, steps_s: Sequence[float], longest_s: float = 0.0) -> float:
+    """How long a phase of a step may take.
+
+    Args:
+        least_s: whatever the steps take.
+        steps_s: durations of the latest steps; some.
+        longest_s: `Place.longest_s`.
+    """
+    return max(least_s, MEDIANS * median(steps_s), LONGEST * longest_s)
+
+
+def find_standstill(
+    replicas: Sequence[Mapping[str, Place | None]],
+    least_s: float,
+    steps_s: Sequence[float],
+    *,
+    share: float = 1.0,
+    shared_s: float,
+) -> Standstill:
+    """Who keeps the others, where nothing moves.
+
+    Args:
+        replicas: worker -> its place, for each replica of the roster; None where nobody can tell.
+        least_s: see `bound_s`.
+        steps_s: see `bound_s`.
+        share: of the bound that counts.
+        shared_s: how long a phase may take where most are in one that takes long.
+    """
+    places = [place for replica in replicas for place in replica.values()]
+    if any(place is None or not place.in_step for place in places):
+        return Standstill()
+    found = [_suspects(_known(replica), least_s, steps_s, share) for replica in replicas]
+    if _most(replicas, found):
+        found = [_suspects(_known(replica), shared_s, steps_s, share) for replica in replicas]
+    suspects = tuple(suspect for of_replica in found for suspect in of_replica)
+    still = share * bound_s(least_s, steps_s)
+    return Standstill(
+        suspects=suspects,
+        all_wait=all(p is not None and p.waits and p.in_phase_s > still for p in places),
+    )
+
+
+def _known(replica: Mapping[str, Place | None]) -> dict[str, Place]:
+    return {worker: place for worker, place in replica.items() if place is not None}
+
+
+def _most(
+    replicas: Sequence[Mapping[str, Place | None]], found: Sequence[Sequence[Suspect]]
+) -> bool:
+    """Whether nobody, or a minority, is kept by the suspects."""
+    if len(replicas) == 1:
+        return len(found[0]) == len(replicas[0])
+    return 2 * sum(map(bool, found)) > len(replicas)
+
+
+def _suspects(
+    places: Mapping[str, Place], least_s: float, steps_s: Sequence[float], share: float
+) -> list[Suspect]:
+    """Of one replica."""
+    busy = {worker: place for worker, place in places.items() if not place.waits}
+    fewest = min((place.collectives for place in busy.values()), default=0)
+    most = max((place.collectives for place in busy.values()), default=0)
+    found = []
+    for worker, place in busy.items():
+        bound = share * bound_s(least_s, steps_s, place.longest_s)
+        if place.in_phase_s <= bound:
+            return []  # it has just moved, and so will the others
+        if place.collectives == fewest:
+            evidence = (
+                f"for {place.in_phase_s:.1f} s in {place.phase}, where {bound:.1f} s are long"
+            )
+            if most > fewest:
+                evidence += f"; it has begun {fewest} collectives, and its peers wait in the next"
+            found.append(Suspect(worker=worker, mark=place.mark, evidence=evidence))
+    return found

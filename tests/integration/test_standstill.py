@@ -1,0 +1,58 @@
+"""A worker that loops in its own code while its peers wait: it is found by what it has begun."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elastic import HealthConfig
+from elastic.protocol.events import RegroupCalled, RunStarted, WorkerLost
+from elastic.reporting.event_log import read_events
+from tests.support.tiny import fit, tiny_trainer
+
+SOON = HealthConfig(progress_timeout_s=2.0)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "loop@8.forward:3",  # its peers wait inside the replica and across replicas
+        pytest.param("loop@8.data:0", marks=pytest.mark.slow),
+        pytest.param("loop@8.optimizer:1", marks=pytest.mark.slow),
+    ],
+)
+def test_the_worker_that_loops_is_ended_and_no_other(
+    cluster: None, text: Path, tmp_path: Path, fault: str
+) -> None:
+    clean = tiny_trainer(text, tmp_path, name="clean", shard=2)
+    broken = tiny_trainer(text, tmp_path, name="broken", shard=2, health=SOON, faults=fault)
+    expected, outcome = fit(clean), fit(broken)
+    assert (outcome.params, outcome.losses) == (expected.params, expected.losses)
+    root = tmp_path / "broken"
+    (lost,) = [
+        event for event in read_events(root / "events.jsonl") if isinstance(event, WorkerLost)
+    ]
+    assert lost.cause == "hang"
+    assert lost.slot == f"replica {int(fault[-1]) // 2} shard {int(fault[-1]) % 2} tensor 0"
+    assert "it keeps the others: for" in lost.detail
+    (incident,) = (root / "incidents").iterdir()
+    manifest = json.loads((incident / "manifest.json").read_text())
+    assert list(manifest["accused"]) == [lost.worker]
+    stacks = (incident / f"{lost.worker}.txt").read_text()
+    assert stacks.count("in _fire") == 2, "suspected, then accused"
+    assert len(list(incident.glob("*.txt"))) == 3, "its stacks, and those of two who wait"
+
+
+def test_nobody_is_accused_in_a_run_without_fault(
+    cluster: None, text: Path, tmp_path: Path
+) -> None:
+    """With a bound so low that each save and evaluation is longer than it."""
+    low = HealthConfig(progress_timeout_s=0.2)
+    fit(tiny_trainer(text, tmp_path, health=low, eval_every=4))
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert [event for event in events if isinstance(event, RunStarted)]
+    assert not [event for event in events if isinstance(event, WorkerLost | RegroupCalled)]
+    assert not (tmp_path / "run" / "incidents").exists()

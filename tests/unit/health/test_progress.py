@@ -1,0 +1,100 @@
+"""Who keeps the others, from the places of all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from health.progress import SOON, Place, Standstill, bound_s, find_standstill
+
+LEAST_S, SHARED_S = 4.5, 300.0
+STEPS_S = [0.2] * 10
+
+
+def place(phase: str = "forward", in_phase_s: float = 6.0, **changes: object) -> Place:
+    at = Place(
+        mark=7,
+        phase=f"phase {phase} of step 3",
+        in_phase_s=in_phase_s,
+        in_step=phase != "evaluation",
+        waits=phase == "reduce",
+        collectives=40,
+        longest_s=0.0,
+    )
+    return replace(at, **changes)  # type: ignore[arg-type]
+
+
+def suspects(*replicas: dict[str, Place | None], share: float = 1.0) -> list[str]:
+    return [suspect.worker for suspect in standstill(*replicas, share=share).suspects]
+
+
+def standstill(*replicas: dict[str, Place | None], share: float = 1.0) -> Standstill:
+    return find_standstill(replicas, LEAST_S, STEPS_S, share=share, shared_s=SHARED_S)
+
+
+def test_the_one_that_waits_for_nobody_keeps_the_others() -> None:
+    assert suspects({"a": place("reduce")}, {"b": place("backward")}) == ["b"]
+
+
+def test_of_a_replica_the_one_that_has_begun_fewer_collectives() -> None:
+    found = standstill(
+        {"a": place(collectives=41), "b": place(collectives=40)}, {"c": place("reduce")}
+    )
+    assert [suspect.worker for suspect in found.suspects] == ["b"]
+    assert "has begun 40 collectives" in found.suspects[0].evidence
+
+
+def test_all_of_a_replica_where_nothing_tells_them_apart() -> None:
+    assert suspects({"a": place(), "b": place()}, {"c": place("reduce")}) == ["a", "b"]
+
+
+def test_a_replica_in_which_one_has_just_moved_is_left_alone() -> None:
+    assert suspects({"a": place(in_phase_s=1.0), "b": place()}, {"c": place("reduce")}) == []
+
+
+def test_a_phase_round_the_steps_is_for_other_bounds() -> None:
+    assert suspects({"a": place("reduce")}, {"b": place("evaluation", 60.0)}) == []
+
+
+def test_nobody_is_accused_where_somebody_is_not_heard_of() -> None:
+    assert suspects({"a": None}, {"b": place()}) == []
+
+
+def test_a_worker_that_was_slow_before_has_longer() -> None:
+    slow = place(longest_s=4.0)
+    assert suspects({"a": place("reduce")}, {"b": slow}) == []
+    assert suspects({"a": place("reduce")}, {"b": replace(slow, in_phase_s=8.1)}) == ["b"]
+
+
+def test_suspected_sooner_than_accused() -> None:
+    soon = place(in_phase_s=3.0)
+    assert suspects({"a": place("reduce")}, {"b": soon}) == []
+    assert suspects({"a": place("reduce")}, {"b": soon}, share=SOON) == ["b"]
+
+
+def test_all_wait_for_each_other() -> None:
+    waits = place("reduce")
+    found = standstill({"a": waits}, {"b": waits})
+    assert found.all_wait and not found.suspects
+    found = standstill({"a": waits}, {"b": replace(waits, in_phase_s=1)})
+    assert not found.all_wait
+
+
+def test_the_bound_follows_the_steps() -> None:
+    assert bound_s(4.5, [0.2, 0.3, 9.0]) == 4.5
+    assert bound_s(4.5, [4.0, 5.0, 60.0]) == 15.0
+    assert bound_s(4.5, [0.2], longest_s=30.0) == 60.0
+
+
+def test_what_most_have_in_common_is_not_their_fault() -> None:
+    """As where the storage that all read does not answer."""
+    waits, slow = place("reduce"), place("data")
+    assert suspects({"a": slow}, {"b": slow}) == []
+    assert suspects({"a": slow}, {"b": slow}, {"c": waits}) == []
+    assert suspects({"a": slow}, {"b": waits}, {"c": waits}) == ["a"]
+    assert suspects({"a": slow, "b": slow}) == []
+    for_ever = place("data", in_phase_s=301.0)
+    assert suspects({"a": for_ever}, {"b": for_ever}) == ["a", "b"]
+
+
+def test_in_a_single_replica_one_may_keep_the_others() -> None:
+    assert suspects({"a": place(collectives=41), "b": place(collectives=40)}) == ["b"]
