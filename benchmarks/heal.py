@@ -55,7 +55,6 @@ from trainer.loop.steps import TrainLoop
 from trainer.parallel.layout import ParallelDims, Slot
 from trainer.recovery.heal import Newcomer, Source
 from trainer.recovery.heal_channel import HealChannel
-from trainer.replication.lane_sums import LaneSums
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit
 
@@ -158,7 +157,7 @@ class Replica:
         loop = TrainLoop(
             self.engine,
             cross,
-            LaneSums(1, self.engine.gradient.numel(), self.engine.device),
+            self.engine.make_sums(1),
             lanes=[(0,), ()][self.rank],
             progress=self.progress,
             config=LoopConfig(

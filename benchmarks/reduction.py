@@ -32,7 +32,7 @@ from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.models.hf import ModelConfig
 from trainer.parallel.layout import ParallelDims, Slot
-from trainer.replication.buckets import BUCKET_BYTES, plan_buckets
+from trainer.replication.buckets import BUCKET_BYTES, MERGED, plan_buckets
 from trainer.replication.reduction import Reduction
 from trainer.replication.replicas import CrossGroup
 from trainer.tasks.causal_lm import PreparedCausalLM
@@ -116,8 +116,8 @@ def reductions(cross: CrossGroup, count: int) -> Ways:
     """Part 1: the whole gradient is there."""
     into, plain = torch.randn(count + cross.size), torch.randn(count)
     mine = {(cross.rank, cross.rank + 1): into}
-    least, most = (size // 4 for size in BUCKET_BYTES)
-    ends = plan_buckets([count], least=least, most=most)
+    most = BUCKET_BYTES["cpu"] // 4
+    ends = plan_buckets([count], least=most // MERGED, most=most)
 
     # The numbers are scaled, else they overflow in the end; a tenth of the time, at most.
     def reduce(exact: bool) -> None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from trainer.models.converter import ModelConverter
     from trainer.parallel.dims import MeshDim
 
+_LEAST_BUCKET_BYTES = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -186,13 +188,20 @@ class TrainConfig:
     """What changes the model before it is split over workers, in order; see
     `trainer.models.converter`."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the computation; parameters, reductions and optimizer state stay float32."""
+    """Number format of the computation. Parameters stay float32, and so do sums inside a replica;
+    for those over replicas see `reduce_dtype`, for the moments `OptimizerConfig.moment_dtype`."""
     recompute: Literal["full", "selective"] | int | None = None
     """Activations that backward computes again instead of keeping them: `full`, all inside each
     block; a number n, all inside each n-th block; `selective`, all but attention and every second
     matrix product. The bits are the same. None: all are kept."""
     reduction: Literal["exact", "fast"] = "exact"
     """`exact`: lanes are summed in one fixed tree, the same bits at any number of replicas."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the sum over lanes and replicas. `bfloat16`: each lane's gradient and each
+    sum in the tree are rounded to it, and half as much is sent between replicas."""
+    bucket_bytes: int | None = None
+    """The most bytes of float32 gradient that are reduced over replicas at once; None: 16 MiB on a
+    CPU, 64 MiB on a GPU. No bit depends on it."""
     seed: int = 0
     """Seeds the weights, the order of the samples and dropout."""
     eval_every: int | None = None
@@ -231,6 +240,13 @@ class TrainConfig:
         ]:
             if value < 1:
                 raise ConfigError(f"train.{name}", value, "must be at least 1", "Use 1 or more")
+        if self.bucket_bytes is not None and self.bucket_bytes < _LEAST_BUCKET_BYTES:
+            raise ConfigError(
+                "train.bucket_bytes",
+                self.bucket_bytes,
+                f"a bucket has {_LEAST_BUCKET_BYTES} bytes or more",
+                "Use some MiB, or None for the device's default",
+            )
         self.parallel.check(self)
         self._check_batch(lanes)
         self.optimizer.check()

@@ -31,8 +31,6 @@ from trainer.engine.shared_copy import open_copy
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.layout import Slot
-from trainer.replication.buckets import BUCKET_BYTES
-from trainer.replication.lane_sums import LaneSums
 from trainer.replication.lanes import deal_lanes
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit, Place
@@ -121,7 +119,6 @@ def make_engine(
     formation: int = 0,
     device: Device = "cpu",
     replicas: int = 1,
-    bucket_bytes: tuple[int, int] = BUCKET_BYTES,
 ) -> Engine:
     """The engine at place `index`, filled from the seed. All workers of its replica call it."""
     replica, rank = divmod(index, train.parallel.workers)
@@ -139,7 +136,6 @@ def make_engine(
         mesh=mesh,
         device=device,
         max_replicas=replicas,
-        bucket_bytes=bucket_bytes,
     )
     engine.initialize()
     return engine
@@ -158,7 +154,6 @@ def train_in_one_replica(
         train,
         replicas=1,
         lanes=1,
-        bucket_bytes=BUCKET_BYTES,
         saves=False,
     )
 
@@ -172,7 +167,6 @@ def train_at(
     train: TrainConfig,
     replicas: int,
     lanes: int,
-    bucket_bytes: tuple[int, int],
     saves: bool,
 ) -> WorkerResult | Exception:
     """Trains at place `index`, in this process. What it returns keeps nothing of the replica."""
@@ -185,7 +179,6 @@ def train_at(
         formation=formation,
         device=device,
         replicas=replicas,
-        bucket_bytes=bucket_bytes,
     )
     dealt = deal_lanes(lanes, tuple(range(replicas)))
     cross = CrossGroup(
@@ -201,7 +194,7 @@ def train_at(
     loop = TrainLoop(
         engine,
         cross,
-        LaneSums(lanes, engine.gradient.numel(), engine.device),
+        engine.make_sums(lanes),
         lanes=dealt[replica],
         progress=progress,
         config=LoopConfig(
@@ -250,7 +243,6 @@ def run_formations(
     lanes: int,
     orders: list[list[int]],
     device: Device = "cpu",
-    bucket_bytes: tuple[int, int] = BUCKET_BYTES,
     saves: bool = False,
 ) -> list[list[Any]]:
     """Trains once for each of `orders`, on the same processes, the i-th taking place `order[i]`.
@@ -266,7 +258,7 @@ def run_formations(
             store.port,
             orders,
             device,
-            (task, train, replicas, lanes, bucket_bytes, saves),
+            (task, train, replicas, lanes, saves),
             results,
         )
         mp.start_processes(_process, args=arguments, nprocs=workers, start_method="forkserver")

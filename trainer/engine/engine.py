@@ -42,6 +42,7 @@ from trainer.parallel.backward import BackwardWatch
 from trainer.parallel.layout import Slot
 from trainer.parallel.mesh import ReplicaMesh
 from trainer.replication.buckets import BUCKET_BYTES
+from trainer.replication.lane_sums import LaneSums
 from trainer.tasks.task import PreparedTask
 
 _NORM_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -63,7 +64,6 @@ class Engine:
         mesh: the replica's mesh.
         device: "cpu" or "cuda".
         max_replicas: gradient buffers are padded so that so many replicas can own equal pieces.
-        bucket_bytes: the least and the most that are reduced at once.
         heir_of: the engine whose memory it gets, for `take_over`.
     """
 
@@ -76,7 +76,6 @@ class Engine:
         mesh: ReplicaMesh,
         device: Device,
         max_replicas: int,
-        bucket_bytes: tuple[int, int] = BUCKET_BYTES,
         heir_of: Engine | None = None,
     ) -> None:
         self._padding, self._workers = max_replicas, train.parallel.workers
@@ -105,7 +104,7 @@ class Engine:
             self.model,
             room=self._room(),
             counted_elsewhere=self._elsewhere,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=train.bucket_bytes or BUCKET_BYTES[device],
         )
         self._watch = BackwardWatch(self.model, slot.dims.fsdp)
         self._lane, self._lane_views = torch.empty(0), list[torch.Tensor]()
@@ -147,6 +146,14 @@ class Engine:
         self.gradient = torch.zeros(self.layout.count + self._padding, device=self.device)
         for leaf, grad in zip(self._leaves, self.layout.views(self.gradient), strict=True):
             leaf.grad = grad
+
+    def make_sums(self, lanes: int) -> LaneSums:
+        """Buffers for this worker's gradients, of a run with so many lanes."""
+        return LaneSums(*self._sums_of(lanes))
+
+    def _sums_of(self, lanes: int) -> tuple[int, int, torch.device, torch.dtype]:
+        dtype = getattr(torch, self.train_config.reduce_dtype)
+        return lanes, self.gradient.numel(), self.device, dtype
 
     def initialize(self) -> None:
         """Fills the weights from the seed or the pretrained files; the optimizer starts empty.

@@ -132,9 +132,8 @@ class TrainLoop:
             if self.cross.writes_on() and reduction.wrote:
                 self.engine.replace_gradient()
             failed = True
-        self.sums.overwritten = reduction.wrote
         self.link.at_step(step, "before_commit")
-        return self.agree(step, failed)
+        return self.agree(step, failed, reduction.wrote)
 
     def compute_lane(self, step: int, lane: int, reduction: Reduction | None) -> None:
         """Forward and backward of all micro-batches of a lane.
@@ -187,9 +186,10 @@ class TrainLoop:
             self.engine.gradient,
             self.engine.layout.buckets,
             exact=self.train.reduction == "exact",
+            dtype=getattr(torch, self.train.reduce_dtype),
         )
 
-    def agree(self, step: int, failed: bool) -> Commit | None:
+    def agree(self, step: int, failed: bool, overwritten: bool) -> Commit | None:
         """The commit reduce; None: the step does not count (yet).
 
         Summed inside the replica, then over the replicas by their first workers alone, then handed
@@ -207,6 +207,7 @@ class TrainLoop:
             boundary=self.link.leave_at_boundary(),
             saving=self.link.saving(),
             recorded=self.link.recorded(),
+            overwritten=overwritten,
         )
         if follows:
             total = self.sum_over_replicas(vector)
@@ -219,6 +220,7 @@ class TrainLoop:
         if total[1] > 0:
             # Nobody asks a follower whether its gradient is whole: the step may count without it.
             self.progress.in_step = not (follows and failed)
+            self.sums.overwritten = total[5] > 0
             return None
         self.link.at_step(step, "after_commit")
         config = self.config

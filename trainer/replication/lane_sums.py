@@ -29,10 +29,18 @@ class LaneSums:
         total_lanes: lanes of the run.
         length: numbers in a gradient buffer, padding included.
         device: where the buffers live.
+        dtype: that each lane's gradient and each sum are rounded to. The buffers are float32.
     """
 
-    def __init__(self, total_lanes: int, length: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        total_lanes: int,
+        length: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._total, self._length, self._device = total_lanes, length, device
+        self._dtype, self._open = dtype, torch.empty(0)
         self._free: list[torch.Tensor] = []
         self._home: torch.Tensor | None = None
         self._alone = False
@@ -81,7 +89,7 @@ class LaneSums:
 
         `settle` does the additions as the gradient comes in, and `close` ends the lane.
         """
-        gradient = self._buffer()
+        gradient = self._open = self._buffer()
         self.blocks[(lane, lane + 1)] = gradient
         self._additions, self._settled = [], 0
         held = {lane for node in self.blocks for lane in range(*node)}
@@ -121,9 +129,15 @@ class LaneSums:
         """Adds up every subtree that the open lane makes whole, in its first `stop` numbers: they
         are in its buffer."""
         part = slice(self._settled, stop)
+        self._round(self._open[part])
         for left, right, into in self._additions:
             torch.add(left[part], right[part], out=into[part])
+            self._round(into[part])
         self._settled = stop
+
+    def _round(self, numbers: torch.Tensor) -> None:
+        if self._dtype != torch.float32:
+            numbers.copy_(numbers.to(self._dtype))
 
     def close(self, lane: int, stats: LaneStats, loss: torch.Tensor) -> None:
         """The lane's whole gradient has been settled; its losses add up to `loss`."""

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from tests.support.lane_gradients import lane_gradients
 from trainer.replication.lane_sums import LaneSums
-from trainer.replication.lanes import blocks_of
+from trainer.replication.lanes import blocks_of, sum_tree
 from trainer.replication.step_commit import LaneStats
 
 LENGTH = 4
@@ -220,3 +221,17 @@ def test_a_step_that_goes_on_alone_keeps_what_it_has() -> None:
     assert begin(sums, 4, (0, 1), home, alone=True) == [0, 1]
     add(sums, 0, 1)
     assert values(sums) == {(0, 2): 11} and home[0] == 11
+
+
+def test_each_lane_and_each_sum_is_rounded_to_what_is_sent() -> None:
+    total = 7
+    lanes = [gradient[:LENGTH] for gradient in lane_gradients(total)]
+    parts = {(lane, lane + 1): gradient.bfloat16() for lane, gradient in enumerate(lanes)}
+    expected = sum_tree(parts, (0, total), torch.add).float()
+    home, sums = torch.zeros(LENGTH), LaneSums(total, LENGTH, torch.device("cpu"), torch.bfloat16)
+    for lane in begin(sums, 0, range(total), home, alone=True):
+        sums.open(lane)[:] = lanes[lane]
+        sums.settle(1)
+        sums.settle(LENGTH)
+        sums.close(lane, LaneStats(tokens=1, digest=lane), torch.zeros(()))
+    assert home.numpy().tobytes() == expected.numpy().tobytes()
