@@ -54,6 +54,9 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping
     off."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the moments. `bfloat16`: four bytes a parameter less; an update is computed
+    in float32 and rounded up or down at random, the same way on all replicas."""
     schedule: Schedule | None = None
     """The learning rate by step, in place of `lr`, `min_lr_ratio` and `warmup_steps`; None: warm-up
     and cosine by these three."""
@@ -70,9 +73,11 @@ class OptimizerConfig:
 
     @property
     def info(self) -> dict[str, Any]:
-        """See Optimizer. Without a schedule of one's own it is what it was before there were any:
-        exports of old checkpoints read it."""
+        """See Optimizer. With float32 moments and without a schedule of one's own it is what it was
+        before there were any: exports of old checkpoints read it."""
         info = asdict(self)
+        if self.moment_dtype == "float32":
+            del info["moment_dtype"]
         fields = info.pop("schedule")
         if self.schedule is None:
             return info
@@ -102,16 +107,15 @@ class OptimizerConfig:
 
         decayed = [param for param in params.values() if param.dim() >= 2]
         plain = [param for param in params.values() if param.dim() < 2]
-        return torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": self.weight_decay},
-                {"params": plain, "weight_decay": 0.0},
-            ],
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            fused=True,
-        )
+        groups: list[dict[str, Any]] = [
+            {"params": decayed, "weight_decay": self.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        if self.moment_dtype == "bfloat16":
+            from trainer.engine.rounded_adamw import RoundedAdamW
+
+            return RoundedAdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps)
+        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 
     @cached_property
     def _schedule(self) -> Schedule:

@@ -147,7 +147,7 @@ class Launch:
         cache = default_cache_dir(local_path(self.run_config))
         task = self.train.task.prepare(self.train, cache)
         tell("building the model on the driver, without weights")
-        model = state_table(build_model(task, self.train)[0], self.train.optimizer.moments)
+        model = state_table(build_model(task, self.train)[0], self.train.optimizer)
         origin = self._find_origin(paths, identity, snapshot, model)
         if origin.manifest is not None:
             check_continues(origin.manifest, self.train, task)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.support.lane_gradients import lane_gradients
+from tests.support.lane_gradients import COUNT, lane_gradients
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.lanes import blocks_of, sum_tree
 from trainer.replication.step_commit import LaneStats
@@ -225,13 +225,13 @@ def test_a_step_that_goes_on_alone_keeps_what_it_has() -> None:
 
 def test_each_lane_and_each_sum_is_rounded_to_what_is_sent() -> None:
     total = 7
-    lanes = [gradient[:LENGTH] for gradient in lane_gradients(total)]
+    lanes = lane_gradients(total)
     parts = {(lane, lane + 1): gradient.bfloat16() for lane, gradient in enumerate(lanes)}
     expected = sum_tree(parts, (0, total), torch.add).float()
-    home, sums = torch.zeros(LENGTH), LaneSums(total, LENGTH, torch.device("cpu"), torch.bfloat16)
+    home, sums = torch.zeros(COUNT), LaneSums(total, COUNT, torch.device("cpu"), torch.bfloat16)
     for lane in begin(sums, 0, range(total), home, alone=True):
         sums.open(lane)[:] = lanes[lane]
         sums.settle(1)
-        sums.settle(LENGTH)
+        sums.settle(COUNT)
         sums.close(lane, LaneStats(tokens=1, digest=lane), torch.zeros(()))
     assert home.numpy().tobytes() == expected.numpy().tobytes()
