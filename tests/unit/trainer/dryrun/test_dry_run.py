@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.small_llama import SETTINGS, small_train
-from trainer.config import ParallelConfig, TrainConfig
+from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.dryrun.changes import plan_changes
 from trainer.dryrun.kernels import attention_backward_bytes
 from trainer.dryrun.machines import MACHINES
@@ -87,6 +87,38 @@ def test_recomputation_and_a_chunked_head_need_less() -> None:
     logits = 16 * 128 * V * 4
     assert kept["logits"] >= 2 * logits
     assert sum(needs(recompute="full", loss_chunk=64).values()) < sum(none.values()) - logits
+
+
+def test_one_lane_among_replicas_takes_one_gradient_and_a_bucket_or_two() -> None:
+    bucket = 2**20
+    alone, among = (
+        dry_run(
+            small_train(lanes=n, global_batch=4 * n, bucket_bytes=bucket), replicas=n, device="cuda"
+        )
+        for n in (1, 4)
+    )
+    gradient = 4 * PARAMETERS
+    for needs in (alone, among):
+        assert needs.components["gradients"] == pytest.approx(gradient, rel=0.01)
+    assert among.peak_bytes <= alone.peak_bytes + 2 * bucket
+    assert among.fault_reserve_bytes == pytest.approx(gradient, rel=0.01)
+
+
+def test_half_the_bytes_in_bfloat16() -> None:
+    def needs(**changes: Any) -> RankNeeds:
+        return dry_run(small_train(lanes=2, **changes), replicas=2, device="cuda")
+
+    wide = needs()
+    narrow = needs(reduce_dtype="bfloat16", optimizer=OptimizerConfig(moment_dtype="bfloat16"))
+    assert narrow.components["optimizer"] == pytest.approx(
+        wide.components["optimizer"] / 2, rel=0.01
+    )
+    sent, before = (
+        {c.kind: c.bytes for c in found.collectives if c.group == "replicas"}
+        for found in (narrow, wide)
+    )
+    for kind in ("all_to_all", "all_gather"):
+        assert sent[kind] == before[kind] / 2
 
 
 def test_nothing_is_left_behind(sharded: RankNeeds) -> None:

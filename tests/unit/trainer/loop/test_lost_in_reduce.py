@@ -24,7 +24,6 @@ from trainer.errors import CrossGroupLost
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.phases import Phase
 from trainer.loop.steps import TrainLoop
-from trainer.replication import replicas
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.reduction import Reduction
 from trainer.replication.replicas import CrossGroup
@@ -226,14 +225,14 @@ def test_on_nccl_nothing_is_allocated_before_the_abort_and_no_second_gradient_af
     meet: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL's abort ends what was under way: `abandon` says so. The streams of a CPU are empty."""
-    real, story = replicas.abandon, list[str]()
+    story: list[str] = []
 
     def abort(group: Any, in_flight: list[Any]) -> bool:
         story.append("abort")
-        real(group, in_flight)
+        groups.abandon(group, in_flight)
         return True
 
-    monkeypatch.setattr(replicas, "abandon", abort)
+    monkeypatch.setattr("trainer.replication.replicas.abandon", abort)
     monkeypatch.setattr(torch.cpu, "synchronize", lambda *_: story.append("drain"))
     engine = engine_at(meet)
     gradient, link = engine.gradient, Survivor(story=story)
