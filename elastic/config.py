@@ -23,6 +23,9 @@ class ScalingConfig:
     """What a worker computes on: one CPU slot or one GPU."""
     cpus_per_worker: float = 1.0
     """CPUs that Ray reserves for a worker."""
+    allow_tcp: bool = False
+    """On machines with EFA devices, NCCL may go over TCP. Without it a worker there fails when its
+    first group is made, as TCP is 10 to 100 times slower."""
     wait_s: float = 60.0
     """How long to wait at the start for the resources of the smallest layout."""
 

@@ -36,7 +36,8 @@ NO_PHASE = -1
 _MARK = struct.Struct("@qqqd")
 _BEAT = struct.Struct("@dq")
 _THREAD = struct.Struct("@q")
-_RECORD = struct.Struct("@qqqddqq")
+_LEFT = struct.Struct("@q")
+_RECORD = struct.Struct("@qqqddqqq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +59,13 @@ class Record:
     """Collectives that the worker has begun with the others of its replica, by that beat."""
     thread: int
     """Id, in the kernel, of the thread that trains."""
+    left: int
+    """How often it has left its steps, called away or because a peer was lost."""
 
 
 def parse_record(data: bytes) -> Record:
     """The record in `data`, which has the size of one."""
-    serial, step, phase, phase_s, beat_s, collectives, thread = _RECORD.unpack(data)
+    serial, step, phase, phase_s, beat_s, collectives, thread, left = _RECORD.unpack(data)
     return Record(
         serial=serial,
         step=step,
@@ -71,6 +74,7 @@ def parse_record(data: bytes) -> Record:
         beat_s=beat_s,
         collectives=collectives,
         thread=thread,
+        left=left,
     )
 
 
@@ -87,7 +91,7 @@ class Heartbeat:
         self.fd = os.memfd_create("elastictrainer-heartbeat")
         os.ftruncate(self.fd, _RECORD.size)
         self._memory = mmap.mmap(self.fd, _RECORD.size)
-        self._serial = 0
+        self._serial = self._left = 0
         self._beat()
         _THREAD.pack_into(self._memory, _MARK.size + _BEAT.size, threading.get_native_id())
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
@@ -96,6 +100,11 @@ class Heartbeat:
         """The worker enters a phase. Called by one thread only; on the step path."""
         self._serial += 1
         _MARK.pack_into(self._memory, 0, self._serial, step, phase, time.monotonic())
+
+    def leave(self) -> None:
+        """The worker leaves its steps: the phase that it was in may have been broken off."""
+        self._left += 1
+        _LEFT.pack_into(self._memory, _RECORD.size - _LEFT.size, self._left)
 
     def _beat(self) -> None:
         _BEAT.pack_into(self._memory, _MARK.size, time.monotonic(), self._count())

@@ -6,6 +6,7 @@ TrainerError
 ├── LedgerError          (samples.py) a step committed other samples than it should have
 ├── TokensCorruptError   (data/index.py) a token file is not what its index says
 ├── ExchangeError        a model or state of another system that cannot be read or written
+├── NetworkError         NCCL goes over TCP on a machine that has EFA
 ├── GroupError           a process group or its rendezvous failed: a peer may be gone
 └── CrossGroupLost       a collective across replicas failed or was abandoned: a regroup is due
 
@@ -80,6 +81,29 @@ class ExchangeError(TrainerError):
 
     def __str__(self) -> str:
         return f"{self.where}: {self.fact}. {self.fix}."
+
+
+class NetworkError(TrainerError):
+    """NCCL goes over TCP on a machine that has EFA devices.
+
+    Args:
+        instance: the machine's type.
+        devices: EFA devices that it has.
+        troubles: what NCCL said on the way.
+        log: the file with all that it said.
+    """
+
+    def __init__(self, instance: str, devices: int, troubles: tuple[str, ...], log: str) -> None:
+        super().__init__(instance, devices, troubles, log)
+        self.instance, self.devices, self.troubles, self.log = instance, devices, troubles, log
+
+    def __str__(self) -> str:
+        said = "; ".join(self.troubles) or "nothing of a failure"
+        return (
+            f"NCCL goes over TCP on {self.instance} with {self.devices} EFA devices, 10 to 100 "
+            f"times slower. It said: {said} ({self.log}). Run `elastic doctor` on the machine, or "
+            f"set scaling.allow_tcp to train all the same."
+        )
 
 
 class GroupError(TrainerError, RuntimeError):

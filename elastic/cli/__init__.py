@@ -5,6 +5,7 @@
     actions      what each subcommand does
     live         `elastic attach` and `elastic stop`
     dryrun       `elastic dryrun`
+    doctor       `elastic doctor`
     runs         from what the user names to a store
     show         a checkpoint in words
 

@@ -1,6 +1,7 @@
 """`elastic`: the parser's root, and errors as exit statuses.
 
-0  done       1  `verify` found something wrong; `attach`: the run failed; `dryrun`: it does not fit
+0  done       1  `verify` or `doctor` found something wrong; `attach`: the run failed; `dryrun`: it
+                 does not fit
 2  bad input, or what was asked cannot be done: one line on standard error says why
 """
 
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from checkpointing import CheckpointError
-from elastic.cli import checkpoints, dryrun, live
+from elastic.cli import checkpoints, doctor, dryrun, live
 from trainer.errors import TrainerError
 
 
@@ -41,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     checkpoints.add_to(commands)
     live.add_to(commands)
     dryrun.add_to(commands)
+    doctor.add_to(commands)
     return root
 
 

@@ -41,7 +41,7 @@ START_S = 30.0
 """How long a node may do without a beat when its agent's process has ended: several times what the
 start of another one takes on a busy machine."""
 
-ANSWER_S = 2.0
+ANSWER_S = 5.0
 """How long to wait for what an agent knows of its workers, where they stand still."""
 
 End = Literal["ended", "node ended", "refused"]

@@ -65,7 +65,7 @@ class _Process:
             return
         if record.phase in _STEP and self.first_step is None:
             self.first_step = record.step
-        if before is not None and before.phase in _STEP - _WAITING and self._counts(before):
+        if before is not None and before.left == record.left and self._is_busy(before):
             stay_s = self._awake_s(before, record.phase_s)
             if stay_s > _LONG_S:
                 self.stays_s.append(stay_s)
@@ -86,6 +86,9 @@ class _Process:
             collectives=record.collectives,
             longest_s=max(self.stays_s, default=0.0),
         )
+
+    def _is_busy(self, record: Record) -> bool:
+        return record.phase in _STEP - _WAITING and self._counts(record)
 
     def _counts(self, record: Record) -> bool:
         return self.first_step is not None and record.step >= self.first_step + _FIRST_STEPS

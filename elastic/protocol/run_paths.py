@@ -62,6 +62,10 @@ class RunPaths:
         """TensorBoard's log directory."""
         return self.root / "tensorboard"
 
+    def nccl_log(self, worker: str) -> Path:
+        """What NCCL said in a worker, on machines with EFA."""
+        return self.root / "nccl" / f"{worker}.log"
+
     @property
     def memory(self) -> Path:
         """The run's snapshots in the memory of whichever node this is asked on."""

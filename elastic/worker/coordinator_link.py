@@ -85,6 +85,7 @@ class CoordinatorLink:
     def join(self, report: Report) -> Answer:
         """Waits in the coordinator for what to do next."""
         step = NO_STEP if report.step is None else report.step
+        self._heartbeat.leave()
         self._mark(step, "wait")
         self._standing = self._standing.joining(report)
         recent = self.outbox.recent()

@@ -41,6 +41,8 @@ from health.process import read_born_ticks
 from health.stacks import offer_stacks
 from trainer.backend.groups import collectives_begun, leave_replica_group, make_replica_group
 from trainer.backend.link_test import BOUND_S, LINK_BYTES, try_links
+from trainer.backend.near_gpu import stay_near
+from trainer.backend.node_network import NodeNetwork
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
@@ -89,6 +91,7 @@ class Worker:
             stacks_fd=offer_stacks(),
         )
         job.coordinator.call(CoordinatorApi.hello, self.identity)
+        self.network = self.settle_on_gpu() if job.scaling.device == "cuda" else None
         self.link = CoordinatorLink(self.identity, job, heartbeat)
         on_sigterm(self.link.terminating)
         self.engine: Engine | None = None
@@ -105,6 +108,14 @@ class Worker:
         # What is there now stays: the collections of `leave_replica` need not look through it.
         gc.collect()
         gc.freeze()
+
+    def settle_on_gpu(self) -> NodeNetwork:
+        """Called before all that starts threads, which inherit the CPUs, and before NCCL reads its
+        environment. Each worker asks its own machine: a cluster may have several kinds."""
+        stay_near(str(torch.cuda.get_device_properties(0).uuid))
+        return NodeNetwork(
+            self.job.paths.nccl_log(self.identity.worker), allow_tcp=self.job.scaling.allow_tcp
+        )
 
     def run(self) -> None:
         """Works until the run is over.
@@ -236,6 +247,8 @@ class Worker:
             device=device,
             leave_now=leave_now,
         )
+        if self.network is not None:
+            self.network.check()
         return Engine(
             self.job.task,
             train,

@@ -11,7 +11,9 @@ import pytest
 import elastic
 from docs.fields import insert_tables, table
 from elastic import ElasticTrainer
+from elastic.doctor.run import CHECKS
 from tests.support import ROOT
+from trainer.backend import efa_settings
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
@@ -80,3 +82,12 @@ def test_a_setting_without_a_text_fails_the_build() -> None:
         table("tests.unit.docs.undocumented", "Undocumented")
     with pytest.raises(ValueError, match="has no class Missing"):
         table("elastic.config", "Missing")
+
+
+def test_the_page_on_efa_names_every_variable_and_every_check() -> None:
+    page = (ROOT / "docs" / "efa.md").read_text(encoding="utf-8")
+    rules = (*efa_settings._RULES, *efa_settings._HARMS)
+    left = [name for names in efa_settings.LEFT_ALONE for name in names.split(", ")]
+    assert [n for n in (*(rule.name for rule in rules), *left) if f"`{n}" not in page] == []
+    assert [name for name in CHECKS if name != "instance" and f"`{name}`" not in page] == []
+    assert [name for name in efa_settings.INSTANCES if name not in page] == []

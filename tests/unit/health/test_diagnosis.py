@@ -7,7 +7,9 @@ TIMEOUT_S = 10.0
 
 
 def record(beat_s: float) -> Record:
-    return Record(serial=5, step=3, phase=2, phase_s=0.0, beat_s=beat_s, collectives=0, thread=1)
+    return Record(
+        serial=5, step=3, phase=2, phase_s=0.0, beat_s=beat_s, collectives=0, thread=1, left=0
+    )
 
 
 def history_of(*samples: tuple[float, str, float | None]) -> History:

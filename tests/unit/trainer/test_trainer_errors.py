@@ -12,6 +12,7 @@ from trainer.errors import (
     CrossGroupLost,
     ExchangeError,
     GroupError,
+    NetworkError,
     NonFiniteError,
     TrainerError,
 )
@@ -20,6 +21,7 @@ from trainer.loop.samples import LedgerError
 ALL: list[TrainerError] = [
     ConfigError("train.steps", 0, "must be at least 1", "Use 1 or more"),
     NonFiniteError(7, 3, (4, 5, 6)),
+    NetworkError("p5.48xlarge", 32, ("NET/OFI No eligible providers were found",), "/r/w1.log"),
     CrossGroupLost("left for a regroup"),
     GroupError("a peer did not come within 25 s"),
     ExchangeError("/models/llama", "it holds no weights", "Name a checkpoint of a model"),

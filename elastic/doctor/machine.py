@@ -1,0 +1,53 @@
+"""What the checks look at: this machine, or the files of another."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.doctor.clock import Clock, read_clock
+from trainer.backend.efa_facts import EfaFacts, read_efa
+from trainer.backend.efa_settings import INSTANCES, InstanceKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One machine, from within a process on it."""
+
+    root: Path
+    """Where its files begin: `/`, or a copy of them."""
+    environment: Mapping[str, str]
+    """Of the process."""
+    facts: EfaFacts
+    """Kind, EFA devices and versions."""
+    folders: tuple[Path, ...]
+    """Where runs write."""
+    memlock_bytes: int | None
+    """Memory that the process may lock; None: any."""
+    clock: Clock | None
+    """What the kernel says of its clock; None: nothing."""
+
+    @property
+    def kind(self) -> InstanceKind | None:
+        """What a machine of its type has; None for a type that is not known."""
+        return INSTANCES.get(self.facts.instance or "")
+
+    @property
+    def uses_efa(self) -> bool:
+        """Whether NCCL is to go over EFA here."""
+        return self.kind is not None and bool(self.facts.devices)
+
+
+def this_machine(environment: Mapping[str, str], folders: tuple[Path, ...]) -> Machine:
+    """The one that this process runs on."""
+    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return Machine(
+        root=Path("/"),
+        environment=environment,
+        facts=read_efa(),
+        folders=folders,
+        memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
+        clock=read_clock(),
+    )

@@ -1,0 +1,66 @@
+"""Runs the checks, beside each other: a file system or a driver that does not answer holds up
+nobody else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from elastic.doctor import efa_checks, gpu_checks, system_checks
+from elastic.doctor.finding import Finding
+from elastic.doctor.machine import Machine
+
+Check = Callable[[Machine], Finding]
+
+BOUND_S = 30.0
+"""On all of them together."""
+
+CHECKS: Mapping[str, Check] = {
+    "instance": efa_checks.check_instance,
+    "GPUs": gpu_checks.check_gpus,
+    "EFA devices": efa_checks.check_devices,
+    "EFA provider": efa_checks.check_provider,
+    "NCCL plugin": efa_checks.check_plugin,
+    **efa_checks.VERSION_CHECKS,
+    "environment": efa_checks.check_environment,
+    "memlock": system_checks.check_memlock,
+    "/dev/shm": system_checks.check_shared_memory,
+    "huge pages": system_checks.check_huge_pages,
+    "clock": system_checks.check_clock,
+    "disks": system_checks.check_disks,
+}
+"""Name -> check, in the order in which they are shown."""
+
+
+def run_checks(
+    machine: Machine, checks: Mapping[str, Check] = CHECKS, bound_s: float = BOUND_S
+) -> list[Finding]:
+    """What all checks say, in their order. One that raises, or is not done in time, is told of as
+    one that failed."""
+    found: dict[str, Finding] = {}
+
+    def examine(name: str, check: Check) -> None:
+        try:
+            found[name] = check(machine)
+        except Exception as error:
+            found[name] = _failed(name, f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=examine, args=one, daemon=True) for one in checks.items()]
+    end = time.monotonic() + bound_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    done = dict(found)
+    return [done.get(name) or _failed(name, f"no answer in {bound_s:g} s") for name in checks]
+
+
+def _failed(name: str, what: str) -> Finding:
+    return Finding(
+        check=name,
+        result=what,
+        severity="MONITOR",
+        meaning="the check could not be done",
+        fix="Run it again; if it fails again, look into the kernel's log (dmesg)",
+    )

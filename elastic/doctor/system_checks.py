@@ -1,0 +1,139 @@
+"""Checks of the operating system: limits, memory, clock and disks."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic.doctor.finding import Finding
+from elastic.doctor.gpu_checks import count_gpus
+from elastic.doctor.machine import Machine
+from trainer.backend.efa_settings import plan_efa
+
+_GIB = 2**30
+
+LEAST_MEMLOCK_BYTES = 16 * _GIB
+"""EFA locks what it sends from. Source: awslabs/awsome-distributed-training,
+2.gpu-cluster-healthcheck."""
+
+SHM_BYTES_PER_GPU = _GIB
+"""For NCCL's channels and data loaders; containers have 64 MiB by default. Snapshots come on
+top."""
+
+HUGE_PAGES_BYTES = 5120 * 2**20
+"""What EFA takes where it uses them. Source: AWS's EKS guide (hugepages-2Mi: 5120Mi)."""
+
+LARGEST_OFFSET_S = 0.1
+"""The times in a run's records are compared across machines."""
+
+LEAST_FREE_BYTES, LEAST_FREE_SHARE = 500 * 10**6, 0.1
+"""Of a disk. Source: leptonai/gpud."""
+
+
+def check_memlock(machine: Machine) -> Finding:
+    """Whether EFA may lock the memory that it sends from."""
+    limit = machine.memlock_bytes
+    result = "unlimited" if limit is None else f"limit {limit / _GIB:.3g} GiB"
+    if limit is None or limit >= LEAST_MEMLOCK_BYTES or not machine.uses_efa:
+        return Finding(check="memlock", result=result)
+    return Finding(
+        check="memlock",
+        result=result,
+        severity="RESET",
+        meaning="EFA cannot register memory (ibv_reg_mr failed, errno 12)",
+        fix="Set memlock to unlimited in /etc/security/limits.conf, or --ulimit memlock=-1 for a "
+        "container, and start Ray anew",
+    )
+
+
+def check_shared_memory(machine: Machine) -> Finding:
+    """Whether /dev/shm holds what NCCL and data loaders put there."""
+    there = os.statvfs(machine.root / "dev/shm")
+    return judge_shared_memory(there.f_frsize * there.f_blocks, count_gpus(machine.root))
+
+
+def judge_shared_memory(size_bytes: int, gpus: int) -> Finding:
+    """As `check_shared_memory`, of numbers."""
+    least = SHM_BYTES_PER_GPU * max(1, gpus)
+    result = f"size {size_bytes / _GIB:.3g} GiB"
+    if size_bytes >= least:
+        return Finding(check="/dev/shm", result=result)
+    return Finding(
+        check="/dev/shm",
+        result=f"{result}, of {least / _GIB:.3g} GiB at least",
+        severity="RESET",
+        meaning="NCCL and data loaders end with errors on /dev/shm/nccl-*, or a bus error",
+        fix="--shm-size for a container, an emptyDir of medium Memory for a pod",
+    )
+
+
+def check_huge_pages(machine: Machine) -> Finding:
+    """Whether there are huge pages, where EFA takes any."""
+    plan = plan_efa(machine.facts, machine.environment)
+    if all(one.yours in (None, "0") for one in plan.settings if one.name == _HUGE):
+        return Finding(check="huge pages", result="not needed")
+    text = (machine.root / "proc/meminfo").read_text(encoding="utf-8")
+    numbers = {name: int(number) for name, number in re.findall(r"^(\w+):\s*(\d+)", text, re.M)}
+    free = numbers.get("HugePages_Free", 0) * numbers.get("Hugepagesize", 0) * 1024
+    result = f"free {free / _GIB:.3g} GiB"
+    if free >= HUGE_PAGES_BYTES:
+        return Finding(check="huge pages", result=result)
+    return Finding(
+        check="huge pages",
+        result=f"{result}, of {HUGE_PAGES_BYTES / _GIB:.3g} GiB at least",
+        severity="MONITOR",
+        meaning="EFA goes without, or a fork fails: 'Cannot allocate memory'",
+        fix=f"Unset {_HUGE}, or reserve 2560 pages of 2 MiB (vm.nr_hugepages; hugepages-2Mi)",
+    )
+
+
+_HUGE = "FI_EFA_USE_HUGE_PAGE"
+
+
+def check_clock(machine: Machine) -> Finding:
+    """Whether a time daemon keeps the clock."""
+    clock = machine.clock
+    if clock is None:
+        return Finding(check="clock", result="not known")
+    off = abs(clock.offset_s) > LARGEST_OFFSET_S
+    if clock.synchronised and not off:
+        return Finding(check="clock", result=f"kept, off by {abs(clock.offset_s):.2g} s")
+    return Finding(
+        check="clock",
+        result=f"off by {abs(clock.offset_s):.2g} s" if off else "not synchronised",
+        severity="MONITOR",
+        meaning="times in the records of several machines do not fit together",
+        fix="Start chrony, with server 169.254.169.123 on AWS; see `chronyc tracking`",
+    )
+
+
+def check_disks(machine: Machine) -> Finding:
+    """Whether there is room where runs write."""
+    return judge_disks([(folder, *_space(folder)) for folder in machine.folders])
+
+
+def judge_disks(spaces: Sequence[tuple[Path, int, int]]) -> Finding:
+    """As `check_disks`. `spaces`: folder, free bytes, all bytes."""
+    lines = [f"{folder} {free / 1e9:.3g} of {size / 1e9:.3g} GB" for folder, free, size in spaces]
+    full = [
+        str(folder)
+        for folder, free, size in spaces
+        if free < max(LEAST_FREE_BYTES, LEAST_FREE_SHARE * size)
+    ]
+    result = f"free: {', '.join(lines)}"
+    if not full:
+        return Finding(check="disks", result=result)
+    return Finding(
+        check="disks",
+        result=result,
+        severity="MONITOR",
+        meaning="checkpoints and Ray's logs and objects need room there",
+        fix=f"Free space in {', '.join(full)}: at least a tenth and 500 MB",
+    )
+
+
+def _space(folder: Path) -> tuple[int, int]:
+    there = os.statvfs(folder)
+    return there.f_frsize * there.f_bavail, there.f_frsize * there.f_blocks

@@ -1,0 +1,316 @@
+"""Each check on a whole machine and on a broken one. Machines are trees of real files; `fi_info` is
+a program in them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic.cli.doctor import examine
+from elastic.cli.main import main
+from elastic.doctor.clock import Clock, read_clock
+from elastic.doctor.finding import SEVERITIES, Finding
+from elastic.doctor.machine import Machine, this_machine
+from elastic.doctor.run import CHECKS, run_checks
+from elastic.doctor.system_checks import judge_disks, judge_shared_memory
+from tests.support.aws_machine import PLUGIN_FOLDER, make_machine, write
+from trainer.backend.efa_facts import read_efa
+
+GIB = 2**30
+KEPT = Clock(synchronised=True, offset_s=-0.002)
+
+
+def look_at(root: Path, **environment: str) -> Machine:
+    return Machine(
+        root=root,
+        environment=environment,
+        facts=read_efa(root, packages=()),
+        folders=(),
+        memlock_bytes=None,
+        clock=KEPT,
+    )
+
+
+def findings(machine: Machine) -> dict[str, Finding]:
+    return {one.check: one for one in run_checks(machine)}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return make_machine(tmp_path / "machine")
+
+
+def test_a_whole_machine_needs_nothing(root: Path) -> None:
+    found = findings(look_at(root))
+    assert {one.severity for one in found.values()} == {"OK"}
+    assert not any(one.meaning or one.fix for one in found.values())
+    assert found["GPUs"].result == "all 8" and found["EFA devices"].result == "all 32"
+    assert found["NCCL plugin"].result == f"in /{PLUGIN_FOLDER}"
+    assert found["aws-ofi-nccl"].result == "version 1.17.1"
+    assert found["environment"].result == "sets 2 of 2"
+
+
+def test_a_machine_of_another_kind_needs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    found = findings(look_at(tmp_path, NCCL_NET="Socket"))
+    assert {one.severity for one in found.values()} == {"OK"}
+
+
+def remove(*names: str) -> Callable[[Path], None]:
+    def do(root: Path) -> None:
+        for name in names:
+            for file in list(root.glob(name)):
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
+
+    return do
+
+
+def says(text: str, status: int) -> Callable[[Path], None]:
+    def do(root: Path) -> None:
+        file = write(
+            root / "opt/amazon/efa/bin/fi_info", f"#!/bin/sh\necho '{text}'\nexit {status}"
+        )
+        file.chmod(0o755)
+
+    return do
+
+
+def has(name: str, text: str) -> Callable[[Path], None]:
+    def do(root: Path) -> None:
+        write(root / name, text)
+
+    return do
+
+
+LIBRARY = f"{PLUGIN_FOLDER}/libnccl-net.so"
+NCCL = "usr/lib/x86_64-linux-gnu/libnccl.so.2.*"
+INSTALLED = "opt/amazon/efa_installed_packages"
+OLD_DRIVER = has("sys/module/nvidia/version", "470.82.01")
+OLD_INSTALLER = has(INSTALLED, "# EFA installer version: 1.29.0\n")
+OLD_LIBFABRIC = has(INSTALLED, "libfabric-aws-1.17.1amzn3.0-1.x86_64")
+OLD_PLUGIN = has(LIBRARY, "aws-ofi-nccl 1.7.2-aws")
+
+
+@pytest.mark.parametrize(
+    ("check", "severity", "result", "break_it"),
+    [
+        ("GPUs", "ISOLATE", "7 of 8", remove("proc/driver/nvidia/gpus/0000:53*")),
+        (
+            "GPUs",
+            "REBOOT",
+            "0 of 8, no driver is loaded",
+            remove("proc/driver/nvidia", "sys/module/nvidia"),
+        ),
+        ("EFA devices", "ISOLATE", "0 of 32", remove("sys/class/infiniband/rdmap*")),
+        ("EFA devices", "MONITOR", "31 of 32", remove("sys/class/infiniband/rdmap79s0")),
+        ("EFA devices", "RESET", "32 of 32, 0 in /dev/infiniband", remove("dev/infiniband")),
+        ("EFA provider", "RESET", "fi_info says: fi_getinfo: -61", says("fi_getinfo: -61", 61)),
+        ("EFA provider", "RESET", "fi_info says: provider: tcp", says("provider: tcp", 0)),
+        ("EFA provider", "RESET", "fi_info says: provider: efa", says("provider: efa", 1)),
+        ("NCCL plugin", "RESET", "no libnccl-net.so", remove(LIBRARY)),
+        (
+            "NCCL plugin",
+            "RESET",
+            f"in /{PLUGIN_FOLDER}, where the loader does not look",
+            remove("etc/ld.so.conf.d/*"),
+        ),
+        ("aws-ofi-nccl", "RESET", "version 1.7.2", OLD_PLUGIN),
+        ("EFA installer", "RESET", "version 1.29.0", OLD_INSTALLER),
+        ("libfabric", "RESET", "version 1.17.1", OLD_LIBFABRIC),
+        ("GPU driver", "RESET", "version 470.82.1", OLD_DRIVER),
+    ],
+)
+def test_what_is_broken_is_named(
+    check: str, severity: str, result: str, break_it: Callable[[Path], None], root: Path
+) -> None:
+    break_it(root)
+    found = findings(look_at(root))[check]
+    assert (found.severity, found.result) == (severity, result)
+    assert found.meaning and found.fix
+
+
+@pytest.mark.parametrize(
+    ("version", "severity"),
+    [
+        ("2.18.3", "RESET"),
+        ("2.18.5", "OK"),
+        ("2.28.3", "MONITOR"),
+        ("2.28.8", "MONITOR"),
+        ("2.28.9", "OK"),
+    ],
+)
+def test_the_versions_of_nccl(version: str, severity: str, tmp_path: Path) -> None:
+    machine = look_at(make_machine(tmp_path / "machine", nccl=version))
+    assert findings(machine)["NCCL"].severity == severity
+
+
+def test_a_program_that_is_missing_is_named(root: Path) -> None:
+    remove("opt/amazon/efa/bin/fi_info")(root)
+    found = findings(look_at(root))["EFA provider"]
+    assert found.severity == "RESET" and found.result.endswith("bin/fi_info is missing")
+
+
+def test_the_users_path_of_libraries_counts(root: Path) -> None:
+    remove("etc/ld.so.conf.d/*")(root)
+    machine = look_at(root, LD_LIBRARY_PATH=f"/opt/amazon/efa/lib:/{PLUGIN_FOLDER}/")
+    assert findings(machine)["NCCL plugin"].severity == "OK"
+
+
+def test_the_users_harm_is_named(root: Path) -> None:
+    machine = look_at(root, NCCL_NET="Socket", FI_PROVIDER="tcp", NCCL_SOCKET_IFNAME="ens32")
+    found = findings(machine)["environment"]
+    assert (found.severity, found.result) == ("MONITOR", "FI_PROVIDER=tcp, NCCL_NET=Socket")
+    assert found.fix == "Unset FI_PROVIDER, NCCL_NET"
+
+
+@pytest.mark.parametrize(
+    ("memlock", "devices", "severity"),
+    [
+        (None, 32, "OK"),
+        (16 * GIB, 32, "OK"),
+        (16 * GIB - 1, 32, "RESET"),
+        (8192 * 1024, 0, "OK"),  # without EFA nothing is locked
+    ],
+)
+def test_memory_that_may_be_locked(
+    memlock: int | None, devices: int, severity: str, tmp_path: Path
+) -> None:
+    root = make_machine(tmp_path / "machine", devices=devices)
+    machine = replace(look_at(root), memlock_bytes=memlock)
+    assert findings(machine)["memlock"].severity == severity
+
+
+@pytest.mark.parametrize(("free", "severity"), [(5128, "OK"), (2559, "MONITOR")])
+def test_huge_pages_where_the_user_wants_them(free: int, severity: str, root: Path) -> None:
+    write(root / "proc/meminfo", f"HugePages_Free:  {free}\nHugepagesize:       2048 kB\n")
+    assert findings(look_at(root))["huge pages"].result == "not needed"
+    found = findings(look_at(root, FI_EFA_USE_HUGE_PAGE="1"))["huge pages"]
+    assert found.severity == severity
+
+
+@pytest.mark.parametrize(
+    ("size", "gpus", "severity"),
+    [
+        (8 * GIB, 8, "OK"),
+        (8 * GIB - 1, 8, "RESET"),
+        (GIB, 0, "OK"),
+        (64 * 2**20, 0, "RESET"),  # Docker's default
+    ],
+)
+def test_shared_memory(size: int, gpus: int, severity: str) -> None:
+    assert judge_shared_memory(size, gpus).severity == severity
+
+
+@pytest.mark.parametrize(
+    ("clock", "result"),
+    [
+        (KEPT, "kept, off by 0.002 s"),
+        (None, "not known"),
+        (Clock(synchronised=True, offset_s=-0.2), "off by 0.2 s"),
+        (Clock(synchronised=False, offset_s=0.0), "not synchronised"),
+    ],
+)
+def test_the_clock(clock: Clock | None, result: str, root: Path) -> None:
+    found = findings(replace(look_at(root), clock=clock))["clock"]
+    assert found.result == result
+    assert found.severity == ("OK" if clock in (KEPT, None) else "MONITOR")
+
+
+def test_the_kernel_tells_of_its_clock() -> None:
+    clock = read_clock()
+    assert clock is not None and abs(clock.offset_s) < 60  # a wrong layout would read anything
+
+
+def test_disks() -> None:
+    whole, full = Path("/data"), Path("/tmp")
+    room = (whole, 100 * 10**9, 10**12)
+    assert judge_disks([room]).severity == "OK"
+    assert judge_disks([room]).result == "free: /data 100 of 1e+03 GB"
+    found = judge_disks([room, (full, 10**9, 10**11)])
+    assert found.severity == "MONITOR" and found.fix.startswith("Free space in /tmp:")
+    assert judge_disks([(full, 499 * 10**6, 10**9)]).severity == "MONITOR"
+
+
+def test_a_folder_that_is_not_there_is_a_check_that_failed(root: Path) -> None:
+    machine = replace(look_at(root), folders=(root / "missing",))
+    (found,) = run_checks(machine, {"disks": CHECKS["disks"]})
+    assert found.severity == "MONITOR" and found.result.startswith("FileNotFoundError")
+
+
+def test_a_check_that_hangs_holds_up_nobody(root: Path) -> None:
+    never = threading.Event()
+
+    def hang(_machine: Machine) -> Finding:
+        never.wait()
+        raise AssertionError
+
+    checks = {"hangs": hang, "instance": CHECKS["instance"]}
+    stuck, passed = run_checks(look_at(root), checks, bound_s=0.2)
+    never.set()
+    assert (stuck.check, stuck.result, stuck.severity) == ("hangs", "no answer in 0.2 s", "MONITOR")
+    assert passed.result == "p5.48xlarge"
+
+
+def test_every_check_says_its_own_name(root: Path) -> None:
+    assert [one.check for one in run_checks(look_at(root))] == list(CHECKS)
+
+
+def test_this_machine_can_be_examined() -> None:
+    found = run_checks(this_machine({}, ()))
+    assert [one.check for one in found] == list(CHECKS)
+    assert not any("check could not be done" in one.meaning for one in found)
+
+
+def test_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    remove("dev/infiniband")(root)
+    assert examine(look_at(root), as_json=True, explain=False) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [one["check"] for one in found] == list(CHECKS)
+    assert all(one.keys() == {"check", "result", "severity", "fix"} for one in found)
+    assert all(one["severity"] in SEVERITIES for one in found)
+    assert all(isinstance(value, str) for one in found for value in one.values())
+
+
+def test_json_with_the_reasons(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    examine(look_at(root, NCCL_SOCKET_IFNAME="ens32"), as_json=True, explain=True)
+    found = json.loads(capsys.readouterr().out)
+    assert [one["check"] for one in found["checks"]] == list(CHECKS)
+    yours = {one["name"]: one["yours"] for one in found["environment"]}
+    assert yours == {"FI_EFA_USE_HUGE_PAGE": None, "NCCL_SOCKET_IFNAME": "ens32"}
+    assert all(one["reason"] and one["source"] for one in found["environment"])
+
+
+def test_the_table_and_the_reasons(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    remove("dev/infiniband")(root)
+    machine = look_at(root, NCCL_SOCKET_IFNAME="lo")
+    assert examine(machine, as_json=False, explain=True) == 1
+    shown = capsys.readouterr().out
+    head, *rows = shown.splitlines()[: 1 + len(CHECKS)]
+    assert head.split() == ["check", "severity", "result", "meaning", "fix"]
+    (devices,) = [row for row in rows if row.startswith("EFA devices")]
+    assert "RESET" in devices and "Give the container /dev/infiniband" in devices
+    assert "NCCL_SOCKET_IFNAME=^lo,docker,veth,eni,pod-id-link, yours stays: lo" in shown
+    assert "harm: NCCL_SOCKET_IFNAME=lo: " in shown
+    assert "FI_EFA_FORK_SAFE\n    every plugin since 1.2 sets it" in shown
+
+
+def test_a_machine_with_nothing_to_do_ends_with_0(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert examine(look_at(root), as_json=False, explain=False) == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) == 1 + len(CHECKS) and "environment for" not in shown
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status = main(["doctor", "--json", "--storage", str(tmp_path)])
+    found = json.loads(capsys.readouterr().out)
+    assert status == int(any(one["severity"] != "OK" for one in found))
+    (disks,) = [one for one in found if one["check"] == "disks"]
+    assert str(tmp_path) in disks["result"]

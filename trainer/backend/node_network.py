@@ -1,0 +1,96 @@
+"""A worker's network between machines: sets NCCL's environment for EFA, and proves by NCCL's log
+that it is used.
+
+NCCL goes on over TCP, 10 to 100 times slower, where anything of EFA is amiss, and says so in its
+log alone. Only workers on GPUs use this module.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from trainer.backend.efa_facts import EfaFacts, read_efa
+from trainer.backend.efa_settings import plan_efa
+from trainer.backend.nccl_log import parse_nccl_log
+from trainer.errors import NetworkError
+
+log = logging.getLogger(__name__)
+
+_DEBUG = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
+
+
+class NodeNetwork:
+    """The network of the machine that this process runs on. Made before NCCL is used for the first
+    time: it reads the environment once.
+
+    Args:
+        nccl_log: the file for NCCL's log; its folder is made.
+        allow_tcp: NCCL may go over TCP on a machine that has EFA.
+        facts: the machine's; None: they are read.
+        environment: that NCCL will read.
+    """
+
+    def __init__(
+        self,
+        nccl_log: Path,
+        *,
+        allow_tcp: bool,
+        facts: EfaFacts | None = None,
+        environment: MutableMapping[str, str] = os.environ,
+    ) -> None:
+        self._facts = read_efa() if facts is None else facts
+        self._allow_tcp = allow_tcp
+        self._log: Path | None = None
+        plan = plan_efa(self._facts, environment)
+        for harm in plan.harms:
+            log.warning("%s", harm)
+        environment.update(plan.missing)
+        if self._facts.devices:
+            self._log = _write_log(nccl_log, environment)
+
+    def check(self) -> None:
+        """Called after a group was made.
+
+        Raises:
+            NetworkError: NCCL goes over TCP, although the machine has EFA devices.
+        """
+        if self._log is None:
+            return
+        found = parse_nccl_log(_text(self._log))
+        if found.is_tcp and not self._allow_tcp:
+            raise NetworkError(
+                str(self._facts.instance), len(self._facts.devices), found.troubles, str(self._log)
+            )
+        if found.is_tcp or found.gpu_direct is False:
+            log.warning(
+                "NCCL goes over %s, GPUDirect RDMA is %s; %s tells why",
+                "TCP" if found.is_tcp else f"{found.provider or found.name}",
+                "on" if found.gpu_direct else "off",
+                self._log,
+            )
+
+
+def _write_log(nccl_log: Path, environment: MutableMapping[str, str]) -> Path | None:
+    """Has NCCL write what it takes into `nccl_log`; None where the user has other plans for its
+    log."""
+    theirs = [name for name in _DEBUG if name in environment]
+    if theirs:
+        log.warning(
+            "%s set by you: whether NCCL uses EFA is not checked; unset it to have it checked",
+            " and ".join(theirs),
+        )
+        return None
+    nccl_log.parent.mkdir(parents=True, exist_ok=True)
+    environment.update(zip(_DEBUG, ("INFO", "INIT,NET", str(nccl_log)), strict=True))
+    return nccl_log
+
+
+def _text(file: Path) -> str:
+    """Empty as long as NCCL has not begun to write."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
