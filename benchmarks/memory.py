@@ -1,11 +1,11 @@
-"""What fault tolerance costs in memory: a worker's peak on a GPU against plain FSDP2's, by dry runs.
+"""What fault tolerance takes of a GPU, against plain FSDP2, by dry runs of one worker.
 
 Plain FSDP2 has one gradient, however many micro-batches it adds up: that is a replica of one lane
-without others. Beside it, for 1, 2, 4 and 8 lanes a replica in 1, 2 and 4 replicas: the flat float32
-gradients that are held, in gradients; the buckets under way and what a fault may add, in gradients,
-too; and the peak of a step, without and with that reserve, against the plain one's.
+without others. Beside it, for 1, 2, 4 and 8 lanes a replica in 1, 2 and 4 replicas: the flat
+float32 gradients that are held; the buckets under way and what a fault may add, in gradients, too;
+and the peak of a step, without and with that reserve, against the plain one's.
 
-The model is a Llama of 0.5 billion parameters; its blocks are recomputed, its state is replicated.
+The model is a Llama of 0.44 billion parameters; its blocks are recomputed, its state is replicated.
 Nothing is allocated: the tensors are fake.
 """
 

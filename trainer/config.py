@@ -112,7 +112,7 @@ class OptimizerConfig:
             {"params": plain, "weight_decay": 0.0},
         ]
         if self.moment_dtype == "bfloat16":
-            from trainer.engine.rounded_adamw import RoundedAdamW
+            from trainer.rounded_adamw import RoundedAdamW
 
             return RoundedAdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps)
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)

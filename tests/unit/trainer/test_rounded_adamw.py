@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from trainer import rounded_adamw
 from trainer.config import OptimizerConfig
-from trainer.engine import rounded_adamw
 from trainer.engine.optimizer import SliceOptimizer, try_optimizer
-from trainer.engine.rounded_adamw import hash_bits, round_by
+from trainer.rounded_adamw import hash_bits, round_by
 
 NUMBERS, STEPS = 4096, 500
 CONFIG = OptimizerConfig(
