@@ -39,8 +39,9 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
 from trainer.engine.host_copy import HostBuffer
 from trainer.parallel.layout import ParallelDims, Slot
-from trainer.recovery.heal import Newcomer, Source
-from trainer.recovery.heal_channel import HealChannel
+from trainer.recovery.heal import Newcomer
+from trainer.recovery.heal_source import Source
+from trainer.recovery.heal_wire import Meeting
 
 WORKERS = 4
 TIMEOUT_S = 600.0
@@ -256,17 +257,17 @@ class Worker:
         healthy = self.engine.slot.replica == 0
         meet = self._setup.rendezvous
         prefix = f"{self._formed}/heal/{self.engine.slot.shard}"
-        wire = HealChannel(meet, prefix, rank=int(not healthy), size=2, device="cpu")
+        meeting = Meeting(rendezvous=meet, prefix=prefix, secret=b"of the benchmark")
         talk = dist.PrefixStore(prefix, dist.TCPStore(meet.host, meet.port, is_master=False))
         came = 0
         if healthy:
-            source = Source(self.engine, 0, wire)
+            source = Source(self.engine, 0, meeting)
             talk.wait(["arrived"])
             source.close()
         else:
             for tensor in self.engine.state.tensors().values():
                 tensor.zero_()
-            newcomer = Newcomer(self.engine, wire, clip_norm=1.0)
+            newcomer = Newcomer(self.engine, meeting, clip_norm=1.0)
             until_s = time.monotonic() + TIMEOUT_S
             while not newcomer.finish():
                 if time.monotonic() > until_s:

@@ -8,6 +8,7 @@ kernel's counter of the loopback device, which wants a machine with nothing else
 stall_s: the longest step while healing, less the median step without a heal.
 step_time_ratio_while_healing: median step while healing / median step without.
 heal_bytes_ratio: bytes on the wire / bytes of state.
+source_memory_ratio, newcomer_memory_ratio: the most memory that each took for it / bytes of state.
 catch_up_steps: steps that the newcomer had to make up for.
 
 With `--shard N`, instead, runs on Ray with two replicas and a spare, of which one worker is killed:
@@ -53,8 +54,9 @@ from trainer.engine.engine import Engine
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.layout import ParallelDims, Slot
-from trainer.recovery.heal import Newcomer, Source
-from trainer.recovery.heal_channel import HealChannel
+from trainer.recovery.heal import Newcomer
+from trainer.recovery.heal_source import Source
+from trainer.recovery.heal_wire import STREAMS, Meeting
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit
 
@@ -69,6 +71,7 @@ class Setup:
     steps: int
     repeats: int
     batch: int
+    streams: int
 
 
 class Numbers:
@@ -181,21 +184,31 @@ class Replica:
 
     def begin_heal(self, name: str) -> Source | Newcomer:
         """The two parts of a heal."""
-        wire = HealChannel(self.rendezvous, f"heal/{name}", rank=self.rank, size=2, device="cpu")
+        meeting = Meeting(
+            rendezvous=self.rendezvous,
+            prefix=f"heal/{name}",
+            secret=b"of the benchmark",
+            streams=self.setup.streams,
+        )
         if self.rank == 0:
-            return Source(self.engine, 0, wire)
-        return Newcomer(self.engine, wire, self.train.optimizer.clip_norm)
+            return Source(self.engine, 0, meeting)
+        return Newcomer(self.engine, meeting, clip_norm=self.train.optimizer.clip_norm)
 
     def wire_alone(self, name: str) -> dict[str, float]:
-        """A heal while nobody trains: seconds, and bytes on the loopback device."""
+        """A heal while nobody trains: seconds, bytes on the loopback device, and memory taken."""
         before, started = loopback_bytes(), time.monotonic()
+        held = forget_peak()
         heal = self.begin_heal(name)
         if isinstance(heal, Newcomer):
             while not heal.caught_up:
                 time.sleep(0.001)
             self.store.set(f"{name}/done", "")
         self.store.wait([f"{name}/done"])
-        result = {"s": time.monotonic() - started, "bytes": loopback_bytes() - before}
+        result = {
+            "s": time.monotonic() - started,
+            "bytes": loopback_bytes() - before,
+            "memory": memory_bytes("VmHWM") - held,
+        }
         heal.close()
         return result
 
@@ -203,6 +216,22 @@ class Replica:
 def loopback_bytes() -> int:
     """Bytes that the loopback device has sent so far."""
     return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
+
+
+def memory_bytes(kind: str) -> int:
+    """Of this process's memory: VmRSS, what it has, or VmHWM, the most that it had."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    (row,) = (line for line in status if line.startswith(f"{kind}:"))
+    return int(row.split()[1]) * 1024
+
+
+def forget_peak() -> int:
+    """From now on VmHWM is counted anew. Returns what the process has.
+
+    Source: proc_pid_clear_refs(5).
+    """
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory_bytes("VmRSS")
 
 
 def work(rank: int, port: int, setup: Setup, results: Any) -> None:
@@ -242,6 +271,8 @@ def evaluate(source: dict[str, Any], newcomer: dict[str, Any]) -> dict[str, floa
         "stall_s": max(0.0, max(healing) - base),
         "step_time_ratio_while_healing": statistics.median(healing) / base,
         "heal_bytes_ratio": source["alone"]["bytes"] / newcomer["bytes"],
+        "source_memory_ratio": source["alone"]["memory"] / newcomer["bytes"],
+        "newcomer_memory_ratio": newcomer["alone"]["memory"] / newcomer["bytes"],
         "catch_up_steps": newcomer["behind"],
         "step_s": base,
         "wire_s": newcomer["alone"]["s"],
@@ -270,12 +301,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="steps in a measurement (24)")
     parser.add_argument("--repeats", type=int, default=3, help="measurements (3)")
     parser.add_argument("--batch", type=int, default=64, help="samples in a step (64)")
+    parser.add_argument("--streams", type=int, default=STREAMS, help=f"connections ({STREAMS})")
     parser.add_argument("--shard", type=int, help="lose one of so many workers of a replica")
     options = parser.parse_args()
     if options.shard is not None:
         lose_workers(options.shard, options.state_mib, options.repeats)
         return
-    setup = Setup(options.state_mib, options.steps, options.repeats, options.batch)
+    setup = Setup(options.state_mib, options.steps, options.repeats, options.batch, options.streams)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with mp.Manager() as manager:
         results = manager.dict()

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from elastic.api import ElasticTrainer
     from elastic.config import HealthConfig, ScalingConfig
     from elastic.errors import ElasticError, ResourcesError, RunFailedError
+    from elastic.node_config import Ec2Nodes, KubeNodes, LocalNodes, RayNodes
     from elastic.protocol.faults import Fault, parse_faults
     from elastic.reporting.callback import Callback
-    from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
+    from trainer.config import OptimizerConfig, ParallelConfig, Steps, TrainConfig
     from trainer.data.config import DataConfig
     from trainer.errors import ConfigError, TrainerError
     from trainer.models.hf import ModelConfig
@@ -34,17 +35,22 @@ _HOMES = {
     "ConfigError": "trainer.errors",
     "CustomTask": "trainer.tasks.custom",
     "DataConfig": "trainer.data.config",
+    "Ec2Nodes": "elastic.node_config",
     "ElasticError": "elastic.errors",
     "ElasticTrainer": "elastic.api",
     "Fault": "elastic.protocol.faults",
     "HealthConfig": "elastic.config",
+    "KubeNodes": "elastic.node_config",
+    "LocalNodes": "elastic.node_config",
     "ModelConfig": "trainer.models.hf",
     "OptimizerConfig": "trainer.config",
     "ParallelConfig": "trainer.config",
+    "RayNodes": "elastic.node_config",
     "ResourcesError": "elastic.errors",
     "RunFailedError": "elastic.errors",
     "S3Config": "checkpointing",
     "ScalingConfig": "elastic.config",
+    "Steps": "trainer.config",
     "TrainConfig": "trainer.config",
     "TrainerError": "trainer.errors",
     "parse_faults": "elastic.protocol.faults",
@@ -59,17 +65,22 @@ __all__ = [
     "ConfigError",
     "CustomTask",
     "DataConfig",
+    "Ec2Nodes",
     "ElasticError",
     "ElasticTrainer",
     "Fault",
     "HealthConfig",
+    "KubeNodes",
+    "LocalNodes",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "RayNodes",
     "ResourcesError",
     "RunFailedError",
     "S3Config",
     "ScalingConfig",
+    "Steps",
     "TrainConfig",
     "TrainerError",
     "parse_faults",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from elastic.node_config import NodesConfig
 from trainer.config import ParallelConfig
 from trainer.errors import ConfigError, check_types
 
@@ -68,7 +69,7 @@ class HealthConfig:
     """How long to wait for whom, and how much to put up with."""
 
     collective_timeout_s: float = 300.0
-    """Bound on a collective, on a chunk of a heal and on making a process group: the last net, for
+    """Bound on a collective, on a block of a heal and on making a process group: the last net, for
     what heartbeats do not see. A replica waits in a collective for those that compute more lanes,
     so this must be longer than that takes."""
     regroup_timeout_s: float = 300.0
@@ -92,6 +93,9 @@ class HealthConfig:
     max_same_step_errors: int = 2
     """Replicas with an exception in user code, or out of memory, at one step, or the same one
     formed anew, that end the run."""
+    heal_bytes_per_s: float | None = None
+    """Most that a worker sends to those that it heals, all together, where heals take too much of
+    the network from the steps; None: as much as they carry."""
     compare_every: int | None = 100
     """Steps between comparisons of the replicas' states, by a checksum; None: at the end only."""
     freeze_timeout_s: float = 10.0
@@ -112,6 +116,12 @@ class HealthConfig:
     supervisor_timeout_s: float = 600.0
     """A run whose supervisor was not heard for this long ends itself. Where it is lost, Ray starts
     another, once its head node is there to do it."""
+    replace_nodes: Literal["tell"] | NodesConfig = "tell"
+    """Who replaces a machine that is found at fault: `RayNodes`, `Ec2Nodes`, `KubeNodes` or
+    `LocalNodes`. "tell": nobody; the records say what would have been done."""
+    max_replacements_per_hour: int = 4
+    """Replacements that may begin within an hour. None begins either while more than one machine,
+    and more than a fifth of them, became suspect within an hour."""
 
     def __post_init__(self) -> None:
         check_types(self, "health")
@@ -119,7 +129,7 @@ class HealthConfig:
     def check(self) -> None:
         """Raises ConfigError where a bound is not positive, or two contradict each other."""
         for name, value in vars(self).items():
-            if value is not None and value <= 0:
+            if isinstance(value, int | float) and value <= 0:
                 raise ConfigError(f"health.{name}", value, "not positive", "Use a positive number")
         if self.node_timeout_s <= 2 * self.node_beat_s:
             raise ConfigError(
@@ -128,6 +138,8 @@ class HealthConfig:
                 f"one late beat of node_beat_s = {self.node_beat_s:g} would lose a node",
                 f"Use more than {2 * self.node_beat_s:g}",
             )
+        if self.replace_nodes != "tell":
+            self.replace_nodes.check()
 
 
 @dataclass(frozen=True, kw_only=True)

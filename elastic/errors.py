@@ -2,7 +2,10 @@
 
 ElasticError
 ├── ResourcesError    the cluster has too little for the smallest layout
-└── RunFailedError    the run ended with an error that no retry can mend
+├── RunFailedError    the run ended with an error that no retry can mend
+├── SuspectFileError  the record of suspect machines cannot be read
+└── ReplaceError      a machine was not replaced
+    └── NoCapacityError  there is none to be had now
 
 TrainerError (trainer/errors.py): ConfigError, NonFiniteError, …
 CheckpointError (checkpointing/errors.py): CorruptError, MissingError, StoreUnavailableError, …
@@ -31,3 +34,38 @@ class ResourcesError(ElasticError):
 
 class RunFailedError(ElasticError):
     """The run ended with an error that no retry can mend; the message says which."""
+
+
+class SuspectFileError(ElasticError):
+    """The record of suspect machines cannot be read."""
+
+    def __init__(self, path: str, fact: str) -> None:
+        super().__init__(path, fact)
+        self.path, self.fact = path, fact
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} is no record of suspect machines: {self.fact}. "
+            f"`elastic nodes clear {self.path.rpartition('/')[0]}` removes it."
+        )
+
+
+class ReplaceError(ElasticError):
+    """A machine was not replaced: its provider refused, or is not what it was taken for.
+
+    Args:
+        machine: which.
+        fact: why not, with the numbers.
+        fix: what to do.
+    """
+
+    def __init__(self, machine: str, fact: str, fix: str) -> None:
+        super().__init__(machine, fact, fix)
+        self.machine, self.fact, self.fix = machine, fact, fix
+
+    def __str__(self) -> str:
+        return f"{self.machine}: {self.fact}. {self.fix}."
+
+
+class NoCapacityError(ReplaceError):
+    """The provider has no machine to give now, in none of the places that it was asked for."""

@@ -20,16 +20,22 @@ def parse_born_ticks(stat: str) -> int:
     return int(stat[stat.rindex(")") + 1 :].split()[19])
 
 
+def parse_cpu_ticks(stat: str) -> int:
+    """The processor time of all threads of the process of such a line, in clock ticks."""
+    user, system = stat[stat.rindex(")") + 1 :].split()[11:13]
+    return int(user) + int(system)
+
+
 def read_state(pid: int) -> str | None:
     """The state letter of process `pid`; None where it is gone."""
-    stat = _read_stat(pid)
+    stat = read_stat(pid)
     return None if stat is None else parse_state(stat)
 
 
 def read_born_ticks(pid: int) -> int | None:
     """When process `pid` was started (`parse_born_ticks`); None where it is gone. Two processes
     that have the same id, one after the other, differ in it."""
-    stat = _read_stat(pid)
+    stat = read_stat(pid)
     return None if stat is None else parse_born_ticks(stat)
 
 
@@ -43,7 +49,8 @@ def read_starved_s(pid: int, thread: int) -> float:
     return int(stats.split()[1]) / 1e9
 
 
-def _read_stat(pid: int) -> str | None:
+def read_stat(pid: int) -> str | None:
+    """The line of /proc/<pid>/stat; None where the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):

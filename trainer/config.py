@@ -168,6 +168,28 @@ class ParallelConfig:
             dim.check(train)
 
 
+@dataclass(frozen=True)
+class Steps:
+    """Steps `first` to `last` of a run, both included; the run begins with step 0."""
+
+    first: int
+    """1 or more: step 0 warms up."""
+    last: int
+    """`first` or more."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "train.profile")
+        if self.first < 1:
+            raise ConfigError("train.profile.first", self.first, "step 0 warms up", "Use 1 or more")
+        if self.last < self.first:
+            raise ConfigError(
+                "train.profile.last",
+                self.last,
+                f"it comes before the first step, {self.first}",
+                f"Use {self.first} or more",
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """What to learn, for how long, and how one replica is laid out."""
@@ -183,6 +205,8 @@ class TrainConfig:
     """Samples a worker takes through the model at once; None: all it has of a lane."""
     lanes: int | None = None
     """Micro-batch sequences that make up the global batch; None: `scaling.max_replicas`."""
+    prefetch: int = 2
+    """Micro-batches that a thread of each worker reads ahead; 0: each is read when it is due."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How one replica is split over workers."""
     optimizer: Optimizer = field(default_factory=OptimizerConfig)
@@ -212,6 +236,10 @@ class TrainConfig:
     """Steps between evaluations on the held-out data; None: at the end only."""
     eval_samples: int = 256
     """Held-out samples that an evaluation looks at, at most."""
+    profile: Steps | None = None
+    """Steps that torch's profiler looks at, such as `Steps(10, 13)`, on the lead (the first worker
+    of the first replica): a trace in `profile/` of the run directory, the dearest operators in the
+    report."""
 
     def __post_init__(self) -> None:
         check_types(self, "train")
@@ -250,6 +278,17 @@ class TrainConfig:
                 self.bucket_bytes,
                 f"a bucket has {_LEAST_BUCKET_BYTES} bytes or more",
                 "Use some MiB, or None for the device's default",
+            )
+        if self.prefetch < 0:
+            raise ConfigError(
+                "train.prefetch", self.prefetch, "fewer than none", "Use 0 (none) or more"
+            )
+        if self.profile is not None and self.profile.last >= self.steps:
+            raise ConfigError(
+                "train.profile.last",
+                self.profile.last,
+                f"the last step is {self.steps - 1}",
+                f"Use {self.steps - 1} or less, or raise train.steps",
             )
         self.parallel.check(self)
         self._check_batch(lanes)

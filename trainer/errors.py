@@ -8,6 +8,7 @@ TrainerError
 ├── ExchangeError        a model or state of another system that cannot be read or written
 ├── NetworkError         NCCL goes over TCP on a machine that has EFA
 ├── GroupError           a process group or its rendezvous failed: a peer may be gone
+├── HealError            state that was on its way did not come as it was sent; never leaves a heal
 └── CrossGroupLost       a collective across replicas failed or was abandoned: a regroup is due
 
 A message is the fact, the numbers, and the next knob. All of them survive pickling, because they
@@ -109,6 +110,11 @@ class NetworkError(TrainerError):
 class GroupError(TrainerError, RuntimeError):
     """A process group or its rendezvous failed, or this worker was called away from it. What c10d
     raises itself is a RuntimeError as well."""
+
+
+class HealError(TrainerError):
+    """The other side of a heal is gone or another than it should be, or its bytes are not what was
+    sent: the heal begins again. Never leaves its threads."""
 
 
 class CrossGroupLost(TrainerError):

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from checkpointing import CheckpointError
-from elastic.cli import checkpoints, doctor, dryrun, live
+from elastic.cli import checkpoints, doctor, dryrun, live, nodes
+from elastic.errors import ElasticError
 from trainer.errors import TrainerError
 
 
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         return int(options.action(options))
-    except (CheckpointError, TrainerError, OSError) as error:
+    except (CheckpointError, ElasticError, TrainerError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # whoever read our output has had enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -41,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
     checkpoints.add_to(commands)
     live.add_to(commands)
+    nodes.add_to(commands)
     dryrun.add_to(commands)
     doctor.add_to(commands)
     return root

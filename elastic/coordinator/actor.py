@@ -10,6 +10,7 @@ step path. All methods run on one event loop, so none needs a lock.
       RunLog ── writes it down
       Arrivals, Workers, NodeAgents ── who has started, who will go, who is lost; leases
       Troubles ──── what an exception in a worker means
+      Replacements ─ machines that are suspect, and who replaces them
       StandstillWatch ── who keeps the others, where no step is committed
       LinkTests ─── whose connections fail, where collectives do and nobody is lost
       Failover ── the run after a restart of the coordinator
@@ -32,6 +33,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from checkpointing import Receipt, StoreUnavailableError
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.arrivals import Arrivals
+from elastic.coordinator.aside import Aside
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.failover import Failover
@@ -40,6 +42,7 @@ from elastic.coordinator.heal_news import HealNews
 from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.listening import host_store
 from elastic.coordinator.receipts import Receipts
+from elastic.coordinator.replacements import Replacements
 from elastic.coordinator.replay import replay
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.run_log import RunLog
@@ -74,6 +77,7 @@ from elastic.protocol.run_paths import find_checkpoint
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
 from elastic.ray_compat.cluster import own_address, started_anew
 from elastic.ray_compat.kept import Kept
+from health.verdict import Sign
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +154,8 @@ class Coordinator(CoordinatorApi):
         )
         self._troubles = Troubles(config.health, self._membership, self._dispatcher, self._workers)
         self._link_tests = LinkTests(self._membership, self._workers, self._records)
+        aside = Aside(self._membership, self._dispatcher)
+        self._replacements = Replacements(config, self._workers, self._records, aside)
         self._standstill = self._watch_for_standstill()
         self._supervised = Supervised(config, self._dispatcher, self._records)
         self._failover: Failover | None = None
@@ -192,6 +198,7 @@ class Coordinator(CoordinatorApi):
         self._workers.draining_nodes.update(replayed.draining_nodes)
         faults.count_as_fired(replayed.fired)
         self._receipts.replay(replayed.committed)
+        self._replacements.replay(replayed.replacements)
         snapshots = self._snapshots if self.config.in_memory else None
         return Failover(
             replayed,
@@ -238,6 +245,7 @@ class Coordinator(CoordinatorApi):
 
     async def hello(self, identity: Identity) -> None:
         self._supervised.begin()
+        self._replacements.begin()
         failover = self._failing_over
         if failover is not None and failover.awaits(identity.worker):
             await failover.hear(Standing(identity=identity))  # its hello was not answered
@@ -247,6 +255,7 @@ class Coordinator(CoordinatorApi):
 
     async def resume(self, standing: Standing) -> None:
         self._supervised.begin()
+        self._replacements.begin()
         if (failover := self._failing_over) is not None:
             await failover.hear(standing)
 
@@ -405,6 +414,12 @@ class Coordinator(CoordinatorApi):
     async def helper_killed(self, node: str, helper: str, detail: str) -> None:
         self._records.note(
             events.HelperKilled(time=time.time(), node=node, helper=helper, detail=detail)
+        )
+
+    async def signs_changed(self, node: str, names: list[str], signs: list[Sign]) -> None:
+        found = [sign.to_json() for sign in signs]
+        self._records.note(
+            events.SignsChanged(time=time.time(), node=node, names=names, signs=found)
         )
 
     @_when_known

@@ -48,6 +48,8 @@ class Replay:
     """Steps at which it ends therefore, once there is a roster that knows."""
     fired: tuple[str, ...]
     """Injected faults that went off, as they were ordered."""
+    replacements: tuple[events.NodeReplacement, ...]
+    """What became of suspect machines, in order."""
 
 
 def replay(paths: RunPaths, start_step: int) -> Replay:
@@ -85,6 +87,7 @@ def replay(paths: RunPaths, start_step: int) -> Replay:
         winding_down=bool(asked),
         until=newest.step if asked and newest and newest.time > asked[0] else None,
         fired=tuple(e.fault for e in _all(happened, events.FaultFired)),
+        replacements=tuple(_all(happened, events.NodeReplacement)),
     )
 
 

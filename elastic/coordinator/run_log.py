@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.membership.decisions import Effects, Regrouped
@@ -26,6 +26,8 @@ class RunLog:
         self._config, self._membership = config, membership
         self.restored = 0
         """Generation that last began from a checkpoint: what older ones still write is void."""
+        self.followers: list[Callable[[events.Event], None]] = []
+        """Told of each event that is written down."""
         self._digests: dict[str, str] = {}
         self._short_of = 0
         self._began = config.started.start_step
@@ -46,6 +48,8 @@ class RunLog:
     def note(self, event: events.Event) -> None:
         """Writes an event down."""
         self._append(self._event_log, event)
+        for follower in self.followers:
+            follower(event)
 
     def take_steps(self, steps: Sequence[events.StepRecord]) -> None:
         """Writes committed steps down; those known already are passed by."""

@@ -33,6 +33,7 @@ from ray import ObjectRef
 
 from elastic.config import HealthConfig
 from elastic.node.beats import BeatSender
+from elastic.node.health_watch import own_names, start_health_watch
 from elastic.node.process_watch import ProcessWatch
 from elastic.protocol.causes import HANG, NODE
 from elastic.protocol.coordinator_api import CoordinatorApi
@@ -44,6 +45,7 @@ from elastic.ray_compat.cluster import drain_node
 from health.laggards import Position
 from health.lease import AwakeClock, Reach, decide_cut_off
 from health.progress import Place
+from health.verdict import Sign
 
 _SAMPLE_INTERVAL_S = 0.2
 _TELL_INTERVAL_S = 0.02
@@ -99,12 +101,18 @@ class NodeAgent:
         for helper in helpers:
             self.watch_helper(helper)
         self._watches = start_watches(node, self._announce)
+        self._names = own_names()
+        start_health_watch(node, self._processes.states, self._tell_signs)
         threading.Thread(target=self._run, name="node-agent", daemon=True).start()
 
     def _announce(self, node: str, deadline_s: float | None, reason: str) -> None:
         """This machine will be taken away: the run leaves it, and Ray looks for another one."""
         tell_coordinator(self._coordinator)(node, deadline_s, reason)
         drain_node(node, deadline_s, reason)
+
+    def _tell_signs(self, signs: list[Sign]) -> None:
+        """What stands of this node. Where it is lost on the way, the next change says it all."""
+        self._coordinator.send(CoordinatorApi.signs_changed, self._node, self._names, signs)
 
     def watch(self, identity: Identity) -> None:
         """Watches a worker of this node from now on; reports it at once where it has ended."""

@@ -18,14 +18,15 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from elastic.protocol.causes import CRASH, HANG, Cause
+from elastic.protocol.causes import CRASH, Cause
 from elastic.protocol.messages import Death
-from health.diagnosis import STOPPED, History, Sample, decide_frozen, observe
+from health.frozen import STOPPED, History, Sample, decide_frozen, observe
 from health.heartbeat import NO_STEP, HeartbeatReader, Record
 from health.laggards import Position
 from health.process import read_born_ticks, read_starved_s, read_state
 from health.progress import Place
 from health.stacks import read_kernel_stacks, read_stacks
+from health.worker_load import WorkerState
 from trainer.loop.phases import PHASES, STEP_PHASES
 
 _WAITING = frozenset(map(PHASES.index, ("reduce", "in_commit")))
@@ -164,6 +165,22 @@ class ProcessWatch:
                 if process.worker == worker:
                     _send(pidfd, number)
 
+    def states(self) -> list[WorkerState]:
+        """What is known of all processes that have a heartbeat."""
+        with self._lock:
+            return [
+                WorkerState(
+                    worker=process.worker,
+                    pid=process.pid,
+                    record=record,
+                    waits=record.phase in _WAITING,
+                    works=record.phase in _STEP - _WAITING,
+                )
+                for process in self._processes.values()
+                if process.heartbeat is not None
+                for record in [process.heartbeat.read()]
+            ]
+
     def position(self, worker: str) -> Position | None:
         """Where a worker is in its work, by its heartbeat; None where that is not known."""
         with self._lock:
@@ -235,12 +252,12 @@ class ProcessWatch:
                 process.sample(record)
             sample = Sample(awake_s=awake_s, state=state, record=record)
             process.history = observe(process.history, sample)
-            verdict = decide_frozen(process.history, self._freeze_timeout_s)
+            verdict = decide_frozen(process.worker, process.history, self._freeze_timeout_s)
             if verdict is not None:
-                detail = f"process {process.pid} is frozen: {verdict.evidence}{_where(record)}"
+                detail = f"process {process.pid} is frozen: {verdict.evidence[0]}{_where(record)}"
                 stopped = state == STOPPED  # it would not answer, and its peers wait
                 stacks = read_kernel_stacks(process.pid) if stopped else _stacks_of(pidfd, process)
-                deaths += _kill_and_report(pidfd, process, HANG, detail, stacks)
+                deaths += _kill_and_report(pidfd, process, Cause(verdict.cause), detail, stacks)
         return deaths
 
 

@@ -33,6 +33,9 @@ class CauseEntry:
     """Of its marks in `run.png`, as matplotlib has it."""
     by_departure: bool = False
     """On a machine that was announced to go, it is a preemption: the machine went."""
+    against_machine: float = 0.0
+    """What a loss of this cause counts against the machine (`health/suspects.py`): from 0.5 on it
+    is suspect at once, below that when it comes again."""
     repeats: bool = False
     """It would come again: the same step in another replica, or in the same one formed anew, ends
     the run (`health.max_same_step_errors`)."""
@@ -88,7 +91,11 @@ HANG = register_cause(
 NODE = register_cause(
     "node",
     CauseEntry(
-        text="its machine was lost", budget="max_crashes", color="#7a4a21", by_departure=True
+        text="its machine was lost",
+        budget="max_crashes",
+        color="#7a4a21",
+        by_departure=True,
+        against_machine=1.0,
     ),
 )
 PREEMPTION = register_cause(
@@ -114,7 +121,12 @@ OUT_OF_MEMORY = register_cause(
 )
 GPU_ERROR = register_cause(
     "gpu_error",
-    CauseEntry(text="its GPU or the driver failed", budget="max_crashes", color="#556b2f"),
+    CauseEntry(
+        text="its GPU or the driver failed",
+        budget="max_crashes",
+        color="#556b2f",
+        against_machine=0.3,  # a kernel that reads where it may not shows so, too
+    ),
 )
 COLLECTIVE = register_cause(
     "collective",
@@ -130,9 +142,20 @@ LINK = register_cause(
         text="large messages did not pass between it and others, and nobody was lost",
         budget="max_hangs",
         color="#008b8b",
+        against_machine=1.0,
     ),
 )
 CORRUPTION = register_cause(
     "corruption",
-    CauseEntry(text="its state was not that of the others", budget="max_crashes", color="#23787a"),
+    CauseEntry(
+        text="its state was not that of the others",
+        budget="max_crashes",
+        color="#23787a",
+        against_machine=1.0,
+    ),
 )
+SLOW = register_cause(
+    "slow",
+    CauseEntry(text="it was slower than all others", budget="max_hangs", color="#708090"),
+)
+"""Of verdicts only: nobody is ended for it."""

@@ -25,6 +25,7 @@ from elastic.protocol.messages import (
 )
 from elastic.protocol.rpc import Remote
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
+from health.verdict import Sign
 
 
 class WorkerCalls(Protocol):
@@ -149,6 +150,10 @@ class NodeCalls(Protocol):
 
     async def helper_killed(self, node: str, helper: str, detail: str) -> None:
         """A helper was frozen, and its node's agent has killed it."""
+
+    async def signs_changed(self, node: str, names: list[str], signs: list[Sign]) -> None:
+        """All that the instruments of a node and its kernel's log show now. `names`: what other
+        machines may call it."""
 
     async def drain(self, node: str, deadline: float | None, reason: str) -> None:
         """A machine will go, by `deadline` in seconds since the epoch: its workers leave training

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from elastic.protocol.causes import Cause
 
 RegroupReason = Literal["fault", "grow", "heal", "drain", "move", "repair", "stop"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
+ReplacementOutcome = Literal["told", "held_back", "cleared", "begun", "replaced", "failed"]
 RunOutcome = Literal["finished", "stopped", "failed", "interrupted"]
 
 
@@ -56,6 +57,10 @@ class RunStarted(Event):
     """Versions of what the run stands on, such as `torch` and `ray`."""
     redone_steps: int = 0
     """Steps that were committed before and will be done again: those after the last saved state."""
+    precision: str = ""
+    """Number format of the computation."""
+    flops_per_token: dict[str, float] = field(default_factory=dict)
+    """Operations of the model for one token, by how they are counted (`trainer.models.flops`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,8 @@ class WorkerJoined(Event):
     """Its process id on that node."""
     born_ticks: int | None
     """When that process was started, in clock ticks since the node was."""
+    device: str = ""
+    """Its GPU, as CUDA names it; empty on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,6 +357,36 @@ class HelperKilled(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SignsChanged(Event):
+    """What a node's instruments and its kernel's log show is not what it was. Evidence for a
+    verdict (`health/diagnosis.py`)."""
+
+    node: str
+    """Ray's id of the node."""
+    names: list[str]
+    """What other machines may call it: host name, address, instance id."""
+    signs: list[dict[str, Any]]
+    """All that stands now (`health.verdict.Sign`); none: all is well again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReplacement(Event):
+    """What becomes of a machine that is suspect: the last of these for a node is how it ended."""
+
+    node: str
+    """Ray's id of the node."""
+    machine: str
+    """The machine's name, which outlives Ray: an instance, a Kubernetes node, an address."""
+    outcome: ReplacementOutcome
+    """`told`: it stays, as `health.replace_nodes` is "tell"; `held_back`: not now; `cleared`:
+    nothing speaks against it any more; `begun`: the run leaves it; `replaced`; `failed`."""
+    reason: str
+    """What speaks against it."""
+    detail: str
+    """What was done, or why it was not."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopRequested(Event):
     """The run was asked to end: it saves, and ends, after the step that is under way."""
 
@@ -367,6 +404,38 @@ class StepSkipped(Event):
     """Its loss in nats per token, perhaps not finite."""
     grad_norm: float
     """Its gradient norm, perhaps not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsTimed(Event):
+    """Where the time of some steps that followed each other went, on the lead."""
+
+    step: int
+    """The last of them."""
+    steps: int
+    """How many."""
+    seconds: dict[str, float]
+    """Mean of a step by part (`trainer.loop.clock`); they add up to its time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled(Event):
+    """A profile of steps has ended, on the lead. There are several where a regroup came between."""
+
+    worker: str
+    """The lead."""
+    node: str
+    """Its node, where the trace lies."""
+    first: int
+    """The first step that it holds."""
+    last: int
+    """The last one."""
+    file: str
+    """The trace, in Chrome's format."""
+    problem: str | None
+    """Why it lacks steps that were asked for, or is not there."""
+    operators: list[dict[str, Any]]
+    """The dearest ones: `name`, `calls`, `cpu_ms` and `gpu_ms` of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -485,7 +554,8 @@ def _known_fields(
     cls: type[Event] | type[StepRecord], data: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """The constructor arguments for `cls` in `data`; None when one without a default is missing."""
-    if any(f.name not in data and f.default is MISSING for f in fields(cls)):
+    needed = (f.name for f in fields(cls) if f.default is f.default_factory is MISSING)
+    if any(name not in data for name in needed):
         return None
     # Non-finite floats were written as text, see `plain_number`.
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from checkpointing import CheckpointConfig
@@ -37,6 +37,8 @@ class Job:
     """Who the run is; it stands in every checkpoint."""
     attempt: int
     """Random number of this start, in the keys of all it saves: no other start writes there."""
+    secret: bytes = field(repr=False)
+    """Random bytes of this start, by which workers know each other in heals."""
     faults: tuple[Fault, ...]
     """Faults to inject."""
     coordinator: Remote[CoordinatorApi]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import ray
@@ -17,6 +18,8 @@ log = logging.getLogger(__name__)
 
 NAMESPACE = "elastic"
 """Where the names of all our actors are, whatever the namespace of the driver's job is."""
+
+_GCS_TIMEOUT_S = 30.0
 
 _Args = ParamSpec("_Args")
 _Actor = TypeVar("_Actor")
@@ -182,6 +185,50 @@ def draining_nodes() -> dict[str, int]:
     return dict(state.get_draining_nodes())
 
 
+@dataclass(frozen=True, kw_only=True)
+class FoundNode:
+    """What Ray knows of a node that is or was there."""
+
+    address: str
+    """IP address by which the cluster knows it."""
+    instance: str
+    """What those who started it call it (`RAY_CLOUD_INSTANCE_ID`): KubeRay its pod, the autoscaler
+    its instance; "": they did not say."""
+    head: bool
+    """Whether Ray's head is there."""
+
+
+def find_node(node: str) -> FoundNode | None:
+    """What Ray knows of `node` (Ray's id); None: nothing."""
+    from ray.core.generated import gcs_service_pb2
+
+    messages: Any = gcs_service_pb2
+    selector = messages.GetAllNodeInfoRequest.NodeSelector(node_id=bytes.fromhex(node))
+    found = _gcs().get_all_node_info(timeout=_GCS_TIMEOUT_S, node_selectors=[selector])
+    for info in found.values():
+        return FoundNode(
+            address=info.node_manager_address, instance=info.instance_id, head=info.is_head_node
+        )
+    return None
+
+
+def end_node(node: str) -> None:
+    """Has Ray end the raylet of `node`, and all that runs there. The autoscaler's own way. Twice
+    does no harm; a node that is gone counts as ended."""
+    _gcs().drain_nodes([bytes.fromhex(node)], timeout=_GCS_TIMEOUT_S)
+
+
+def cluster_address() -> str:
+    """The cluster's address, for `ray start`."""
+    address: str = ray.get_runtime_context().gcs_address
+    return address
+
+
+def _gcs() -> Any:
+    raylet: Any = _raylet
+    return raylet.GcsClient(address=cluster_address())
+
+
 def drain_node(node: str, deadline_s: float | None, reason: str) -> None:
     """Has Ray drain `node`: nothing is placed there any more, and what works there counts as going,
     so that successors are asked for.
@@ -193,11 +240,9 @@ def drain_node(node: str, deadline_s: float | None, reason: str) -> None:
     """
     from ray.core.generated import autoscaler_pb2
 
-    raylet: Any = _raylet
     messages: Any = autoscaler_pb2
-    gcs = raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
     kind = messages.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    accepted, why_not = gcs.drain_node(node, kind, reason, int(1000 * (deadline_s or 0)))
+    accepted, why_not = _gcs().drain_node(node, kind, reason, int(1000 * (deadline_s or 0)))
     if not accepted:
         log.warning("Ray does not drain node %s: %s", node, why_not)
 

@@ -31,12 +31,15 @@ from elastic.protocol.events import (
     FaultFired,
     HealFailed,
     HelperKilled,
+    NodeReplacement,
+    Profiled,
     RegroupDone,
     ReplicaForming,
     ReplicaHealed,
     ReplicasCompared,
     RunEnded,
     RunStarted,
+    SignsChanged,
     SnapshotFailed,
     StepRecord,
     StepSkipped,
@@ -45,7 +48,7 @@ from elastic.protocol.events import (
     WorkerLost,
 )
 from elastic.reporting.callback import Callback
-from elastic.reporting.report import Report, report_text
+from elastic.reporting.report import Report, format_replacement, report_text
 
 TTY_INTERVAL_S = 0.1
 """Least time between two progress lines in a terminal: as fast as an eye can follow."""
@@ -134,6 +137,9 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return f"the agent of node {event.node} ended: {event.detail}"
         case HelperKilled():
             return f"killed the {event.helper} of node {event.node}: {event.detail}"
+        case SignsChanged() if event.signs:
+            roots = [sign["detail"] for sign in event.signs if sign["role"] == "root"]
+            return f"node {event.node} shows: {'; '.join(roots)}" if roots else None
         case StopRequested():
             return f"stopping after this step, with a checkpoint ({event.reason})"
         case Draining():
@@ -149,8 +155,13 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return f"checkpoint of {event.step} steps cannot be read: {event.reason}"
         case SnapshotFailed():
             return f"snapshot of {event.step} steps cannot be read: {event.reason}"
+        case NodeReplacement():
+            return format_replacement(event)
         case ReplicasCompared(equal=False):
             return f"REPLICAS DIFFER after {event.step} steps"
+        case Profiled():
+            whole = "" if event.problem is None else f" ({event.problem})"
+            return f"profile of steps {event.first} to {event.last}: {event.file}{whole}"
         case Evaluated():
             return f"validation loss {event.val_loss:.4f} after {event.step} steps"
         case RunEnded():

@@ -39,7 +39,12 @@ from elastic.worker.side_build import SideBuild
 from health.heartbeat import Heartbeat
 from health.process import read_born_ticks
 from health.stacks import offer_stacks
-from trainer.backend.groups import collectives_begun, leave_replica_group, make_replica_group
+from trainer.backend.groups import (
+    collectives_begun,
+    device_name,
+    leave_replica_group,
+    make_replica_group,
+)
 from trainer.backend.link_test import BOUND_S, LINK_BYTES, try_links
 from trainer.backend.near_gpu import stay_near
 from trainer.backend.node_network import NodeNetwork
@@ -48,11 +53,13 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
 from trainer.errors import GroupError, NonFiniteError
 from trainer.loop.link import LoopConfig, Progress
+from trainer.loop.profiling import StepProfiler
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.apply import warm_up
 from trainer.parallel.layout import Slot
-from trainer.recovery.heal import Newcomer, Source
-from trainer.recovery.heal_channel import HealChannel
+from trainer.recovery.heal import Newcomer
+from trainer.recovery.heal_source import Source
+from trainer.recovery.heal_wire import Meeting
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.replicas import CrossGroup
 
@@ -88,6 +95,7 @@ class Worker:
             pid=os.getpid(),
             born_ticks=read_born_ticks(os.getpid()),
             heartbeat_fd=heartbeat.fd,
+            device=device_name(job.scaling.device),
             stacks_fd=offer_stacks(),
         )
         job.coordinator.call(CoordinatorApi.hello, self.identity)
@@ -331,6 +339,8 @@ class Worker:
             cross.close()
             if heal is not None:
                 heal.close()
+            if loop is not None:
+                loop.close()
             if loop is not None and loop.has_state():
                 self.progress = self.position
         if self.finished and self.progress is not None and not run.follows:
@@ -393,19 +403,19 @@ class Worker:
         takers = [h.position for h in run.heals if h.source == source and run.rank in h.ranks]
         if not takers:
             return None
-        group = [source, *takers]
         self.link.at_step(run.step, "heal_source" if own == source else "heal_target")
-        channel = HealChannel(
-            self.rendezvous,
-            f"heal/{run.generation}/{engine.rank}/{source}",
-            rank=group.index(own),
-            size=len(group),
-            device=self.job.scaling.device,
+        meeting = Meeting(
+            rendezvous=self.rendezvous,
+            prefix=f"heal/{run.generation}/{engine.rank}/{source}",
+            secret=self.job.secret,
+            newcomers=len(takers),
+            bytes_per_s=self.job.health.heal_bytes_per_s,
         )
         if own != source:
-            return Newcomer(engine, channel, self.job.train.optimizer.clip_norm)
+            clip_norm = self.job.train.optimizer.clip_norm
+            return Newcomer(engine, meeting, number=takers.index(own), clip_norm=clip_norm)
         assert self.progress is not None
-        return Source(engine, self.progress.skipped_in_a_row, channel)
+        return Source(engine, self.progress.skipped_in_a_row, meeting)
 
     def make_loop(
         self,
@@ -439,6 +449,20 @@ class Worker:
             newcomer=heal if isinstance(heal, Newcomer) else None,
             part="remnant" if run.follows else "joining" if joins else "whole",
             followed=run.followers[run.rank] > 0,
+            profiler=self.make_profiler(run),
+        )
+
+    def make_profiler(self, run: Run) -> StepProfiler | None:
+        """Looks at the steps that are to be profiled, on the lead."""
+        steps = self.job.train.profile
+        if steps is None or not run.lead:
+            return None
+        return StepProfiler(
+            steps,
+            self.job.paths.profile,
+            self.identity.worker,
+            on_cuda=self.job.scaling.device == "cuda",
+            tell=self.link.profiled,
         )
 
     def finish(self, run: Run) -> bool:

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,8 +30,9 @@ from trainer.backend.polling import poll_until
 from trainer.backend.rendezvous import Rendezvous
 from trainer.loop.phases import Phase
 from trainer.parallel.layout import ParallelDims
-from trainer.recovery.heal import Newcomer, Source
-from trainer.recovery.heal_channel import HealChannel
+from trainer.recovery.heal import Newcomer
+from trainer.recovery.heal_source import Source
+from trainer.recovery.heal_wire import Meeting, Place
 from trainer.replication.reduction import Reduction
 from trainer.replication.replicas import EXCHANGE, Flight
 
@@ -113,6 +114,7 @@ def test_both_ranks_get_the_sum_of_all_lanes_in_the_order_of_the_tree(fabric: Fa
 # -- a peer of another replica dies ---------------------------------------------------------------
 
 FATAL, GATE, STEPS = 2, 4, 8
+SECRET = b"of the run"
 HALVES, ALL_HERE = [(0,), (1,)], [(0, 1), ()]
 
 
@@ -151,13 +153,13 @@ class Joining(Member):
             poll_until(self.newcomer.finish, bool, TIMEOUT_S)
 
 
-class LateChannel(HealChannel):
-    """Of a source that sends nothing before its newcomer has kept some steps."""
+class LateMeeting(Meeting):
+    """Of a source that is not found before its newcomer has kept some steps."""
 
-    def open(self) -> None:
-        store = dist.TCPStore(self._rendezvous.host, self._rendezvous.port)
+    def tell(self, places: Sequence[Place], leave_now: Callable[[], bool]) -> None:
+        store = dist.TCPStore(self.rendezvous.host, self.rendezvous.port)
         store.wait(["steps are kept"], PATIENCE)
-        super().open()
+        super().tell(places, leave_now)
 
 
 def survive(fabric: Fabric, port: int) -> Member:
@@ -171,8 +173,8 @@ def survive(fabric: Fabric, port: int) -> Member:
     assert left_s < LIMIT_S
     assert member.progress.step == FATAL and set(member.sums.stats) == {0}
     member.store.set("left", "")
-    channel = LateChannel(member.meet, "heal", rank=0, size=2, device=fabric.group_device)
-    source = Source(member.engine, 0, channel)
+    meeting = LateMeeting(rendezvous=member.meet, prefix="heal", secret=SECRET)
+    source = Source(member.engine, 0, meeting)
     assert member.run(2, ALL_HERE, heal=source) == "boundary"
     assert member.run(3, HALVES) == "finished"
     return member
@@ -190,8 +192,8 @@ def join(fabric: Fabric, port: int) -> Member:
     member = Joining(fabric, port, number=2, steps=STEPS)
     member.store.wait(["left"], PATIENCE)
     member.progress.step = FATAL
-    channel = HealChannel(member.meet, "heal", rank=1, size=2, device=fabric.group_device)
-    newcomer = Newcomer(member.engine, channel, clip_norm=0.5)
+    meeting = Meeting(rendezvous=member.meet, prefix="heal", secret=SECRET)
+    newcomer = Newcomer(member.engine, meeting, clip_norm=0.5)
     assert member.run(2, ALL_HERE, position=1, heal=newcomer) == "boundary"
     assert (newcomer.steps_behind, member.progress.step) == (GATE - FATAL, GATE + 2)
     assert member.run(3, HALVES, position=1) == "finished"

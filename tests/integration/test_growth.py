@@ -51,12 +51,14 @@ class GrowingRun:
     leaving: events.WorkerJoined
     """A worker on a machine that is to go."""
 
-    def __init__(self, cluster: Cluster, storage: Path, *sizes: int) -> None:
+    def __init__(
+        self, cluster: Cluster, storage: Path, *sizes: int, program: Path = PROGRAM
+    ) -> None:
         self.gate, self.root, self._log = storage / "gate", storage / "run", storage / "log"
         arguments = [cluster.address, storage, self.gate, *sizes]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(PROGRAM), *map(str, arguments)],
+                [sys.executable, str(program), *map(str, arguments)],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},

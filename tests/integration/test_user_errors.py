@@ -21,16 +21,26 @@ from elastic import (
 from elastic.membership.failure import plan_pause_s
 from elastic.protocol.events import CrossGroupLost, LinksTested, RegroupDone, WorkerLost
 from elastic.reporting.event_log import read_events
-from tests.support.user_code import endless_loss, failing_loss, loss_before_a_bad_link, model
+from tests.support.user_code import (
+    SpoiltSamples,
+    endless_loss,
+    failing_loss,
+    loss_before_a_bad_link,
+    model,
+    summed_loss,
+)
 
 MOST_IN_VAIN = 4
 
 
-def trainer(loss: object, storage: Path) -> ElasticTrainer:
+GOOD = [torch.tensor([float(i)]) for i in range(8)]
+
+
+def trainer(loss: object, storage: Path, dataset: object = GOOD) -> ElasticTrainer:
     task = CustomTask(
         build_model=model,
         loss_function=loss,  # type: ignore[arg-type]
-        dataset=[torch.tensor([float(i)]) for i in range(8)],
+        dataset=dataset,
     )
     return ElasticTrainer(
         TrainConfig(task=task, steps=8, global_batch=2, lanes=2),
@@ -50,6 +60,14 @@ def test_a_bug_in_user_code_ends_the_run_with_the_users_traceback(
     assert "user code raised, 2 times at step" in str(caught.value)
     lost = [e for e in read_events(tmp_path / "run" / "events.jsonl") if isinstance(e, WorkerLost)]
     assert {event.cause for event in lost} == {"user_error"}
+
+
+def test_a_bug_in_a_dataset_does_so_too(cluster: None, tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError) as caught:
+        trainer(summed_loss, tmp_path, SpoiltSamples()).fit()
+    assert "KeyError: 'sample 5 is spoilt'" in str(caught.value)
+    assert "__getitem__" in str(caught.value)
+    assert "user code raised, 2 times at step" in str(caught.value)
 
 
 def test_non_finite_steps_end_the_run_naming_step_and_samples(

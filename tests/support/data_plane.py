@@ -28,6 +28,7 @@ from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.engine.host_copy import HostBuffer
 from trainer.engine.shared_copy import open_copy
+from trainer.loop.clock import StepTimes
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.layout import Slot
@@ -54,12 +55,16 @@ class SavingLink(QuietLink):
 
     commits: list[Commit] = field(default_factory=list)
     evaluations: list[tuple[int, float, int]] = field(default_factory=list)
+    times: list[StepTimes] = field(default_factory=list)
     replicas: int = 0
     """Share the writing of saves; 0: nothing is saved."""
     saved: tuple[Receipt, dict[str, bytes]] | None = None
 
     def committed(self, commit: Commit, lr: float, applied: bool) -> None:
         self.commits.append(commit)
+
+    def timed(self, times: StepTimes) -> None:
+        self.times.append(times)
 
     def save(
         self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
@@ -91,6 +96,7 @@ class WorkerResult:
     norms: list[float]
     digests: list[list[int]]
     evaluations: list[tuple[int, float, int]]
+    times: list[StepTimes]
     local: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]
     """Parameter name -> (offsets, sizes, this worker's slice) at the end."""
     saved: tuple[Receipt, dict[str, bytes]] | None
@@ -226,6 +232,7 @@ def train_at(
         norms=[c.grad_norm for c in link.commits],
         digests=[c.sample_digests for c in link.commits],
         evaluations=link.evaluations,
+        times=link.times,
         local=local,
         saved=link.saved,
     )

@@ -25,6 +25,7 @@ from checkpointing import CheckpointConfig
 from elastic import (
     CustomTask,
     ElasticTrainer,
+    Fault,
     HealthConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -61,6 +62,7 @@ def growing_trainer(
     name: str = "run",
     checkpoint: CheckpointConfig | None = None,
     health: HealthConfig | None = None,
+    faults: tuple[Fault, ...] = (),
     model: Callable[[], nn.Module] = build_model,
 ) -> ElasticTrainer:
     """The run."""
@@ -77,6 +79,7 @@ def growing_trainer(
         run_config=RunConfig(name=name, storage_path=storage),
         checkpoint=checkpoint or CheckpointConfig(every_steps=None),
         health=health,
+        faults=faults,
     )
 
 

@@ -18,7 +18,8 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import Outcome, TrainLoop
-from trainer.recovery.heal import Newcomer, Source
+from trainer.recovery.heal import Newcomer
+from trainer.recovery.heal_source import Source
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit
 from trainer.tasks.custom import CustomTask

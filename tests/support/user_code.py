@@ -21,6 +21,22 @@ def failing_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, i
     return model(batch).square().sum(), batch.numel()
 
 
+def summed_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model(batch).square().sum(), batch.numel()
+
+
+class SpoiltSamples:
+    """One of them cannot be read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            raise KeyError("sample 5 is spoilt")
+        return torch.tensor([float(index)])
+
+
 def endless_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (model(batch) / 0).sum(), batch.numel()
 

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -61,6 +61,11 @@ def torch_device(device: Device) -> torch.device:
         torch.cuda.set_device(0)
         return torch.device("cuda", 0)
     return torch.device("cpu")
+
+
+def device_name(device: Device) -> str:
+    """This worker's GPU, as CUDA names it; empty on a CPU."""
+    return torch.cuda.get_device_name(torch_device(device)) if device == "cuda" else ""
 
 
 def make_replica_group(
@@ -202,31 +207,6 @@ def leave_replica_group() -> None:
     gc.collect()
 
 
-def make_raw_groups(
-    rendezvous: Rendezvous,
-    prefixes: Sequence[str],
-    *,
-    rank: int,
-    size: int,
-    device: Device,
-    leave_now: Callable[[], bool],
-) -> list[Any]:
-    """Process groups that c10d's registry does not know, over the same ranks. All of them call it.
-
-    Raises:
-        RuntimeError: a peer is gone, or `leave_now` became true.
-    """
-    with gather(rendezvous, prefixes[0], size, leave_now) as store:
-        stores = [PrefixStore(prefix, store) for prefix in prefixes]
-        listen_towards(rendezvous.host, rendezvous.port)
-
-        def make() -> list[Any]:
-            with limit_silence(rendezvous.silent_s, but_port=rendezvous.port):
-                return [_raw_group(s, rendezvous.timeout, rank, size, device) for s in stores]
-
-        return make_aside(make, leave_now, rendezvous.timeout_s)
-
-
 def make_cross_groups(
     rendezvous: Rendezvous,
     prefix: str,
@@ -236,8 +216,8 @@ def make_cross_groups(
     device: Device,
     leave_now: Callable[[], bool],
 ) -> list[Any]:
-    """The groups over the same (shard, tensor) of all replicas: two on Gloo, one on NCCL. All of
-    those workers call it.
+    """The groups over the same (shard, tensor) of all replicas, which c10d's registry does not
+    know: two on Gloo, one on NCCL. All of those workers call it.
 
     NCCL communicators whose kernels start in different orders can wait for each other for ever.
 
@@ -245,14 +225,15 @@ def make_cross_groups(
         RuntimeError: a peer is gone, or `leave_now` became true.
     """
     names = ("all",) if device == "cuda" else ("first", "second")
-    return make_raw_groups(
-        rendezvous,
-        [f"{prefix}/{name}" for name in names],
-        rank=rank,
-        size=size,
-        device=device,
-        leave_now=leave_now,
-    )
+    with gather(rendezvous, f"{prefix}/{names[0]}", size, leave_now) as store:
+        stores = [PrefixStore(f"{prefix}/{name}", store) for name in names]
+        listen_towards(rendezvous.host, rendezvous.port)
+
+        def make() -> list[Any]:
+            with limit_silence(rendezvous.silent_s, but_port=rendezvous.port):
+                return [_raw_group(s, rendezvous.timeout, rank, size, device) for s in stores]
+
+        return make_aside(make, leave_now, rendezvous.timeout_s)
 
 
 def _raw_group(store: Store, timeout: timedelta, rank: int, size: int, device: Device) -> Any:

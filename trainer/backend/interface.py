@@ -29,12 +29,13 @@ def listen_towards(host: str, port: int) -> None:
         os.environ.setdefault(GLOO_VARIABLE, name)
 
 
-def group_address(host: str, port: int) -> str:
-    """Address that Gloo groups of this process listen on; arguments as for `listen_towards`."""
-    name, *_ = os.environ.get(GLOO_VARIABLE, "").split(",")
+def group_addresses(host: str, port: int) -> list[str]:
+    """Addresses that Gloo groups of this process listen on, at least one: several where the user
+    has named several interfaces. Arguments as for `listen_towards`."""
+    names = os.environ.get(GLOO_VARIABLE, "").split(",")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        chosen = _address_of(probe, name) if name else None
-    return chosen or own_address(host, port)
+        chosen = [_address_of(probe, name) for name in names if name]
+    return [address for address in chosen if address] or [own_address(host, port)]
 
 
 def own_address(host: str, port: int) -> str:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from trainer.backend.aside import make_aside
 from trainer.backend.groups import gather
-from trainer.backend.interface import group_address
+from trainer.backend.interface import group_addresses
 from trainer.backend.rendezvous import Rendezvous
 from trainer.errors import GroupError
 
@@ -65,7 +65,7 @@ def try_links(
     """
     if size == 1:
         return {}
-    own = group_address(rendezvous.host, rendezvous.port)
+    own, *_ = group_addresses(rendezvous.host, rendezvous.port)
     with socket.create_server((own, 0), backlog=size) as listening:
         peers = _meet(rendezvous, prefix, rank, size, listening, leave_now)
         arrived = asyncio.run(_exchange(listening, rank, peers, leave_now, bound_s))

@@ -213,6 +213,7 @@ def _step(loop: DryLoop, watch: Watch, *, times: float) -> None:
         loop.sums.settle(loop.engine.layout.count)
         loop.sums.close(lane, LaneStats(tokens=0, digest=0), no_loss)
     reduction = loop.make_reduction()
+    loop.begin_reading(0, [last])
     loop.compute_lane(0, last, reduction)
     _multiply(watch, times * len(loop.lanes))
     reduction.finish()

@@ -20,6 +20,7 @@ Phase = Literal[
     "optimizer",
     "checkpoint",
     "evaluation",
+    "profile",
     "build",
     "regroup",
     "heal_source",
@@ -27,9 +28,10 @@ Phase = Literal[
     "wait",
     "shutdown",
 ]
-"""`build`: making a replica's process group and model. `regroup`: making the group across replicas.
-`heal_source`, `heal_target`: beginning to send or to receive state; both go on beside the steps.
-`wait`: in `join`, without a slot or called there."""
+"""`profile`: beginning to profile, or writing down what was found. `build`: making a replica's
+process group and model. `regroup`: making the group across replicas. `heal_source`, `heal_target`:
+beginning to send or to receive state; both go on beside the steps. `wait`: in `join`, without a
+slot or called there."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 

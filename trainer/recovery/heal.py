@@ -1,103 +1,36 @@
 """Heal: the copy of model and optimizer state into a replica that has none, while the others train.
 
-    source     copies its state at a step boundary, in a thread, and sends the copy in chunks
+    source     copies its state at a step boundary, in a thread, and sends the copy in blocks over
+               TCP (`heal_source.py`, `heal_wire.py`)
     newcomer   takes part in every reduce with no lanes, keeps the summed gradients, receives the
-               state in a thread, and applies the kept steps in order: it has caught up
+               state in threads, and applies the kept steps in order: it has caught up
 
 Nobody waits for anybody: the source's step waits for the copy alone, which is made while forward
-and backward compute. Each (shard, tensor) heals from the same one of a healthy replica, in parallel
-and over a group of its own. Each transfer carries a checksum. A heal that is so slow that the host
-cannot keep the steps meanwhile has failed, and begins again. Design:
-docs/decisions/012-heal-without-stalling.md.
+and backward compute. Each (shard, tensor) heals from the same one of a healthy replica, in
+parallel. A heal that is so slow that the host cannot keep the steps meanwhile has failed, and
+begins again. Design: docs/decisions/012-heal-without-stalling.md, 040-heals-over-tcp.md.
 """
 
 from __future__ import annotations
 
-import logging
+import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import torch
 
-from checkpointing.format.crc32 import crc32
 from trainer.backend.polling import LEFT
 from trainer.engine.engine import Engine
-from trainer.errors import GroupError
+from trainer.errors import GroupError, HealError
 from trainer.recovery.backlog import Backlog
-from trainer.recovery.heal_channel import HealChannel
+from trainer.recovery.heal_wire import Facts, Meeting, Place, Sockets, Stream, enter, receive_block
+from trainer.recovery.state_blocks import Block, beside_the_current, cut, flat_state
 from trainer.replication.step_commit import Commit
-
-log = logging.getLogger(__name__)
-
-CHUNK_BYTES = 16 << 20
-"""Large enough for the network's full speed, small enough to leave soon."""
 
 _CATCH_UP_SHARE = 0.5
 """Of a step's time that a newcomer applies kept steps in: its peers wait for it in the reduce."""
-
-
-class Source:
-    """A healthy worker's part. Its thread ends by itself; `close` when leaving the generation.
-
-    Args:
-        engine: the state, at a step boundary now.
-        skipped_in_a_row: of its progress.
-        channel: to its newcomers.
-    """
-
-    def __init__(self, engine: Engine, skipped_in_a_row: int, channel: HealChannel) -> None:
-        # The thread gets tensors and not the engine, which it would keep alive.
-        self._parts, self._device = _flat_state(engine), engine.device
-        self._numbers = engine.state.optimizer_steps, skipped_in_a_row
-        self._channel, self._copied = channel, threading.Event()
-        self._stream = _beside_the_current(self._device)
-        threading.Thread(target=self._run, name="heal-source", daemon=True).start()
-
-    def await_copy(self) -> None:
-        """Called before the state changes."""
-        self._copied.wait()
-
-    def close(self) -> None:
-        """Ends the sending."""
-        self._channel.stop()
-
-    def _run(self) -> None:
-        try:
-            try:
-                staged = self._copy()
-            finally:
-                self._parts = []
-                self._copied.set()
-            self._channel.open()
-            with torch.cuda.stream(self._stream):  # nothing on a CPU
-                self._send(staged)
-        except Exception as error:
-            log.warning("a heal was not completed: %s", error)
-        finally:
-            self._channel.close()
-
-    def _copy(self) -> torch.Tensor:
-        """On CUDA beside what the device computes, on a stream of its own."""
-        count = sum(part.numel() for part in self._parts)
-        staged = torch.empty(count, dtype=torch.uint8, pin_memory=self._stream is not None)
-        with torch.cuda.stream(self._stream):
-            places = staged.split([part.numel() for part in self._parts])
-            for place, part in zip(places, self._parts, strict=True):
-                place.copy_(part, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
-        return staged
-
-    def _send(self, staged: torch.Tensor) -> None:
-        crc = 0
-        for chunk in staged.split(CHUNK_BYTES):
-            crc = crc32(chunk.numpy().data, crc)
-            self._channel.send(chunk.to(self._device))
-        trailer = torch.tensor([0, *self._numbers], dtype=torch.int64)
-        trailer[0] = crc32(trailer[1:].numpy().data, crc)
-        self._channel.send(trailer.to(self._device))
 
 
 class Newcomer:
@@ -105,31 +38,39 @@ class Newcomer:
 
     Args:
         engine: gets the state.
-        channel: from the source.
+        meeting: with the source.
+        number: among the source's newcomers.
         clip_norm: of the optimizer.
         backlog: where the steps are kept.
     """
 
     def __init__(
-        self, engine: Engine, channel: HealChannel, clip_norm: float, backlog: Backlog | None = None
+        self,
+        engine: Engine,
+        meeting: Meeting,
+        *,
+        number: int = 0,
+        clip_norm: float,
+        backlog: Backlog | None = None,
     ) -> None:
-        self._engine, self._channel, self._clip_norm = engine, channel, clip_norm
+        self._engine, self._clip_norm = engine, clip_norm
+        self._meeting, self._number, self._sockets = meeting, number, Sockets()
         self._backlog = Backlog() if backlog is None else backlog
-        self._placing = threading.Lock()
-        self._closed = self._arrived = False
+        self._concluding = threading.Lock()
+        self._arrived = False
         self._kept_at, self._step_s = time.monotonic(), 0.0
         self.skipped_in_a_row = 0
         """Of the state, up to the last step applied."""
         self.started_at = time.monotonic()
-        self.bytes = sum(part.numel() for part in _flat_state(engine))
+        self.bytes = sum(part.numel() for part in flat_state(engine))
         """Of state to receive, each once."""
         self.steps_behind = 0
         """The most steps that it had to make up for."""
-        self._received = 0
+        self._received = [0] * meeting.streams
         self._failure: str | None = None
         self._failed = False
         engine.state.await_copy()  # of a save before this worker lost its state
-        self._stream = _beside_the_current(engine.device)
+        self._stream = beside_the_current(engine.device)
         self._thread = threading.Thread(target=self._run, name="heal-target", daemon=True)
         self._thread.start()
 
@@ -195,103 +136,105 @@ class Newcomer:
         self.skipped_in_a_row = 0 if commit.finite else self.skipped_in_a_row + 1
 
     def close(self) -> None:
-        """Ends the receiving, and waits for it, one chunk at most: the thread keeps the engine
+        """Ends the receiving, and waits for it, one block at most: the threads keep the engine
         alive, and with it the sockets by whose end the peers of its replica notice."""
-        with self._placing:
-            self._closed = True
-        self._channel.stop()
+        self._sockets.stop()
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            self._channel.open()
-            with torch.cuda.stream(self._stream):  # nothing on a CPU
-                self._receive()
+            self._accept(self._receive_all())
         except Exception as error:
             self._fail(str(error))
-        finally:
-            self._channel.close()
 
     def _fail(self, reason: str) -> bool:
         """The state will not arrive; the first reason counts. Returns False where it just has."""
-        with self._placing:
+        with self._concluding:
             if self._arrived:
                 return False
             if not self._failed:
                 self._failure = reason
-            self._failed = self._closed = True
-        self._channel.stop()
+            self._failed = True
+            self._sockets.stop()
         self._backlog.clear()
         return True
 
     def _too_slow(self, no_room: str) -> str:
         seconds = time.monotonic() - self.started_at
         return (
-            f"the state comes too slowly: {self._received:,} of {self.bytes:,} bytes in "
+            f"the state comes too slowly: {sum(self._received):,} of {self.bytes:,} bytes in "
             f"{seconds:.1f} s. Meanwhile {no_room}. Use hosts with more memory, fewer workers on "
-            f"each, or a faster network"
+            f"each, a faster network, or a higher health.heal_bytes_per_s"
         )
 
-    def _receive(self) -> None:
-        state, crc = _flat_state(self._engine), 0
-        buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=self._engine.device)
-        for start in range(0, self.bytes, CHUNK_BYTES):
-            chunk = buffer[: min(CHUNK_BYTES, self.bytes - start)]
-            self._channel.send(chunk)
-            crc = crc32(chunk.cpu().numpy().data, crc)
-            with self._while_open():
-                for target, part in _overlaps(state, start, chunk):
-                    target.copy_(part)
-            self._received = start + chunk.numel()
-        trailer = torch.empty(3, dtype=torch.int64, device=self._engine.device)
-        self._channel.send(trailer)
-        self._accept(trailer.cpu(), crc)
+    def _receive_all(self) -> Facts:
+        """The state, over all streams. The first that fails ends the others."""
+        meeting = self._meeting
+        places = meeting.ask(self._sockets.stopped)
+        blocks = cut(flat_state(self._engine))
+        with ThreadPoolExecutor(meeting.streams, thread_name_prefix="heal-target") as pool:
+            streams = [
+                pool.submit(
+                    self._receive,
+                    number,
+                    places[number % len(places)],
+                    blocks[number :: meeting.streams],
+                )
+                for number in range(meeting.streams)
+            ]
+            try:
+                facts, *_ = [stream.result() for stream in as_completed(streams)]
+                return facts
+            except Exception:
+                self._sockets.stop()
+                raise
 
-    @contextmanager
-    def _while_open(self) -> Iterator[None]:
-        """The thread writes to the engine in here: `close` waits for it. Raises GroupError after
-        `close`."""
-        with self._placing:
-            if self._closed:
+    def _receive(self, number: int, place: Place, blocks: Sequence[Block]) -> Facts:
+        """What comes over one stream, from the source at `place`."""
+        host, port = place
+        try:
+            with self._sockets.holding(socket.socket()) as connection:
+                connection.settimeout(self._meeting.rendezvous.timeout_s)
+                connection.connect(place)
+                facts = enter(connection, self._meeting, Stream(self._number, number))
+                if facts.state_bytes != self.bytes:
+                    raise HealError(
+                        f"the source has {facts.state_bytes:,} bytes of state, this worker "
+                        f"{self.bytes:,}"
+                    )
+                self._receive_blocks(connection, number, blocks)
+                return facts
+        except OSError as error:
+            raise HealError(
+                f"the connection to the source at {host}:{port} failed: {error}"
+            ) from error
+
+    def _receive_blocks(
+        self, connection: socket.socket, number: int, blocks: Sequence[Block]
+    ) -> None:
+        size_bytes = max((block.size_bytes for block in blocks), default=0)
+        staged = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+        for block in blocks:
+            data = staged[: block.size_bytes]
+            receive_block(connection, block.position, data.numpy().data)
+            if self._sockets.stopped():
                 raise GroupError(LEFT)
-            yield
+            self._place(block, data)
+            self._received[number] += block.size_bytes
 
-    def _accept(self, trailer: torch.Tensor, crc: int) -> None:
-        crc = crc32(trailer[1:].numpy().data, crc)
-        sent_crc, optimizer_steps, skipped = trailer.tolist()
-        if crc != sent_crc:
-            raise RuntimeError(f"the state's CRC-32 is {crc:08x}, its source sent {sent_crc:08x}")
+    def _place(self, block: Block, data: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):  # nothing on a CPU
+            parts = data.split([view.numel() for view in block.views])
+            for view, part in zip(block.views, parts, strict=True):
+                view.copy_(part, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
-        with self._while_open():
+
+    def _accept(self, facts: Facts) -> None:
+        with self._concluding:
+            if self._sockets.stopped():
+                raise GroupError(LEFT)
             self._engine.forget_initial_weights()
-            self._engine.state.optimizer_steps = optimizer_steps
-            self.skipped_in_a_row = skipped
+            self._engine.state.optimizer_steps = facts.optimizer_steps
+            self.skipped_in_a_row = facts.skipped_in_a_row
             self._arrived = True
-
-
-def _beside_the_current(device: torch.device) -> torch.cuda.Stream | None:
-    """On CUDA a stream for a heal's thread, after what is queued now: on the current one it would
-    wait for all that the training queues. None on a CPU."""
-    if device.type != "cuda":
-        return None
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream
-
-
-def _flat_state(engine: Engine) -> list[torch.Tensor]:
-    """The state as flat views of bytes, in the order that every replica has."""
-    return [tensor.view(-1).view(torch.uint8) for tensor in engine.state.tensors().values()]
-
-
-def _overlaps(
-    state: list[torch.Tensor], start: int, chunk: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(part of the state, the same part of `chunk`), for a chunk that begins at byte `start`."""
-    end, begin = start + chunk.numel(), 0
-    for part in state:
-        low, high = max(begin, start), min(begin + part.numel(), end)
-        if low < high:
-            yield part[low - begin : high - begin], chunk[low - start : high - start]
-        begin += part.numel()

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan, plan_workers
+from elastic.node_config import Ec2Nodes, KubeNodes, LocalNodes
 from trainer.config import ParallelConfig
 from trainer.errors import ConfigError
 
@@ -50,11 +52,13 @@ def test_a_number_that_cannot_work_is_named(settings: dict[str, Any], message: s
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(HealthConfig)])
+@pytest.mark.parametrize(
+    "name", [field.name for field in fields(HealthConfig) if field.name != "replace_nodes"]
+)
 @pytest.mark.parametrize("value", [0, -1])
 def test_every_bound_of_health_must_be_positive(name: str, value: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        HealthConfig(**{name: value}).check()
+        HealthConfig(**{name: value}).check()  # type: ignore[arg-type]
     assert str(caught.value) == f"health.{name} = {value}: not positive. Use a positive number."
 
 
@@ -66,6 +70,30 @@ def test_one_late_beat_may_not_lose_a_node() -> None:
         "health.node_timeout_s = 2.0: one late beat of node_beat_s = 1 would lose a node. "
         "Use more than 2."
     )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        (lambda: "ray", "health.replace_nodes = 'ray': of type str, not 'tell' or a RayNodes"),
+        (lambda: LocalNodes(cpus=0), "health.replace_nodes.cpus = 0: no worker could start."),
+        (lambda: Ec2Nodes(tag="llama"), "health.replace_nodes.tag = 'llama': not of the form"),
+        (lambda: Ec2Nodes(tag="=x"), "health.replace_nodes.tag = '=x': not of the form KEY=VALUE"),
+        (
+            lambda: Ec2Nodes(tag="a=b", subnets=("subnet-1",)),
+            "health.replace_nodes.subnets = ('subnet-1',): an Auto Scaling group has its own",
+        ),
+        (lambda: Ec2Nodes(tag=1), "health.replace_nodes.tag = 1: of type int, not a text"),  # type: ignore[arg-type]
+        (
+            lambda: KubeNodes(reboot="yes"),  # type: ignore[arg-type]
+            "health.replace_nodes.reboot = 'yes': of type str, not True or False",
+        ),
+    ],
+)
+def test_a_provider_that_cannot_work_is_refused(nodes: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        HealthConfig(replace_nodes=nodes()).check()
+    assert str(caught.value).startswith(message)
 
 
 def test_what_ray_reserves_for_a_worker() -> None:

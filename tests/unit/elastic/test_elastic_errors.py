@@ -10,6 +10,9 @@ from elastic import errors
 ALL = [
     errors.ResourcesError("4 workers with 1 CPU each", "the cluster has 2 CPU", 60.0, "Add nodes"),
     errors.RunFailedError("user code raised, 2 times at step 3"),
+    errors.SuspectFileError("/data/runs/suspect-nodes.json", "it has no object 'machines'"),
+    errors.ReplaceError("i-0123", "no instance of this id has the tag a=b", "Look at the tags"),
+    errors.NoCapacityError("i-0123", "no capacity in subnet-1", "Add subnets"),
 ]
 
 
@@ -45,17 +48,22 @@ def test_the_public_names_are_these() -> None:
         "ConfigError",
         "CustomTask",
         "DataConfig",
+        "Ec2Nodes",
         "ElasticError",
         "ElasticTrainer",
         "Fault",
         "HealthConfig",
+        "KubeNodes",
+        "LocalNodes",
         "ModelConfig",
         "OptimizerConfig",
         "ParallelConfig",
+        "RayNodes",
         "ResourcesError",
         "RunFailedError",
         "S3Config",
         "ScalingConfig",
+        "Steps",
         "TrainConfig",
         "TrainerError",
         "parse_faults",

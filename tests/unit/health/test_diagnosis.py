@@ -1,68 +1,292 @@
+"""Signs of an incident, and the verdicts that they make. Two workers on each of four machines."""
+
 from __future__ import annotations
 
-from health.diagnosis import History, Sample, Verdict, decide_frozen, observe
-from health.heartbeat import Record
+from collections.abc import Mapping
 
-TIMEOUT_S = 10.0
+from health.diagnosis import Facts, diagnose
+from health.verdict import Role, Sign, Source, Step, Subject, Verdict
+
+NODES = {f"w{rank}": f"n{rank // 2}" for rank in range(8)}
+REPLICAS = {worker: f"replica {node}" for worker, node in NODES.items()}
 
 
-def record(beat_s: float) -> Record:
-    return Record(
-        serial=5, step=3, phase=2, phase_s=0.0, beat_s=beat_s, collectives=0, thread=1, left=0
+def loss(worker: str, cause: str = "crash", role: Role = "root") -> Sign:
+    return Sign(
+        name=cause,
+        source="loss",
+        role=role,
+        cause=cause,
+        subject="worker",
+        detail=f"{worker} is lost",
+        worker=worker,
+        node=NODES[worker],
+        decisive=True,
     )
 
 
-def history_of(*samples: tuple[float, str, float | None]) -> History:
-    """From (awake time, state, beat); a beat of None: there is no heartbeat to be read."""
-    history = None
-    for awake_s, state, beat_s in samples:
-        shown = None if beat_s is None else record(beat_s)
-        history = observe(history, Sample(awake_s=awake_s, state=state, record=shown))
-    assert history is not None
-    return history
-
-
-def verdict(*samples: tuple[float, str, float | None]) -> Verdict | None:
-    return decide_frozen(history_of(*samples), TIMEOUT_S)
-
-
-def test_stopped_in_two_samples_in_a_row_is_frozen() -> None:
-    assert verdict((0.0, "S", 1.0), (0.2, "T", 1.0), (0.4, "T", 1.0)) == Verdict(
-        cause="freeze", evidence="stopped by a signal (state T in 2 samples)"
+def sign(
+    name: str,
+    node: str,
+    *,
+    source: Source = "log",
+    role: Role = "root",
+    cause: str = "gpu_error",
+    subject: Subject = "gpu",
+    worker: str | None = None,
+    peer: str | None = None,
+    decisive: bool = False,
+    repeated: bool = False,
+    remedy: Step | None = None,
+    of: str = "",
+) -> Sign:
+    return Sign(
+        name=name,
+        source=source,
+        role=role,
+        cause=cause,
+        subject=subject,
+        detail=f"{node} shows {name}",
+        worker=worker,
+        node=node,
+        peer=peer,
+        decisive=decisive,
+        repeated=repeated,
+        remedy=remedy,
+        of=of,
     )
 
 
-def test_stopped_without_a_heartbeat_is_frozen_too() -> None:
-    assert verdict((0.0, "T", None), (0.2, "T", None)) is not None
+def verdicts(*signs: Sign, replicas: Mapping[str, str] = REPLICAS) -> list[Verdict]:
+    names = {"i-2": "n2", "i-0": "n0", "i-1": "n1"}
+    return diagnose(Facts(signs=signs, nodes=NODES, replicas=replicas, names=names))
 
 
-def test_stopped_for_a_moment_is_not() -> None:
-    assert verdict((0.0, "S", 1.0), (0.2, "T", 1.0)) is None
-    assert verdict((0.0, "T", 1.0), (0.2, "R", 1.2), (0.4, "T", 1.3)) is None
+def verdict(*signs: Sign) -> Verdict:
+    (found,) = verdicts(*signs)
+    return found
 
 
-def test_a_heartbeat_that_stands_still_is_frozen_after_the_bound_and_not_before() -> None:
-    for state in "RSD":
-        assert verdict((0.0, state, 7.0), (10.0, state, 7.0)) is None
-        found = verdict((0.0, state, 7.0), (9.9, state, 7.0), (10.2, state, 7.0))
-        assert found == Verdict(
-            cause="freeze",
-            evidence=f"no heartbeat for 10.2 s, process in state {state} "
-            "(health.freeze_timeout_s = 10)",
+def whom(found: Verdict) -> tuple[str, tuple[str, ...], tuple[str, ...], str]:
+    return found.cause, found.workers, found.nodes, found.confidence
+
+
+def test_nothing_is_wrong() -> None:
+    assert verdicts() == []
+
+
+# -- losses ----------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_nothing_explains_stands_for_itself() -> None:
+    assert whom(verdict(loss("w2"))) == ("crash", ("w2",), (), "certain")
+
+
+def test_what_its_machine_shows_explains_a_loss() -> None:
+    found = verdict(loss("w2"), sign("xid_79", "n1", remedy="reboot", of="0000:05:00"))
+    assert whom(found) == ("gpu_error", ("w2",), ("n1",), "certain")
+    assert found.evidence == ("n1 shows xid_79", "w2 is lost")
+    assert (found.signs, found.remedy) == (("xid_79",), "reboot")
+
+
+def test_what_another_machine_shows_does_not() -> None:
+    found, weak = verdicts(loss("w2"), sign("xid_79", "n3"))
+    assert whom(found) == ("crash", ("w2",), (), "certain")
+    assert whom(weak) == ("gpu_error", (), ("n3",), "weak")
+
+
+def test_what_is_known_of_another_worker_on_the_machine_does_not() -> None:
+    found = verdict(loss("w2"), sign("xid_79", "n1", worker="w3"))
+    assert whom(found) == ("crash", ("w2",), (), "certain")
+
+
+def test_the_kernel_has_ended_a_worker_for_its_memory() -> None:
+    oom = sign("oom_killed", "n1", cause="out_of_memory", subject="worker", worker="w2")
+    assert whom(verdict(loss("w2"), oom)) == ("out_of_memory", ("w2",), (), "certain")
+
+
+def test_an_error_of_the_users_code_stays_one_whatever_its_words() -> None:
+    found = verdict(loss("w2", "user_error"), sign("cuda_ecc", "n1"))
+    assert whom(found) == ("user_error", ("w2",), (), "certain")
+
+
+def test_of_several_explanations_the_instrument_and_the_larger_remedy_count() -> None:
+    found = verdict(
+        loss("w2"),
+        sign("xid_79", "n1", remedy="reboot"),
+        sign("disk_lost", "n1", source="reading", cause="node", decisive=True, remedy="other_seat"),
+    )
+    assert (found.cause, found.remedy) == ("node", "reboot")
+    assert found.signs == ("disk_lost", "xid_79")
+
+
+def test_the_workers_of_a_machine_go_with_it_in_one_verdict() -> None:
+    found = verdict(loss("w2", "node"), loss("w3", "node"))
+    assert whom(found) == ("node", ("w2", "w3"), ("n1",), "certain")
+
+
+def test_two_unrelated_losses_are_two_verdicts() -> None:
+    assert [v.workers for v in verdicts(loss("w2"), loss("w6", "user_error"))] == [("w2",), ("w6",)]
+
+
+def test_what_follows_from_a_loss_blames_nobody() -> None:
+    found = verdict(loss("w2"), loss("w4", "collective", role="cascade"))
+    assert whom(found) == ("crash", ("w2",), (), "certain")
+
+
+def test_a_collective_that_fails_for_no_visible_reason() -> None:
+    found = verdict(loss("w4", "collective", role="cascade"))
+    assert whom(found) == ("collective", ("w4",), (), "likely")
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+
+def does(worker: str, name: str) -> Sign:
+    return sign(
+        name,
+        NODES[worker],
+        source="reading",
+        role="confirmation",
+        cause="hang",
+        subject="worker",
+        worker=worker,
+    )
+
+
+HUNG = loss("w2", "hang"), loss("w3", "hang")
+
+
+def test_of_a_group_that_hung_the_one_that_differs_from_the_run_is_to_blame() -> None:
+    rest = [does(worker, "idle") for worker in ("w0", "w1", "w4", "w5")]
+    found = verdict(*HUNG, does("w2", "busy"), does("w3", "idle"), *rest)
+    assert whom(found) == ("hang", ("w2",), (), "certain")
+    spinning = [does(worker, "busy") for worker in ("w0", "w1", "w4", "w5")]  # as NCCL waits
+    found = verdict(*HUNG, does("w2", "busy"), does("w3", "idle"), *spinning)
+    assert found.workers == ("w3",)
+
+
+def test_the_one_that_the_kernel_holds_is_to_blame() -> None:
+    found = verdict(*HUNG, does("w3", "in_kernel"), does("w2", "idle"), does("w3", "idle"))
+    assert found.workers == ("w3",)
+
+
+def test_where_it_cannot_be_told_the_group_goes_together() -> None:
+    assert whom(verdict(*HUNG)) == ("hang", ("w2", "w3"), (), "likely")
+    found = verdict(*HUNG, does("w2", "busy"), does("w3", "idle"))
+    assert whom(found) == ("hang", ("w2", "w3"), (), "likely")
+
+
+# -- machines that lost nobody ---------------------------------------------------------------------
+
+
+def read(name: str, node: str = "n1", decisive: bool = False, repeated: bool = False) -> Sign:
+    return sign(name, node, source="reading", decisive=decisive, repeated=repeated)
+
+
+def test_a_gpu_that_is_lost_is_enough() -> None:
+    assert whom(verdict(read("gpu_lost", decisive=True))) == ("gpu_error", (), ("n1",), "certain")
+
+
+def test_one_sign_is_weak_two_sources_are_not_and_lines_are_one_source() -> None:
+    line = sign("xid_48", "n1", repeated=True)
+    assert verdict(line).confidence == "weak"
+    assert verdict(line, sign("xid_64", "n1", repeated=True)).confidence == "weak"
+    assert verdict(read("ecc_uncorrected")).confidence == "weak"
+    assert verdict(line, read("ecc_uncorrected")).confidence == "likely"
+    assert verdict(read("ecc_uncorrected", repeated=True)).confidence == "likely"
+    assert [v.confidence for v in verdicts(line, read("ecc_uncorrected", "n2"))] == ["weak", "weak"]
+
+
+def test_what_only_strengthens_makes_no_verdict() -> None:
+    throttled = sign("throttled", "n1", source="reading", role="confirmation", cause="slow")
+    assert verdicts(throttled, sign("nvlink_nonfatal", "n1", role="confirmation")) == []
+
+
+def test_what_most_machines_show_is_no_machines_fault() -> None:
+    shared = [sign("xid_79", f"n{number}") for number in range(3)]
+    assert whom(verdict(loss("w2"), *shared)) == ("crash", ("w2",), (), "certain")
+    half = verdicts(loss("w2"), *shared[:2])
+    assert [v.cause for v in half] == ["gpu_error", "gpu_error"]
+
+
+def test_a_sure_sign_counts_on_however_many_machines() -> None:
+    lost = [read("gpu_lost", f"n{number}", decisive=True) for number in range(3)]
+    assert [v.nodes for v in verdicts(*lost)] == [("n0",), ("n1",), ("n2",)]
+
+
+# -- machines that others name ---------------------------------------------------------------------
+
+
+def names(reporter: str, peer: str) -> Sign:
+    return sign("efa", reporter, cause="link", subject="node", peer=peer)
+
+
+COLLECTIVES = [loss(worker, "collective", role="cascade") for worker in ("w0", "w2")]
+
+
+def test_the_machine_that_two_others_name_is_blamed_and_not_they() -> None:
+    found = verdict(*COLLECTIVES, names("n0", "i-2"), names("n1", "i-2"))
+    assert whom(found) == ("link", (), ("n2",), "likely")
+
+
+def test_one_that_names_it_twice_is_one() -> None:
+    collective, weak = verdicts(COLLECTIVES[0], names("n0", "i-2"), names("n0", "i-2"))
+    assert (whom(collective)[0], whom(weak)) == ("collective", ("link", (), ("n2",), "weak"))
+
+
+def test_lines_that_nothing_stands_beside_do_not_take_a_machine() -> None:
+    assert verdict(names("n0", "i-2"), names("n1", "i-2")).confidence == "weak"
+
+
+def test_two_that_name_each_other_are_as_good_as_none() -> None:
+    found = verdict(COLLECTIVES[0], names("n0", "i-2"), names("n2", "i-0"))
+    assert found.cause == "collective"
+
+
+def test_a_loss_there_explains_what_others_say() -> None:
+    found = verdict(loss("w4"), *COLLECTIVES, names("n0", "i-2"), names("n1", "i-2"))
+    assert whom(found) == ("crash", ("w4",), (), "certain")
+    assert "n0 shows efa" in found.evidence
+
+
+def test_a_name_that_nobody_has_is_passed_by() -> None:
+    assert verdicts(names("n0", "i-9"), names("n1", "i-9")) == []
+
+
+# -- slow workers ----------------------------------------------------------------------------------
+
+
+def paces(**little_or_much: str) -> list[Sign]:
+    return [
+        sign(
+            f"waits_{how}",
+            NODES[worker],
+            role="confirmation",
+            cause="slow",
+            subject="worker",
+            worker=worker,
         )
+        for worker, how in little_or_much.items()
+    ]
 
 
-def test_every_new_beat_starts_the_count_again() -> None:
-    assert verdict((0.0, "R", 1.0), (9.0, "R", 2.0), (18.0, "R", 2.0)) is None
-    assert verdict((0.0, "R", 1.0), (9.0, "R", 2.0), (19.2, "R", 2.0)) is not None
+def test_the_replica_that_waits_for_nobody_while_most_wait_is_slow() -> None:
+    others = {worker: "much" for worker in ("w0", "w1", "w4", "w5")}
+    found = verdict(*paces(w2="little", w3="little", **others))
+    assert whom(found) == ("slow", ("w2", "w3"), (), "likely")
+    throttled = sign("throttled", "n1", role="confirmation", cause="slow", source="reading")
+    found = verdict(throttled, *paces(w2="little", w3="little", **others))
+    assert whom(found) == ("slow", ("w2", "w3"), ("n1",), "likely")
 
 
-def test_a_process_in_a_debugger_is_not_frozen_and_has_all_its_time_afterwards() -> None:
-    held = [(float(second), "t", 1.0) for second in range(100)]
-    assert verdict(*held) is None
-    assert verdict(*held, (105.0, "S", 1.0)) is None
-    assert verdict(*held, (110.0, "S", 1.0)) is not None
+def test_of_a_slow_replica_the_worker_whose_gpu_is_slowed_is_named() -> None:
+    others = {worker: "much" for worker in ("w0", "w1", "w4", "w5")}
+    throttled = sign("throttled", "n1", role="confirmation", cause="slow", worker="w3")
+    found = verdict(throttled, *paces(w2="little", w3="little", **others))
+    assert whom(found) == ("slow", ("w3",), ("n1",), "likely")
 
 
-def test_without_a_heartbeat_silence_proves_nothing() -> None:
-    assert verdict((0.0, "S", None), (1000.0, "S", None)) is None
+def test_two_slow_replicas_or_too_few_that_wait_say_nothing() -> None:
+    assert verdicts(*paces(w2="little", w4="little", w0="much", w1="much", w6="much")) == []
+    assert verdicts(*paces(w2="little", w0="much", w1="much")) == []

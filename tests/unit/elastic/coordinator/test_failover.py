@@ -102,6 +102,7 @@ def replayed() -> Replay:
         winding_down=False,
         until=None,
         fired=(),
+        replacements=(),
     )
 
 

@@ -72,6 +72,17 @@ def test_the_present_start_counts(tmp_path: Path) -> None:
     assert known.recorded == 5 and known.fired == ("kill@3:1",)
 
 
+def test_what_became_of_suspect_machines_in_this_start(tmp_path: Path) -> None:
+    def told(outcome: events.ReplacementOutcome) -> events.NodeReplacement:
+        return events.NodeReplacement(
+            time=1.0, node="n", machine="m", outcome=outcome, reason="", detail=""
+        )
+
+    happened = [started(0.0), told("failed"), started(0.5), told("held_back"), told("begun")]
+    known = replay(write(tmp_path, happened, []), 0)
+    assert known.replacements == (told("held_back"), told("begun"))
+
+
 def test_steps_that_were_given_up_do_not_count(tmp_path: Path) -> None:
     steps = [step(n, 1, 1.0 + n) for n in range(6)]
     rosters = [regrouped(0.5, 1, 0, "start"), regrouped(9.0, 2, 4, "restore")]

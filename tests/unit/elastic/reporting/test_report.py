@@ -16,9 +16,12 @@ from elastic.protocol.events import (
     Evaluated,
     Event,
     FaultFired,
+    NodeReplacement,
+    Profiled,
     RegroupCalled,
     RegroupDone,
     RegroupGathered,
+    ReplacementOutcome,
     ReplicaHealed,
     ReplicasCompared,
     RunEnded,
@@ -26,6 +29,8 @@ from elastic.protocol.events import (
     RunStarted,
     StepRecord,
     StepSkipped,
+    StepsTimed,
+    WorkerJoined,
     WorkerLost,
 )
 from elastic.reporting.report import build_report, report_text, write_report
@@ -219,7 +224,8 @@ def test_the_text_names_the_facts_and_every_incident() -> None:
     assert lines[0] == "run: finished, 11 of 11 steps in 23.0 s"
     assert "4.0000 → 1.5000, validation 2.2500" in text
     assert "76.00 % of the time, longest stall 3.000 s" in text
-    header, _, row, _, meaning = lines[-5:]
+    header, _, row, _, meaning, _, verdict = lines[-7:]
+    assert verdict == "step 5: crash, w1 (certain); remedy: new process: gone"
     assert meaning == "crash: its process ended"
     assert dict(zip(cells(header), cells(row), strict=True)) == {
         "step": "5",
@@ -247,13 +253,66 @@ def test_steps_done_again_after_restarts_are_counted_and_a_run_started_once_says
     assert "restarts" not in report_text(build_report(start(100.0), STEPS))
 
 
+def test_what_a_worker_does_the_parts_of_a_step_and_a_profile_are_told() -> None:
+    counted = [
+        replace(e, precision="bfloat16", flops_per_token={"6N": 6e9, "causal": 8e9})
+        if isinstance(e, RunStarted)
+        else e
+        for e in EVENTS
+    ]
+    timed = StepsTimed(time=112.0, step=6, steps=5, seconds={"data": 0.002, "compute": 0.006})
+    profiled = Profiled(
+        time=112.0, worker="w0", node="n", first=3, last=5, file="/r/profile/t.json.gz",
+        problem=None, operators=[{"name": "aten::mm", "calls": 8, "cpu_ms": 1.5, "gpu_ms": 20.25}],
+    )  # fmt: skip
+    h100 = WorkerJoined(time=1.0, worker="w", node="n", pid=1, born_ticks=1, device="NVIDIA H200")
+    report = build_report([*counted, timed, profiled, h100], STEPS)
+    # 100 tokens in 1 s on two workers.
+    assert report.tokens_per_s_per_worker == pytest.approx(50)
+    assert report.flops_per_s_per_worker == pytest.approx({"6N": 3e11, "causal": 4e11})
+    assert report.mfu == pytest.approx({"6N": 3e11 / 989e12, "causal": 4e11 / 989e12})
+    assert (report.timed_steps, report.step_parts_s) == (5, {"data": 0.002, "compute": 0.006})
+    text = report_text(report)
+    assert "50 tokens/s, TFLOP/s 0.3 (6N), 0.4 (causal), MFU 0.0 % (6N), 0.0 % (causal)" in text
+    rows = [cells(line) for line in text.splitlines()]
+    assert ["data", "2.00", "25.00 %"] in rows and ["all", "8.00", "100.00 %"] in rows
+    assert "profile of steps 3 to 5 on w0: /r/profile/t.json.gz\n" in text
+    assert ["aten::mm", "8", "1.50", "20.25"] in rows
+    plain = report_text(build_report([*counted, replace(h100, device="")], STEPS))
+    assert "TFLOP/s" in plain and "MFU" not in plain and "part" not in plain
+
+
 def test_the_report_of_an_older_version_leaves_out_what_it_did_not_note() -> None:
     older = [e for e in EVENTS if not isinstance(e, RegroupGathered)]
     report = build_report(older, STEPS)
-    header, _, row = report_text(report).splitlines()[-5:-2]
+    header, _, row = report_text(report).splitlines()[-7:-4]
     cell = dict(zip(cells(header), cells(row), strict=True))
     assert (cell["abort"], cell["roster"]) == ("-", "0.500 s")
     assert report.effective_time == build_report(EVENTS, STEPS).effective_time
+
+
+def test_how_it_ended_with_each_suspect_machine_is_told() -> None:
+    outcomes: list[tuple[float, str, ReplacementOutcome]] = [
+        (1.0, "a", "held_back"),
+        (2.0, "b", "begun"),
+        (3.0, "a", "cleared"),
+        (4.0, "b", "failed"),
+    ]
+    told = [
+        NodeReplacement(time=t, node=node, machine=f"i-{node}", outcome=outcome, reason="link: r",
+                        detail=f"d{t}")
+        for t, node, outcome in outcomes
+    ]  # fmt: skip
+    report = build_report([*start(0.0), *told], [])
+    assert [(one.node, one.outcome) for one in report.replacements] == [
+        ("a", "cleared"),
+        ("b", "failed"),
+    ]
+    assert report_text(report).endswith(
+        "suspect machine i-a (link: r): cleared: d3.0\n"
+        "suspect machine i-b (link: r): failed: d4.0\n"
+    )
+    assert report.to_json()["replacements"][1]["machine"] == "i-b"
 
 
 def cells(line: str) -> list[str]:

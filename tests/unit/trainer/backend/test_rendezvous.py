@@ -28,7 +28,7 @@ from trainer.backend.rendezvous import THREAD, Rendezvous, close_connections
 from trainer.backend.silence import Connections, towards
 from trainer.errors import GroupError
 from trainer.parallel.layout import ParallelDims
-from trainer.recovery.heal_channel import HealChannel
+from trainer.recovery.heal_wire import Meeting
 
 PATIENCE_S = 20.0
 
@@ -197,14 +197,15 @@ def regroup_and_count(rank: int, port: int) -> None:
             meet, f"cross/{generation}/0", rank=rank, size=2, device="cpu", leave_now=bool
         )
         counts.append(established_to(port))
-    heal = HealChannel(meet, "heal/2/0/0", rank=rank, size=2, device="cpu")
-    heal.open()
+    heal = Meeting(rendezvous=meet, prefix="heal/2/0/0", secret=b"of the run")
+    if rank == 0:
+        heal.tell([("127.0.0.1", 1)], bool)
+    assert heal.ask(bool) == [("127.0.0.1", 1)]
     counts.append(established_to(port))
     with pytest.raises(GroupError, match=LEFT):
         meet_in_vain(meet, f"left by {rank}", lambda: True)
     counts.append(established_to(port))
     assert counts == [2] * 6 and len(cross) == 2, counts
-    heal.close()
     leave_replica_group()
 
 
@@ -215,7 +216,7 @@ def test_a_worker_has_two_connections_through_all_regroups() -> None:
 
 
 def test_one_that_waits_in_a_connection_does_not_hold_up_the_other() -> None:
-    """A heal's source meets newcomers on its thread while the next roster is joined."""
+    """A newcomer waits for its source's address on its thread while the next roster is joined."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
     over = threading.Event()

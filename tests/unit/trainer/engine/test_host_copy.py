@@ -22,7 +22,7 @@ from trainer.engine.shared_copy import open_copy
 from trainer.parallel.layout import ParallelDims, Slot
 from trainer.parallel.mesh import ReplicaMesh
 from trainer.recovery.heal import Newcomer
-from trainer.recovery.heal_channel import HealChannel
+from trainer.recovery.heal_wire import Meeting
 
 DEADLINE_S, A_WHILE_S = 30.0, 0.3
 
@@ -72,8 +72,8 @@ def flip(engine: Engine, meet: Rendezvous) -> None:
 
 
 def be_healed(engine: Engine, meet: Rendezvous) -> None:
-    wire = HealChannel(meet, "heal", rank=1, size=2, device="cpu")
-    newcomer = Newcomer(engine, wire, clip_norm=1.0)
+    meeting = Meeting(rendezvous=meet, prefix="heal", secret=b"of the run")
+    newcomer = Newcomer(engine, meeting, clip_norm=1.0)
     for tensor in engine.state.tensors().values():
         tensor.zero_()  # as what it receives does
     newcomer.close()

@@ -28,8 +28,9 @@ from trainer.errors import ConfigError
 from trainer.optimizer import Optimizer, WarmupCosine
 from trainer.parallel.layout import ParallelDims, Slot
 from trainer.parallel.mesh import ReplicaMesh
-from trainer.recovery.heal import Newcomer, Source
-from trainer.recovery.heal_channel import HealChannel
+from trainer.recovery.heal import Newcomer
+from trainer.recovery.heal_source import Source
+from trainer.recovery.heal_wire import Meeting
 from trainer.replication.step_commit import Commit
 from trainer.tasks.custom import CustomTask
 
@@ -166,9 +167,9 @@ def test_a_newcomer_goes_on_with_the_same_bits(
     giver, taker = (make_engine(mesh, optimizer) for _ in range(2))
     giver.initialize()
     train_on(giver, range(2))
-    channels = [HealChannel(meet, "heal", rank=rank, size=2, device="cpu") for rank in range(2)]
-    source = Source(giver, 0, channels[0])
-    newcomer = Newcomer(taker, channels[1], clip_norm=LION.clip_norm)
+    meeting = Meeting(rendezvous=meet, prefix="heal", secret=b"of the run")
+    source = Source(giver, 0, meeting)
+    newcomer = Newcomer(taker, meeting, clip_norm=LION.clip_norm)
     source.await_copy()
     commit = Commit(step=2, loss=1.0, grad_norm=2.0, tokens=4, digests=b"", boundary=False)
     for engine in (giver, taker):

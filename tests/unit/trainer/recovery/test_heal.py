@@ -4,53 +4,22 @@ forever."""
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from trainer.backend.groups import leave_replica_group, make_replica_group
+from tests.support.healing import (
+    commit_of,
+    meeting_at,
+    step_both,
+    wait_until,
+)
 from trainer.backend.host_memory import HostMemory
 from trainer.backend.rendezvous import Rendezvous
-from trainer.config import OptimizerConfig, TrainConfig
 from trainer.engine.engine import Engine
-from trainer.parallel.layout import ParallelDims, Slot
-from trainer.recovery import heal
 from trainer.recovery.backlog import Backlog
-from trainer.recovery.heal import Newcomer, Source
-from trainer.recovery.heal_channel import HealChannel
-from trainer.replication.step_commit import Commit
-from trainer.tasks.custom import CustomTask
-
-DEADLINE_S = 30.0
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[Rendezvous, Engine, Engine]]:
-    """Where they meet, a worker's engine with state and another one's without, in one process."""
-    task = CustomTask(
-        build_model=lambda: nn.Linear(3, 2), loss_function=lambda m, b: (m(b).sum(), 1), dataset=[0]
-    )
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
-    mesh = make_replica_group(meet, "replica", rank=0, dims=ParallelDims(), device="cpu")
-    settings = TrainConfig(
-        task=task, steps=9, global_batch=1, seed=5, optimizer=OptimizerConfig(lr=0.1, clip_norm=0.5)
-    )
-    slot = Slot(replica=0, rank=0, dims=ParallelDims())
-    with_state, without = (
-        Engine(task, settings, slot=slot, mesh=mesh, device="cpu", max_replicas=1) for _ in range(2)
-    )
-    with_state.initialize()
-    yield meet, with_state, without
-    leave_replica_group()
-
-
-def commit_of(step: int) -> Commit:
-    return Commit(step=step, loss=1.0, grad_norm=2.0, tokens=4, digests=b"", boundary=False)
+from trainer.recovery.heal import Newcomer
+from trainer.recovery.heal_source import Source
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3])
@@ -58,9 +27,9 @@ def test_kept_steps_are_applied_and_the_gradient_stays(
     pair: tuple[Rendezvous, Engine, Engine], kept: int
 ) -> None:
     meet, giver, taker = pair
-    channels = [HealChannel(meet, "heal", rank=rank, size=2, device="cpu") for rank in range(2)]
-    source = Source(giver, 0, channels[0])
-    newcomer = Newcomer(taker, channels[1], clip_norm=0.5)
+    meeting = meeting_at(meet)
+    source = Source(giver, 0, meeting)
+    newcomer = Newcomer(taker, meeting, clip_norm=0.5)
     source.await_copy()
     for step in range(kept):
         for engine in (giver, taker):
@@ -83,21 +52,6 @@ def small_backlog(engine: Engine, steps: int) -> Backlog:
     return Backlog(free_bytes=steps * engine.gradient.nbytes, measure=lambda: full)
 
 
-def step_both(giver: Engine, newcomer: Newcomer, taker: Engine, step: int) -> None:
-    """A committed step: applied by one, kept by the other."""
-    for engine in (giver, taker):
-        engine.gradient.fill_(step + 1.0)
-    giver.apply(step, scale=commit_of(step).scale(0.5))
-    newcomer.keep(commit_of(step))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_state_that_comes_too_slowly_is_a_failed_heal(
     pair: tuple[Rendezvous, Engine, Engine],
 ) -> None:
@@ -105,8 +59,9 @@ def test_a_state_that_comes_too_slowly_is_a_failed_heal(
     the next generation begins it, starts from nothing."""
     meet, giver, taker = pair
     before = taker.state.digest()
-    late = HealChannel(meet, "first", rank=1, size=2, device="cpu")
-    newcomer = Newcomer(taker, late, clip_norm=0.5, backlog=small_backlog(taker, 2))
+    newcomer = Newcomer(
+        taker, meeting_at(meet, "first"), clip_norm=0.5, backlog=small_backlog(taker, 2)
+    )
     for step in range(2):
         step_both(giver, newcomer, taker, step)
     assert newcomer.take_failure() is None
@@ -123,9 +78,9 @@ def test_a_state_that_comes_too_slowly_is_a_failed_heal(
     assert not newcomer.finish() and not newcomer.caught_up
     assert taker.state.digest() == before
 
-    channels = [HealChannel(meet, "second", rank=rank, size=2, device="cpu") for rank in range(2)]
-    source = Source(giver, 0, channels[0])
-    newcomer = Newcomer(taker, channels[1], clip_norm=0.5, backlog=small_backlog(taker, 2))
+    meeting = meeting_at(meet, "second")
+    source = Source(giver, 0, meeting)
+    newcomer = Newcomer(taker, meeting, clip_norm=0.5, backlog=small_backlog(taker, 2))
     source.await_copy()
     step_both(giver, newcomer, taker, 4)
     wait_until(newcomer.finish)
@@ -138,72 +93,14 @@ def test_a_full_backlog_is_worked_off_once_the_state_is_there(
     pair: tuple[Rendezvous, Engine, Engine],
 ) -> None:
     meet, giver, taker = pair
-    channels = [HealChannel(meet, "heal", rank=rank, size=2, device="cpu") for rank in range(2)]
-    source = Source(giver, 0, channels[0])
-    newcomer = Newcomer(taker, channels[1], clip_norm=0.5, backlog=small_backlog(taker, 2))
+    meeting = meeting_at(meet)
+    source = Source(giver, 0, meeting)
+    newcomer = Newcomer(taker, meeting, clip_norm=0.5, backlog=small_backlog(taker, 2))
     wait_until(lambda: newcomer.caught_up)
     for step in range(5):
         step_both(giver, newcomer, taker, step)
     assert newcomer.take_failure() is None
     assert newcomer.steps_behind == 2 and taker.state.optimizer_steps == 3
     assert newcomer.finish() and taker.state.digest() == giver.state.digest()
-    source.close()
-    newcomer.close()
-
-
-class BadChannel(HealChannel):
-    """The first chunks arrive whole; what becomes of the next one is the test's affair."""
-
-    def __init__(self, meet: Rendezvous, rank: int, spoil: Callable[[torch.Tensor], None]) -> None:
-        super().__init__(meet, "bad", rank=rank, size=2, device="cpu")
-        self._spoil, self._whole = spoil, 2
-
-    def send(self, tensor: torch.Tensor) -> None:
-        if self._whole == 0:
-            self._spoil(tensor)
-        super().send(tensor)
-        self._whole -= 1
-
-
-def end(_: torch.Tensor) -> None:
-    raise RuntimeError("this source is no more")
-
-
-def flip(chunk: torch.Tensor) -> None:
-    chunk[0] ^= 1
-
-
-@pytest.mark.parametrize("spoil", [end, flip], ids=["the_source_ends", "a_bit_flips"])
-def test_half_a_state_does_not_count(
-    pair: tuple[Rendezvous, Engine, Engine],
-    monkeypatch: pytest.MonkeyPatch,
-    spoil: Callable[[torch.Tensor], None],
-) -> None:
-    monkeypatch.setattr(heal, "CHUNK_BYTES", 16)
-    meet, giver, taker = pair
-    # What the source sends is a copy of its own: it counts the checksum before it is spoilt.
-    source = Source(giver, 0, BadChannel(meet, 0, spoil))
-    newcomer = Newcomer(
-        taker, HealChannel(meet, "bad", rank=1, size=2, device="cpu"), clip_norm=0.5
-    )
-    step_both(giver, newcomer, taker, 0)
-    reasons: list[str] = []
-
-    def failed() -> bool:
-        reasons.extend(filter(None, [newcomer.take_failure()]))
-        return bool(reasons)
-
-    wait_until(failed)
-    assert ("CRC-32" in reasons[0]) == (spoil is flip)
-    assert not newcomer.finish() and not newcomer.caught_up
-    source.close()
-    newcomer.close()
-
-    channels = [HealChannel(meet, "good", rank=rank, size=2, device="cpu") for rank in range(2)]
-    source, newcomer = Source(giver, 0, channels[0]), Newcomer(taker, channels[1], clip_norm=0.5)
-    source.await_copy()
-    step_both(giver, newcomer, taker, 1)
-    wait_until(newcomer.finish)
-    assert taker.state.digest() == giver.state.digest()
     source.close()
     newcomer.close()

@@ -1,0 +1,78 @@
+"""`elastic nodes`: what the runs of a storage path remember of machines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic.cli.show import human_time, table
+from elastic.reporting.suspect_file import SuspectFile
+from health.suspects import Mark, is_suspect, score
+
+
+def add_to(commands: Any) -> None:
+    """Adds `nodes` to the parsers of `commands`."""
+    nodes = commands.add_parser(
+        "nodes",
+        help="suspect machines",
+        description="What the runs of a storage path remember of machines that failed them.",
+    )
+    verbs = nodes.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    show = verbs.add_parser("list", help="all machines with something against them")
+    clear = verbs.add_parser("clear", help="forget a machine, such as one that was mended")
+    for verb, action in ((show, list_nodes), (clear, clear_nodes)):
+        verb.add_argument("storage", metavar="STORAGE", type=Path, help="the runs' storage_path")
+        verb.set_defaults(action=action)
+    show.add_argument("--json", action="store_true", help="as a JSON object")
+    clear.add_argument("machine", metavar="MACHINE", nargs="?", help="as `list` has it; none: all")
+
+
+def list_nodes(options: argparse.Namespace) -> int:
+    """`list`"""
+    record, now = SuspectFile(options.storage).read(), time.time()
+    worst_first = sorted(record, key=lambda machine: -score(record[machine], now))
+    if options.json:
+        print(json.dumps({"machines": [_facts(name, record[name], now) for name in worst_first]}))
+        return 0
+    head = ("machine", "score", "suspect", "marks", "last", "cause", "run", "evidence")
+    print(table([head, *(_row(name, record[name], now) for name in worst_first)]))
+    return 0
+
+
+def _facts(machine: str, marks: Sequence[Mark], now: float) -> dict[str, Any]:
+    last = marks[-1]
+    return {
+        "machine": machine,
+        "score": round(score(marks, now), 2),
+        "suspect": is_suspect(marks, now),
+        "marks": len(marks),
+        "last": last.time,
+        "cause": last.cause,
+        "run": last.run,
+        "detail": last.detail,
+    }
+
+
+def _row(machine: str, marks: Sequence[Mark], now: float) -> tuple[str, ...]:
+    facts = _facts(machine, marks, now)
+    return (
+        machine,
+        f"{facts['score']:.2f}",
+        "suspect" if facts["suspect"] else "-",
+        str(facts["marks"]),
+        human_time(facts["last"]),
+        facts["cause"],
+        facts["run"],
+        facts["detail"],
+    )
+
+
+def clear_nodes(options: argparse.Namespace) -> int:
+    """`clear`"""
+    count = SuspectFile(options.storage).clear(options.machine)
+    print(f"{count} machine{'' if count == 1 else 's'} forgotten")
+    return 0

@@ -1,0 +1,227 @@
+"""What becomes of machines that are suspect: a provider replaces them, where that is allowed.
+
+    a worker was lost for a cause that speaks against it ┐
+    an earlier run remembers it                          ├─► suspect (`suspicions.py`)
+    its platform complains of it                         ┘         │
+    "tell" ──────────────────────────────────────────────── told ◄─┤
+    too many at once, or in an hour ─── held_back ◄────────────────┤ ◄─ looked at each minute, until
+                                                                   │    `elastic nodes clear`
+                                                                begun
+    no worker gets a place there, Ray places nothing, successors are asked for
+    the last worker with a place has left ──► NodeProvider.replace ──► replaced | failed
+
+The run leaves the machine as one that Ray drains, so it never falls below `min_replicas` for it.
+Whatever goes wrong here is written down, and harms nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from elastic.coordinator.aside import Aside
+from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.suspicions import Find, Machine, Suspicions, identify
+from elastic.coordinator.workers import Workers
+from elastic.errors import NoCapacityError
+from elastic.membership.failure import INCIDENT_S
+from elastic.protocol import events
+from elastic.providers.choice import open_provider
+from elastic.providers.node_provider import NodeProvider
+from elastic.ray_compat.cluster import cluster_address, drain_node, end_node
+from health.breaker import decide_hold
+
+log = logging.getLogger(__name__)
+
+SETTLE_S = INCIDENT_S
+"""Before it is decided what becomes of a machine: by then the others that a common cause makes
+suspect are known."""
+LOOK_S = 60.0
+"""How often a machine that is held back is looked at again."""
+LEAVE_S = 1.0
+"""How often it is looked at whether the last worker has left."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
+"""Before a provider without capacity is asked again."""
+
+
+Drain = Callable[[str, float | None, str], None]
+"""Has Ray drain a node: `ray_compat.cluster.drain_node`."""
+
+
+class Replacements:
+    """Decides and acts for suspect machines. All methods are immediate.
+
+    Args:
+        config: whom to ask, how often, and where the record of suspects lies.
+        workers: leave the machine.
+        records: tell what happens, and take what became of it.
+        aside: where all this is done.
+        provider: instead of that of `config`.
+        find: what Ray knows of a node.
+        drain: has Ray drain one.
+    """
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        workers: Workers,
+        records: RunLog,
+        aside: Aside,
+        *,
+        provider: NodeProvider | None = None,
+        find: Find = identify,
+        drain: Drain = drain_node,
+    ) -> None:
+        self._most_per_hour = config.health.max_replacements_per_hour
+        self._workers, self._records, self._aside = workers, records, aside
+        self._drain = drain
+        self._provider = provider or open_provider(
+            config.health.replace_nodes, end_node=end_node, address=cluster_address
+        )
+        self._suspicions = Suspicions(
+            config.paths, self._provider, workers, aside, self._suspect, find
+        )
+        self._suspected: dict[str, float] = {}
+        """Node -> since when, in seconds since the epoch."""
+        self._settled: set[str] = set()
+        """Those of them for which nothing more is done."""
+        self._begun: list[float] = []
+        self._unfinished: list[events.NodeReplacement] = []
+        self._began = False
+        records.followers.append(self._suspicions.hear)
+
+    def replay(self, happened: Iterable[events.NodeReplacement]) -> None:
+        """Takes up what a coordinator before this one has not finished. Told of all that became of
+        suspect machines in this start of the run."""
+        newest: dict[str, events.NodeReplacement] = {}
+        for event in happened:
+            self._suspected.setdefault(event.node, event.time)
+            newest[event.node] = event
+            if event.outcome == "begun":
+                self._begun.append(event.time)
+        for node, event in newest.items():
+            if event.outcome == "cleared":
+                del self._suspected[node]
+            elif event.outcome in ("begun", "held_back"):
+                self._unfinished.append(event)
+            else:
+                self._settled.add(node)
+
+    def begin(self) -> None:
+        """The first worker is there."""
+        if self._began:
+            return
+        self._began = True
+        self._suspicions.begin()
+        for event in self._unfinished:
+            self._aside.spawn(self._go_on(event))
+
+    async def _suspect(self, machine: Machine, reason: str) -> None:
+        node = machine.node.node
+        if node in self._suspected:
+            return
+        self._suspected[node] = time.time()
+        if not await self._aside.goes_on_for(SETTLE_S):
+            return
+        if machine.unknown is not None:  # whom to ask was perhaps away
+            machine = await self._suspicions.machine_of(node)
+        if self._provider is None:
+            held = self._hold()
+            detail = "it would be replaced" if held is None else f"it would be held back: {held}"
+            self._note(machine, "told", reason, f'health.replace_nodes = "tell"; {detail}')
+        elif self._can_replace(machine, reason):
+            await self._replace_when_allowed(self._provider, machine, reason)
+
+    async def _go_on(self, event: events.NodeReplacement) -> None:
+        machine = await self._suspicions.machine_of(event.node)
+        if self._provider is None or not self._can_replace(machine, event.reason):
+            return
+        if event.outcome == "begun":
+            await self._replace(self._provider, machine, event.reason)
+        else:
+            await self._replace_when_allowed(self._provider, machine, event.reason)
+
+    def _can_replace(self, machine: Machine, reason: str) -> bool:
+        """Whether it is known what to replace, and the cluster would live on."""
+        if machine.unknown is not None:
+            self._note(machine, "failed", reason, f"it is not known: {machine.unknown}")
+        elif machine.node.head:
+            self._note(machine, "failed", reason, "Ray's head is there: the cluster would end")
+        else:
+            return True
+        return False
+
+    async def _replace_when_allowed(
+        self, provider: NodeProvider, machine: Machine, reason: str
+    ) -> None:
+        if (held := self._hold()) is not None:
+            self._note(machine, "held_back", reason, held)
+        while self._hold() is not None:
+            if not await self._aside.goes_on_for(LOOK_S):
+                return
+            if not await self._suspicions.stands(machine):
+                del self._suspected[machine.node.node]
+                self._note(machine, "cleared", reason, "nothing speaks against it any more")
+                return
+        self._begun.append(time.time())
+        self._note(machine, "begun", reason, "it is left by its workers first")
+        await self._replace(provider, machine, reason)
+
+    def _hold(self) -> str | None:
+        open_ = self._suspected.keys() - self._settled
+        return decide_hold(
+            machines=len(self._workers.nodes | open_),
+            suspects=len(open_),
+            settled=[self._suspected[node] for node in self._settled],
+            begun=self._begun,
+            now=time.time(),
+            most_per_hour=self._most_per_hour,
+        )
+
+    async def _replace(self, provider: NodeProvider, machine: Machine, reason: str) -> None:
+        node = machine.node.node
+        await self._workers.drain_node(node, None, reason)
+        try:
+            await self._aside.on_thread(self._drain, node, None, reason)
+        except Exception as error:
+            log.warning("Ray does not drain node %s: %s", node, error)
+        while self._workers.work_on(node):
+            if not await self._aside.goes_on_for(LEAVE_S):
+                return
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                done = await self._aside.on_thread(
+                    provider.replace, machine.node, machine.name, reason
+                )
+            except NoCapacityError as error:
+                self._note(machine, "held_back", reason, f"{error} Asked again in {pause_s:g} s")
+            except Exception as error:
+                log.exception("%s is not replaced", machine.name)
+                self._note(machine, "failed", reason, f"{type(error).__name__}: {error}")
+                return
+            else:
+                await self._suspicions.forget(machine)
+                self._note(machine, "replaced", reason, done)
+                return
+            if not await self._aside.goes_on_for(pause_s):
+                return
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _note(
+        self, machine: Machine, outcome: events.ReplacementOutcome, reason: str, detail: str
+    ) -> None:
+        if outcome in ("told", "replaced", "failed"):
+            self._settled.add(machine.node.node)
+        self._records.note(
+            events.NodeReplacement(
+                time=time.time(),
+                node=machine.node.node,
+                machine=machine.name,
+                outcome=outcome,
+                reason=reason,
+                detail=detail,
+            )
+        )

@@ -1,0 +1,176 @@
+"""What speaks against machines: by this run's losses, by earlier runs, by their platform.
+
+It is remembered for all runs (`reporting/suspect_file.py`), and where it is enough the machine is
+suspect. What follows is the business of `replacements.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from elastic.coordinator.aside import Aside
+from elastic.coordinator.workers import Workers
+from elastic.errors import SuspectFileError
+from elastic.protocol import events
+from elastic.protocol.causes import entry_of
+from elastic.protocol.run_paths import RunPaths
+from elastic.providers.node_provider import NodeIdentity, NodeProvider
+from elastic.ray_compat.cluster import find_node
+from elastic.reporting.suspect_file import SuspectFile
+from health.suspects import Mark, is_suspect
+
+log = logging.getLogger(__name__)
+
+ASK_S = 60.0
+"""How often the platform is asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A node, and the machine below it."""
+
+    node: NodeIdentity
+    """As Ray knows it."""
+    name: str
+    """The machine's; where that is not known, the node's."""
+    unknown: str | None = None
+    """Why it is not known, where it is not."""
+
+
+Find = Callable[[str], NodeIdentity]
+"""What Ray knows of a node, given by its id."""
+
+
+def identify(node: str) -> NodeIdentity:
+    """A `Find` that asks Ray.
+
+    Raises:
+        LookupError: it knows no such node.
+    """
+    found = find_node(node)
+    if found is None:
+        raise LookupError(f"Ray knows no node {node}")
+    return NodeIdentity(node=node, address=found.address, instance=found.instance, head=found.head)
+
+
+class Suspicions:
+    """Follows the run's events.
+
+    Args:
+        paths: where the run lies, and the record of suspects beside it.
+        provider: knows the machines; None: nobody does, and they go by what Ray calls them.
+        workers: where there are any.
+        aside: where all this is done.
+        suspect: told of each machine that is suspect, and why; of some more than once.
+        find: what Ray knows of a node.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        provider: NodeProvider | None,
+        workers: Workers,
+        aside: Aside,
+        suspect: Callable[[Machine, str], Awaitable[None]],
+        find: Find = identify,
+    ) -> None:
+        self._run, self._file = paths.root.name, SuspectFile(paths.root.parent)
+        self._provider, self._workers, self._aside = provider, workers, aside
+        self._suspect, self._find = suspect, find
+        self._met: dict[str, asyncio.Future[Machine]] = {}
+        self._recalled: set[str] = set()
+        self._blamed: set[str] = set()
+        """Nodes that the platform's word was taken against."""
+
+    def begin(self) -> None:
+        """The first worker is there."""
+        if self._provider is not None:
+            self._aside.spawn(self._ask_platform(self._provider))
+
+    def hear(self, event: events.Event) -> None:
+        """Something was written down."""
+        if isinstance(event, events.WorkerJoined) and event.node not in self._recalled:
+            self._recalled.add(event.node)
+            self._aside.spawn(self._recall(event.node))
+        elif isinstance(event, events.WorkerLost):
+            weight = entry_of(event.cause).against_machine
+            if weight:
+                self._aside.spawn(self._blame(event.node, event.cause, event.detail, weight))
+
+    async def machine_of(self, node: str) -> Machine:
+        """The machine below a node, as it was first known."""
+        if node in self._met and (await self._met[node]).unknown is not None:
+            del self._met[node]
+        if node not in self._met:
+            self._met[node] = self._aside.on_thread(self._identify, node)
+        return await self._met[node]
+
+    def _identify(self, node: str) -> Machine:
+        identity = NodeIdentity(node=node, address=node, instance="")
+        try:
+            identity = self._find(node)
+            name = identity.name if self._provider is None else self._provider.machine_of(identity)
+        except Exception as error:
+            log.warning("the machine of node %s is not known: %s", node, error)
+            unknown = f"{type(error).__name__}: {error}"
+            return Machine(node=identity, name=identity.name, unknown=unknown)
+        return Machine(node=identity, name=name)
+
+    async def stands(self, machine: Machine) -> bool:
+        """Whether enough speaks against a machine by now: it fades, and can be cleared."""
+        try:
+            record = await self._aside.on_thread(self._file.read)
+        except (OSError, SuspectFileError):
+            return True
+        return is_suspect(record.get(machine.name, ()), time.time())
+
+    async def forget(self, machine: Machine) -> None:
+        """It is replaced: its name may come back on another."""
+        try:
+            await self._aside.on_thread(self._file.clear, machine.name)
+        except (OSError, SuspectFileError) as error:
+            log.warning("%s is still remembered as suspect: %s", machine.name, error)
+
+    async def _recall(self, node: str) -> None:
+        """The first worker of a machine has started: what is remembered of it?"""
+        record = await self._aside.on_thread(self._file.read)
+        if self._provider is None and not record:
+            return
+        machine = await self.machine_of(node)
+        marks = record.get(machine.name, ())
+        if is_suspect(marks, time.time()):
+            last = marks[-1]
+            await self._suspect(
+                machine, f"remembered of run {last.run}: {last.cause}: {last.detail}"
+            )
+
+    async def _blame(self, node: str, cause: str, detail: str, weight: float) -> None:
+        machine, now = await self.machine_of(node), time.time()
+        mark = Mark(time=now, weight=weight, cause=cause, run=self._run, detail=detail)
+        try:
+            marks = await self._aside.on_thread(self._file.add, machine.name, mark)
+        except (OSError, SuspectFileError) as error:
+            log.warning("what speaks against %s is not remembered: %s", machine.name, error)
+            marks = (mark,)
+        if is_suspect(marks, now):
+            await self._suspect(machine, f"{cause}: {detail}")
+
+    async def _ask_platform(self, provider: NodeProvider) -> None:
+        """What the platform says of a machine in two looks running speaks against it."""
+        before: dict[str, str] = {}
+        while await self._aside.goes_on_for(ASK_S):
+            try:
+                told = await self._aside.on_thread(provider.complaints)
+            except Exception as error:
+                log.warning("the platform does not say how its machines are: %s", error)
+                continue
+            for node in self._workers.nodes:
+                name = (await self.machine_of(node)).name
+                if node not in self._blamed and name in told and name in before:
+                    self._blamed.add(node)
+                    self._aside.spawn(self._blame(node, "platform", told[name], 1.0))
+            before = told

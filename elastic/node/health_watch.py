@@ -1,0 +1,144 @@
+"""What a node's instruments and its kernel's log show, told to the coordinator when it changes.
+
+    every SAMPLE_S:  read ──► judge ──► what stands, with what was seen a while ago ──► tell changes
+
+Evidence and no more: nobody is ended here. It runs on a thread that nobody waits for, since a GPU
+that is gone may hold up whoever asks for it. Where this fails, the node goes on without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import socket
+import threading
+import time
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from health.efa import read_efa
+from health.gpu import Gpus, open_nvml
+from health.judgement import WINDOW_S, judge
+from health.kernel_log import open_kernel_log
+from health.mounts import read_mounts
+from health.nic import read_nics
+from health.reading import Kind, Reading
+from health.signatures import find_sign
+from health.standing import Standing
+from health.verdict import Sign
+from health.worker_load import WorkerState, read_worker
+
+SAMPLE_S = 5.0
+"""Between two looks."""
+
+_ASSET_TAG = Path("/sys/class/dmi/id/board_asset_tag")
+"""On EC2 the instance's id; EFA's errors call machines by it."""
+
+
+def start_health_watch(
+    node: str, states: Callable[[], list[WorkerState]], tell: Callable[[list[Sign]], None]
+) -> None:
+    """Looks at this node every `SAMPLE_S`, on a thread, until the process ends. See `HealthWatch`.
+
+    Even to open a GPU's driver may take for ever, so nothing of it is done by the caller.
+    """
+
+    def run() -> None:
+        try:
+            watch = HealthWatch(node, states, tell)
+            while True:
+                watch.look(time.monotonic(), time.time())
+                time.sleep(SAMPLE_S)
+        except Exception:
+            traceback.print_exc()  # what it would have seen is missing from reports, and no more
+
+    threading.Thread(target=run, name="health-watch", daemon=True).start()
+
+
+class HealthWatch:
+    """Looks at a node.
+
+    Args:
+        node: Ray's id of this node.
+        states: what is known of the workers on it.
+        tell: takes all signs that stand, whenever they change.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        states: Callable[[], list[WorkerState]],
+        tell: Callable[[list[Sign]], None],
+    ) -> None:
+        self._node, self._states, self._tell = node, states, tell
+        self._kernel_log = open_kernel_log()
+        nvml = open_nvml()
+        self._gpus = None if nvml is None else Gpus(nvml)
+        self._histories: dict[tuple[Kind, str], deque[Reading]] = defaultdict(deque)
+        self._standing = Standing()
+
+    def look(self, now_s: float, at_s: float) -> None:
+        """One look.
+
+        Args:
+            now_s: now, on the monotonic clock.
+            at_s: now, in seconds since the epoch.
+        """
+        states = self._states()
+        self._keep(self._read(states, now_s), now_s)
+        histories = {key: list(series) for key, series in self._histories.items()}
+        signs = judge(histories, self._node, at_s) + self._hear(states, at_s)
+        users = self._gpu_users(states)
+        signs = [replace(s, worker=users.get(s.of)) if s.subject == "gpu" else s for s in signs]
+        if self._standing.take(signs, now_s):
+            self._tell(self._standing.signs)
+
+    def _read(self, states: Iterable[WorkerState], now_s: float) -> list[Reading]:
+        workers = [read_worker(state, now_s) for state in states]
+        gpus = [] if self._gpus is None else self._gpus.read(now_s)
+        return [
+            *(reading for reading in workers if reading is not None),
+            *gpus,
+            *read_efa(now_s),
+            *read_nics(now_s),
+            *read_mounts(now_s),
+        ]
+
+    def _keep(self, readings: Iterable[Reading], now_s: float) -> None:
+        for reading in readings:
+            self._histories[reading.kind, reading.of].append(reading)
+        for key, series in list(self._histories.items()):
+            while series and now_s - series[0].at_s > WINDOW_S:
+                series.popleft()
+            if not series or (key[0] == "worker" and series[-1].at_s < now_s):
+                del self._histories[key]
+
+    def _gpu_users(self, states: Iterable[WorkerState]) -> dict[str, str]:
+        """Address of a GPU -> the worker that uses it, where it is known to be one."""
+        pids = {state.pid: state.worker for state in states}
+        latest = [series[-1] for (kind, _), series in self._histories.items() if kind == "gpu"]
+        found = {gpu.of: [pids[pid] for pid in gpu.pids if pid in pids] for gpu in latest}
+        return {gpu: workers[0] for gpu, workers in found.items() if len(workers) == 1}
+
+    def _hear(self, states: Iterable[WorkerState], at_s: float) -> list[Sign]:
+        if self._kernel_log is None:
+            return []
+        pids = {state.pid: state.worker for state in states}
+        found = (
+            find_sign(line, "kernel", self._node, at_s, pids) for line in self._kernel_log.read()
+        )
+        return [sign for sign in found if sign is not None]
+
+
+def own_names() -> list[str]:
+    """What other machines may call this one: its host name, its address, its instance id."""
+    host = platform.node()
+    names = [host]
+    with contextlib.suppress(OSError):  # it does not know its own name
+        names.append(socket.gethostbyname(host))
+    with contextlib.suppress(OSError):  # a container that may not see it
+        names.append(_ASSET_TAG.read_text().strip())
+    return [name for name in names if name]

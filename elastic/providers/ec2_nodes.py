@@ -1,0 +1,243 @@
+"""EC2 replaces instances: their Auto Scaling group does, or a launch template gives another.
+
+    in a group ──► terminate in the group, or detach; its capacity stays, so it starts another
+    in none ─────► start another from the template, subnet by subnet ──► terminate the old one
+
+Without a group the new instance comes first: EC2 may give out again what was just given back. Only
+where a capacity reservation is full does the old one go first, for it takes the new one's place.
+
+An instance without the cluster's tag is never touched; the policy in `examples/aws` has the same
+condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic.errors import NoCapacityError, ReplaceError
+from elastic.node_config import Ec2Nodes
+from elastic.providers.node_provider import NodeIdentity
+
+KEPT_TAG, REPLACES_TAG = "elastictrainer:kept", "elastictrainer:replaces"
+_GROUP_TAG = "aws:autoscaling:groupName"
+"""EC2 sets it, and takes it away from an instance that is detached."""
+_GOING = ("pending", "running")
+_NO_CAPACITY = {
+    "InsufficientInstanceCapacity",
+    "InsufficientCapacity",
+    "InsufficientHostCapacity",
+    "InsufficientReservedInstanceCapacity",
+    "ReservationCapacityExceeded",
+    "SpotMaxPriceTooLow",
+    "MaxSpotInstanceCountExceeded",
+    "InsufficientFreeAddressesInSubnet",
+    "Unsupported",
+}
+"""Codes after which another zone may have what this one has not. `Unsupported`: the zone does not
+have this kind of instance at all.
+Source: https://docs.aws.amazon.com/AWSEC2/latest/APIReference/errors-overview.html
+"""
+_RESERVATION_FULL = "ReservationCapacityExceeded"
+
+
+class Ec2Provider:
+    """A `NodeProvider` for EC2 instances.
+
+    Args:
+        config: which instances, and where others come from.
+    """
+
+    def __init__(self, config: Ec2Nodes) -> None:
+        self._config = config
+        key, _, value = config.tag.partition("=")
+        self._tag = {"Key": key, "Value": value}
+        self._clients: dict[str, Any] = {}
+        self._known: dict[str, dict[str, Any]] = {}
+        """Instances found to be the cluster's: one that has ended is not shown for long."""
+
+    def machine_of(self, node: NodeIdentity) -> str:
+        """The id of the instance: Ray was told, or it is the one of the cluster with that address.
+
+        Raises:
+            ReplaceError: none of the cluster's instances has the address, or several have.
+        """
+        if node.instance.startswith("i-"):
+            return node.instance
+        filters = {
+            "private-ip-address": node.address,
+            f"tag:{self._tag['Key']}": self._tag["Value"],
+        }
+        found = [one["InstanceId"] for one in self._instances(filters, going=True)]
+        if len(found) != 1:
+            raise ReplaceError(
+                node.address,
+                f"{len(found)} instances with the tag {self._config.tag} have this address",
+                "Look at health.replace_nodes.tag, and at the tags of the instances",
+            )
+        return str(found[0])
+
+    def replace(self, node: NodeIdentity, machine: str, reason: str) -> str:
+        instance = self._own(machine, reason)
+        group = group_of(instance)
+        if instance["State"]["Name"] not in _GOING and (
+            group is not None or self._config.launch_template is None
+        ):
+            return "it has ended already; its group starts another"
+        if group is not None:
+            return self._replace_in(group, machine, reason)
+        new = self._successor_of(machine)
+        if new is None:
+            new = self._launch(instance)
+        return f"instance {new} was started; {self._let_go(machine, reason)}"
+
+    def complaints(self) -> dict[str, str]:
+        return {}
+
+    # -- what is there -----------------------------------------------------------------------------
+
+    def _own(self, machine: str, reason: str) -> dict[str, Any]:
+        """An instance of the cluster.
+
+        Raises:
+            ReplaceError: it is not one.
+        """
+        found = next(iter(self._instances({"instance-id": machine})), self._known.get(machine))
+        if found is None or self._tag not in found.get("Tags", ()):
+            raise ReplaceError(
+                machine,
+                f"no instance of this id has the tag {self._config.tag}, and it is left alone",
+                f"Look at health.replace_nodes.tag; what speaks against it: {reason}",
+            )
+        self._known[machine] = found
+        return found
+
+    def _instances(
+        self, filters: Mapping[str, str], *, going: bool = False
+    ) -> list[dict[str, Any]]:
+        wanted = [{"Name": name, "Values": [value]} for name, value in filters.items()]
+        if going:
+            wanted.append({"Name": "instance-state-name", "Values": list(_GOING)})
+        answer = self._client("ec2").describe_instances(Filters=wanted)
+        return [one for batch in answer["Reservations"] for one in batch["Instances"]]
+
+    def _successor_of(self, machine: str) -> str | None:
+        """What an earlier call has started for it."""
+        filters = {f"tag:{REPLACES_TAG}": machine}
+        return next((one["InstanceId"] for one in self._instances(filters, going=True)), None)
+
+    # -- with a group ------------------------------------------------------------------------------
+
+    def _replace_in(self, group: str, machine: str, reason: str) -> str:
+        scaling = self._client("autoscaling")
+        if not self._config.keep_for_inspection:
+            scaling.terminate_instance_in_auto_scaling_group(
+                InstanceId=machine, ShouldDecrementDesiredCapacity=False
+            )
+            return f"it was terminated; its group {group} starts another"
+        scaling.detach_instances(
+            InstanceIds=[machine], AutoScalingGroupName=group, ShouldDecrementDesiredCapacity=False
+        )
+        return f"its group {group} starts another; {self._let_go(machine, reason)}"
+
+    def _let_go(self, machine: str, reason: str) -> str:
+        """What becomes of an instance that is in no group. Returns it in words."""
+        ec2 = self._client("ec2")
+        if self._config.keep_for_inspection:
+            ec2.create_tags(Resources=[machine], Tags=[{"Key": KEPT_TAG, "Value": reason[:256]}])
+            return f"{machine} is kept, with the tag {KEPT_TAG}"
+        ec2.terminate_instances(InstanceIds=[machine])
+        return f"{machine} was terminated"
+
+    # -- without one -------------------------------------------------------------------------------
+
+    def _launch(self, old: Mapping[str, Any]) -> str:
+        """Starts another instance from the template. Returns its id.
+
+        Raises:
+            NoCapacityError: there is none in any subnet.
+            ReplaceError: no template is named.
+        """
+        config, machine = self._config, str(old["InstanceId"])
+        if config.launch_template is None:
+            raise ReplaceError(
+                machine,
+                "it is in no Auto Scaling group, and no launch template is named",
+                "Set health.replace_nodes.launch_template",
+            )
+        refused = self._launch_somewhere(config.launch_template, machine)
+        if isinstance(refused, str):
+            return refused
+        if _RESERVATION_FULL in refused.values() and not config.keep_for_inspection:
+            self._client("ec2").terminate_instances(InstanceIds=[machine])
+        said = ", ".join(f"{subnet}: {code}" for subnet, code in refused.items())
+        raise NoCapacityError(
+            machine,
+            f"no capacity for {config.launch_template} ({said})",
+            "Add subnets of other zones to health.replace_nodes.subnets, or capacity",
+        )
+
+    def _launch_somewhere(self, template: str, machine: str) -> str | dict[str, str]:
+        """The new instance's id, or why each subnet has none."""
+        from botocore.exceptions import ClientError
+
+        name = "LaunchTemplateId" if template.startswith("lt-") else "LaunchTemplateName"
+        tags = [self._tag, {"Key": REPLACES_TAG, "Value": machine}]
+        wanted = {
+            "LaunchTemplate": {name: template, "Version": "$Default"},
+            "MinCount": 1,
+            "MaxCount": 1,
+            "TagSpecifications": [{"ResourceType": "instance", "Tags": tags}],
+        }
+        ec2, refused = self._client("ec2"), {}
+        interfaces = self._interfaces(name, template) if self._config.subnets else []
+        for subnet in self._config.subnets or (None,):
+            place = {} if subnet is None else plan_place(interfaces, subnet)
+            try:
+                (new,) = ec2.run_instances(**wanted, **place)["Instances"]
+            except ClientError as error:
+                code = error.response["Error"]["Code"]
+                if code not in _NO_CAPACITY:
+                    raise
+                refused[subnet or "the template's subnet"] = code
+            else:
+                return str(new["InstanceId"])
+        return refused
+
+    def _interfaces(self, name: str, template: str) -> list[dict[str, Any]]:
+        """Those of the template."""
+        answer = self._client("ec2").describe_launch_template_versions(
+            **{name: template, "Versions": ["$Default"]}
+        )
+        (version,) = answer["LaunchTemplateVersions"]
+        return list(version["LaunchTemplateData"].get("NetworkInterfaces", ()))
+
+    def _client(self, service: str) -> Any:
+        if service not in self._clients:
+            import boto3
+            from botocore.config import Config
+
+            retries: Any = {"mode": "standard", "max_attempts": 5}
+            settings = Config(connect_timeout=5, read_timeout=30, retries=retries)
+            session = boto3.session.Session(region_name=self._config.region)
+            self._clients[service] = session.client(service, config=settings)
+        return self._clients[service]
+
+
+def group_of(instance: Mapping[str, Any]) -> str | None:
+    """The Auto Scaling group of an instance."""
+    tags = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", ())}
+    return tags.get(_GROUP_TAG)
+
+
+def plan_place(interfaces: Sequence[Mapping[str, Any]], subnet: str) -> dict[str, Any]:
+    """What puts an instance of a template into `subnet`. EC2 takes no subnet for an instance whose
+    template has interfaces: each of them, EFA or not, gets it.
+
+    Args:
+        interfaces: those of the template, all of its cards.
+        subnet: its id.
+    """
+    if not interfaces:
+        return {"SubnetId": subnet}
+    return {"NetworkInterfaces": [{**one, "SubnetId": subnet} for one in interfaces]}

@@ -1,0 +1,137 @@
+"""Kubernetes replaces the node below a pod of KubeRay's.
+
+    any node ──────► cordoned: nothing lands there; an autoscaler removes it when it is empty
+    HyperPod's ────► its health label, too: HyperPod replaces it, and nobody needs rights in EC2
+    then ──────────► the pod is deleted; KubeRay makes another, which lands elsewhere
+
+Source:
+https://docs.aws.amazon.com/sagemaker/latest/dg/sagemaker-hyperpod-eks-resiliency-manual.html
+"""
+
+from __future__ import annotations
+
+import urllib.error
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from elastic.errors import ReplaceError
+from elastic.node_config import KubeNodes
+from elastic.providers.kube_api import KubeApi
+from elastic.providers.node_provider import NodeIdentity
+
+HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
+REPLACE, REBOOT = "UnschedulablePendingReplacement", "UnschedulablePendingReboot"
+REASON_NOTE = "elastictrainer/replaced-for"
+_NOT_FOUND = 404
+
+CONDITIONS = (
+    "AcceleratedHardwareReady",
+    "ContainerRuntimeReady",
+    "KernelReady",
+    "NetworkingReady",
+    "StorageReady",
+)
+"""Of the EKS node-monitoring agent: "False" where its checks have found a fatal fault. `Ready` is
+not among them: a node that is lost shows here by its own silence, and sooner.
+Source: https://docs.aws.amazon.com/eks/latest/userguide/node-health.html
+"""
+
+
+class KubeProvider:
+    """A `NodeProvider` for nodes of Kubernetes.
+
+    Args:
+        config: what is wanted of HyperPod.
+        api: Kubernetes.
+    """
+
+    def __init__(self, config: KubeNodes, api: KubeApi | None = None) -> None:
+        self._config, self._api = config, api or KubeApi()
+
+    def machine_of(self, node: NodeIdentity) -> str:
+        """The Kubernetes node that the pod runs on.
+
+        Raises:
+            ReplaceError: there is no such pod, or it runs nowhere yet.
+        """
+        pod = self._pod_of(node)
+        where = None if pod is None else pod["spec"].get("nodeName")
+        if where is None:
+            raise ReplaceError(
+                node.name,
+                f"namespace {self._api.namespace} has no such pod that runs on a node",
+                "The coordinator must run in the namespace of the Ray cluster",
+            )
+        return str(where)
+
+    def replace(self, node: NodeIdentity, machine: str, reason: str) -> str:
+        path = f"/api/v1/nodes/{quote(machine)}"
+        try:
+            done = self._take_out(path, self._api.get(path), reason)
+        except urllib.error.HTTPError as error:
+            if error.code != _NOT_FOUND:
+                raise
+            done = "the node is gone already"
+        return f"{done}; {self._delete_pod(node, machine)}"
+
+    def complaints(self) -> dict[str, str]:
+        nodes = self._api.get("/api/v1/nodes")["items"]
+        found = {str(node["metadata"]["name"]): find_complaints(node) for node in nodes}
+        return {name: told for name, told in found.items() if told is not None}
+
+    def _take_out(self, path: str, found: Mapping[str, Any], reason: str) -> str:
+        change: dict[str, Any] = {"metadata": {"annotations": {REASON_NOTE: reason}}}
+        told = "the node was cordoned"
+        if HEALTH_LABEL in found["metadata"].get("labels", {}):
+            wanted = REBOOT if self._config.reboot else REPLACE
+            change["metadata"]["labels"] = {HEALTH_LABEL: wanted}
+            told = f"HyperPod was asked for {wanted}"
+        if not told.endswith(REBOOT):  # it comes back, and nobody would lift the cordon
+            change["spec"] = {"unschedulable": True}
+        self._api.merge(path, change)
+        return told
+
+    def _delete_pod(self, node: NodeIdentity, machine: str) -> str:
+        """An address may have gone to another pod meanwhile, which runs elsewhere."""
+        pod = self._pod_of(node)
+        if pod is None or pod["spec"].get("nodeName") != machine:
+            return "its pod is gone already"
+        name = str(pod["metadata"]["name"])
+        try:
+            self._api.delete(f"{self._pods}/{quote(name)}")
+        except urllib.error.HTTPError as error:
+            if error.code != _NOT_FOUND:
+                raise
+        return f"pod {name} was deleted"
+
+    def _pod_of(self, node: NodeIdentity) -> dict[str, Any] | None:
+        """KubeRay tells Ray the pod's name. Otherwise it is the one with the node's address."""
+        if node.instance:
+            try:
+                return self._api.get(f"{self._pods}/{quote(node.instance)}")
+            except urllib.error.HTTPError as error:
+                if error.code != _NOT_FOUND:
+                    raise
+                return None
+        query = urlencode({"fieldSelector": f"status.podIP={node.address}"})
+        pods = self._api.get(f"{self._pods}?{query}")["items"]
+        return pods[0] if len(pods) == 1 else None
+
+    @property
+    def _pods(self) -> str:
+        return f"/api/v1/namespaces/{quote(self._api.namespace)}/pods"
+
+
+def find_complaints(node: Mapping[str, Any]) -> str | None:
+    """What the EKS node-monitoring agent has against a node, in words; None: nothing.
+
+    Args:
+        node: as the API has it.
+    """
+    bad = [
+        f"{one['type']}: {one.get('reason', '')} {one.get('message', '')}".strip()
+        for one in node.get("status", {}).get("conditions", ())
+        if one["type"] in CONDITIONS and one["status"] == "False"
+    ]
+    return "; ".join(bad) or None

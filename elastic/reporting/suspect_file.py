@@ -1,0 +1,84 @@
+"""The record of suspect machines: a JSON file beside the runs, which all of them share.
+
+Read whole and checked, written by an atomic rename. Whoever changes it holds a lock, so no run
+loses the mark of another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from elastic.errors import SuspectFileError
+from health.suspects import Mark, Record, add_mark, from_json, to_json
+
+FILE = "suspect-nodes.json"
+
+
+class SuspectFile:
+    """The record of a storage path. Every call reads the file; none belongs on an event loop.
+
+    Args:
+        storage: the directory that the runs lie in.
+    """
+
+    def __init__(self, storage: Path) -> None:
+        self.path = storage / FILE
+
+    def read(self) -> dict[str, tuple[Mark, ...]]:
+        """The record; empty where there is none.
+
+        Raises:
+            SuspectFileError: the file holds something else.
+        """
+        try:
+            return from_json(json.loads(self.path.read_bytes()))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise SuspectFileError(str(self.path), str(error)) from error
+
+    def add(self, machine: str, mark: Mark) -> tuple[Mark, ...]:
+        """Adds a mark. Returns all that the machine has now.
+
+        Raises:
+            SuspectFileError: the file holds something else, and is left as it is.
+        """
+        with self._locked():
+            record = add_mark(self.read(), machine, mark)
+            self._write(record)
+        return record[machine]
+
+    def clear(self, machine: str | None) -> int:
+        """Forgets a machine, or with None all of them and whatever the file holds. Returns how many
+        are forgotten."""
+        with self._locked():
+            if machine is None:
+                count = len(self._readable())
+                self.path.unlink(missing_ok=True)
+                return count
+            record = self.read()
+            if record.pop(machine, None) is None:
+                return 0
+            self._write(record)
+            return 1
+
+    def _readable(self) -> Record:
+        with contextlib.suppress(SuspectFileError):
+            return self.read()
+        return {}
+
+    def _write(self, record: Record) -> None:
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(to_json(record), indent=1, allow_nan=False), encoding="utf-8")
+        os.replace(part, self.path)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self.path.with_name(f".{FILE}.lock").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield

@@ -1,0 +1,193 @@
+"""From a run's events to its verdicts: what was wrong at each incident, and what helps. Pure.
+
+The facts of an incident are what the run lost in it, what those lines say that came with the
+losses, and what the machines showed round that time. `health/diagnosis.py` decides.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from elastic.protocol import causes
+from elastic.protocol.events import (
+    CrossGroupLost,
+    Event,
+    ReplicaForming,
+    SignsChanged,
+    StepRecord,
+    WorkerJoined,
+    WorkerLost,
+)
+from elastic.reporting.incidents import Incident
+from health.diagnosis import Facts, diagnose
+from health.ladder import EMPTY, decide_step
+from health.signatures import find_signs
+from health.verdict import Sign, Step, Verdict, sign_from_json
+
+BEFORE_S, AFTER_S = 60.0, 30.0
+"""Signs that were seen so long before an incident's first loss, or after its last roster, belong to
+it: the kernel is often the first to say something, instruments are looked at every few seconds."""
+
+_CASCADES = frozenset({causes.COLLECTIVE})
+"""Causes of losses that follow from something else, where there is anything else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A verdict, and what it calls for."""
+
+    time: float
+    """Of the incident's first loss, or when a machine told last, in seconds since the epoch."""
+    step: int
+    """The step at which training went on."""
+    verdict: Verdict
+    """What was wrong."""
+    remedy: Step | None
+    """The step of the ladder that is due (`health/ladder.py`); None: nothing yet."""
+
+
+def find_verdicts(
+    events: Sequence[Event], steps: Sequence[StepRecord], incidents: Sequence[Incident]
+) -> list[Advice]:
+    """What was wrong at each incident, in order, and what machines show at the end.
+
+    Args:
+        events: all of the run.
+        steps: its committed steps, in order.
+        incidents: as `find_incidents` gives them.
+    """
+    facts, ledger, found = EventFacts(events), EMPTY, []
+
+    def add(time: float, step: int, of: Facts) -> None:
+        nonlocal ledger
+        committed = bisect_right(steps, time, key=lambda step: step.time)
+        for verdict in diagnose(of):
+            remedy = decide_step(verdict, ledger, committed)
+            ledger = ledger.with_try(verdict, committed)
+            found.append(Advice(time=time, step=step, verdict=verdict, remedy=remedy))
+
+    for incident in incidents:
+        begin, end = incident.span
+        of = facts.between(begin - BEFORE_S, end + AFTER_S, incident.workers)
+        add(incident.time, incident.step, of)
+    if facts.shown_s is not None:
+        add(facts.shown_s, steps[-1].step + 1 if steps else 0, facts.standing())
+    return found
+
+
+class EventFacts:
+    """What the events of a run say, indexed: of ten thousand incidents none looks through all of
+    them.
+
+    Args:
+        events: all of the run.
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.shown_s: float | None = None
+        """When a machine has told last what it shows; None: none did."""
+        self._nodes: dict[str, str] = {}
+        self._replicas: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        self._lost: dict[str, WorkerLost] = {}
+        self._shown: dict[str, list[SignsChanged]] = defaultdict(list)
+        self._groups: list[CrossGroupLost] = []
+        for event in events:
+            if isinstance(event, (WorkerJoined, WorkerLost)):
+                self._nodes[event.worker] = event.node
+            if isinstance(event, ReplicaForming):
+                self._replicas |= dict.fromkeys(event.workers, f"replica {event.replica}")
+            elif isinstance(event, WorkerLost):
+                self._lost[event.worker] = event
+            elif isinstance(event, SignsChanged):
+                self._names |= dict.fromkeys((*event.names, event.node), event.node)
+                self._shown[event.node].append(event)
+                self.shown_s = event.time
+            elif isinstance(event, CrossGroupLost):
+                self._groups.append(event)
+
+    def between(self, begin: float, end: float, lost: Sequence[str]) -> Facts:
+        """The facts of an incident.
+
+        Args:
+            begin: from when on signs count, in seconds since the epoch.
+            end: and until when.
+            lost: the workers that it took.
+        """
+        losses = [self._lost[worker] for worker in lost]
+        failed = self._groups[
+            bisect_left(self._groups, begin, key=_time) : bisect_right(self._groups, end, key=_time)
+        ]
+        return Facts(
+            signs=[
+                *(sign for event in losses for sign in _signs_of_loss(event)),
+                *(sign for event in failed for sign in _signs_of_group(event)),
+                *(s for shown in self._shown.values() for s in _signs_of_node(shown, begin, end)),
+            ],
+            nodes=self._nodes,
+            replicas={e.worker: e.slot.split(" shard")[0] for e in losses if e.slot},
+            names=self._names,
+        )
+
+    def standing(self) -> Facts:
+        """What the machines show at the end, of those who were not lost."""
+        here = self._nodes.keys() - self._lost.keys()
+        nodes = {worker: self._nodes[worker] for worker in here}
+        return Facts(
+            signs=[
+                s
+                for n in sorted({*nodes.values()})
+                for s in _signs_of_node(self._shown[n], inf, inf)
+            ],
+            nodes=nodes,
+            replicas={w: replica for w, replica in self._replicas.items() if w in here},
+            names=self._names,
+        )
+
+
+def _time(event: Event) -> float:
+    return event.time
+
+
+def _signs_of_loss(event: WorkerLost) -> Iterator[Sign]:
+    yield Sign(
+        name=event.cause,
+        source="loss",
+        role="cascade" if event.cause in _CASCADES else "root",
+        cause=event.cause,
+        subject="worker",
+        detail=event.detail,
+        worker=event.worker,
+        node=event.node,
+        at_s=event.time,
+        decisive=True,
+    )
+    yield from find_signs(event.detail.splitlines(), "worker", event.node, event.time)
+
+
+def _signs_of_group(event: CrossGroupLost) -> Iterator[Sign]:
+    """Of a group across replicas that has failed. Who told is known by its slot alone."""
+    where = event.slot or ""
+    yield Sign(
+        name="cross_group_lost",
+        source="loss",
+        role="cascade",
+        cause=causes.COLLECTIVE,
+        subject="link",
+        detail=event.reason,
+        node=where,
+        at_s=event.time,
+    )
+    yield from find_signs(event.reason.splitlines(), "worker", where, event.time)
+
+
+def _signs_of_node(shown: Sequence[SignsChanged], begin: float, end: float) -> list[Sign]:
+    """What stood on a node at a time, and what came up to another."""
+    first = max(0, bisect_left(shown, begin, key=_time) - 1)
+    told = shown[first : bisect_right(shown, end, key=_time)]
+    signs = (sign_from_json(data) for event in told for data in event.signs)
+    return list({(s.name, s.of, s.worker, s.peer): s for s in signs if s is not None}.values())

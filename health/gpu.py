@@ -1,0 +1,138 @@
+"""NVIDIA GPUs by NVML, where its Python package is installed (`elastictrainer[gpu]`) and a driver
+is there.
+
+A GPU that cannot be reached any more may hold up a call into the driver for long: call this on a
+thread that nobody waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from health.reading import Reading
+
+
+def open_nvml() -> ModuleType | None:
+    """NVML, ready to be asked; None where there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def bus_address(bus_id: str) -> str:
+    """A PCI address as NVML gives it, "00000000:9B:00.0", in the form of the kernel's log,
+    "0000:9b:00"."""
+    domain, bus, device = bus_id.lower().split(":")
+    return f"{domain[-4:]}:{bus}:{device.split('.')[0]}"
+
+
+class Gpus:
+    """A machine's GPUs.
+
+    Args:
+        nvml: the module, from `open_nvml`.
+    """
+
+    def __init__(self, nvml: ModuleType) -> None:
+        self._nvml = nvml
+        opened = [self._open(index) for index in range(nvml.nvmlDeviceGetCount())]
+        self._handles = dict(one for one in opened if one is not None)
+
+    def _open(self, index: int) -> tuple[str, Any] | None:
+        """Address and handle of a GPU; None where it cannot be reached. The workers that it should
+        have had say so."""
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+            bus_id = self._nvml.nvmlDeviceGetPciInfo(handle).busId
+        except self._nvml.NVMLError:
+            return None
+        return bus_address(bus_id.decode() if isinstance(bus_id, bytes) else bus_id), handle
+
+    def read(self, at_s: float) -> list[Reading]:
+        """A reading for each GPU that could be reached at the start. What one does not have is left
+        out; `lost` is 1 for one that cannot be reached any more, and nothing else is read then.
+
+        Args:
+            at_s: now, on the monotonic clock.
+        """
+        return [self._read(address, handle, at_s) for address, handle in self._handles.items()]
+
+    def _read(self, address: str, handle: Any, at_s: float) -> Reading:
+        values: dict[str, float] = {"lost": 0.0}
+        pids: tuple[int, ...] = ()
+        try:
+            for names, ask in self._questions(handle).items():
+                answer = self._ask(ask)
+                if answer is not None:
+                    values |= zip(names, map(float, answer), strict=True)
+            processes = self._ask(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+            pids = tuple(process.pid for process in processes or ())
+        except self._nvml.NVMLError_GpuIsLost:
+            values = {"lost": 1.0}
+        return Reading(kind="gpu", of=address, at_s=at_s, values=values, pids=pids)
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """The answer; None where this GPU or this driver does not have it."""
+        try:
+            return question()
+        except self._nvml.NVMLError_GpuIsLost:
+            raise
+        except self._nvml.NVMLError:
+            return None
+
+    def _questions(self, handle: Any) -> dict[tuple[str, ...], Callable[[], Any]]:
+        """What to ask, by the names of what is answered."""
+        nvml = self._nvml
+        uncorrected, corrected = (
+            nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
+        )
+        volatile, aggregate = nvml.NVML_VOLATILE_ECC, nvml.NVML_AGGREGATE_ECC
+
+        def errors(kind: int, counter: int) -> Callable[[], Any]:
+            return lambda: (nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter),)
+
+        return {
+            ("utilization_percent",): lambda: (nvml.nvmlDeviceGetUtilizationRates(handle).gpu,),
+            ("power_w",): lambda: (nvml.nvmlDeviceGetPowerUsage(handle) / 1000,),
+            ("sm_clock_mhz",): lambda: (nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),),
+            ("throttle_reasons",): lambda: (nvml.nvmlDeviceGetCurrentClocksEventReasons(handle),),
+            ("temperature_c",): lambda: (
+                nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            ),
+            ("memory_used_bytes",): lambda: (nvml.nvmlDeviceGetMemoryInfo(handle).used,),
+            ("ecc_uncorrected_volatile",): errors(uncorrected, volatile),
+            ("ecc_uncorrected_aggregate",): errors(uncorrected, aggregate),
+            ("ecc_corrected_volatile",): errors(corrected, volatile),
+            ("remap_pending", "remap_failed"): lambda: nvml.nvmlDeviceGetRemappedRows(handle)[2:],
+            ("pcie_replays",): lambda: (nvml.nvmlDeviceGetPcieReplayCounter(handle),),
+            ("nvlink_errors",): self._field(handle, nvml.NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS),
+            ("nvlink_recoveries",): self._field(
+                handle, nvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS
+            ),
+            ("recovery_action",): self._field(handle, nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION),
+        }
+
+    def _field(self, handle: Any, field: int) -> Callable[[], Any]:
+        def read() -> tuple[int] | None:
+            (value,) = self._nvml.nvmlDeviceGetFieldValues(handle, [field])
+            if value.nvmlReturn != self._nvml.NVML_SUCCESS:
+                return None
+            return (_number(value, self._nvml),)
+
+        return read
+
+
+def _number(value: Any, nvml: ModuleType) -> int:
+    """A field's value, which says itself of which type it is."""
+    if value.valueType == nvml.NVML_VALUE_TYPE_UNSIGNED_INT:
+        return int(value.value.uiVal)
+    return int(value.value.ullVal)

@@ -1,0 +1,382 @@
+"""From readings to signs: what is out of order on a machine? Pure.
+
+Each judge takes the readings of one thing over `WINDOW_S`, in order. Rules that count take the
+first of them as their base: a machine that has counted errors for months is not ill for it.
+Figures without a named source are our own guesses, and are marked so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from health.reading import Kind, Reading
+from health.verdict import Role, Sign, Step, Subject
+from health.xids import RECOVERY_ACTIONS
+
+WINDOW_S = 600.0
+"""How far back readings are kept. Source: gpud's rule for slowed clocks."""
+
+_REFILL_PER_S = 1.0
+"""Of every bucket."""
+
+# Source: aws/eks-node-monitoring-agent, monitors/networking/efa/efa.go (2026-08-18).
+EFA_BURSTS: dict[str, float] = {
+    "rx_drops": 100,
+    "rdma_write_wr_err": 100,
+    "rdma_read_wr_err": 100,
+    "unresponsive_remote_events": 100,
+    "impaired_remote_conn_events": 100,
+    "retrans_timeout_events": 100,
+    "retrans_pkts": 1_000,
+    "retrans_bytes": 1_000_000,
+}
+_ABOUT_THE_REMOTE = ("unresponsive_remote_events", "impaired_remote_conn_events")
+
+# Invented.
+NIC_BURSTS: dict[str, float] = {
+    "rx_errors": 100,
+    "tx_errors": 100,
+    "rx_dropped": 1_000,
+    "tx_dropped": 1_000,
+}
+# Invented.
+_PCIE_BURST = 100
+
+_FLAPS = 3
+"""Times that a link went down within the window. Source: gpud, of InfiniBand."""
+
+_NVLINK_SAMPLES, _NVLINK_BAD = 30, 15
+"""Readings, and those of them with new errors. Source: nvidia-resiliency-ext."""
+
+_HARDWARE_SLOWDOWN = 0x08 | 0x40 | 0x80
+"""NVML's bits for clocks that the hardware has slowed: in general, for heat, for power."""
+_SLOWED_SHARE = 0.6
+"""Of the readings in the window. Source: gpud."""
+
+_ASKED_READINGS = 3
+"""In a row: a driver that asks for so long means it. Invented."""
+
+_STILL_S = 30.0
+"""A worker in one phase for so long has stopped, or its step is a long one. Invented."""
+_IDLE, _BUSY = 0.02, 0.9
+"""Shares of the time. Invented."""
+_WAIT_READINGS = 60
+"""Readings, before a worker's share of waiting counts. Invented."""
+_WAITS_LITTLE, _WAITS_MUCH = 0.02, 0.2
+"""Shares of these. Invented."""
+
+
+def judge(
+    histories: Mapping[tuple[Kind, str], Sequence[Reading]], node: str, at_s: float
+) -> list[Sign]:
+    """What is out of order on a node.
+
+    Args:
+        histories: the readings of each thing within the window, in order; none is empty.
+        node: the node.
+        at_s: now, in seconds since the epoch.
+    """
+    gpu_of = {
+        pid: series
+        for (kind, _), series in histories.items()
+        if kind == "gpu"
+        for pid in series[-1].pids
+    }
+    found: list[Sign] = []
+    for (kind, _), series in histories.items():
+        say = _Say(series[-1], node, at_s)
+        if kind == "gpu":
+            found += _judge_gpu(series, say)
+        elif kind == "efa":
+            found += _judge_efa(series, say)
+        elif kind == "nic":
+            found += _judge_nic(series, say)
+        elif kind == "mount":
+            found += _judge_mount(series, say)
+        else:
+            gpus = [gpu_of[pid] for pid in series[-1].pids if pid in gpu_of]
+            found += _judge_worker(series, gpus[0] if gpus else None, say)
+    return found
+
+
+class _Say:
+    """Makes the signs of one thing.
+
+    Args:
+        latest: the latest reading of it.
+        node: where it is.
+        at_s: now, in seconds since the epoch.
+    """
+
+    def __init__(self, latest: Reading, node: str, at_s: float) -> None:
+        self._latest, self._node, self._at_s = latest, node, at_s
+
+    def __call__(
+        self,
+        name: str,
+        detail: str,
+        *,
+        role: Role,
+        cause: str,
+        subject: Subject,
+        remedy: Step | None = None,
+        decisive: bool = False,
+        repeated: bool = False,
+    ) -> Sign:
+        of = self._latest.of
+        return Sign(
+            name=name,
+            source="reading",
+            role=role,
+            cause=cause,
+            subject=subject,
+            detail=f"{self._latest.kind} {of}: {detail}",
+            of=of,
+            worker=of if self._latest.kind == "worker" else None,
+            node=self._node,
+            at_s=self._at_s,
+            decisive=decisive,
+            repeated=repeated,
+            remedy=remedy,
+        )
+
+
+# -- counters --------------------------------------------------------------------------------------
+
+
+def find_overflow(series: Sequence[Reading], name: str, burst: float) -> float | None:
+    """The largest rise of a counter that its token bucket could not take; None where it took all.
+
+    The bucket is full at the first reading and fills by one a second. A counter that falls was
+    reset.
+    """
+    tokens, worst = burst, None
+    for before, after in _pairs(series, name):
+        tokens = min(burst, tokens + (after.at_s - before.at_s) * _REFILL_PER_S)
+        rise = after.values[name] - before.values[name]
+        if rise > tokens:
+            worst = max(worst or 0.0, rise)
+        elif rise > 0:
+            tokens -= rise
+    return worst
+
+
+def _pairs(series: Sequence[Reading], name: str) -> Iterable[tuple[Reading, Reading]]:
+    return pairwise(reading for reading in series if name in reading.values)
+
+
+def _rises(series: Sequence[Reading], name: str) -> list[float]:
+    return [rise for a, b in _pairs(series, name) if (rise := b.values[name] - a.values[name]) > 0]
+
+
+def _judge_efa(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
+    for name, burst in EFA_BURSTS.items():
+        rise = find_overflow(series, name, burst)
+        if rise is not None:
+            yield say(
+                f"efa_{name}",
+                f"{name} rose by {rise:,.0f} at once (its bucket holds {burst:,.0f})",
+                role="cascade" if name in _ABOUT_THE_REMOTE else "confirmation",
+                cause="link",
+                subject="link",
+            )
+
+
+def _judge_nic(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
+    for name, burst in NIC_BURSTS.items():
+        rise = find_overflow(series, name, burst)
+        if rise is not None:
+            detail = f"{name} rose by {rise:,.0f} at once (its bucket holds {burst:,.0f})"
+            yield say(f"nic_{name}", detail, role="confirmation", cause="link", subject="link")
+    flaps = sum(_rises(series, "carrier_down_count"))
+    if flaps >= _FLAPS:
+        detail = f"the link went down {flaps:.0f} times in {_span_s(series):.0f} s"
+        yield say("link_flaps", detail, role="confirmation", cause="link", subject="link")
+
+
+# -- machines --------------------------------------------------------------------------------------
+
+
+def _judge_mount(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
+    if series[-1].values["read_only"] and not series[0].values["read_only"]:
+        yield say(
+            "disk_lost",
+            "it became read-only",
+            role="root",
+            cause="node",
+            subject="storage",
+            remedy="replace_node",
+            decisive=True,
+        )
+
+
+def _judge_gpu(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
+    values = series[-1].values
+    if values.get("lost"):
+        yield say(
+            "gpu_lost",
+            "the driver cannot reach it any more",
+            role="root",
+            cause="gpu_error",
+            subject="gpu",
+            remedy="reboot",
+            decisive=True,
+        )
+        return
+    yield from _judge_memory(series, say)
+    asked = [int(reading.values.get("recovery_action", 0)) for reading in series]
+    if asked[-1]:
+        name, remedy = _recovery(asked[-1])
+        yield say(
+            "recovery_action",
+            f"the driver asks for: {name}",
+            role="root",
+            cause="gpu_error",
+            subject="gpu",
+            remedy=remedy,
+            repeated=len(asked) >= _ASKED_READINGS and all(asked[-_ASKED_READINGS:]),
+        )
+    yield from _judge_gpu_links(series, say)
+    slowed = [
+        int(reading.values.get("throttle_reasons", 0)) & _HARDWARE_SLOWDOWN != 0
+        for reading in series
+    ]
+    share = sum(slowed) / len(slowed)
+    if share >= _SLOWED_SHARE and _span_s(series) >= 0.9 * WINDOW_S:
+        detail = f"the hardware slows its clocks {share:.0%} of the time"
+        yield say("throttled", detail, role="confirmation", cause="slow", subject="gpu")
+
+
+def _recovery(number: int) -> tuple[str, Step | None]:
+    """A recovery action of NVML, by its number there; later drivers have more of them."""
+    actions = list(RECOVERY_ACTIONS.items())
+    return actions[number] if number < len(actions) else (f"action {number}", "reboot")
+
+
+def _judge_memory(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
+    """Source of the remedies: gpud, leptonai/gpud (2026-08-22)."""
+    values = series[-1].values
+    uncorrected = _rises(series, "ecc_uncorrected_volatile")
+    if uncorrected:
+        yield say(
+            "ecc_uncorrected",
+            f"{sum(uncorrected):.0f} errors in its memory that could not be corrected",
+            role="root",
+            cause="gpu_error",
+            subject="gpu",
+            remedy="reset_gpu",
+            repeated=len(uncorrected) > 1,
+        )
+    if values.get("remap_failed"):
+        errors = values.get("ecc_uncorrected_volatile", 0)
+        yield say(
+            "remap_failed",
+            f"rows of its memory could not be replaced, {errors:.0f} errors not corrected",
+            role="root",
+            cause="gpu_error",
+            subject="gpu",
+            remedy="replace_node",
+            decisive=errors > 0,
+        )
+    elif values.get("remap_pending"):
+        yield say(
+            "remap_pending",
+            "rows of its memory will be replaced when it is reset",
+            role="confirmation",
+            cause="gpu_error",
+            subject="gpu",
+            remedy="reset_gpu",
+        )
+
+
+def _judge_gpu_links(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
+    bad = len(_rises(series[-_NVLINK_SAMPLES - 1 :], "nvlink_errors"))
+    if bad >= _NVLINK_BAD:
+        detail = f"new NVLink errors in {bad} of {_NVLINK_SAMPLES} readings"
+        yield say("nvlink_errors", detail, role="confirmation", cause="gpu_error", subject="link")
+    rise = find_overflow(series, "pcie_replays", _PCIE_BURST)
+    if rise is not None:
+        detail = f"PCIe replays rose by {rise:,.0f} at once"
+        yield say("pcie_replays", detail, role="confirmation", cause="gpu_error", subject="link")
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+
+def _judge_worker(
+    series: Sequence[Reading], gpu: Sequence[Reading] | None, say: _Say
+) -> Iterable[Sign]:
+    yield from _judge_still(_still(series), gpu, say)
+    yield from _judge_waiting(series, say)
+
+
+def _still(series: Sequence[Reading]) -> Sequence[Reading]:
+    """The latest readings between which the worker has entered no phase."""
+    marks = series[-1].values["marks"]
+    begin = len(series) - 1
+    while begin and series[begin - 1].values["marks"] == marks:
+        begin -= 1
+    return series[begin:]
+
+
+def _judge_still(
+    still: Sequence[Reading], gpu: Sequence[Reading] | None, say: _Say
+) -> Iterable[Sign]:
+    """What a worker does while it gets nowhere. Alone it says nothing: whether those that wait are
+    idle or busy depends on the backend. Who differs from the others is told in `diagnosis.py`."""
+    in_step = still[-1].values["waits"] or still[-1].values["works"]
+    seconds = _span_s(still)
+    if not in_step or seconds < _STILL_S:
+        return
+    if all(reading.values["in_kernel"] for reading in still[1:]):
+        yield say(
+            "in_kernel",
+            f"for {seconds:.0f} s in a call to the kernel that no signal ends",
+            role="confirmation",
+            cause="hang",
+            subject="worker",
+        )
+    share, whose = _activity(still, gpu)
+    if share <= _IDLE or share >= _BUSY:
+        yield say(
+            "idle" if share <= _IDLE else "busy",
+            f"for {seconds:.0f} s in one phase, {whose} at {share:.0%}",
+            role="confirmation",
+            cause="hang",
+            subject="worker",
+        )
+
+
+def _activity(still: Sequence[Reading], gpu: Sequence[Reading] | None) -> tuple[float, str]:
+    """The share of the time in which a worker did something, and by what that is measured."""
+    begin_s = still[0].at_s
+    used = [
+        reading.values["utilization_percent"] / 100
+        for reading in gpu or ()
+        if reading.at_s > begin_s and "utilization_percent" in reading.values
+    ]
+    if used:
+        return sum(used) / len(used), "its GPU"
+    cpu_s = still[-1].values["cpu_s"] - still[0].values["cpu_s"]
+    return cpu_s / _span_s(still), "its process"
+
+
+def _judge_waiting(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
+    """Whether a worker waits for others, or the others for it."""
+    steps = [r.values for r in series if r.values["waits"] or r.values["works"]]
+    if len(steps) < _WAIT_READINGS or series[0].values["marks"] == series[-1].values["marks"]:
+        return
+    share = sum(values["waits"] for values in steps) / len(steps)
+    if share <= _WAITS_LITTLE or share >= _WAITS_MUCH:
+        yield say(
+            "waits_little" if share <= _WAITS_LITTLE else "waits_much",
+            f"it waits for other replicas in {share:.0%} of {len(steps)} readings",
+            role="confirmation",
+            cause="slow",
+            subject="worker",
+        )
+
+
+def _span_s(series: Sequence[Reading]) -> float:
+    return series[-1].at_s - series[0].at_s

@@ -1,0 +1,65 @@
+"""The kernel's log, line by line, from now on.
+
+/dev/kmsg gives one record at a read: "priority,number,time,flags;text", with lines below it that
+begin with a blank, which are not needed. Source: Linux, Documentation/ABI/testing/dev-kmsg.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+KMSG = Path("/dev/kmsg")
+
+_MOST_LINES = 1000
+"""At one call: what a storm leaves behind is read with the next ones, or overwritten."""
+_RECORD_BYTES = 8192
+"""The kernel gives no longer ones."""
+
+
+def parse_record(record: bytes) -> str:
+    """The text of a record, its first line."""
+    _, _, text = record.decode(errors="replace").partition(";")
+    return text.split("\n", 1)[0]
+
+
+class KernelLog:
+    """Reads what the kernel says from its construction on.
+
+    Args:
+        path: where it can be read.
+
+    Raises:
+        OSError: it cannot, as in most containers.
+    """
+
+    def __init__(self, path: Path = KMSG) -> None:
+        self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.lseek(self._file, 0, os.SEEK_END)
+
+    def read(self) -> list[str]:
+        """The lines since the last call. Does not wait."""
+        lines: list[str] = []
+        while len(lines) < _MOST_LINES:
+            try:
+                record = os.read(self._file, _RECORD_BYTES)
+            except BlockingIOError:
+                break
+            except BrokenPipeError:
+                continue  # some were overwritten; the next read gives the oldest that is left
+            if not record:
+                break
+            lines.append(parse_record(record))
+        return lines
+
+    def close(self) -> None:
+        """Closes it."""
+        os.close(self._file)
+
+
+def open_kernel_log(path: Path = KMSG) -> KernelLog | None:
+    """The kernel's log; None where it may not be read."""
+    try:
+        return KernelLog(path)
+    except OSError:
+        return None

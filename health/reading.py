@@ -1,0 +1,31 @@
+"""What instruments show, in one form: names and numbers, with what they belong to.
+
+Instruments are `gpu.py`, `efa.py`, `nic.py`, `mounts.py` and `worker_load.py`. They only read;
+`judgement.py` says what follows. So what was recorded on one machine can be judged on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["gpu", "efa", "nic", "mount", "worker"]
+"""What was read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One look at one thing."""
+
+    kind: Kind
+    """What it is."""
+    of: str
+    """Which one: a GPU's bus address, a device with its port, an interface, a mount point, a
+    worker's name."""
+    at_s: float
+    """When, on the monotonic clock."""
+    values: Mapping[str, float]
+    """What was shown, by name; what cannot be had is left out."""
+    pids: tuple[int, ...] = ()
+    """Processes that use it, where that is known."""

@@ -1,0 +1,104 @@
+"""What speaks against each machine, over all runs; it counts for less as it grows older. Pure.
+
+A verdict such as a corrupt state makes a machine suspect for a day. What may have been the program
+as well makes it so only when it comes again within the day.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+HALF_LIFE_S = 86_400.0
+"""After which a mark counts half."""
+SUSPECT = 0.5
+"""From this score on a machine is suspect."""
+INCIDENT_S = 10.0
+"""Marks within so many seconds are one: all workers of a machine are lost with it."""
+_FORGOTTEN = 0.01
+"""A mark that counts for less is dropped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """One thing that speaks against a machine."""
+
+    time: float
+    """When it happened, in seconds since the epoch."""
+    weight: float
+    """What it counts when it is new: 0.5 or more makes a machine suspect by itself."""
+    cause: str
+    """Cause of the loss."""
+    run: str
+    """Name of the run that it happened in."""
+    detail: str
+    """The evidence in one line."""
+
+
+Record = Mapping[str, Sequence[Mark]]
+"""Machine -> its marks, in the order in which they came."""
+
+
+def score(marks: Sequence[Mark], now: float) -> float:
+    """What speaks against a machine at `now`, in seconds since the epoch."""
+    return math.fsum(_worth(mark, now) for mark in marks)
+
+
+def is_suspect(marks: Sequence[Mark], now: float) -> bool:
+    """Whether it is enough."""
+    return score(marks, now) >= SUSPECT
+
+
+def add_mark(record: Record, machine: str, mark: Mark) -> dict[str, tuple[Mark, ...]]:
+    """The record with another mark, and without what is too old to matter."""
+    kept = {
+        name: tuple(one for one in marks if _worth(one, mark.time) >= _FORGOTTEN)
+        for name, marks in record.items()
+    }
+    own = kept.get(machine, ())
+    if own and abs(mark.time - own[-1].time) <= INCIDENT_S:
+        own, mark = own[:-1], max(own[-1], mark, key=lambda one: one.weight)
+    kept[machine] = (*own, mark)
+    return {name: marks for name, marks in kept.items() if marks}
+
+
+def _worth(mark: Mark, now: float) -> float:
+    """The clocks of two machines may differ: what seems to come is new."""
+    return mark.weight * 0.5 ** (max(0.0, now - mark.time) / HALF_LIFE_S)
+
+
+def to_json(record: Record) -> dict[str, Any]:
+    """A record as a plain JSON object."""
+    return {"machines": {name: [asdict(mark) for mark in marks] for name, marks in record.items()}}
+
+
+def from_json(data: object) -> dict[str, tuple[Mark, ...]]:
+    """The record that `data` describes.
+
+    Raises:
+        ValueError: it describes none.
+    """
+    machines = data.get("machines") if isinstance(data, Mapping) else None
+    if not isinstance(machines, Mapping):
+        raise ValueError("it has no object 'machines'")
+    return {str(name): _marks(str(name), marks) for name, marks in machines.items()}
+
+
+def _marks(machine: str, marks: object) -> tuple[Mark, ...]:
+    if not isinstance(marks, list):
+        raise ValueError(f"the marks of {machine} are no list")
+    return tuple(_mark(machine, one) for one in marks)
+
+
+def _mark(machine: str, data: object) -> Mark:
+    kinds = {field.name: float if field.type == "float" else str for field in fields(Mark)}
+    if not isinstance(data, Mapping) or data.keys() != kinds.keys():
+        raise ValueError(f"a mark of {machine} has not the fields {', '.join(kinds)}")
+    for name, kind in kinds.items():
+        value = data[name]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and math.isfinite(value) if kind is float else isinstance(value, str)):
+            raise ValueError(f"{name} of a mark of {machine} is {value!r}")
+    return Mark(**data)

@@ -1,0 +1,72 @@
+"""A verdict against a machine: its node is drained, another comes, its worker fills the slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import _raylet
+from ray.cluster_utils import Cluster
+
+from elastic.protocol import events
+from elastic.protocol.events import Event
+from elastic.reporting.suspect_file import SuspectFile
+from tests.integration.test_growth import GrowingRun, joined, lost
+from tests.support import ROOT
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def machines() -> Iterator[Cluster]:
+    """A head without room for workers, and three nodes with room for one each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+        )
+        for _ in range(3):
+            cluster.add_node(num_cpus=1)
+        yield cluster
+        cluster.shutdown()
+
+
+def trains_on(all_: list[Event], node: str) -> bool:
+    """Whether three replicas stand, and the one with a worker of `node` has lanes."""
+    here = {e.worker for e in joined(all_) if e.node == node}
+    formed = [e for e in all_ if isinstance(e, events.ReplicaForming) and here & {*e.workers}]
+    *_, roster = (e for e in all_ if isinstance(e, events.RegroupDone))
+    lanes = roster.lanes
+    return bool(formed) and len(lanes) == 3 and bool(lanes.get(str(formed[-1].replica)))
+
+
+@pytest.mark.slow
+def test_a_machine_with_a_wrong_state_is_replaced(machines: Cluster, tmp_path: Path) -> None:
+    before = {node.node_id: node for node in machines.worker_nodes}
+    run = GrowingRun(machines, tmp_path, program=ROOT / "tests/support/replaced_node_run.py")
+    internals: Any = _raylet
+    fresh: set[str] = set()
+    try:
+        run.wait_for(
+            lambda all_: any(
+                isinstance(e, events.NodeReplacement) and e.outcome == "replaced" for e in all_
+            )
+        )
+        happened = run.wait_for(lambda all_: bool({e.node for e in joined(all_)} - before.keys()))
+        (new,) = fresh = {e.node for e in joined(happened)} - before.keys()
+        run.wait_for(lambda all_: trains_on(all_, new))
+        run.finish()
+        wrong = lost(run.events())[0]  # another worker may have started there before the verdict
+        begun, done = (e for e in run.events() if isinstance(e, events.NodeReplacement))
+        assert (begun.outcome, begun.node, wrong.cause) == ("begun", wrong.node, "corruption")
+        assert done.detail == "another Ray node with 1 CPUs was started on this machine"
+        raylet: Any = before[wrong.node].all_processes["raylet"][0].process
+        assert raylet.wait(PATIENCE_S) == 0
+        assert SuspectFile(tmp_path).read() == {}
+    finally:
+        run.close()
+        for node in fresh:  # the others are the cluster's to end
+            gcs = internals.GcsClient(address=machines.address)
+            gcs.drain_nodes([bytes.fromhex(node)], timeout=PATIENCE_S)

@@ -1,0 +1,100 @@
+"""The coordinator's parts around a small roster, without Ray: for tests of one more part."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from checkpointing import CheckpointConfig
+from elastic.config import HealthConfig
+from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.dispatcher import Dispatcher
+from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.workers import Workers
+from elastic.membership.decisions import GroupConfig
+from elastic.membership.machine import Membership
+from elastic.membership.progress import Progress
+from elastic.protocol import events
+from elastic.protocol.messages import Build, Identity, Report
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import read_events
+from trainer.loop.samples import Ledger
+from trainer.parallel.layout import ParallelDims
+
+
+class Agents:
+    """Notes whom they are to kill."""
+
+    def __init__(self) -> None:
+        self.killed: list[str] = []
+
+    async def signal(self, identity: Identity, number: int) -> None:
+        assert number == signal.SIGKILL
+        self.killed.append(identity.worker)
+
+
+class CoordinatorDesk:
+    """The coordinator's parts that have to do with it, and a roster of a, b and c, each on a node
+    of its own; `spares` wait on those that they are named after."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        least: int = 1,
+        spares: Sequence[str] = (),
+        health: HealthConfig | None = None,
+    ) -> None:
+        groups = GroupConfig(
+            max_replicas=3,
+            min_replicas=least,
+            dims=ParallelDims(),
+            lanes=3,
+            steps=30,
+            start_workers=3,
+            max_regroups_without_progress=8,
+        )
+        self.paths = RunPaths(root=root)
+        started = events.RunStarted(
+            time=0.0, name="r", layout={}, steps=30, start_step=0, versions={}
+        )
+        self.config = config = CoordinatorConfig(
+            groups=groups,
+            paths=self.paths,
+            prefix="run/",
+            health=health or HealthConfig(),
+            checkpoint=CheckpointConfig(),
+            generation=0,
+            restore_step=0,
+            snapshot=None,
+            started=started,
+            faults=(),
+            ledger=Ledger(seed=0, global_batch=1, lanes=1, samples=1),
+        )
+        self.membership = Membership(groups, Progress())
+        self.records = RunLog(config, self.membership)
+        self.dispatcher = Dispatcher(self.membership, self.records, lambda effects: None)
+        self.dispatcher.ready.set()
+        self.agents = Agents()
+        agents: Any = self.agents
+        snapshots: Any = None
+        self.workers = Workers(
+            config, self.membership, self.dispatcher, self.records, agents, snapshots
+        )
+        self.built: dict[str, int] = {}
+        for rank, worker in enumerate(("a", "b", "c", *spares)):
+            identity = Identity(worker=worker, rank=rank, node=worker[0].upper(), pid=rank)
+            self.workers.started[worker] = identity
+            self.join(worker)
+        for worker in ("a", "b", "c"):
+            self.join(worker, built=self.built[worker])
+
+    def join(self, worker: str, built: int = 0) -> None:
+        self.membership.join(Report(identity=self.workers.started[worker], built=built))
+        answers = self.membership.advance().answers
+        self.built.update({w: a.formed for w, a in answers.items() if isinstance(a, Build)})
+
+    def happened(self, kind: type[events.Event]) -> list[Any]:
+        return [event for event in read_events(self.paths.events) if isinstance(event, kind)]

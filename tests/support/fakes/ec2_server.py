@@ -1,0 +1,152 @@
+"""EC2 and Auto Scaling on this machine (moto, over real HTTP), which can run out of capacity.
+
+with ec2_server() as cloud:
+    cloud.refuse[SUBNET] = "InsufficientInstanceCapacity"   # RunInstances there, until removed
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+from urllib.request import Request, urlopen
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from tests.support.fakes.s3_server import CREDENTIALS
+
+TAG = {"Key": "cluster", "Value": "llama"}
+
+
+class Cloud:
+    """What a test asks and sets. `boto3` finds the server by its environment."""
+
+    def __init__(self) -> None:
+        self.refuse: dict[str, str] = {}
+        """Subnet, or "" for requests without one -> error code of RunInstances there."""
+        self.launches: list[dict[str, str]] = []
+        """The parameters of every RunInstances, as they came."""
+        self.ec2: Any = boto3.client("ec2")
+        self.scaling: Any = boto3.client("autoscaling")
+        (self.image, *_) = (one["ImageId"] for one in self.ec2.describe_images()["Images"])
+        self.subnets: list[str] = [
+            one["SubnetId"] for one in self.ec2.describe_subnets()["Subnets"]
+        ]
+
+    def template(self, name: str, **data: Any) -> str:
+        """A launch template. Returns its id."""
+        settings = {"ImageId": self.image, "InstanceType": "p5.48xlarge", **data}
+        made = self.ec2.create_launch_template(LaunchTemplateName=name, LaunchTemplateData=settings)
+        return str(made["LaunchTemplate"]["LaunchTemplateId"])
+
+    def instance(self, *, tagged: bool = True) -> dict[str, Any]:
+        """An instance in no group."""
+        tags = [{"ResourceType": "instance", "Tags": [TAG]}] if tagged else []
+        made = self.ec2.run_instances(
+            ImageId=self.image, MinCount=1, MaxCount=1, TagSpecifications=tags
+        )
+        self.launches.clear()
+        found: dict[str, Any] = made["Instances"][0]
+        return found
+
+    def group(self, name: str, size: int) -> list[str]:
+        """An Auto Scaling group. Returns its instances."""
+        template = self.template(f"{name}-template")
+        self.scaling.create_auto_scaling_group(
+            AutoScalingGroupName=name,
+            LaunchTemplate={"LaunchTemplateId": template},
+            MinSize=0,
+            MaxSize=size,
+            DesiredCapacity=size,
+            VPCZoneIdentifier=self.subnets[0],
+            Tags=[{**TAG, "PropagateAtLaunch": True}],
+        )
+        return self.members(name)
+
+    def members(self, group: str) -> list[str]:
+        """The instances of a group."""
+        (found,) = self.scaling.describe_auto_scaling_groups(AutoScalingGroupNames=[group])[
+            "AutoScalingGroups"
+        ]
+        return [one["InstanceId"] for one in found["Instances"]]
+
+    def look(self, instance: str) -> dict[str, Any]:
+        """An instance as EC2 describes it."""
+        (batch,) = self.ec2.describe_instances(InstanceIds=[instance])["Reservations"]
+        found: dict[str, Any] = batch["Instances"][0]
+        return found
+
+    def state(self, instance: str) -> str:
+        """Its state."""
+        return str(self.look(instance)["State"]["Name"])
+
+
+@contextmanager
+def ec2_server() -> Iterator[Cloud]:
+    """Runs the servers and sets credentials and endpoint."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as proxy,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        for name, value in CREDENTIALS.items():
+            patch.setenv(name, value)
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
+        try:
+            proxy.upstream = f"{host}:{port}"  # type: ignore[attr-defined]
+            proxy.cloud = None  # type: ignore[attr-defined]
+            proxy.cloud = cloud = Cloud()  # type: ignore[attr-defined]
+            yield cloud
+        finally:
+            proxy.shutdown()
+            thread.join()
+            # What it holds belongs to the process, not to the server.
+            reset = Request(f"http://{host}:{port}/moto-api/reset", method="POST")
+            urlopen(reset, timeout=10).close()
+            moto.stop()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Passes requests on, but for launches that are refused."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        server: Any = self.server
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        asked = {name: values[0] for name, values in parse_qs(body.decode()).items()}
+        if server.cloud is not None and asked.get("Action") == "RunInstances":
+            server.cloud.launches.append(asked)
+            subnet = asked.get("SubnetId") or asked.get("NetworkInterface.1.SubnetId", "")
+            if subnet in server.cloud.refuse:
+                return self._refuse(server.cloud.refuse[subnet])
+        upstream = http.client.HTTPConnection(server.upstream, timeout=60)
+        upstream.request("POST", urlsplit(self.path).path, body, dict(self.headers.items()))
+        answer = upstream.getresponse()
+        self._send(answer.status, answer.read())
+        upstream.close()
+
+    def _refuse(self, code: str) -> None:
+        error = f"<Error><Code>{code}</Code><Message>injected</Message></Error>"
+        self._send(400, f"<Response><Errors>{error}</Errors></Response>".encode())
+
+    def _send(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """What is asked is noted in `launches`."""

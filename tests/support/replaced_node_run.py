@@ -1,0 +1,30 @@
+"""A growing run of three replicas, in one of which a bit flips; a node on this machine takes the
+place of that replica's. As a program of its own.
+
+    python tests/support/replaced_node_run.py ADDRESS STORAGE GATE
+"""
+
+from __future__ import annotations
+
+import sys
+
+import ray
+
+from elastic import HealthConfig, LocalNodes, ScalingConfig, parse_faults
+from tests.support.growing_run import growing_trainer, write_left_behind
+
+EVERY = 5
+
+if __name__ == "__main__":
+    address, storage, gate = sys.argv[1:]
+    ray.init(address=address, log_to_driver=False)
+    growing_trainer(
+        storage,
+        gate,
+        ScalingConfig(max_replicas=3),
+        shard=1,
+        health=HealthConfig(compare_every=EVERY, replace_nodes=LocalNodes(cpus=1)),
+        # Between the reduction of a step and the comparison after it: no gradient has it.
+        faults=parse_faults(f"flip@{2 * EVERY - 1}.optimizer:1"),
+    ).fit()
+    write_left_behind(storage)

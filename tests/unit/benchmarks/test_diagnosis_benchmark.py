@@ -1,0 +1,58 @@
+"""That the benchmark's figures are what they say, and that they are good."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks import diagnosis
+from benchmarks._diagnosis_faults import FAULTS, PHASES, RANKS, fault_cases
+from benchmarks._diagnosis_recorded import recorded_cases
+from benchmarks.diagnosis import is_held_out, is_mistake, run, score
+
+FIGURES = ("precision", "recall", "worker_accuracy")
+
+
+def test_all_cases_are_judged_and_nobody_is_evicted_for_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    diagnosis.main([])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for part in (result, result["held_out"]):
+        assert all(part[figure] >= 0.99 for figure in FIGURES)
+        assert part["false_evictions"] == 0
+    assert result["cases"] + result["held_out"]["cases"] == len([*fault_cases(), *recorded_cases()])
+
+
+def test_every_fault_is_at_every_place_under_a_name_of_its_own() -> None:
+    names = [case.name for case in (*fault_cases(), *recorded_cases())]
+    assert len(fault_cases()) == len(FAULTS) * len(PHASES) * len(RANKS) == 144
+    assert len(names) == len(set(names))
+
+
+def test_about_a_third_is_held_out() -> None:
+    cases = [*fault_cases(), *recorded_cases()]
+    assert 0.25 < sum(map(is_held_out, cases)) / len(cases) < 0.4
+
+
+def test_mistakes_are_counted() -> None:
+    crash = next(case for case in fault_cases() if case.name == "sigkill.forward.middle")
+    outcome = run(crash)
+    assert not is_mistake(outcome)
+    expected = crash.expected
+
+    def figures(**wrong: Any) -> dict[str, object]:
+        changed = replace(outcome, case=replace(crash, expected=replace(expected, **wrong)))
+        assert is_mistake(changed)
+        return score([changed])
+
+    other = figures(cause="hang")
+    assert (other["precision"], other["recall"], other["worker_accuracy"]) == (0.0, 0.0, 0.0)
+    assert figures(cause=None, spared=frozenset({"w3"}))["false_evictions"] == 1
+    assert figures(workers=frozenset({"w4"}))["worker_accuracy"] == 0.0
+    assert figures(remedy="reboot")["worker_accuracy"] == 0.0
+    missed = replace(outcome, done=[])
+    assert is_mistake(missed) and score([missed])["recall"] == 0.0

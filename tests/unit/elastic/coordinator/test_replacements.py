@@ -1,0 +1,428 @@
+"""From a verdict against a machine to its replacement: told, held back, left first, and done."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.cli.main import main
+from elastic.config import HealthConfig
+from elastic.coordinator import replacements, suspicions
+from elastic.coordinator.aside import Aside
+from elastic.coordinator.replacements import Replacements
+from elastic.errors import NoCapacityError
+from elastic.node_config import KubeNodes
+from elastic.protocol import events
+from elastic.protocol.causes import CORRUPTION, CRASH, GPU_ERROR, LINK, NODE, Cause
+from elastic.providers.kube_api import KubeApi
+from elastic.providers.kube_nodes import KubeProvider
+from elastic.providers.node_provider import NodeIdentity, NodeProvider
+from elastic.providers.ray_nodes import RayProvider
+from elastic.reporting.suspect_file import SuspectFile
+from health.suspects import Mark
+from tests.support.coordinator_desk import CoordinatorDesk
+from tests.support.fakes.kube_server import kube_server
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Minutes as hundredths of a second. The dispatcher puts the collector off for longer than
+    these loops last."""
+    monkeypatch.setattr(suspicions, "ASK_S", 0.01)
+    for name in ("SETTLE_S", "LOOK_S", "LEAVE_S", "FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
+        monkeypatch.setattr(replacements, name, 0.01)
+    yield
+    gc.enable()
+
+
+class Desk(CoordinatorDesk):
+    """Workers a, b and c on nodes A, B and C, whose machines are m-A, m-B and m-C."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        provider: NodeProvider | None = None,
+        per_hour: int = 4,
+        head: str = "",
+        tells: bool = False,
+    ) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        super().__init__(root / "run", health=HealthConfig(max_replacements_per_hour=per_hour))
+        self.ended: list[str] = []
+        self.drained: list[str] = []
+        self.file = SuspectFile(root)
+        self.replacements = Replacements(
+            self.config,
+            self.workers,
+            self.records,
+            Aside(self.membership, self.dispatcher),
+            provider=provider or (None if tells else RayProvider(self.ended.append)),
+            find=lambda node: NodeIdentity(
+                node=node, address="10.0.0.1", instance=f"m-{node}", head=node == head
+            ),
+            drain=lambda node, deadline_s, reason: self.drained.append(node),
+        )
+
+    def run(self, story: Callable[[], Awaitable[None]]) -> None:
+        async def tell() -> None:
+            await asyncio.wait_for(story(), PATIENCE_S)
+            self.records.end("finished", None)
+            await self.dispatcher.advance()
+            await self.dispatcher.tell()  # whoever waits ends
+
+        asyncio.run(tell())
+
+    async def lose(self, *workers: str, cause: Cause = CORRUPTION) -> None:
+        for worker in workers:
+            await self.workers.lose(worker, cause, "as found")
+
+    async def outcomes(self, *expected: str) -> list[events.NodeReplacement]:
+        """Waits for these, in this order."""
+        while [e.outcome for e in self.told()] != list(expected):
+            assert len(self.told()) <= len(expected), self.told()
+            await asyncio.sleep(0.005)
+        return self.told()
+
+    def told(self) -> list[events.NodeReplacement]:
+        return self.happened(events.NodeReplacement)
+
+    def join_from(self, node: str) -> None:
+        self.records.note(
+            events.WorkerJoined(time=0.0, worker=f"{node}-new", node=node, pid=1, born_ticks=None)
+        )
+
+
+def mark(weight: float = 1.0, *, ago_s: float = 0.0) -> Mark:
+    return Mark(
+        time=time.time() - ago_s, weight=weight, cause="link", run="before", detail="64 bytes"
+    )
+
+
+@pytest.mark.parametrize("cause", [CORRUPTION, LINK, NODE])
+def test_a_machine_at_fault_is_drained_and_replaced(tmp_path: Path, cause: Cause) -> None:
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        await desk.lose("b", cause=cause)
+        begun, done = await desk.outcomes("begun", "replaced")
+        assert (begun.node, begun.machine, begun.reason) == ("B", "m-B", f"{cause}: as found")
+        assert done.detail.startswith("its Ray node was ended")
+
+    desk.run(story)
+    assert desk.ended == desk.drained == ["B"] and desk.workers.draining_nodes == {"B"}
+    assert desk.file.read() == {}, "there is no such machine any more"
+
+
+def test_what_may_have_been_the_program_needs_to_come_again(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    before = Mark(
+        time=time.time() - 3600, weight=0.3, cause="gpu_error", run="before", detail="Xid 79"
+    )
+    desk.file.add("m-C", before)
+
+    async def story() -> None:
+        await desk.lose("a", cause=CRASH)
+        await desk.lose("b", "c", cause=GPU_ERROR)
+        await desk.outcomes("begun", "replaced")
+        while "m-B" not in desk.file.read():
+            await asyncio.sleep(0.005)
+
+    desk.run(story)
+    assert desk.ended == ["C"] and desk.file.read().keys() == {"m-B"}
+
+
+def test_the_default_tells_what_would_be_done_and_does_nothing(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, tells=True)
+
+    async def story() -> None:
+        await desk.lose("b")
+        (told,) = await desk.outcomes("told")
+        assert told.detail == 'health.replace_nodes = "tell"; it would be replaced'
+        assert told.machine == "m-B"
+
+    desk.run(story)
+    assert desk.ended == desk.drained == [] and not desk.workers.draining_nodes
+    (remembered,) = desk.file.read()["m-B"]
+    assert (remembered.cause, remembered.run, remembered.detail) == (
+        "corruption",
+        "run",
+        "as found",
+    )
+
+
+def test_two_of_three_at_once_are_held_back_until_they_are_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replacements, "SETTLE_S", 0.5)
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        await desk.lose("b", "c")
+        held = await desk.outcomes("held_back", "held_back")
+        assert {e.machine for e in held} == {"m-B", "m-C"}
+        assert "2 of 3 machines are suspect at once, more than 20%" in held[-1].detail
+        assert desk.ended == []
+        assert main(["nodes", "clear", str(tmp_path), "m-B"]) == 0
+        # The other one is alone now, and may go.
+        all_ = await desk.outcomes("held_back", "held_back", "cleared", "begun", "replaced")
+        assert [e.machine for e in all_[2:]] == ["m-B", "m-C", "m-C"]
+
+    desk.run(story)
+    assert desk.ended == ["C"]
+
+
+def test_no_more_than_so_many_an_hour(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, per_hour=1)
+    begun = events.NodeReplacement(
+        time=time.time() - 1800, node="Z", machine="m-Z", outcome="begun", reason="", detail=""
+    )
+    done = events.NodeReplacement(
+        time=time.time() - 1700, node="Z", machine="m-Z", outcome="replaced", reason="", detail=""
+    )
+    desk.replacements.replay([begun, done])
+
+    async def story() -> None:
+        desk.replacements.begin()
+        await desk.lose("b")
+        (held,) = await desk.outcomes("held_back")
+        assert "health.max_replacements_per_hour = 1" in held.detail
+
+    desk.run(story)
+    assert desk.ended == []
+
+
+def test_a_machine_is_not_ended_while_a_worker_has_a_place_there(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.file.add("m-B", mark())
+
+    async def story() -> None:
+        desk.join_from("B")
+        (begun,) = await desk.outcomes("begun")
+        assert begun.reason == "remembered of run before: link: 64 bytes"
+        while desk.drained != ["B"]:
+            await asyncio.sleep(0.005)
+        assert desk.workers.work_on("B") and desk.ended == []
+        assert "b" in desk.membership.places.retired
+        await desk.lose("b", cause=CRASH)
+        await desk.outcomes("begun", "replaced")
+
+    desk.run(story)
+    assert desk.ended == ["B"]
+    (drained,) = desk.happened(events.Draining)
+    assert (drained.workers, drained.node) == (["b"], "B")
+
+
+def test_what_is_remembered_fades(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.file.add("m-B", mark(ago_s=90_000))
+    desk.file.add("m-C", mark())
+
+    async def story() -> None:
+        desk.join_from("B")
+        desk.join_from("C")
+        (begun,) = await desk.outcomes("begun")
+        assert begun.machine == "m-C"
+
+    desk.run(story)
+
+
+class Scarce:
+    """A provider without capacity for a while, or one that fails."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.asked = list(errors), 0
+
+    def machine_of(self, node: NodeIdentity) -> str:
+        return node.name
+
+    def replace(self, node: NodeIdentity, machine: str, reason: str) -> str:
+        self.asked += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return "done"
+
+    def complaints(self) -> dict[str, str]:
+        return {}
+
+
+def test_without_capacity_it_is_asked_again(tmp_path: Path) -> None:
+    provider = Scarce(NoCapacityError("m-B", "no capacity", "Add subnets"))
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        await desk.lose("b")
+        _, held, done = await desk.outcomes("begun", "held_back", "replaced")
+        assert held.detail == "m-B: no capacity. Add subnets. Asked again in 0.01 s"
+        assert done.detail == "done"
+
+    desk.run(story)
+    assert provider.asked == 2
+
+
+def test_a_provider_that_fails_harms_nobody(tmp_path: Path) -> None:
+    provider = Scarce(PermissionError("no rights"))
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        await desk.lose("b")
+        *_, failed = await desk.outcomes("begun", "failed")
+        assert failed.detail == "PermissionError: no rights"
+        assert desk.membership.stopped is None
+
+    desk.run(story)
+    assert provider.asked == 1 and desk.file.read().keys() == {"m-B"}
+
+
+class Forgetful(Scarce):
+    """Does not know its machines at first."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.left = times
+
+    def machine_of(self, node: NodeIdentity) -> str:
+        self.left -= 1
+        if self.left >= 0:
+            raise LookupError("no instance has this address")
+        return f"i-{node.node}"
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_machine_that_is_not_known_is_asked_for_again_and_not_replaced(
+    tmp_path: Path, times: int
+) -> None:
+    provider = Forgetful(times)
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        await desk.lose("b")
+        if times == 1:
+            begun, _ = await desk.outcomes("begun", "replaced")
+            assert begun.machine == "i-B"
+        else:
+            (failed,) = await desk.outcomes("failed")
+            assert failed.detail == "it is not known: LookupError: no instance has this address"
+
+    desk.run(story)
+    assert provider.asked == (times == 1)
+
+
+def test_rays_head_is_left_alone(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, head="B")
+
+    async def story() -> None:
+        await desk.lose("b")
+        (failed,) = await desk.outcomes("failed")
+        assert failed.detail == "Ray's head is there: the cluster would end"
+
+    desk.run(story)
+    assert desk.ended == desk.drained == []
+
+
+def test_a_record_that_cannot_be_read_does_not_stop_a_verdict(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.file.path.write_text("{")
+
+    async def story() -> None:
+        desk.join_from("C")
+        await desk.lose("b")
+        await desk.outcomes("begun", "replaced")
+        assert desk.membership.stopped is None
+
+    desk.run(story)
+    assert desk.ended == ["B"] and desk.file.path.read_text() == "{"
+
+
+@pytest.mark.parametrize("outcome", ["begun", "held_back"])
+def test_a_coordinator_that_is_started_anew_goes_on(
+    tmp_path: Path, outcome: events.ReplacementOutcome
+) -> None:
+    desk = Desk(tmp_path)
+    before = events.NodeReplacement(
+        time=time.time(), node="B", machine="m-B", outcome=outcome, reason="link: r", detail=""
+    )
+    desk.replacements.replay([before])
+
+    async def story() -> None:
+        desk.replacements.begin()
+        await desk.lose("b", cause=CRASH)
+        expected = ["replaced"] if outcome == "begun" else ["begun", "replaced"]
+        *_, done = await desk.outcomes(*expected)
+        assert (done.node, done.reason) == ("B", "link: r")
+
+    desk.run(story)
+    assert desk.ended == ["B"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "held"), [("begun", True), ("replaced", True), ("told", True), ("cleared", False)]
+)
+def test_after_a_new_start_others_that_are_suspect_count(
+    tmp_path: Path, outcome: events.ReplacementOutcome, held: bool
+) -> None:
+    desk = Desk(tmp_path)
+    now = time.time()
+    desk.replacements.replay(
+        events.NodeReplacement(time=now, node="Z", machine="m-Z", outcome=one, reason="", detail="")
+        for one in ("held_back", outcome)
+    )
+
+    async def story() -> None:
+        await desk.lose("b")
+        if held:
+            await desk.outcomes("held_back")
+        else:
+            await desk.outcomes("begun", "replaced")
+
+    desk.run(story)
+
+
+def test_by_default_a_machine_of_before_is_told_of(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, tells=True)
+    desk.file.add("m-B", mark())
+
+    async def story() -> None:
+        desk.join_from("C")
+        desk.join_from("B")
+        (told,) = await desk.outcomes("told")
+        assert (told.node, told.reason) == ("B", "remembered of run before: link: 64 bytes")
+
+    desk.run(story)
+    assert desk.file.read().keys() == {"m-B"}
+
+
+def test_what_the_platform_says_twice_speaks_against_a_machine(tmp_path: Path) -> None:
+    """KubeRay's pod m-B runs on node n2, and EKS's agent has found a fault there."""
+    (tmp_path / "account").mkdir()
+    with kube_server(tmp_path / "account") as kube:
+        for index, pod in enumerate(("m-A", "m-B", "m-C"), start=1):
+            kube.add_node(f"n{index}")
+            kube.add_pod(pod, f"n{index}")
+        provider = KubeProvider(KubeNodes(), KubeApi(kube.account))
+        desk = Desk(tmp_path / "storage", provider=provider)
+        fault: dict[str, Any] = {"type": "NetworkingReady", "status": "False", "reason": "EFA"}
+
+        async def story() -> None:
+            desk.replacements.begin()
+            while kube.calls.count("GET /api/v1/nodes") < 3:
+                await asyncio.sleep(0.005)
+            assert desk.told() == []
+            kube.nodes["n2"]["status"]["conditions"].append(fault)
+            (begun,) = await desk.outcomes("begun")
+            assert (begun.node, begun.machine) == ("B", "n2")
+            assert begun.reason == "platform: NetworkingReady: EFA"
+            await desk.lose("b", cause=CRASH)
+            await desk.outcomes("begun", "replaced")
+
+        desk.run(story)
+        assert kube.nodes["n2"]["spec"]["unschedulable"] is True
+        assert kube.pods.keys() == {"m-A", "m-C"}

@@ -1,0 +1,80 @@
+"""A look at this machine, with its own kernel log where that may be written to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from elastic.node.health_watch import SAMPLE_S, HealthWatch, own_names, start_health_watch
+from health.heartbeat import Record
+from health.kernel_log import KMSG
+from health.verdict import Sign
+from health.worker_load import WorkerState
+
+
+@pytest.fixture
+def idle() -> Iterator[WorkerState]:
+    """A worker that does nothing, in a phase in which it waits."""
+    process = subprocess.Popen(["sleep", "1000"])
+    record = Record(serial=3, step=2, phase=3, phase_s=0, beat_s=0, collectives=0, thread=1, left=0)
+    yield WorkerState(worker="w1", pid=process.pid, record=record, waits=True, works=False)
+    process.kill()
+    process.wait()
+
+
+def told_of(worker: WorkerState | None) -> tuple[HealthWatch, list[list[Sign]]]:
+    told: list[list[Sign]] = []
+    states = [] if worker is None else [worker]
+    return HealthWatch("n1", lambda: states, told.append), told
+
+
+def about(told: list[list[Sign]], worker: str) -> list[set[str]]:
+    """Names of the signs of a worker: this machine may show others of its own."""
+    return [{sign.name for sign in signs if sign.worker == worker} for signs in told]
+
+
+def test_an_idle_worker_is_told_of_once(idle: WorkerState) -> None:
+    watch, told = told_of(idle)
+    for look in range(20):
+        watch.look(1000 + look * SAMPLE_S, 5000 + look * SAMPLE_S)
+    assert about(told, "w1").count({"idle"}) == 1
+    (sign,) = (sign for signs in told for sign in signs if sign.worker == "w1")
+    assert (sign.node, sign.at_s) == ("n1", 5000 + 6 * SAMPLE_S)
+
+
+def test_a_worker_that_has_ended_is_forgotten(idle: WorkerState) -> None:
+    watch, told = told_of(idle)
+    for look in range(7):
+        watch.look(1000 + look * SAMPLE_S, 0.0)
+    os.kill(idle.pid, 9)
+    os.waitpid(idle.pid, 0)
+    watch.look(1100.0, 0.0)
+    assert about(told, "w1") == [{"idle"}, set()]
+
+
+@pytest.mark.skipif(not os.access(KMSG, os.R_OK | os.W_OK), reason="may not write to /dev/kmsg")
+def test_a_line_of_the_kernel_is_told_of(idle: WorkerState) -> None:
+    watch, told = told_of(idle)
+    KMSG.write_text(f"Out of memory: Killed process {idle.pid} (sleep) total-vm:1kB\n")
+    watch.look(1000.0, 5000.0)
+    assert about(told, "w1") == [{"oom_killed"}]
+
+
+def test_it_looks_on_a_thread_that_holds_nobody_up() -> None:
+    asked = threading.Event()
+
+    def states() -> list[WorkerState]:
+        asked.set()
+        raise OSError("this ends the thread, and no more")
+
+    start_health_watch("n1", states, lambda signs: None)
+    assert asked.wait(30)
+
+
+def test_a_machine_has_a_name() -> None:
+    assert os.uname().nodename in own_names()
+    assert all(own_names())

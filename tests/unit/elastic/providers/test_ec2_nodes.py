@@ -1,0 +1,176 @@
+"""Instances that are replaced, against moto's EC2 and Auto Scaling over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elastic.errors import NoCapacityError, ReplaceError
+from elastic.node_config import Ec2Nodes
+from elastic.providers.ec2_nodes import KEPT_TAG, REPLACES_TAG, Ec2Provider, plan_place
+from elastic.providers.node_provider import NodeIdentity
+from tests.support.fakes.ec2_server import TAG, Cloud, ec2_server
+
+NO_CAPACITY = "InsufficientInstanceCapacity"
+REASON = "its state was not that of the others"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Cloud]:
+    with ec2_server() as cloud:
+        yield cloud
+
+
+@pytest.fixture
+def cloud(server: Cloud) -> Cloud:
+    server.refuse.clear()
+    server.launches.clear()
+    return server
+
+
+def provider(**settings: Any) -> Ec2Provider:
+    config = Ec2Nodes(tag="cluster=llama", **settings)
+    config.check()
+    return Ec2Provider(config)
+
+
+def node(address: str = "10.0.0.9", instance: str = "") -> NodeIdentity:
+    return NodeIdentity(node="ab12", address=address, instance=instance)
+
+
+def tags(instance: dict[str, Any]) -> dict[str, str]:
+    return {tag["Key"]: tag["Value"] for tag in instance.get("Tags", ())}
+
+
+def test_an_instance_is_found_by_its_address_and_the_clusters_tag(cloud: Cloud) -> None:
+    ours, other = cloud.instance(), cloud.instance(tagged=False)
+    assert provider().machine_of(node(ours["PrivateIpAddress"])) == ours["InstanceId"]
+    with pytest.raises(ReplaceError, match="0 instances with the tag cluster=llama"):
+        provider().machine_of(node(other["PrivateIpAddress"]))
+    assert provider().machine_of(node(instance="i-0123")) == "i-0123", "Ray was told"
+
+
+def test_one_without_the_tag_is_left_alone(cloud: Cloud) -> None:
+    cloud.template("wrong-tag")
+    other = cloud.instance(tagged=False)["InstanceId"]
+    for settings in ({}, {"launch_template": "wrong-tag"}, {"keep_for_inspection": True}):
+        with pytest.raises(ReplaceError, match="tag cluster=llama, and it is left alone") as caught:
+            provider(**settings).replace(node(), other, REASON)
+        assert REASON in str(caught.value)
+    assert cloud.state(other) == "running" and not tags(cloud.look(other))
+    assert not cloud.launches
+
+
+def test_a_group_replaces_its_instance_at_the_same_size(cloud: Cloud) -> None:
+    bad, good = cloud.group("workers", 2)
+    said = provider().replace(node(), bad, REASON)
+    assert said == "it was terminated; its group workers starts another"
+    after = cloud.members("workers")
+    assert len(after) == 2 and good in after and bad not in after
+    assert cloud.state(bad) == "terminated"
+    again = provider().replace(node(), bad, REASON)
+    assert again == "it has ended already; its group starts another"
+    assert cloud.members("workers") == after
+
+
+def test_one_that_is_kept_leaves_its_group_and_runs_on(cloud: Cloud) -> None:
+    bad, good = cloud.group("keepers", 2)
+    provider(keep_for_inspection=True).replace(node(), bad, REASON)
+    after = cloud.members("keepers")
+    assert len(after) == 2 and good in after and bad not in after
+    assert cloud.state(bad) == "running" and tags(cloud.look(bad))[KEPT_TAG] == REASON
+
+
+def test_without_capacity_the_next_zone_is_asked_with_all_interfaces(cloud: Cloud) -> None:
+    cards = [
+        {"DeviceIndex": int(card > 0), "NetworkCardIndex": card, "InterfaceType": "efa"}
+        for card in range(4)
+    ]
+    cloud.template("with-efa", NetworkInterfaces=cards)
+    bad = cloud.instance()["InstanceId"]
+    first, second, third = cloud.subnets[:3]
+    cloud.refuse.update({first: NO_CAPACITY, third: NO_CAPACITY})
+    replaced = provider(launch_template="with-efa", subnets=(first, second, third))
+    said = replaced.replace(node(), bad, REASON)
+    assert [one["NetworkInterface.1.SubnetId"] for one in cloud.launches] == [first, second]
+    asked = cloud.launches[-1]
+    for card in range(4):
+        interface = f"NetworkInterface.{card + 1}"
+        assert asked[f"{interface}.NetworkCardIndex"] == str(card)
+        assert asked[f"{interface}.InterfaceType"] == "efa"
+        assert asked[f"{interface}.SubnetId"] == second
+    (new,) = cloud.ec2.describe_instances(
+        Filters=[{"Name": f"tag:{REPLACES_TAG}", "Values": [bad]}]
+    )["Reservations"][0]["Instances"]
+    assert said == f"instance {new['InstanceId']} was started; {bad} was terminated"
+    assert tags(new).items() >= {TAG["Key"]: TAG["Value"], REPLACES_TAG: bad}.items()
+    assert new["SubnetId"] == second and cloud.state(bad) == "terminated"
+
+
+def test_without_capacity_anywhere_the_old_one_stays_until_there_is(cloud: Cloud) -> None:
+    cloud.template("scarce")
+    bad = cloud.instance()["InstanceId"]
+    first, second = cloud.subnets[:2]
+    cloud.refuse.update({first: NO_CAPACITY, second: "Unsupported"})
+    replacing = provider(launch_template="scarce", subnets=(first, second))
+    with pytest.raises(NoCapacityError) as caught:
+        replacing.replace(node(), bad, REASON)
+    told = f"no capacity for scarce ({first}: {NO_CAPACITY}, {second}: Unsupported)"
+    assert told in str(caught.value)
+    assert cloud.state(bad) == "running"
+    cloud.refuse.clear()
+    replacing.replace(node(), bad, REASON)
+    assert cloud.state(bad) == "terminated"
+    assert [one["SubnetId"] for one in cloud.launches] == [first, second, first]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_full_reservation_gets_the_old_ones_place(cloud: Cloud, keep: bool) -> None:
+    """But not the place of one that is to be looked at."""
+    cloud.template(f"reserved-{keep}")
+    bad = cloud.instance()["InstanceId"]
+    cloud.refuse[""] = "ReservationCapacityExceeded"
+    replacing = provider(launch_template=f"reserved-{keep}", keep_for_inspection=keep)
+    with pytest.raises(NoCapacityError):
+        replacing.replace(node(), bad, REASON)
+    assert cloud.state(bad) == ("running" if keep else "terminated")
+    cloud.refuse.clear()
+    replacing.replace(node(), bad, REASON)
+    assert len(cloud.launches) == 2
+
+
+def test_what_was_started_before_is_not_started_again(cloud: Cloud) -> None:
+    cloud.template("once")
+    bad = cloud.instance()["InstanceId"]
+    keeping = provider(launch_template="once", keep_for_inspection=True)
+    first = keeping.replace(node(), bad, REASON)
+    assert keeping.replace(node(), bad, REASON) == first and len(cloud.launches) == 1
+
+
+def test_another_error_of_a_launch_is_none_of_capacity(cloud: Cloud) -> None:
+    cloud.template("forbidden")
+    bad = cloud.instance()["InstanceId"]
+    cloud.refuse[""] = "UnauthorizedOperation"
+    with pytest.raises(Exception, match="UnauthorizedOperation") as caught:
+        provider(launch_template="forbidden").replace(node(), bad, REASON)
+    assert not isinstance(caught.value, ReplaceError) and len(cloud.launches) == 1
+    assert cloud.state(bad) == "running"
+
+
+def test_without_group_and_template_it_says_what_is_missing(cloud: Cloud) -> None:
+    bad = cloud.instance()["InstanceId"]
+    with pytest.raises(ReplaceError, match=r"Set health\.replace_nodes\.launch_template"):
+        provider().replace(node(), bad, REASON)
+    assert cloud.state(bad) == "running"
+
+
+def test_each_interface_gets_the_subnet() -> None:
+    cards: list[dict[str, Any]] = [
+        {"NetworkCardIndex": 0},
+        {"NetworkCardIndex": 1, "InterfaceType": "efa-only"},
+    ]
+    place = plan_place(cards, "subnet-1")
+    assert place == {"NetworkInterfaces": [{**card, "SubnetId": "subnet-1"} for card in cards]}
+    assert plan_place([], "subnet-1") == {"SubnetId": "subnet-1"}

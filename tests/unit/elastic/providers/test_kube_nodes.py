@@ -1,0 +1,149 @@
+"""Nodes that Kubernetes replaces, against an API over TLS that keeps its semantics."""
+
+from __future__ import annotations
+
+import copy
+import ssl
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.errors import ReplaceError
+from elastic.node_config import KubeNodes
+from elastic.providers.kube_api import KubeApi
+from elastic.providers.kube_nodes import (
+    CONDITIONS,
+    HEALTH_LABEL,
+    REASON_NOTE,
+    KubeProvider,
+    find_complaints,
+)
+from elastic.providers.node_provider import NodeIdentity
+from tests.support.fakes.kube_server import Kube, kube_server
+
+POD = NodeIdentity(node="ab12", address="10.0.0.9", instance="ray-worker-7")
+REASON = "large messages did not pass"
+
+
+@pytest.fixture
+def kube(tmp_path: Path) -> Iterator[Kube]:
+    with kube_server(tmp_path) as kube:
+        kube.add_node("n1")
+        kube.add_node("n2")
+        kube.add_pod("ray-worker-7", "n1")
+        kube.add_pod("ray-worker-8", "n2", "10.0.0.10")
+        yield kube
+
+
+def provider(kube: Kube, **settings: Any) -> KubeProvider:
+    return KubeProvider(KubeNodes(**settings), KubeApi(kube.account))
+
+
+def test_the_machine_is_the_node_below_the_pod(kube: Kube) -> None:
+    assert provider(kube).machine_of(POD) == "n1"
+    unnamed = NodeIdentity(node="ab12", address="10.0.0.10", instance="")
+    assert provider(kube).machine_of(unnamed) == "n2"
+    kube.add_pod("ray-worker-7", None)
+    with pytest.raises(ReplaceError, match="ray-worker-7: namespace training has no such pod"):
+        provider(kube).machine_of(POD)
+    del kube.pods["ray-worker-7"]
+    with pytest.raises(ReplaceError, match="ray-worker-7: namespace training has no such pod"):
+        provider(kube).machine_of(POD)
+
+
+def test_a_node_is_cordoned_and_its_pod_deleted_and_nothing_else(kube: Kube) -> None:
+    before, other = copy.deepcopy(kube.nodes["n1"]), copy.deepcopy(kube.nodes["n2"])
+    said = provider(kube).replace(POD, "n1", REASON)
+    assert said == "the node was cordoned; pod ray-worker-7 was deleted"
+    before["spec"]["unschedulable"] = True
+    before["metadata"]["annotations"][REASON_NOTE] = REASON
+    assert kube.nodes == {"n1": before, "n2": other} and kube.pods.keys() == {"ray-worker-8"}
+    again = provider(kube).replace(POD, "n1", REASON)
+    assert again == "the node was cordoned; its pod is gone already"
+
+
+@pytest.mark.parametrize(
+    ("reboot", "status"),
+    [(False, "UnschedulablePendingReplacement"), (True, "UnschedulablePendingReboot")],
+)
+def test_hyperpod_is_asked_by_its_label(kube: Kube, reboot: bool, status: str) -> None:
+    kube.add_node("n1", **{HEALTH_LABEL: "Schedulable", "zone": "a"})
+    said = provider(kube, reboot=reboot).replace(POD, "n1", REASON)
+    assert said == f"HyperPod was asked for {status}; pod ray-worker-7 was deleted"
+    assert kube.nodes["n1"]["metadata"]["labels"] == {HEALTH_LABEL: status, "zone": "a"}
+    # What is rebooted comes back as the same node, and nobody would lift the cordon.
+    assert ("unschedulable" in kube.nodes["n1"]["spec"]) is not reboot
+
+
+def test_a_node_that_is_gone_counts_as_taken_out(kube: Kube) -> None:
+    del kube.nodes["n1"]
+    said = provider(kube).replace(POD, "n1", REASON)
+    assert said == "the node is gone already; pod ray-worker-7 was deleted"
+
+
+def test_a_pod_elsewhere_that_got_the_address_is_not_deleted(kube: Kube) -> None:
+    unnamed = NodeIdentity(node="ab12", address="10.0.0.10", instance="")
+    provider(kube).replace(unnamed, "n1", REASON)
+    assert kube.pods.keys() == {"ray-worker-7", "ray-worker-8"}
+
+
+def test_a_change_meets_others_and_is_made_again(kube: Kube) -> None:
+    kube.conflicts = 2
+    provider(kube).replace(POD, "n1", REASON)
+    assert kube.nodes["n1"]["spec"]["unschedulable"] is True
+    assert kube.calls.count("PATCH /api/v1/nodes/n1") == 3
+    kube.conflicts = 100
+    with pytest.raises(urllib.error.HTTPError, match="409"):
+        provider(kube).replace(POD, "n1", REASON)
+
+
+def test_the_token_is_read_anew(kube: Kube) -> None:
+    replacing = provider(kube)
+    assert replacing.machine_of(POD) == "n1"
+    kube.new_token("token-2")
+    assert replacing.machine_of(POD) == "n1"
+    (kube.account / "token").write_text("another's")
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        replacing.machine_of(POD)
+
+
+def test_a_server_of_another_authority_gets_no_token(kube: Kube, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with kube_server(tmp_path / "other") as other, pytest.raises(urllib.error.URLError) as caught:
+        (other.account / "ca.crt").write_bytes((kube.account / "ca.crt").read_bytes())
+        provider(other).machine_of(POD)
+    assert isinstance(caught.value.reason, ssl.SSLCertVerificationError) and not other.calls
+
+
+@pytest.mark.parametrize(("verb", "kind"), [("PATCH", "nodes"), ("DELETE", "pods")])
+def test_what_the_role_lacks_is_an_error(kube: Kube, verb: str, kind: str) -> None:
+    kube.forbidden.add((verb, kind))
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        provider(kube).replace(POD, "n1", REASON)
+    assert "ray-worker-7" in kube.pods
+
+
+def condition(kind: str, status: str) -> dict[str, str]:
+    return {"type": kind, "status": status, "reason": "NvidiaXID79Error", "message": "fell off"}
+
+
+def test_conditions_of_the_monitoring_agent_speak_against_a_node(kube: Kube) -> None:
+    """As EKS's agent sets them: True is good, and a fault is False."""
+    assert provider(kube).complaints() == {}
+    conditions = kube.nodes["n2"]["status"]["conditions"]
+    conditions += [condition(kind, "True") for kind in CONDITIONS]
+    conditions += [condition("MemoryPressure", "False"), condition("Ready", "False")]
+    assert provider(kube).complaints() == {}
+    conditions += [condition("AcceleratedHardwareReady", "False")]
+    told = "AcceleratedHardwareReady: NvidiaXID79Error fell off"
+    assert provider(kube).complaints() == {"n2": told}
+
+
+@pytest.mark.parametrize("kind", CONDITIONS)
+@pytest.mark.parametrize(("status", "bad"), [("True", False), ("Unknown", False), ("False", True)])
+def test_only_what_is_known_to_be_bad_counts(kind: str, status: str, bad: bool) -> None:
+    found = find_complaints({"status": {"conditions": [condition(kind, status)]}})
+    assert (found is not None) is bad

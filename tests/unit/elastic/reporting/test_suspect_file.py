@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from elastic.errors import SuspectFileError
+from elastic.reporting.suspect_file import SuspectFile
+from health.suspects import Mark
+
+
+def mark(time: float, run: str = "r") -> Mark:
+    return Mark(time=time, weight=1.0, cause="link", run=run, detail="d")
+
+
+def test_marks_are_kept_machine_by_machine(tmp_path: Path) -> None:
+    file = SuspectFile(tmp_path)
+    assert file.read() == {}
+    assert file.add("m", mark(0.0)) == (mark(0.0),)
+    assert file.add("n", mark(1.0)) == (mark(1.0),)
+    assert SuspectFile(tmp_path).add("m", mark(60.0)) == (mark(0.0), mark(60.0))
+    assert file.read() == {"m": (mark(0.0), mark(60.0)), "n": (mark(1.0),)}
+    assert file.clear("x") == 0 and file.clear("m") == 1 and file.read().keys() == {"n"}
+    assert file.clear(None) == 1 and file.read() == {} and not file.path.exists()
+
+
+def test_no_run_loses_the_mark_of_another(tmp_path: Path) -> None:
+    def add(run: int) -> None:
+        for number in range(20):
+            SuspectFile(tmp_path).add(f"m{run}-{number}", mark(1.0))
+
+    threads = [threading.Thread(target=add, args=[run]) for run in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(SuspectFile(tmp_path).read()) == 80
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"machines": {"m": [{}]}}'])
+def test_what_is_no_record_is_refused_and_left_as_it_is(tmp_path: Path, text: str) -> None:
+    file = SuspectFile(tmp_path)
+    file.path.write_text(text)
+    for act in (file.read, lambda: file.add("m", mark(0.0)), lambda: file.clear("m")):
+        with pytest.raises(SuspectFileError, match=f"`elastic nodes clear {tmp_path}` removes it"):
+            act()
+    assert file.path.read_text() == text
+    assert file.clear(None) == 0 and file.read() == {}

@@ -1,0 +1,180 @@
+"""From events to verdicts. What each sign means is tested in `tests/unit/health`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastic.protocol.causes import COLLECTIVE, CRASH, USER_ERROR, Cause
+from elastic.protocol.events import (
+    CrossGroupLost,
+    Event,
+    ReplicaForming,
+    SignsChanged,
+    StepRecord,
+    WorkerJoined,
+    WorkerLost,
+)
+from elastic.reporting.incidents import find_incidents
+from elastic.reporting.verdicts import AFTER_S, BEFORE_S, Advice, find_verdicts
+from health.verdict import Sign
+
+XID = Sign(
+    name="xid_79",
+    source="log",
+    role="root",
+    cause="gpu_error",
+    subject="gpu",
+    detail="GPU has fallen off the bus",
+    node="n1",
+    remedy="reboot",
+)
+GPU_LOST = replace(
+    XID, name="gpu_lost", source="reading", detail="cannot be reached", decisive=True
+)
+
+
+def lost(worker: str, time: float, cause: Cause = CRASH, detail: str = "gone") -> WorkerLost:
+    return WorkerLost(
+        time=time,
+        worker=worker,
+        node=f"n{worker[1:]}",
+        pid=1,
+        slot=f"replica {worker[1:]} shard 0 tensor 0",
+        cause=cause,
+        detail=detail,
+    )
+
+
+def shows(node: str, time: float, *signs: Sign, names: tuple[str, ...] = ()) -> SignsChanged:
+    return SignsChanged(
+        time=time, node=node, names=list(names), signs=[sign.to_json() for sign in signs]
+    )
+
+
+def found(*events: Event, steps: tuple[StepRecord, ...] = ()) -> list[Advice]:
+    return find_verdicts(events, steps, find_incidents(events, steps))
+
+
+def of(one: Advice) -> tuple[str, tuple[str, ...], tuple[str, ...], str | None]:
+    return (
+        one.verdict.cause,
+        one.verdict.workers,
+        one.verdict.nodes,
+        one.remedy,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shown", "cause"),
+    [
+        ((shows("n1", 100.0 - BEFORE_S, XID),), "gpu_error"),
+        ((shows("n1", 100.0 + AFTER_S, XID),), "gpu_error"),
+        ((shows("n1", 101.0 + AFTER_S, XID),), "crash"),
+        ((shows("n1", 20.0, XID),), "gpu_error"),  # it stood when the time began
+        ((shows("n1", 20.0, XID), shows("n1", 30.0)), "crash"),  # and here not any more
+        ((shows("n1", 20.0, XID), shows("n1", 90.0)), "gpu_error"),
+        ((shows("n0", 90.0, replace(XID, node="n0")),), "crash"),
+    ],
+)
+def test_signs_round_an_incident_explain_it(shown: tuple[Event, ...], cause: str) -> None:
+    events = sorted([*shown, lost("w1", 100.0)], key=lambda event: event.time)
+    assert found(*events)[0].verdict.cause == cause
+
+
+def test_a_verdict_has_what_is_due_and_where_training_went_on() -> None:
+    (one,) = found(shows("n1", 99.0, XID), lost("w1", 100.0))
+    assert of(one) == ("gpu_error", ("w1",), ("n1",), "reboot")
+    assert (one.time, one.step) == (100.0, 0)
+
+
+def test_the_same_fault_again_asks_for_more_until_a_step_is_committed() -> None:
+    crashes = [lost(f"w{i}", 100.0 + 1000 * i) for i in range(3)]
+    starts = [CrossGroupLost(time=1.0, generation=1, slot=None, reason="")]
+    separate = [replace(crash, slot=None) for crash in crashes]  # spares: an incident each
+    assert [of(f)[3] for f in found(*starts, *separate)] == [
+        "new_process",
+        "other_seat",
+        "replace_node",
+    ]
+    step = StepRecord(
+        step=0,
+        loss=1.0,
+        grad_norm=1.0,
+        lr=1.0,
+        tokens=1,
+        time=1500.0,
+        generation=1,
+        replicas=1,
+        sample_digests=[],
+    )
+    assert [of(f)[3] for f in found(*separate, steps=(step,))] == [
+        "new_process",
+        "other_seat",
+        "new_process",
+    ]
+
+
+def test_a_peer_that_exceptions_name_by_its_instance_id_is_blamed() -> None:
+    line = "NET/OFI completed with error (Unresponsive remote (was) Peer host id: i-0123456789)"
+    (one,) = found(
+        shows("n3", 1.0, names=("i-0123456789",)),
+        lost("w0", 100.0, COLLECTIVE, f"DistBackendError\n{line}"),
+        lost("w1", 100.1, COLLECTIVE, line),
+    )
+    assert of(one) == ("link", (), ("n3",), "other_seat")
+
+
+def test_a_group_that_failed_names_a_peer_too() -> None:
+    line = "Unresponsive remote (was previously responsive) Peer host id: i-0123456789"
+    advice = found(
+        shows("n3", 1.0, names=("i-0123456789",)),
+        CrossGroupLost(time=99.0, generation=2, slot="replica 0 shard 0 tensor 0", reason=line),
+        lost("w1", 100.0, COLLECTIVE, line),
+    )
+    assert ("link", (), ("n3",), "other_seat") in map(of, advice)
+
+
+def test_what_an_error_says_does_not_change_what_it_was() -> None:
+    text = "ValueError: CUDA error: uncorrectable ECC error encountered"
+    (one,) = found(lost("w1", 100.0, USER_ERROR, text))
+    assert of(one) == ("user_error", ("w1",), (), "new_process")
+
+
+def test_what_a_machine_shows_at_the_end_is_judged_too_unless_all_its_workers_are_gone() -> None:
+    joined = WorkerJoined(time=0.0, worker="w1", node="n1", pid=1, born_ticks=None)
+    (one,) = found(joined, shows("n1", 50.0, GPU_LOST))
+    assert of(one) == ("gpu_error", (), ("n1",), "reboot")
+    assert found(joined, shows("n1", 50.0, GPU_LOST), shows("n1", 60.0)) == []
+    once = found(joined, shows("n1", 50.0, GPU_LOST), lost("w1", 100.0))
+    assert [of(one) for one in once] == [("gpu_error", ("w1",), ("n1",), "reboot")]
+
+
+def test_a_slow_replica_is_named_at_the_end() -> None:
+    def paces(number: int, how: str) -> list[Event]:
+        worker = f"w{number}"
+        sign = Sign(
+            name=how,
+            source="reading",
+            role="confirmation",
+            cause="slow",
+            subject="worker",
+            detail=how,
+            worker=worker,
+            node=f"n{number}",
+        )
+        return [
+            WorkerJoined(time=0.0, worker=worker, node=f"n{number}", pid=1, born_ticks=None),
+            ReplicaForming(time=1.0, formed=number + 1, replica=number, workers=[worker]),
+            shows(f"n{number}", 50.0, sign),
+        ]
+
+    events = [e for i in range(3) for e in paces(i, "waits_little" if i == 1 else "waits_much")]
+    (one,) = found(*events)
+    assert of(one) == ("slow", ("w1",), (), "other_seat")
+
+
+def test_signs_of_another_version_are_passed_by() -> None:
+    event = SignsChanged(time=99.0, node="n1", names=[], signs=[{"later": 1}, XID.to_json()])
+    assert found(event, lost("w1", 100.0))[0].verdict.cause == "gpu_error"

@@ -1,0 +1,210 @@
+"""What is read of a machine: trees as the kernel shows them, and this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from health.efa import COUNTERS, read_efa
+from health.gpu import Gpus, bus_address
+from health.heartbeat import Record
+from health.kernel_log import KMSG, KernelLog, open_kernel_log, parse_record
+from health.mounts import read_mounts
+from health.nic import read_nics
+from health.worker_load import WorkerState, read_worker
+from tests.support.watching import wait_until
+
+
+def device(root: Path, name: str, vendor: str, kind: str, **counters: int) -> None:
+    """An RDMA device with a port, as sysfs has it."""
+    counted = root / name / "ports/1/hw_counters"
+    counted.mkdir(parents=True)
+    (root / name / "device").mkdir()
+    (root / name / "device/vendor").write_text(f"{vendor}\n")
+    (root / name / "device/device").write_text(f"{kind}\n")
+    for counter, value in counters.items():
+        (counted / counter).write_text(f"{value}\n")
+
+
+def test_efa_is_told_from_other_devices(tmp_path: Path) -> None:
+    device(tmp_path, "rdmap16s27", "0x1d0f", "0xefa2", rx_drops=7, retrans_bytes=9, lifespan=12)
+    device(tmp_path, "mlx5_0", "0x15b3", "0x101b", rx_drops=8)
+    device(tmp_path, "ena_0", "0x1d0f", "0xec20", rx_drops=8)
+    device(tmp_path, "other_0", "0x15b3", "0xefa2", rx_drops=8)
+    (reading,) = read_efa(3.0, tmp_path)
+    assert (reading.kind, reading.of, reading.at_s) == ("efa", "rdmap16s27 port 1", 3.0)
+    assert reading.values == {"rx_drops": 7.0, "retrans_bytes": 9.0}
+    assert set(reading.values) <= set(COUNTERS)
+    assert read_efa(0.0, tmp_path / "none") == []
+
+
+def test_interfaces(tmp_path: Path) -> None:
+    (tmp_path / "eth0/statistics").mkdir(parents=True)
+    (tmp_path / "eth0/statistics/rx_errors").write_text("4\n")
+    (tmp_path / "eth0/carrier_down_count").write_text("2\n")
+    (tmp_path / "lo/statistics").mkdir(parents=True)
+    (reading,) = read_nics(1.0, tmp_path)
+    assert reading.of == "eth0"
+    assert reading.values == {"rx_errors": 4.0, "carrier_down_count": 2.0}
+
+
+def test_the_interfaces_of_this_machine() -> None:
+    found = {reading.of for reading in read_nics(0.0)}
+    assert found == {p.name for p in Path("/sys/class/net").iterdir() if p.name != "lo"}
+    assert all("rx_errors" in reading.values for reading in read_nics(0.0))
+
+
+def test_mounts_of_disks_the_last_at_each_place(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/sda1 / ext4 rw,relatime,errors=remount-ro 0 0\n"
+        "proc /proc proc ro 0 0\n"
+        "/dev/sdb1 /data ext4 ro,errors=remount-ro 0 0\n"
+        "/dev/sdc1 /data xfs rw 0 0\n"
+        "/dev/sdd1 /old ext4 ro,relatime 0 0\n"
+    )
+    found = {reading.of: reading.values["read_only"] for reading in read_mounts(0.0, mounts)}
+    assert found == {"/": 0.0, "/data": 0.0, "/old": 1.0}
+    assert read_mounts(0.0)  # of this machine
+
+
+def state(pid: int) -> WorkerState:
+    record = Record(serial=9, step=1, phase=1, phase_s=0, beat_s=0, collectives=0, thread=1, left=0)
+    return WorkerState(worker="w1", pid=pid, record=record, waits=False, works=True)
+
+
+@pytest.fixture
+def busy_and_idle() -> Iterator[list[int]]:
+    """A process that computes, and one that sleeps."""
+    commands = ["sh", "-c", "while :; do :; done"], ["sleep", "1000"]
+    processes = [subprocess.Popen(command) for command in commands]
+    yield [process.pid for process in processes]
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def cpu_s(pid: int) -> float:
+    reading = read_worker(state(pid), time.monotonic())
+    assert reading is not None and reading.pids == (pid,)
+    assert reading.values["marks"] == 9 and reading.values["in_kernel"] == 0
+    return reading.values["cpu_s"]
+
+
+def test_who_computes_has_processor_time_and_who_sleeps_has_none(busy_and_idle: list[int]) -> None:
+    busy, idle = busy_and_idle
+    wait_until(lambda: cpu_s(busy) > 0.2, 20.0)
+    assert cpu_s(idle) < 0.1
+
+
+def test_of_a_worker_that_is_gone_nothing_is_read() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    assert read_worker(state(process.pid), 0.0) is None
+
+
+def test_the_text_of_a_kernel_record() -> None:
+    record = b"4,812,99,-;NVRM: Xid (PCI:0000:05:00): 79; gone\n SUBSYSTEM=pci\n DEVICE=+pci:0\n"
+    assert parse_record(record) == "NVRM: Xid (PCI:0000:05:00): 79; gone"
+    assert parse_record(b"\xff\xfe") == ""
+
+
+@pytest.mark.skipif(not os.access(KMSG, os.R_OK | os.W_OK), reason="may not write to /dev/kmsg")
+def test_the_kernel_log_is_read_from_its_opening_on() -> None:
+    def write(text: str) -> None:
+        KMSG.write_text(text)
+
+    write("elastictrainer test: before\n")
+    log = KernelLog()
+    assert log.read() == []
+    write("elastictrainer test: after\n")
+    assert "elastictrainer test: after" in log.read()
+    assert not any("elastictrainer" in line for line in log.read())
+    log.close()
+
+
+def test_where_the_kernel_log_may_not_be_read_there_is_none(tmp_path: Path) -> None:
+    assert open_kernel_log(tmp_path / "kmsg") is None
+
+
+# -- GPUs: NVML is not here, so what stands for it answers as its documentation says ---------------
+
+
+class NotSupportedError(Exception):
+    pass
+
+
+class LostError(NotSupportedError):
+    pass
+
+
+def refuse(*_: Any) -> Any:
+    raise NotSupportedError
+
+
+class Nvml(SimpleNamespace):
+    """Answers what it was given; whatever it was not, it does not support."""
+
+    NVMLError, NVMLError_GpuIsLost = NotSupportedError, LostError
+    NVML_SUCCESS = 0
+    NVML_VALUE_TYPE_UNSIGNED_INT = 1
+
+    def __getattr__(self, name: str) -> Any:
+        return refuse if name.startswith("nvmlDevice") else name
+
+
+def gpus(**answers: Any) -> Gpus:
+    return Gpus(
+        Nvml(  # type: ignore[arg-type]
+            nvmlDeviceGetCount=lambda: 2,
+            nvmlDeviceGetHandleByIndex=lambda index: refuse() if index == 0 else f"gpu {index}",
+            nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId="00000000:9B:00.0"),
+            **answers,
+        )
+    )
+
+
+def test_a_bus_address_is_that_of_the_kernel_log() -> None:
+    assert bus_address("00000000:9B:00.0") == "0000:9b:00"
+    assert bus_address("00000009:01:00.0") == "0009:01:00"
+
+
+def test_what_a_gpu_has_is_read_and_the_rest_is_left_out() -> None:
+    value = SimpleNamespace(uiVal=2, ullVal=99)
+    field = SimpleNamespace(nvmlReturn=0, valueType=1, value=value)
+    (reading,) = gpus(
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=97),
+        nvmlDeviceGetPowerUsage=lambda handle: 412_000,
+        nvmlDeviceGetRemappedRows=lambda handle: (4, 3, 0, 1),
+        nvmlDeviceGetFieldValues=lambda handle, fields: [field],
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=7)],
+    ).read(5.0)
+    assert (reading.of, reading.pids) == ("0000:9b:00", (7,))
+    assert reading.values == {
+        "lost": 0.0,
+        "utilization_percent": 97.0,
+        "power_w": 412.0,
+        "remap_pending": 0.0,
+        "remap_failed": 1.0,
+        "nvlink_errors": 2.0,
+        "nvlink_recoveries": 2.0,
+        "recovery_action": 2.0,
+    }
+
+
+def test_of_a_gpu_that_is_lost_nothing_else_is_said() -> None:
+    def lose(handle: str) -> Any:
+        raise LostError
+
+    (reading,) = gpus(
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=97),
+        nvmlDeviceGetMemoryInfo=lose,
+    ).read(5.0)
+    assert reading.values == {"lost": 1.0}

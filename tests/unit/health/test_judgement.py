@@ -1,0 +1,222 @@
+"""Readings of one thing, and the signs that they are. Numbers are ours; the limits that they are
+held against are those of the sources that `judgement.py` names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from health.judgement import WINDOW_S, find_overflow, judge
+from health.reading import Kind, Reading
+from health.verdict import Sign
+
+EVERY_S = 5.0
+
+
+def readings(kind: Kind, of: str, *values: dict[str, float], pids: tuple[int, ...] = ()) -> Any:
+    return [
+        Reading(kind=kind, of=of, at_s=EVERY_S * i, values=v, pids=pids)
+        for i, v in enumerate(values)
+    ]
+
+
+def judged(*histories: Sequence[Reading]) -> list[Sign]:
+    return judge({(h[0].kind, h[0].of): h for h in histories}, "n1", 7.0)
+
+
+def names(*histories: Sequence[Reading]) -> set[str]:
+    return {sign.name for sign in judged(*histories)}
+
+
+# -- counters --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counts", "worst"),
+    [
+        ((0, 100), None),
+        ((0, 101), 101),
+        ((5_000_000, 5_000_050), None),  # of a machine that has counted for long
+        ((0, 60, 105), None),  # 5 s have filled in 5 of the 60
+        ((0, 60, 106), 46),
+        ((0, 60, 106, 107), 46),  # what did not fit took nothing out
+        ((0, 100, 200, 300), 100),
+        ((900, 0, 100), None),  # reset, and no debt to the bucket
+        ((900, 0, 101), 101),  # nor a credit
+    ],
+)
+def test_a_bucket_of_100(counts: Sequence[float], worst: float | None) -> None:
+    series = readings("efa", "rdma0 port 1", *({"rx_drops": float(c)} for c in counts))
+    assert find_overflow(series, "rx_drops", 100) == worst
+
+
+def test_a_counter_that_a_device_lacks_says_nothing() -> None:
+    assert find_overflow(readings("efa", "rdma0", {}, {}), "rx_drops", 100) is None
+
+
+def test_efa_counters_about_the_other_side_do_not_speak_against_this_one() -> None:
+    counted = {"rx_drops": 0.0, "unresponsive_remote_events": 0.0, "retrans_pkts": 0.0}
+    more = {"rx_drops": 500.0, "unresponsive_remote_events": 500.0, "retrans_pkts": 500.0}
+    signs = judged(readings("efa", "rdma0 port 1", counted, more))
+    assert {(s.name, s.role, s.cause, s.node) for s in signs} == {
+        ("efa_rx_drops", "confirmation", "link", "n1"),
+        ("efa_unresponsive_remote_events", "cascade", "link", "n1"),
+    }
+
+
+def test_an_interface() -> None:
+    quiet = {"rx_dropped": 0.0, "carrier_down_count": 1.0}
+    assert names(readings("nic", "eth0", quiet, quiet)) == set()
+    assert names(readings("nic", "eth0", quiet, {**quiet, "carrier_down_count": 3.0})) == set()
+    assert names(
+        readings("nic", "eth0", quiet, {"rx_dropped": 1e6, "carrier_down_count": 4.0})
+    ) == {
+        "nic_rx_dropped",
+        "link_flaps",
+    }
+
+
+# -- machines --------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_becomes_read_only_is_lost_and_one_that_was_is_not() -> None:
+    writable, read_only = {"read_only": 0.0}, {"read_only": 1.0}
+    (sign,) = judged(readings("mount", "/", writable, read_only))
+    assert (sign.name, sign.decisive, sign.remedy) == ("disk_lost", True, "replace_node")
+    assert judged(readings("mount", "/", read_only, read_only)) == []
+
+
+WELL = {
+    "lost": 0.0,
+    "ecc_uncorrected_volatile": 3.0,
+    "remap_pending": 0.0,
+    "remap_failed": 0.0,
+    "recovery_action": 0.0,
+    "throttle_reasons": 4.0,  # NVML: a power cap
+}
+
+
+@pytest.mark.parametrize(
+    ("then", "expected"),
+    [
+        ([WELL] * 200, set()),
+        ([{"lost": 1.0}], {("gpu_lost", "root", "reboot", True, False)}),
+        (
+            [{**WELL, "remap_failed": 1.0}],
+            {("remap_failed", "root", "replace_node", True, False)},
+        ),
+        (
+            [{**WELL, "remap_failed": 1.0, "ecc_uncorrected_volatile": 0.0}],
+            {("remap_failed", "root", "replace_node", False, False)},
+        ),
+        (
+            [{**WELL, "remap_pending": 1.0}],
+            {("remap_pending", "confirmation", "reset_gpu", False, False)},
+        ),
+        (
+            [{**WELL, "ecc_uncorrected_volatile": 4.0}],
+            {("ecc_uncorrected", "root", "reset_gpu", False, False)},
+        ),
+        (
+            [{**WELL, "ecc_uncorrected_volatile": e} for e in (4.0, 6.0)],
+            {("ecc_uncorrected", "root", "reset_gpu", False, True)},
+        ),
+        (
+            [{**WELL, "recovery_action": 1.0}] * 2,
+            {("recovery_action", "root", "reset_gpu", False, False)},
+        ),
+        (
+            [{**WELL, "recovery_action": 2.0}] * 3,
+            {("recovery_action", "root", "reboot", False, True)},
+        ),
+        (
+            [{**WELL, "recovery_action": 7.0}],  # of a driver later than our table
+            {("recovery_action", "root", "reboot", False, False)},
+        ),
+        ([{**WELL, "recovery_action": 1.0}, WELL], set()),
+        (
+            [{**WELL, "throttle_reasons": 64.0}] * 120,
+            {("throttled", "confirmation", None, False, False)},
+        ),
+        ([{**WELL, "throttle_reasons": 64.0}] * 60, set()),  # not for ten minutes yet
+        (
+            [{**WELL, "nvlink_errors": float(i)} for i in range(20)],
+            {("nvlink_errors", "confirmation", None, False, False)},
+        ),
+        ([{**WELL, "nvlink_errors": float(i // 4)} for i in range(31)], set()),
+    ],
+)
+def test_a_gpu(then: list[dict[str, float]], expected: set[tuple[Any, ...]]) -> None:
+    signs = judged(readings("gpu", "0000:05:00", WELL, *then))
+    assert {(s.name, s.role, s.remedy, s.decisive, s.repeated) for s in signs} == expected
+    assert {(s.of, s.node) for s in signs} <= {("0000:05:00", "n1")}
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+
+def worker(
+    count: int,
+    *,
+    cpu_share: float,
+    phase: str = "works",
+    marks: float = 0.0,
+    in_kernel: float = 0.0,
+    of: str = "w1",
+    waiting: float = 0.0,
+) -> list[Reading]:
+    """A worker that enters `marks` phases between two readings, and waits in each n-th of them."""
+    every = round(1 / waiting) if waiting else 0
+    return [
+        Reading(
+            kind="worker",
+            of=of,
+            at_s=EVERY_S * i,
+            pids=(7,),
+            values={
+                "cpu_s": cpu_share * EVERY_S * i,
+                "marks": 50 + marks * i,
+                "waits": float(phase == "waits" or (every > 0 and i % every == 0)),
+                "works": float(phase == "works" and not (every > 0 and i % every == 0)),
+                "in_kernel": in_kernel,
+            },
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("series", "expected"),
+    [
+        (worker(7, cpu_share=0.0), {"idle"}),
+        (worker(7, cpu_share=0.0, phase="waits"), {"idle"}),
+        (worker(7, cpu_share=1.0), {"busy"}),
+        (worker(7, cpu_share=0.5), set()),
+        (worker(6, cpu_share=0.0), set()),  # for 25 s only
+        (worker(7, cpu_share=0.0, phase="parked"), set()),  # a spare
+        (worker(7, cpu_share=0.0, marks=1), set()),  # it goes on
+        (worker(7, cpu_share=0.0, in_kernel=1.0), {"idle", "in_kernel"}),
+        (worker(60, cpu_share=1.0, marks=9, waiting=0.0), {"waits_little"}),
+        (worker(60, cpu_share=1.0, marks=9, waiting=0.25), {"waits_much"}),
+        (worker(60, cpu_share=1.0, marks=9, waiting=0.1), set()),
+        (worker(59, cpu_share=1.0, marks=9), set()),
+    ],
+)
+def test_a_worker(series: list[Reading], expected: set[str]) -> None:
+    signs = judged(series)
+    assert {sign.name for sign in signs} == expected
+    assert {(sign.worker, sign.role) for sign in signs} <= {("w1", "confirmation")}
+
+
+def test_what_a_worker_with_a_gpu_does_shows_there() -> None:
+    still = worker(7, cpu_share=1.0)  # its thread spins while it waits
+    gpu = readings("gpu", "0000:05:00", *[{"utilization_percent": 0.0}] * 7, pids=(7,))
+    assert names(still, gpu) == {"idle"}
+    other = readings("gpu", "0000:05:00", *[{"utilization_percent": 0.0}] * 7, pids=(8,))
+    assert names(still, other) == {"busy"}
+
+
+def test_the_window_holds_enough_for_every_rule() -> None:
+    assert WINDOW_S / EVERY_S >= 60

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+
+from health.ladder import EMPTY, decide_step
+from health.verdict import Confidence, Step, Verdict
+
+
+def verdict(
+    cause: str,
+    remedy: Step | None = None,
+    confidence: Confidence = "certain",
+    node: str = "n1",
+) -> Verdict:
+    return Verdict(
+        cause=cause,
+        nodes=(node,),
+        evidence=("seen",),
+        confidence=confidence,
+        signs=(cause,),
+        remedy=remedy,
+    )
+
+
+def climb(found: Verdict, tries: int) -> list[Step | None]:
+    """What is done each time the same fault comes back, with no step in between."""
+    ledger, steps = EMPTY, []
+    for _ in range(tries):
+        steps.append(decide_step(found, ledger, 7))
+        ledger = ledger.with_try(found, 7)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("found", "steps"),
+    [
+        (
+            verdict("crash"),
+            ["new_process", "other_seat", "replace_node", "stop", "stop"],
+        ),
+        (verdict("collective"), ["retry", "new_process", "other_seat"]),
+        (verdict("user_error"), ["new_process", "stop"]),
+        (verdict("user_error", "replace_node"), ["new_process", "stop"]),
+        (verdict("gpu_error", "reset_gpu"), ["reset_gpu", "reboot", "replace_node", "stop"]),
+        (verdict("gpu_error"), ["new_process", "other_seat", "reset_gpu", "reboot"]),
+        (verdict("gpu_error", "retry"), ["new_process"]),  # no less than the cause asks for
+        (verdict("node"), ["replace_node", "stop"]),
+        (verdict("anothers_cause"), ["new_process", "other_seat"]),
+    ],
+)
+def test_each_time_more(found: Verdict, steps: list[Step | None]) -> None:
+    assert climb(found, len(steps)) == steps
+
+
+def test_nothing_is_done_for_a_weak_one() -> None:
+    assert climb(verdict("gpu_error", "reboot", "weak"), 3) == [None] * 3
+    assert climb(verdict("gpu_error", "reboot", "likely"), 1) == ["reboot"]
+
+
+def test_a_step_of_progress_begins_anew() -> None:
+    found = verdict("crash")
+    ledger = EMPTY.with_try(found, 7).with_try(found, 7)
+    assert (ledger.tries(found, 7), ledger.tries(found, 8)) == (2, 0)
+    assert decide_step(found, ledger, 8) == "new_process"
+    assert ledger.with_try(found, 8).tries(found, 8) == 1
+
+
+def test_a_fault_that_moves_to_another_machine_is_the_same_and_another_is_not() -> None:
+    ledger = EMPTY.with_try(verdict("crash"), 7)
+    assert decide_step(verdict("crash", node="n2"), ledger, 7) == "other_seat"
+    assert decide_step(verdict("hang"), ledger, 7) == "new_process"

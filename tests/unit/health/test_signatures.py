@@ -1,0 +1,229 @@
+"""Lines of logs, and what they say. Lines come from the sources that the table names."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from typing import Any, get_args
+
+import pytest
+
+from elastic.protocol.causes import known_causes
+from health.signatures import LINE_LENGTH, Log, Signature, find_sign, find_signs, known_signatures
+from health.verdict import STEPS, Role, Subject
+
+# The standard library's own, under the name that the interpreter has for it.
+parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+
+MOST_TRIES = 200_000
+"""Of one expression at one place of a line: the product of its repetitions."""
+
+EFA_LINE = (
+    "NET/OFI Request 0x7f456c224810 completed with error. RC: 103. Error: 4126 (Unresponsive "
+    "receiver (reachable by EFA device but handshake failed) My EFA addr: "
+    "fi_addr_efa://[fe80::c55:2eff:fe44:db5]:0:142160333 My host id: i-07792e0f955a9673b "
+    "Peer EFA addr: fi_addr_efa://[fe80::8ff:f7ff:fefc:bc43]:0:1879318055 Peer host id: {peer})"
+)
+
+LINES: list[tuple[Log, str, str, dict[str, Any]]] = [
+    (
+        "kernel",
+        "[111111111.111] NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', GPU has fallen off",
+        "xid_79",
+        {"of": "0000:05:00", "role": "root", "remedy": "reboot", "cause": "gpu_error"},
+    ),
+    ("kernel", "NVRM: Xid (0000:03:00): 13, Graphics", "xid_13", {"role": "confirmation"}),
+    ("kernel", "NVRM: Xid (PCI:0000:83:00): 45, pid=7", "xid_45", {"role": "cascade"}),
+    ("kernel", "NVRM: Xid (PCI:0000:83:00): 63, pid=7", "xid_63", {"role": "confirmation"}),
+    (
+        "kernel",
+        "NVRM: Xid (PCI:0009:01:00): 154, GPU recovery action changed from 0x0 (None) to "
+        "0x2 (Node Reboot Required)",
+        "gpu_recovery_action",
+        {"of": "0009:01:00", "remedy": "reboot"},
+    ),
+    (
+        "kernel",
+        "NVRM: Xid (PCI:0000:04:00): 144, SAW_MVB Nonfatal XC0 i0 Link 00 (0x01 0x01)",
+        "nvlink_nonfatal",
+        {"role": "confirmation"},
+    ),
+    (
+        "kernel",
+        "NVRM: Xid (PCI:0000:04:00): 144, SAW_MVB Fatal XC0 i0 Link 00 (0x01 0x02)",
+        "xid_144",
+        {"role": "root", "remedy": "reset_gpu"},
+    ),
+    (
+        "kernel",
+        "NVRM: GPU 0000:29:00.0: GPU has fallen off the bus.",
+        "gpu_off_the_bus",
+        {"of": "0000:29:00"},
+    ),
+    (
+        "kernel",
+        "nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 20034, Fatal, Link 63 LTSSM Fault Up",
+        "sxid_fatal",
+        {"of": "0000:05:00.0", "subject": "link"},
+    ),
+    (
+        "kernel",
+        "nvidia-nvswitch3: SXid (PCI:0000:05:00.0): 12028, Non-fatal, x",
+        "sxid_nonfatal",
+        {},
+    ),
+    ("kernel", "python[7]: segfault at 0 ip 0 sp 0 error 4 in libnccl.so.2", "nccl_segfault", {}),
+    (
+        "kernel",
+        "INFO: task python:7 blocked for more than 120 seconds.",
+        "hung_task",
+        {"worker": "w"},
+    ),
+    (
+        "kernel",
+        "nfs: server 10.0.3.7 not responding, still trying",
+        "nfs_silent",
+        {"of": "10.0.3.7"},
+    ),
+    (
+        "kernel",
+        "Memory cgroup out of memory: Killed process 7 (python) total-vm:1kB",
+        "oom_killed",
+        {"worker": "w", "cause": "out_of_memory"},
+    ),
+    (
+        "kernel",
+        "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=a,task=python,pid=7,uid=0",
+        "oom_constraint",
+        {"worker": "w"},
+    ),
+    ("kernel", "EXT4-fs (sda1): Remounting filesystem read-only", "remounted_read_only", {}),
+    (
+        "kernel",
+        "blk_update_request: I/O error, dev nvme1n1, sector 8",
+        "io_error",
+        {"of": "nvme1n1"},
+    ),
+    (
+        "kernel",
+        "nvme nvme1: I/O 5 QID 2 timeout, reset controller",
+        "disk_timeout",
+        {"of": "nvme1"},
+    ),
+    (
+        "worker",
+        EFA_LINE.format(peer="i-0f9e509bdf5c054bc"),
+        "efa_peer_unresponsive",
+        {"peer": "i-0f9e509bdf5c054bc", "node": "n1", "role": "root"},
+    ),
+    ("worker", EFA_LINE.format(peer="N/A"), "efa_peer_unnamed", {"peer": None, "role": "cascade"}),
+    (
+        "worker",
+        "NCCL WARN socketProgress: Connection closed by remote peer ip-10-0-1-5.ec2.internal<3746>",
+        "nccl_peer_closed",
+        {"peer": None, "role": "cascade"},
+    ),
+    (
+        "worker",
+        "[gloo/pair.cc:534] Connection closed by peer [10.0.0.2]:71",
+        "gloo_peer_closed",
+        {},
+    ),
+    ("worker", "torch.OutOfMemoryError: CUDA out of memory. Tried", "cuda_out_of_memory", {}),
+    ("worker", "CUDA error: uncorrectable ECC error encountered", "cuda_ecc", {"subject": "gpu"}),
+    ("worker", "KeyError: 'tokens'", "python_exception", {"cause": "user_error"}),
+]
+
+
+@pytest.mark.parametrize(("log", "line", "name", "shown"), LINES, ids=[row[2] for row in LINES])
+def test_a_line_says(log: Log, line: str, name: str, shown: dict[str, Any]) -> None:
+    sign = find_sign(line, log, "n1", 5.0, {7: "w"})
+    assert sign is not None
+    assert (sign.name, sign.source, sign.detail, sign.decisive) == (name, "log", line, False)
+    assert {key: getattr(sign, key) for key in shown} == shown
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("kernel", "bridge: port 3(port2) entered disabled state"),
+        ("kernel", "NVRM: Xid error: xyz, invalid data"),
+        ("kernel", "NVRM: Xid (PCI:0000:05:00): 99999, unknown error"),
+        ("kernel", "NVRM: Xid (PCI:0000:05:00): 43, pid=7, name=python"),  # IGNORE
+        (
+            "kernel",
+            "NVRM: Xid (PCI:0009:01:00): 154, GPU recovery action changed from 0x1 to 0x0 (None)",
+        ),
+        ("kernel", "Out of memory: Killed process 8 (mysqld) total-vm:1kB"),  # not a worker
+        ("worker", "NVRM: Xid (PCI:0000:05:00): 79, GPU has fallen off the bus."),  # not its to say
+        ("kernel", "KeyError: 'tokens'"),
+        ("worker", "the error of the KeyError: kind"),
+    ],
+)
+def test_a_line_says_nothing(log: Log, line: str) -> None:
+    assert find_sign(line, log, "n1", 5.0, {7: "w"}) is None
+
+
+def test_only_the_beginning_of_a_line_is_looked_at() -> None:
+    text = "CUDA out of memory"
+    assert find_sign("x" * (LINE_LENGTH - len(text)) + text, "worker", "n", 0.0, {}) is not None
+    assert find_sign("x" * (LINE_LENGTH - len(text) + 1) + text, "worker", "n", 0.0, {}) is None
+
+
+def test_of_many_lines_each_name_counts_once() -> None:
+    lines = ["KeyError: 1", "nothing", "KeyError: 2", "CUDA out of memory"]
+    found = find_signs(lines, "worker", "n1", 0.0)
+    assert [sign.name for sign in found] == ["python_exception", "cuda_out_of_memory"]
+
+
+@pytest.mark.parametrize("signature", known_signatures(), ids=lambda signature: signature.name)
+def test_an_entry_is_whole(signature: Signature) -> None:
+    assert signature.role in get_args(Role)
+    assert signature.subject in get_args(Subject)
+    assert signature.log in get_args(Log)
+    assert signature.cause in known_causes()
+    assert signature.remedy is None or signature.remedy in STEPS
+    assert signature.source
+    assert not signature.invented
+    assert (signature.blames == "nobody") <= (signature.role != "root")
+    assert (signature.blames == "peer") <= ("peer" in signature.regex.groupindex)
+    assert signature.regex.groupindex.keys() <= {"of", "pid", "peer", "xid", "action"}
+
+
+@pytest.mark.parametrize("signature", known_signatures(), ids=lambda signature: signature.name)
+def test_no_line_costs_an_expression_much(signature: Signature) -> None:
+    assert tries(parser.parse(signature.regex.pattern)) <= MOST_TRIES
+
+
+def test_a_costly_expression_would_be_found() -> None:
+    assert tries(parser.parse(r"a{1,1000}b{1,1000}")) > MOST_TRIES
+    for pattern in (r"a.*b", r"(a{1,3}){1,3}"):
+        with pytest.raises(AssertionError):
+            tries(parser.parse(pattern))
+
+
+def tries(pattern: Any, inside: bool = False) -> int:
+    """The product of all repetitions; each must be bounded, and none be in another."""
+    product = 1
+    for operation, argument in pattern:
+        name = str(operation)
+        if "REPEAT" in name:
+            least, most, item = argument
+            assert most is not parser.MAXREPEAT, "a repetition without a bound"
+            assert not inside or most == 1, "a repetition in another"
+            product *= (most - least + 1) * tries(item, inside or most > 1)
+        elif name == "SUBPATTERN":
+            product *= tries(argument[3], inside)
+        elif name == "BRANCH":
+            product *= max(tries(branch, inside) for branch in argument[1])
+    return product
+
+
+def test_needles_are_in_their_lines() -> None:
+    """A needle that the expression does not need would hide lines."""
+    for _, line, name, _ in LINES:
+        for signature in known_signatures():
+            if signature.name == name or (signature.name == "xid" and name.startswith("xid_")):
+                assert signature.needle in line
+                assert re.search(signature.regex, line)

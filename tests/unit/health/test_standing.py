@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from health.standing import MOST, Standing
+from health.verdict import Sign, sign_from_json
+
+READ = Sign(
+    name="remap_failed",
+    source="reading",
+    role="root",
+    cause="gpu_error",
+    subject="gpu",
+    detail="3 errors",
+    of="0000:05:00",
+)
+LINE = replace(READ, name="xid_79", source="log", detail="a line")
+
+
+def test_the_same_again_is_no_change_even_in_other_words() -> None:
+    standing = Standing()
+    assert standing.take([READ], 0.0)
+    assert not standing.take([replace(READ, detail="4 errors", at_s=9.0)], 5.0)
+    assert [sign.detail for sign in standing.signs] == ["4 errors"]
+    assert standing.take([replace(READ, decisive=True)], 10.0)
+    assert standing.take([READ, replace(READ, of="0000:06:00")], 15.0)
+
+
+def test_a_reading_stands_for_a_minute_and_a_line_for_ten() -> None:
+    standing = Standing()
+    standing.take([READ, LINE], 0.0)
+    assert not standing.take([], 59.0)
+    assert standing.take([], 60.0)
+    assert standing.signs == [LINE]
+    assert not standing.take([], 599.0)
+    assert standing.take([], 600.0)
+    assert standing.signs == []
+
+
+def test_a_line_that_comes_again_is_repeated_once() -> None:
+    standing = Standing()
+    standing.take([LINE], 0.0)
+    assert standing.take([LINE], 5.0)
+    assert standing.signs == [replace(LINE, repeated=True)]
+    assert not standing.take([LINE], 10.0)
+
+
+def test_a_storm_is_cut_short() -> None:
+    standing = Standing()
+    standing.take([replace(LINE, of=str(number)) for number in range(10 * MOST)], 0.0)
+    assert [sign.of for sign in standing.signs] == [str(number) for number in range(MOST)]
+
+
+def test_a_sign_goes_to_json_and_back_and_fields_of_other_versions_are_passed_by() -> None:
+    sign = replace(LINE, worker="w1", repeated=True, remedy="reboot")
+    data = sign.to_json()
+    assert "peer" not in data and sign_from_json({**data, "later": 1}) == sign
+    del data["cause"]
+    assert sign_from_json(data) is None

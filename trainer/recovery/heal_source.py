@@ -1,0 +1,161 @@
+"""The source of a heal: a healthy worker, which sends a copy of its state while it trains on.
+
+    heal-copy      copies the state to the host, block by block, begun at a step boundary; whatever
+                   changes the state waits for it alone
+    heal-listen    one for each address: takes connections
+    heal-send      one for each connection: sends its stream's blocks as soon as they are copied
+
+The host holds the state once, however many newcomers there are, and lets go of each block that all
+of them have been sent. On CUDA one block is pinned, no more: torch's pinned memory comes in powers
+of two and is kept for ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import mmap
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+
+from trainer.backend.interface import group_addresses
+from trainer.engine.engine import Engine
+from trainer.recovery.heal_wire import (
+    Facts,
+    Meeting,
+    Pace,
+    Sockets,
+    Stream,
+    send_block,
+    welcome,
+)
+from trainer.recovery.state_blocks import Block, beside_the_current, cut, flat_state
+
+log = logging.getLogger(__name__)
+
+_Blocks = SimpleQueue[tuple[int, torch.Tensor] | None]
+"""What one stream is to send: the position of each block and its bytes; None: no more."""
+
+
+class Source:
+    """A healthy worker's part. It never waits for a newcomer; `close` when leaving the generation.
+
+    Args:
+        engine: the state, at a step boundary now.
+        skipped_in_a_row: of its progress.
+        meeting: with its newcomers.
+    """
+
+    def __init__(self, engine: Engine, skipped_in_a_row: int, meeting: Meeting) -> None:
+        state = flat_state(engine)
+        self._facts = Facts(
+            sum(part.numel() for part in state), engine.state.optimizer_steps, skipped_in_a_row
+        )
+        self._meeting, self._device = meeting, engine.device
+        self._sockets, self._copied = Sockets(), threading.Event()
+        self._pace = Pace(meeting.bytes_per_s, self._sockets)
+        self._stream = beside_the_current(self._device)
+        self._unserved: dict[Stream, _Blocks] = {
+            Stream(newcomer, number): SimpleQueue()
+            for newcomer in range(meeting.newcomers)
+            for number in range(meeting.streams)
+        }
+        # The threads get tensors and not the engine, which they would keep alive.
+        blocks = deque(cut(state))
+        queues = dict(self._unserved)
+        self._start("heal-copy", partial(self._copy, blocks, queues))
+        self._start("heal-listen", self._open)
+
+    def await_copy(self) -> None:
+        """Called before the state changes."""
+        self._copied.wait()
+
+    def close(self) -> None:
+        """Ends the sending. The threads end by themselves."""
+        self._sockets.stop()
+        self._unserved.clear()
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                if not self._sockets.stopped():
+                    log.warning("a heal was not completed: %s", error)
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+    # -- the copy ----------------------------------------------------------------------------------
+
+    def _copy(self, blocks: deque[Block], queues: dict[Stream, _Blocks]) -> None:
+        try:
+            pinned = None
+            if self._stream is not None and blocks:
+                pinned = torch.empty(blocks[0].size_bytes, dtype=torch.uint8, pin_memory=True)
+            for number in itertools.cycle(range(self._meeting.streams)):
+                if not blocks or self._sockets.stopped():
+                    break
+                block = blocks.popleft()
+                copied = self._copy_block(block, pinned)
+                for stream, queue in queues.items():
+                    if stream.number == number:
+                        queue.put((block.position, copied))
+        finally:
+            blocks.clear()
+            self._copied.set()
+            for queue in queues.values():
+                queue.put(None)
+
+    def _copy_block(self, block: Block, pinned: torch.Tensor | None) -> torch.Tensor:
+        """On CUDA beside what the device computes, on a stream of its own."""
+        copied = _host_bytes(block.size_bytes)
+        into = copied if pinned is None else pinned[: block.size_bytes]
+        sizes = [view.numel() for view in block.views]
+        with torch.cuda.stream(self._stream):  # nothing on a CPU
+            for place, view in zip(into.split(sizes), block.views, strict=True):
+                place.copy_(view, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+            copied.copy_(into)
+        return copied
+
+    # -- the newcomers -----------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Listens on each address, and tells the newcomers."""
+        meet = self._meeting.rendezvous
+        listening = [
+            socket.create_server((host, 0)) for host in group_addresses(meet.host, meet.port)
+        ]
+        places = [one.getsockname() for one in listening]
+        for one in listening:
+            self._start("heal-listen", partial(self._take_all, one))
+        self._meeting.tell(places, self._sockets.stopped)
+
+    def _take_all(self, listening: socket.socket) -> None:
+        """Takes connections, until `close`."""
+        with self._sockets.holding(listening):
+            while True:
+                connection, _ = listening.accept()
+                self._start("heal-send", partial(self._serve, connection))
+
+    def _serve(self, connection: socket.socket) -> None:
+        with self._sockets.holding(connection):
+            stream = welcome(connection, self._meeting, self._facts)
+            blocks = self._unserved.pop(stream, None)
+            while blocks is not None and (block := blocks.get()) is not None:
+                position, data = block
+                self._pace.wait(data.numel())
+                send_block(connection, position, data.numpy().data)
+
+
+def _host_bytes(count: int) -> torch.Tensor:
+    """Memory that the kernel has back as soon as nothing refers to it."""
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)
