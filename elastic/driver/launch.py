@@ -151,7 +151,7 @@ class Launch:
         task = self.train.task.prepare(self.train, cache)
         tell("building the model on the driver, without weights")
         built = build_model(task, self.train)[0]
-        model = state_table(built, self.train.optimizer.moments)
+        model = state_table(built, self.train.optimizer)
         origin = self._find_origin(paths, identity, snapshot, model)
         if origin.manifest is not None:
             check_continues(origin.manifest, self.train, task)

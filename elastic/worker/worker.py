@@ -283,7 +283,7 @@ class Worker:
         if former is not None:
             engine.take_over(former)
         self.engine, self.built, self.mixed = engine, answer.formed, answer.kept != "none"
-        self.sums = LaneSums(self.job.lanes, engine.gradient.numel(), engine.device)
+        self.sums = engine.make_sums(self.job.lanes)
         self.link.injection.engine = engine
 
     # -- beside the steps --------------------------------------------------------------------------
@@ -438,7 +438,7 @@ class Worker:
         """The loop of this generation."""
         assert self.engine is not None
         if self.sums is None:  # a follower has no lanes
-            self.sums = LaneSums(self.job.lanes, self.engine.gradient.numel(), self.engine.device)
+            self.sums = self.engine.make_sums(self.job.lanes)
         joins = run.source_of(run.position) is not None
         return TrainLoop(
             self.engine,

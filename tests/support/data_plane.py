@@ -34,8 +34,6 @@ from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.compiled import keep_compiled
 from trainer.parallel.layout import Slot
-from trainer.replication.buckets import BUCKET_BYTES
-from trainer.replication.lane_sums import LaneSums
 from trainer.replication.lanes import deal_lanes
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit, Place
@@ -132,7 +130,6 @@ def make_engine(
     formation: int = 0,
     device: Device = "cpu",
     replicas: int = 1,
-    bucket_bytes: tuple[int, int] = BUCKET_BYTES,
 ) -> Engine:
     """The engine at place `index`, filled from the seed. All workers of its replica call it."""
     replica, rank = divmod(index, train.parallel.workers)
@@ -150,7 +147,6 @@ def make_engine(
         mesh=mesh,
         device=device,
         max_replicas=replicas,
-        bucket_bytes=bucket_bytes,
     )
     engine.initialize()
     return engine
@@ -169,7 +165,6 @@ def train_in_one_replica(
         train,
         replicas=1,
         lanes=1,
-        bucket_bytes=BUCKET_BYTES,
         saves=False,
     )
 
@@ -183,7 +178,6 @@ def train_at(
     train: TrainConfig,
     replicas: int,
     lanes: int,
-    bucket_bytes: tuple[int, int],
     saves: bool,
 ) -> WorkerResult | Exception:
     """Trains at place `index`, in this process. What it returns keeps nothing of the replica."""
@@ -196,7 +190,6 @@ def train_at(
         formation=formation,
         device=device,
         replicas=replicas,
-        bucket_bytes=bucket_bytes,
     )
     dealt = deal_lanes(lanes, tuple(range(replicas)))
     cross = CrossGroup(
@@ -212,7 +205,7 @@ def train_at(
     loop = TrainLoop(
         engine,
         cross,
-        LaneSums(lanes, engine.gradient.numel(), engine.device),
+        engine.make_sums(lanes),
         lanes=dealt[replica],
         progress=progress,
         config=LoopConfig(
@@ -262,7 +255,6 @@ def run_formations(
     lanes: int,
     orders: list[list[int]],
     device: Device = "cpu",
-    bucket_bytes: tuple[int, int] = BUCKET_BYTES,
     saves: bool = False,
 ) -> list[list[Any]]:
     """Trains once for each of `orders`, on the same processes, the i-th taking place `order[i]`.
@@ -278,7 +270,7 @@ def run_formations(
             store.port,
             orders,
             device,
-            (task, train, replicas, lanes, bucket_bytes, saves),
+            (task, train, replicas, lanes, saves),
             results,
         )
         mp.start_processes(_process, args=arguments, nprocs=workers, start_method="forkserver")

@@ -24,7 +24,6 @@ from trainer.config import TrainConfig
 from trainer.dryrun.shape import prepare_shape
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
-from trainer.replication.lane_sums import LaneSums
 from trainer.replication.lanes import deal_lanes
 from trainer.replication.replicas import CrossGroup
 
@@ -79,7 +78,7 @@ def _train(place: int, meet: Rendezvous, train: TrainConfig, replicas: int) -> N
     loop = TrainLoop(
         engine,
         cross,
-        LaneSums(lanes, engine.gradient.numel(), engine.device),
+        engine.make_sums(lanes),
         lanes=dealt[replica],
         progress=Progress(),
         config=config,

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.backend.groups import Device, check_replica_group, torch_device
+from trainer.backend.groups import (
+    Device,
+    abort_replica_group,
+    check_replica_group,
+    torch_device,
+)
 from trainer.config import TrainConfig
 from trainer.engine.batches import to_device
 from trainer.engine.build import build_model, family_of_task
@@ -37,6 +42,7 @@ from trainer.parallel.backward import BackwardWatch
 from trainer.parallel.layout import Slot
 from trainer.parallel.mesh import ReplicaMesh
 from trainer.replication.buckets import BUCKET_BYTES
+from trainer.replication.lane_sums import LaneSums
 from trainer.tasks.task import PreparedTask
 
 _NORM_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -58,7 +64,6 @@ class Engine:
         mesh: the replica's mesh.
         device: "cpu" or "cuda".
         max_replicas: gradient buffers are padded so that so many replicas can own equal pieces.
-        bucket_bytes: the least and the most that are reduced at once.
         heir_of: the engine whose memory it gets, for `take_over`.
     """
 
@@ -71,7 +76,6 @@ class Engine:
         mesh: ReplicaMesh,
         device: Device,
         max_replicas: int,
-        bucket_bytes: tuple[int, int] = BUCKET_BYTES,
         heir_of: Engine | None = None,
     ) -> None:
         self._padding, self._workers = max_replicas, train.parallel.workers
@@ -101,7 +105,7 @@ class Engine:
             self.model,
             room=self._room(),
             counted_elsewhere=self._elsewhere,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=train.bucket_bytes or BUCKET_BYTES[device],
         )
         self._watch = BackwardWatch(self.model, slot.dims.fsdp)
         self.compiles_next = train.compile != "off"
@@ -140,11 +144,19 @@ class Engine:
         )
 
     def replace_gradient(self) -> None:
-        """Takes a new buffer for the reduced gradient: an abandoned collective may still write to
-        the old."""
+        """Takes a new buffer for the reduced gradient: on Gloo an abandoned collective may still
+        write to the old."""
         self.gradient = torch.zeros(self.layout.count + self._padding, device=self.device)
         for leaf, grad in zip(self._leaves, self.layout.views(self.gradient), strict=True):
             leaf.grad = grad
+
+    def make_sums(self, lanes: int) -> LaneSums:
+        """Buffers for this worker's gradients, of a run with so many lanes."""
+        return LaneSums(*self._sums_of(lanes))
+
+    def _sums_of(self, lanes: int) -> tuple[int, int, torch.device, torch.dtype]:
+        dtype = getattr(torch, self.train_config.reduce_dtype)
+        return lanes, self.gradient.numel(), self.device, dtype
 
     def initialize(self) -> None:
         """Fills the weights from the seed or the pretrained files; the optimizer starts empty.
@@ -178,10 +190,15 @@ class Engine:
 
     def let_go_of_model(self) -> None:
         """Drops what keeps the replica's process group alive: the model, and what refers to it. The
-        gradient stays, in memory that no abandoned collective writes to."""
-        gradient = self.gradient
-        self.replace_gradient()
-        self.gradient.copy_(gradient)
+        gradient stays, in memory that no abandoned collective writes to: NCCL's end with the abort,
+        and there is no memory for a second one."""
+        if self.device.type == "cuda":
+            abort_replica_group()
+            torch.cuda.synchronize()
+        else:
+            gradient = self.gradient
+            self.replace_gradient()
+            self.gradient.copy_(gradient)
         self.layout.params.clear()
         self._lane, self._lane_views = torch.empty(0), []
         del self.model, self.mesh, self._watch

@@ -58,6 +58,7 @@ def test_a_valid_configuration_passes() -> None:
         ({"global_batch": 25}, "train.global_batch", 25),
         ({"global_batch": 28}, "train.global_batch", 28),
         ({"micro_batch": 0}, "train.micro_batch", 0),
+        ({"bucket_bytes": 1023}, "train.bucket_bytes", 1023),
         ({"micro_batch": -1}, "train.micro_batch", -1),
         ({"micro_batch": 2}, "train.micro_batch", 2),
         ({"micro_batch": 6}, "train.micro_batch", 6),
