@@ -36,7 +36,8 @@ def make_trainer(schedule: Schedule, text: Path, storage: Path) -> ElasticTraine
         text,
         storage,
         name=name,
-        train=tiny_train(text, task=task, eval_every=10, **settings_of(layout)),
+        # Samples pace the steps.
+        train=tiny_train(text, task=task, eval_every=10, prefetch=0, **settings_of(layout)),
         replicas=layout.replicas,
         min_replicas=schedule.min_replicas,
         spares=schedule.spares,

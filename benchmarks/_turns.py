@@ -1,7 +1,7 @@
 """Systems that train in turns on one machine: a block of steps each, the others stopped meanwhile.
 
-A system is a process and all below it. Its workers get their samples through a `Gate`, which holds
-them back between two blocks and takes the time of each; so the loops round it are what they are
+A system is a process and all below it. Its workers begin each step at a `Gate`, which holds them
+back between two blocks and takes the time of each; so the loops round it are what they are
 without it. Between its turns the whole system is stopped by a signal, whatever it does beside the
 steps, so that it takes nothing from the others, and what it does beside its own steps is counted.
 
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._processes import processes_below
-from trainer.data import TokenDataset
 from trainer.tasks.causal_lm import PreparedCausalLM
 
 SETTLE_S = 0.1
@@ -69,8 +68,8 @@ def gate(address: str) -> Gate:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedLM(PreparedCausalLM):
-    """A language model that is trained in turns. A step has one micro-batch of each worker, so a
-    batch is where a step begins. Implements Task and PreparedTask."""
+    """A language model that is trained in turns. A step has one micro-batch of each worker, so its
+    loss is where a step begins. Implements Task and PreparedTask."""
 
     address: str
     """Path of the parent's socket."""
@@ -81,26 +80,10 @@ class GatedLM(PreparedCausalLM):
 
     def loss(self, model: Any, batch: Any) -> Any:
         """See PreparedTask."""
+        gate(self.address).step()
         loss, terms = super().loss(model, batch)
         gate(self.address).loss = loss.detach(), terms
         return loss, terms
-
-    def train_data(self) -> GatedData:
-        """See PreparedTask."""
-        return GatedData(self.train_path, self.seq_len, self.address)
-
-
-class GatedData(TokenDataset):
-    """Samples that wait for the turn of their run."""
-
-    def __init__(self, path: str, seq_len: int, address: str) -> None:
-        super().__init__(path, seq_len)
-        self._address = address
-
-    def batch(self, ids: Any) -> Any:
-        """See SampleSource."""
-        gate(self._address).step()
-        return super().batch(ids)
 
 
 # -- in the parent ---------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from elastic.node_config import Ec2Nodes, KubeNodes, LocalNodes, RayNodes
     from elastic.protocol.faults import Fault, parse_faults
     from elastic.reporting.callback import Callback
-    from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
+    from trainer.config import OptimizerConfig, ParallelConfig, Steps, TrainConfig
     from trainer.data.config import DataConfig
     from trainer.errors import ConfigError, TrainerError
     from trainer.models.hf import ModelConfig
@@ -50,6 +50,7 @@ _HOMES = {
     "RunFailedError": "elastic.errors",
     "S3Config": "checkpointing",
     "ScalingConfig": "elastic.config",
+    "Steps": "trainer.config",
     "TrainConfig": "trainer.config",
     "TrainerError": "trainer.errors",
     "parse_faults": "elastic.protocol.faults",
@@ -79,6 +80,7 @@ __all__ = [
     "RunFailedError",
     "S3Config",
     "ScalingConfig",
+    "Steps",
     "TrainConfig",
     "TrainerError",
     "parse_faults",

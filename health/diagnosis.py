@@ -119,16 +119,22 @@ def _explanation(worker: str, loss: Sign, signs: Sequence[Sign], facts: Facts) -
     """Root signs that may be behind a loss: those of its machine, and those about the worker."""
     if loss.cause not in _UNEXPLAINED:
         return []
-    node = facts.nodes.get(worker)
     return [
         sign
         for sign in signs
         if sign.source != "loss"
         and sign.role == "root"
         and sign.peer is None
-        and (sign.worker == worker or (sign.worker is None and sign.node == node))
+        and _is_about(sign, worker, facts)
         and (sign.cause in _MACHINE_CAUSES or sign.worker == worker)
     ]
+
+
+def _is_about(sign: Sign, worker: str, facts: Facts) -> bool:
+    """Whether a sign is about a worker, or about its machine and it is not known whom there."""
+    return sign.worker == worker or (
+        sign.worker is None and sign.node is not None and sign.node == facts.nodes.get(worker)
+    )
 
 
 def _cause(loss: Sign, behind: Sequence[Sign]) -> str:
@@ -169,7 +175,7 @@ def _verdict_of_losses(
         if sign.source != "loss"
         and sign not in roots
         and sign.role == "confirmation"
-        and (sign.worker in workers or (sign.worker is None and sign.node in places))
+        and any(_is_about(sign, worker, facts) for worker in workers)
     ]
     beside += [sign for node in places if node for sign in named.get(node, ())]
     losses = [lost[worker] for worker in workers]
@@ -331,10 +337,10 @@ def _of_slow(signs: Sequence[Sign], facts: Facts) -> list[Verdict]:
     much = [worker for worker in others if worker in does]
     if len(groups) != 1 or not 2 * len(much) > len(others):
         return []
-    slowed = {s.node: s for s in signs if s.cause == "slow" and s.subject == "gpu"}
-    shown = [worker for worker in little if facts.nodes.get(worker) in slowed]
+    slowed = [sign for sign in signs if sign.cause == "slow" and sign.subject == "gpu"]
+    shown = [w for w in little if any(_is_about(sign, w, facts) for sign in slowed)]
+    why = [sign for sign in slowed if any(_is_about(sign, w, facts) for w in shown)]
     workers = shown or little
-    why = [slowed[facts.nodes[worker]] for worker in shown]
     return [
         Verdict(
             cause="slow",

@@ -43,16 +43,22 @@ class Gpus:
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
-        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-        self._handles = {self._address(handle): handle for handle in handles}
+        opened = [self._open(index) for index in range(nvml.nvmlDeviceGetCount())]
+        self._handles = dict(one for one in opened if one is not None)
 
-    def _address(self, handle: Any) -> str:
-        bus_id = self._nvml.nvmlDeviceGetPciInfo(handle).busId
-        return bus_address(bus_id.decode() if isinstance(bus_id, bytes) else bus_id)
+    def _open(self, index: int) -> tuple[str, Any] | None:
+        """Address and handle of a GPU; None where it cannot be reached. The workers that it should
+        have had say so."""
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+            bus_id = self._nvml.nvmlDeviceGetPciInfo(handle).busId
+        except self._nvml.NVMLError:
+            return None
+        return bus_address(bus_id.decode() if isinstance(bus_id, bytes) else bus_id), handle
 
     def read(self, at_s: float) -> list[Reading]:
-        """A reading for each GPU there was at the start. What one does not have is left out;
-        `lost` is 1 for one that cannot be reached any more, and then nothing else is read.
+        """A reading for each GPU that could be reached at the start. What one does not have is left
+        out; `lost` is 1 for one that cannot be reached any more, and nothing else is read then.
 
         Args:
             at_s: now, on the monotonic clock.

@@ -50,6 +50,7 @@ class Arrivals:
                 node=identity.node,
                 pid=identity.pid,
                 born_ticks=identity.born_ticks,
+                device=identity.device,
             )
         )
         self.put_off_start()

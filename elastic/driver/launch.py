@@ -54,6 +54,7 @@ from elastic.reporting.phases import phases
 from elastic.reporting.report import Report
 from elastic.supervisor.plan import RunPlan
 from elastic.supervisor.supervisor import MOST_DRIVERS, Supervisor
+from trainer.backend.determinism import attention_kernels
 from trainer.config import TrainConfig
 from trainer.engine.build import build_model
 from trainer.engine.optimizer import try_optimizer
@@ -77,6 +78,8 @@ class _Ready:
     """What its state is."""
     origin: Origin
     task: PreparedTask
+    flops_per_token: dict[str, float]
+    """Of the model, by counting."""
 
 
 @dataclass(kw_only=True)
@@ -147,11 +150,18 @@ class Launch:
         cache = default_cache_dir(local_path(self.run_config))
         task = self.train.task.prepare(self.train, cache)
         tell("building the model on the driver, without weights")
-        model = state_table(build_model(task, self.train)[0], self.train.optimizer.moments)
+        built = build_model(task, self.train)[0]
+        model = state_table(built, self.train.optimizer)
         origin = self._find_origin(paths, identity, snapshot, model)
         if origin.manifest is not None:
             check_continues(origin.manifest, self.train, task)
-        return _Ready(identity=identity, model=model, origin=origin, task=task)
+        return _Ready(
+            identity=identity,
+            model=model,
+            origin=origin,
+            task=task,
+            flops_per_token=dict(task.flops_per_token(built)),
+        )
 
     def _start(self, paths: RunPaths, ready: _Ready) -> tuple[Remote[SupervisorApi], Observer]:
         """Starts the run: from here on it belongs to the cluster."""
@@ -173,7 +183,7 @@ class Launch:
         remove_orphans(paths, last_generation(paths, origin.manifest) + 1)
         attempt = secrets.randbits(31)
         prefix = f"{paths.key}/{attempt:08x}/"
-        config = self._coordinator_config(paths, origin, plan, task, prefix)
+        config = self._coordinator_config(paths, origin, plan, task, prefix, ready.flops_per_token)
         observer = Observer(paths, self.callbacks)
         end_all(f"{paths.key}/")  # what a start that was ended from outside has left
         try:
@@ -251,6 +261,7 @@ class Launch:
         plan: WorkerPlan,
         task: PreparedTask,
         prefix: str,
+        flops_per_token: dict[str, float],
     ) -> CoordinatorConfig:
         stored, parallel = origin.stored, self.train.parallel
         start_step = 0 if origin.manifest is None else origin.manifest.step
@@ -290,10 +301,19 @@ class Launch:
                 steps=self.train.steps,
                 start_step=start_step,
                 redone_steps=max(0, steps_done(paths) - start_step),
+                settings={
+                    "precision": self.train.precision,
+                    "reduction": self.train.reduction,
+                    "determinism": self.train.determinism,
+                    "attention": attention_kernels(self.train.determinism, self.scaling.device),
+                    "compile": self.train.compile,
+                },
                 versions={
                     "python": platform.python_version(),
                     **{name: version(name) for name in _RECORDED_VERSIONS},
                 },
+                precision=self.train.precision,
+                flops_per_token=flops_per_token,
             ),
         )
 

@@ -33,7 +33,7 @@ from ray import ObjectRef
 
 from elastic.config import HealthConfig
 from elastic.node.beats import BeatSender
-from elastic.node.health_watch import HealthWatch, own_names
+from elastic.node.health_watch import own_names, start_health_watch
 from elastic.node.process_watch import ProcessWatch
 from elastic.protocol.causes import HANG, NODE
 from elastic.protocol.coordinator_api import CoordinatorApi
@@ -102,7 +102,7 @@ class NodeAgent:
             self.watch_helper(helper)
         self._watches = start_watches(node, self._announce)
         self._names = own_names()
-        HealthWatch(node, self._processes.states, self._tell_signs).start()
+        start_health_watch(node, self._processes.states, self._tell_signs)
         threading.Thread(target=self._run, name="node-agent", daemon=True).start()
 
     def _announce(self, node: str, deadline_s: float | None, reason: str) -> None:

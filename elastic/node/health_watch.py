@@ -38,8 +38,28 @@ _ASSET_TAG = Path("/sys/class/dmi/id/board_asset_tag")
 """On EC2 the instance's id; EFA's errors call machines by it."""
 
 
+def start_health_watch(
+    node: str, states: Callable[[], list[WorkerState]], tell: Callable[[list[Sign]], None]
+) -> None:
+    """Looks at this node every `SAMPLE_S`, on a thread, until the process ends. See `HealthWatch`.
+
+    Even to open a GPU's driver may take for ever, so nothing of it is done by the caller.
+    """
+
+    def run() -> None:
+        try:
+            watch = HealthWatch(node, states, tell)
+            while True:
+                watch.look(time.monotonic(), time.time())
+                time.sleep(SAMPLE_S)
+        except Exception:
+            traceback.print_exc()  # what it would have seen is missing from reports, and no more
+
+    threading.Thread(target=run, name="health-watch", daemon=True).start()
+
+
 class HealthWatch:
-    """Looks at a node. `start` begins it; it ends with its process.
+    """Looks at a node.
 
     Args:
         node: Ray's id of this node.
@@ -59,18 +79,6 @@ class HealthWatch:
         self._gpus = None if nvml is None else Gpus(nvml)
         self._histories: dict[tuple[Kind, str], deque[Reading]] = defaultdict(deque)
         self._standing = Standing()
-
-    def start(self) -> None:
-        """Looks every `SAMPLE_S` from now on."""
-        threading.Thread(target=self._run, name="health-watch", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            while True:
-                self.look(time.monotonic(), time.time())
-                time.sleep(SAMPLE_S)
-        except Exception:
-            traceback.print_exc()  # what it would have seen is missing from reports, and no more
 
     def look(self, now_s: float, at_s: float) -> None:
         """One look.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from elastic.protocol.causes import Cause
@@ -55,8 +55,15 @@ class RunStarted(Event):
     """First step to do: 0, or where the run is continued."""
     versions: dict[str, str]
     """Versions of what the run stands on, such as `torch` and `ray`."""
+    settings: dict[str, str] | None = None
+    """What its bits depend on beside the model: `precision`, `reduction`, `determinism`,
+    `attention` (kernels that may be taken), `compile`."""
     redone_steps: int = 0
     """Steps that were committed before and will be done again: those after the last saved state."""
+    precision: str = ""
+    """Number format of the computation."""
+    flops_per_token: dict[str, float] = field(default_factory=dict)
+    """Operations of the model for one token, by how they are counted (`trainer.models.flops`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +88,8 @@ class WorkerJoined(Event):
     """Its process id on that node."""
     born_ticks: int | None
     """When that process was started, in clock ticks since the node was."""
+    device: str = ""
+    """Its GPU, as CUDA names it; empty on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,6 +410,38 @@ class StepSkipped(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepsTimed(Event):
+    """Where the time of some steps that followed each other went, on the lead."""
+
+    step: int
+    """The last of them."""
+    steps: int
+    """How many."""
+    seconds: dict[str, float]
+    """Mean of a step by part (`trainer.loop.clock`); they add up to its time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled(Event):
+    """A profile of steps has ended, on the lead. There are several where a regroup came between."""
+
+    worker: str
+    """The lead."""
+    node: str
+    """Its node, where the trace lies."""
+    first: int
+    """The first step that it holds."""
+    last: int
+    """The last one."""
+    file: str
+    """The trace, in Chrome's format."""
+    problem: str | None
+    """Why it lacks steps that were asked for, or is not there."""
+    operators: list[dict[str, Any]]
+    """The dearest ones: `name`, `calls`, `cpu_ms` and `gpu_ms` of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     """The model was measured on the validation data."""
 
@@ -516,7 +557,8 @@ def _known_fields(
     cls: type[Event] | type[StepRecord], data: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """The constructor arguments for `cls` in `data`; None when one without a default is missing."""
-    if any(f.name not in data and f.default is MISSING for f in fields(cls)):
+    needed = (f.name for f in fields(cls) if f.default is f.default_factory is MISSING)
+    if any(name not in data for name in needed):
         return None
     # Non-finite floats were written as text, see `plain_number`.
     return {

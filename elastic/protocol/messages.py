@@ -34,6 +34,8 @@ class Identity:
     """When that was started (`health.process`): a later process may have the same id."""
     heartbeat_fd: int | None = None
     """Descriptor of its heartbeat in that process (`health.heartbeat`)."""
+    device: str = ""
+    """Its GPU, as CUDA names it; empty on a CPU."""
     stacks_fd: int | None = None
     """Descriptor that it writes its stacks to (`health.stacks`)."""
 

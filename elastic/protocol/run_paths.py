@@ -67,6 +67,11 @@ class RunPaths:
         return self.root / "nccl" / f"{worker}.log"
 
     @property
+    def profile(self) -> Path:
+        """Traces of profiled steps."""
+        return self.root / "profile"
+
+    @property
     def memory(self) -> Path:
         """The run's snapshots in the memory of whichever node this is asked on."""
         return memory_folder(self.root)

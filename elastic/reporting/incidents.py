@@ -45,6 +45,8 @@ class Gap:
     """Steps that were committed in the gap and then lost; they were done again later."""
     tokens: int
     """Tokens of the later step."""
+    replicas: int
+    """Replicas that did the later step."""
     roster: float | None
     """When the last roster within stood, in seconds since the epoch; None: there was no regroup."""
 
@@ -205,6 +207,7 @@ def find_gaps(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[Gap]
                 0, lost_by[bisect_right(times, b.time)] - lost_by[bisect_right(times, a.time)]
             ),
             tokens=b.tokens,
+            replicas=b.replicas,
             roster=_last_within(rosters, a.time, b.time),
         )
         for a, b in pairwise(steps)

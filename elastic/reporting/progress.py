@@ -32,6 +32,7 @@ from elastic.protocol.events import (
     HealFailed,
     HelperKilled,
     NodeReplacement,
+    Profiled,
     RegroupDone,
     ReplicaForming,
     ReplicaHealed,
@@ -158,6 +159,9 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return format_replacement(event)
         case ReplicasCompared(equal=False):
             return f"REPLICAS DIFFER after {event.step} steps"
+        case Profiled():
+            whole = "" if event.problem is None else f" ({event.problem})"
+            return f"profile of steps {event.first} to {event.last}: {event.file}{whole}"
         case Evaluated():
             return f"validation loss {event.val_loss:.4f} after {event.step} steps"
         case RunEnded():

@@ -22,6 +22,7 @@ from elastic.protocol.events import (
     FaultFired,
     LedgerChecked,
     NodeReplacement,
+    Profiled,
     RegroupCalled,
     RegroupDone,
     ReplicasCompared,
@@ -29,6 +30,7 @@ from elastic.protocol.events import (
     RunStarted,
     StepRecord,
     StepSkipped,
+    StepsTimed,
     plain_number,
 )
 from elastic.reporting.incidents import (
@@ -40,6 +42,7 @@ from elastic.reporting.incidents import (
     split_at_starts,
     touching,
 )
+from elastic.reporting.speed import find_speed, mean_parts
 from elastic.reporting.verdicts import Advice, find_verdicts
 
 REPORT_JSON = "report.json"
@@ -72,6 +75,22 @@ class Report:
     """From each start of the run to the last sign of it, summed; time between is not counted."""
     tokens_per_s: float | None
     """Tokens over the time between committed steps, stalls included, start-up not."""
+    tokens_per_s_per_worker: float | None
+    """Median over the steps with no regroup: tokens of a step over its time and over the workers
+    of the replicas that did it. A worker is a GPU, or a slot of a CPU."""
+    flops_per_s_per_worker: dict[str, float]
+    """That many tokens times the model's operations for one, by how those are counted: `6N`,
+    `attention` and `causal` (docs/run-directory.md), or `given` by the task."""
+    mfu: dict[str, float]
+    """Model FLOP/s utilisation: their share of what the GPU can do in the run's precision, by
+    counting. Empty on CPUs, on GPUs of several kinds, and of one that `trainer/peaks.py` lacks."""
+    step_parts_s: dict[str, float]
+    """Mean time of a step on the lead by part (`trainer/loop/clock.py`), over the steps that were
+    timed; empty where none was."""
+    timed_steps: int
+    """How many those were."""
+    profiles: tuple[dict[str, Any], ...]
+    """What came of `train.profile`: trace, steps, and the dearest operators."""
     median_step_s: float | None
     """Median time between consecutive committed steps with no regroup in between; where there are
     none, from a roster to the next committed step."""
@@ -117,6 +136,8 @@ class Report:
     """Sizes of the layout at the last start."""
     versions: dict[str, str]
     """Versions of what the run stood on at the last start."""
+    settings: dict[str, str]
+    """What its bits depended on beside the model, at the last start; see `RunStarted`."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON: no NaN literals, fields in their order."""
@@ -136,6 +157,8 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
     started = _of(events, RunStarted)
     regroups = _of(events, RegroupDone)
     ledgers = _of(events, LedgerChecked)
+    speed = find_speed(events, gaps)
+    timed_steps, step_parts_s = mean_parts(_of(events, StepsTimed))
     evaluated, compared = _of(events, Evaluated), _of(events, ReplicasCompared)
     return Report(
         name=started[-1].name if started else "",
@@ -148,6 +171,12 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         tokens=sum(s.tokens for s in steps),
         wall_s=_wall_s(events, steps),
         tokens_per_s=_ratio(sum(g.tokens for g in gaps), _elapsed_s(gaps)),
+        tokens_per_s_per_worker=speed.tokens_per_s,
+        flops_per_s_per_worker=speed.flops_per_s,
+        mfu=speed.mfu,
+        step_parts_s=step_parts_s,
+        timed_steps=timed_steps,
+        profiles=tuple(_without_kind(e) for e in _of(events, Profiled)),
         median_step_s=step_s,
         longest_stall_s=None if step_s is None else max(g.stall_s(step_s) for g in gaps),
         effective_time=_effective_time(events, steps, gaps, incidents),
@@ -166,6 +195,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         replacements=tuple({e.node: e for e in _of(events, NodeReplacement)}.values()),
         layout=started[-1].layout if started else {},
         versions=started[-1].versions if started else {},
+        settings=(started[-1].settings or {}) if started else {},
     )
 
 
@@ -176,6 +206,11 @@ def report_text(report: Report) -> str:
         f"in {_seconds(report.wall_s)}",
         *(f"  {label:<10} {text}" for label, text in _facts(report).items()),
     ]
+    if report.step_parts_s:
+        lines += ["", f"a step on the lead, mean of {report.timed_steps}:"]
+        lines += _table(_PART_COLUMNS, _part_rows(report.step_parts_s))
+    for profile in report.profiles:
+        lines += ["", *_profile_lines(profile)]
     if report.incidents:
         lines += ["", *_table(_INCIDENT_COLUMNS, [_incident_row(i) for i in report.incidents])]
         lines += ["", *_explained(report.incidents)]
@@ -184,6 +219,32 @@ def report_text(report: Report) -> str:
     if report.replacements:
         lines += ["", *(format_replacement(one) for one in report.replacements)]
     return "\n".join(lines) + "\n"
+
+
+_PART_COLUMNS = ("part", "ms", "share")
+
+
+def _part_rows(parts_s: Mapping[str, float]) -> list[tuple[str, ...]]:
+    whole_s = sum(parts_s.values())
+    return [
+        (part, f"{1e3 * seconds:.2f}", _percent(_ratio(seconds, whole_s)))
+        for part, seconds in (*parts_s.items(), ("all", whole_s))
+        if seconds > 0
+    ]
+
+
+_OPERATOR_COLUMNS = ("operator", "calls", "CPU ms", "GPU ms")
+
+
+def _profile_lines(profile: Mapping[str, Any]) -> list[str]:
+    """What a profile found."""
+    head = f"profile of steps {profile['first']} to {profile['last']} on {profile['worker']}: "
+    head += profile["file"] + (f" ({profile['problem']})" if profile["problem"] else "")
+    rows = [
+        (o["name"][:60], str(o["calls"]), f"{o['cpu_ms']:.2f}", f"{o['gpu_ms']:.2f}")
+        for o in profile["operators"]
+    ]
+    return [head, *_table(_OPERATOR_COLUMNS, rows)]
 
 
 def format_replacement(event: NodeReplacement) -> str:
@@ -197,6 +258,12 @@ def write_report(run_dir: str | os.PathLike[str], report: Report) -> None:
     data = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
     _write_atomically(Path(run_dir) / REPORT_JSON, data + "\n")
     _write_atomically(Path(run_dir) / REPORT_TEXT, report_text(report))
+
+
+def _without_kind(event: Event) -> dict[str, Any]:
+    data = event.to_json()
+    del data["kind"]
+    return data
 
 
 def _of(events: Sequence[Event], cls: type[_E]) -> list[_E]:
@@ -331,6 +398,7 @@ def _facts(report: Report) -> dict[str, str]:
         + ("" if report.val_loss is None else f", validation {_number(report.val_loss)}"),
         "speed": f"{_whole(report.tokens_per_s)} tokens/s, {report.tokens:,} tokens, "
         f"median step {_seconds(report.median_step_s)}",
+        **_compute(report),
         "effective": f"{_percent(report.effective_time)} of the time, "
         f"longest stall {_seconds(report.longest_stall_s)}",
         "steps": f"{report.repeated_steps} repeated, {report.lost_steps} lost, "
@@ -342,6 +410,20 @@ def _facts(report: Report) -> dict[str, str]:
         "ledger": "-" if report.ledger_steps is None else f"{report.ledger_steps} steps exact",
         "layout": layout or "-",
         "versions": ", ".join(f"{k} {v}" for k, v in report.versions.items()) or "-",
+        "bits": ", ".join(f"{k} {v}" for k, v in report.settings.items()) or "-",
+    }
+
+
+def _compute(report: Report) -> dict[str, str]:
+    """What each worker does; of a run whose model nobody has counted, nothing."""
+    if not report.flops_per_s_per_worker:
+        return {}
+    counted = report.flops_per_s_per_worker.items()
+    found = ", ".join(f"{flops / 1e12:.4g} ({how})" for how, flops in counted)
+    shares = ", ".join(f"{100 * share:.1f} % ({how})" for how, share in report.mfu.items())
+    return {
+        "a worker": f"{_whole(report.tokens_per_s_per_worker)} tokens/s, TFLOP/s {found}"
+        + (f", MFU {shares}" if shares else "")
     }
 
 

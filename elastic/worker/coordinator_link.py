@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
@@ -42,7 +42,9 @@ from health.corruption import compare_checksums
 from health.heartbeat import NO_PHASE, NO_STEP, Heartbeat
 from trainer.backend.groups import abort_replica_group
 from trainer.engine.engine import Engine
+from trainer.loop.clock import StepTimes
 from trainer.loop.phases import PHASES, Phase
+from trainer.loop.profiling import Profile
 from trainer.recovery.heal import Newcomer
 from trainer.replication.step_commit import Commit, Place, Saving
 
@@ -181,6 +183,33 @@ class CoordinatorLink:
                     time=now, step=commit.step, loss=commit.loss, grad_norm=commit.grad_norm
                 )
             )
+
+    def timed(self, times: StepTimes) -> None:
+        """See Link."""
+        if self._run is not None and self._run.lead:
+            self.outbox.event(
+                events.StepsTimed(
+                    time=time.time(),
+                    step=times.step,
+                    steps=times.steps,
+                    seconds={str(part): seconds for part, seconds in times.seconds.items()},
+                )
+            )
+
+    def profiled(self, profile: Profile) -> None:
+        """The profile of this worker's steps has ended."""
+        self.outbox.event(
+            events.Profiled(
+                time=time.time(),
+                worker=self._identity.worker,
+                node=self._identity.node,
+                first=profile.first,
+                last=profile.last,
+                file=profile.file,
+                problem=profile.problem,
+                operators=[asdict(operator) for operator in profile.operators],
+            )
+        )
 
     def caught_up(self, newcomer: Newcomer) -> None:
         """See Link."""

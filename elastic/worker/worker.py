@@ -39,17 +39,26 @@ from elastic.worker.side_build import SideBuild
 from health.heartbeat import Heartbeat
 from health.process import read_born_ticks
 from health.stacks import offer_stacks
-from trainer.backend.groups import collectives_begun, leave_replica_group, make_replica_group
+from trainer.backend import determinism
+from trainer.backend.groups import (
+    collectives_begun,
+    device_name,
+    leave_replica_group,
+    make_replica_group,
+)
 from trainer.backend.link_test import BOUND_S, LINK_BYTES, try_links
 from trainer.backend.near_gpu import stay_near
 from trainer.backend.node_network import NodeNetwork
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
-from trainer.errors import GroupError, NonFiniteError
+from trainer.errors import CompileError, GroupError, NonFiniteError
+from trainer.loop.compile_ahead import compile_ahead
 from trainer.loop.link import LoopConfig, Progress
+from trainer.loop.profiling import StepProfiler
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.apply import warm_up
+from trainer.parallel.compiled import keep_compiled
 from trainer.parallel.layout import Slot
 from trainer.recovery.heal import Newcomer
 from trainer.recovery.heal_source import Source
@@ -79,7 +88,10 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        torch.set_num_threads(max(1, int(job.scaling.cpus_per_worker)))
+        threads = max(1, int(job.scaling.cpus_per_worker))
+        torch.set_num_threads(threads)
+        if job.train.compile != "off":
+            keep_compiled(os.environ, threads)
         heartbeat = Heartbeat(collectives_begun)
         rank = ray.train.get_context().get_world_rank()
         self.identity = Identity(
@@ -89,10 +101,13 @@ class Worker:
             pid=os.getpid(),
             born_ticks=read_born_ticks(os.getpid()),
             heartbeat_fd=heartbeat.fd,
+            device=device_name(job.scaling.device),
             stacks_fd=offer_stacks(),
         )
         job.coordinator.call(CoordinatorApi.hello, self.identity)
         self.network = self.settle_on_gpu() if job.scaling.device == "cuda" else None
+        # After the network: of what is set here, it would warn as of the cluster's.
+        determinism.settle(job.train.determinism, job.scaling.device, os.environ)
         self.link = CoordinatorLink(self.identity, job, heartbeat)
         on_sigterm(self.link.terminating)
         self.engine: Engine | None = None
@@ -145,7 +160,7 @@ class Worker:
                 self.build(answer)
             else:
                 self.train(answer)
-        except NonFiniteError as error:
+        except (CompileError, NonFiniteError) as error:
             self.link.fail(str(error))
         except Exception as error:
             return traceback.format_exc(), _CAUSES[origin_of(error)]
@@ -234,6 +249,9 @@ class Worker:
         former = self.engine
         engine = self.make_engine(answer, former, self.link.leave_now)
         self.settle_in(engine, former, answer)
+        if self.job.train.compile != "off" and answer.kept == "none":
+            self.link.at_step(answer.step, "compile")
+            compile_ahead(engine, self.job.lanes)
 
     def make_engine(
         self, answer: Build, former: Engine | None, leave_now: Callable[[], bool]
@@ -265,7 +283,7 @@ class Worker:
         if former is not None:
             engine.take_over(former)
         self.engine, self.built, self.mixed = engine, answer.formed, answer.kept != "none"
-        self.sums = LaneSums(self.job.lanes, engine.gradient.numel(), engine.device)
+        self.sums = engine.make_sums(self.job.lanes)
         self.link.injection.engine = engine
 
     # -- beside the steps --------------------------------------------------------------------------
@@ -332,6 +350,8 @@ class Worker:
             cross.close()
             if heal is not None:
                 heal.close()
+            if loop is not None:
+                loop.close()
             if loop is not None and loop.has_state():
                 self.progress = self.position
         if self.finished and self.progress is not None and not run.follows:
@@ -418,7 +438,7 @@ class Worker:
         """The loop of this generation."""
         assert self.engine is not None
         if self.sums is None:  # a follower has no lanes
-            self.sums = LaneSums(self.job.lanes, self.engine.gradient.numel(), self.engine.device)
+            self.sums = self.engine.make_sums(self.job.lanes)
         joins = run.source_of(run.position) is not None
         return TrainLoop(
             self.engine,
@@ -440,6 +460,20 @@ class Worker:
             newcomer=heal if isinstance(heal, Newcomer) else None,
             part="remnant" if run.follows else "joining" if joins else "whole",
             followed=run.followers[run.rank] > 0,
+            profiler=self.make_profiler(run),
+        )
+
+    def make_profiler(self, run: Run) -> StepProfiler | None:
+        """Looks at the steps that are to be profiled, on the lead."""
+        steps = self.job.train.profile
+        if steps is None or not run.lead:
+            return None
+        return StepProfiler(
+            steps,
+            self.job.paths.profile,
+            self.identity.worker,
+            on_cuda=self.job.scaling.device == "cuda",
+            tell=self.link.profiled,
         )
 
     def finish(self, run: Run) -> bool:

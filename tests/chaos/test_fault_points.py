@@ -96,6 +96,7 @@ class Broken:
                     lanes=LANES,
                     steps=steps,
                     eval_every=2,
+                    prefetch=0,  # samples pace the steps
                 ),
                 replicas=layout.replicas,
                 min_replicas=layout.replicas,

@@ -23,7 +23,15 @@ _whole: dict[tuple[int, int], Outcome] = {}
 def run(text: Path, storage: Path, shard: int, tensor: int, **changes: Any) -> Outcome:
     """A run of two replicas, which is slow while one is not back."""
     task = paced_task(text, storage, "run", 2, patience_s=0.25)
-    train = tiny_train(text, task=task, steps=STEPS, shard=shard, tensor=tensor, global_batch=24)
+    train = tiny_train(
+        text,
+        task=task,
+        steps=STEPS,
+        shard=shard,
+        tensor=tensor,
+        global_batch=24,
+        prefetch=0,  # samples pace the steps
+    )
     return fit(tiny_trainer(text, storage, train=train, **changes))
 
 

@@ -26,10 +26,12 @@ def test_a_line_of_the_kernel_takes_nobody(cluster: None, tmp_path: Path) -> Non
         return [s["name"] for e in events_of(root, "signs_changed") for s in e["signs"]]
 
     def write() -> None:
-        wait_until(lambda: events_of(root, "regroup_done"))
-        KMSG.write_text(f"{XID}\n")
-        wait_until(lambda: "xid_79" in shown())
-        gate.touch()
+        try:
+            wait_until(lambda: events_of(root, "regroup_done"))
+            KMSG.write_text(f"{XID}\n")
+            wait_until(lambda: "xid_79" in shown(), 60.0)
+        finally:
+            gate.touch()
 
     writer = threading.Thread(target=write)
     writer.start()

@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 
 from checkpointing import Attempt, Keys, Receipt, write_shared
 from tests.support.quiet_link import QuietLink
+from trainer.backend import determinism
 from trainer.backend.groups import (
     Device,
     leave_replica_group,
@@ -28,11 +29,11 @@ from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.engine.host_copy import HostBuffer
 from trainer.engine.shared_copy import open_copy
+from trainer.loop.clock import StepTimes
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
+from trainer.parallel.compiled import keep_compiled
 from trainer.parallel.layout import Slot
-from trainer.replication.buckets import BUCKET_BYTES
-from trainer.replication.lane_sums import LaneSums
 from trainer.replication.lanes import deal_lanes
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit, Place
@@ -56,12 +57,16 @@ class SavingLink(QuietLink):
 
     commits: list[Commit] = field(default_factory=list)
     evaluations: list[tuple[int, float, int]] = field(default_factory=list)
+    times: list[StepTimes] = field(default_factory=list)
     replicas: int = 0
     """Share the writing of saves; 0: nothing is saved."""
     saved: tuple[Receipt, dict[str, bytes]] | None = None
 
     def committed(self, commit: Commit, lr: float, applied: bool) -> None:
         self.commits.append(commit)
+
+    def timed(self, times: StepTimes) -> None:
+        self.times.append(times)
 
     def save(
         self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
@@ -93,6 +98,7 @@ class WorkerResult:
     norms: list[float]
     digests: list[list[int]]
     evaluations: list[tuple[int, float, int]]
+    times: list[StepTimes]
     local: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]
     """Parameter name -> (offsets, sizes, this worker's slice) at the end."""
     saved: tuple[Receipt, dict[str, bytes]] | None
@@ -104,6 +110,9 @@ def _process(
 ) -> None:
     """One process, which takes the place `orders[i][number]` in the i-th formation."""
     torch.set_num_threads(1)
+    determinism.settle(arguments[1].determinism, device, os.environ)
+    if arguments[1].compile != "off":
+        keep_compiled(os.environ, 1)
     rendezvous = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
     for formation, order in enumerate(orders):
         place = order[number]
@@ -121,7 +130,6 @@ def make_engine(
     formation: int = 0,
     device: Device = "cpu",
     replicas: int = 1,
-    bucket_bytes: tuple[int, int] = BUCKET_BYTES,
 ) -> Engine:
     """The engine at place `index`, filled from the seed. All workers of its replica call it."""
     replica, rank = divmod(index, train.parallel.workers)
@@ -139,7 +147,6 @@ def make_engine(
         mesh=mesh,
         device=device,
         max_replicas=replicas,
-        bucket_bytes=bucket_bytes,
     )
     engine.initialize()
     return engine
@@ -158,7 +165,6 @@ def train_in_one_replica(
         train,
         replicas=1,
         lanes=1,
-        bucket_bytes=BUCKET_BYTES,
         saves=False,
     )
 
@@ -172,7 +178,6 @@ def train_at(
     train: TrainConfig,
     replicas: int,
     lanes: int,
-    bucket_bytes: tuple[int, int],
     saves: bool,
 ) -> WorkerResult | Exception:
     """Trains at place `index`, in this process. What it returns keeps nothing of the replica."""
@@ -185,7 +190,6 @@ def train_at(
         formation=formation,
         device=device,
         replicas=replicas,
-        bucket_bytes=bucket_bytes,
     )
     dealt = deal_lanes(lanes, tuple(range(replicas)))
     cross = CrossGroup(
@@ -201,7 +205,7 @@ def train_at(
     loop = TrainLoop(
         engine,
         cross,
-        LaneSums(lanes, engine.gradient.numel(), engine.device),
+        engine.make_sums(lanes),
         lanes=dealt[replica],
         progress=progress,
         config=LoopConfig(
@@ -233,6 +237,7 @@ def train_at(
         norms=[c.grad_norm for c in link.commits],
         digests=[c.sample_digests for c in link.commits],
         evaluations=link.evaluations,
+        times=link.times,
         local=local,
         saved=link.saved,
     )
@@ -250,7 +255,6 @@ def run_formations(
     lanes: int,
     orders: list[list[int]],
     device: Device = "cpu",
-    bucket_bytes: tuple[int, int] = BUCKET_BYTES,
     saves: bool = False,
 ) -> list[list[Any]]:
     """Trains once for each of `orders`, on the same processes, the i-th taking place `order[i]`.
@@ -266,7 +270,7 @@ def run_formations(
             store.port,
             orders,
             device,
-            (task, train, replicas, lanes, bucket_bytes, saves),
+            (task, train, replicas, lanes, saves),
             results,
         )
         mp.start_processes(_process, args=arguments, nprocs=workers, start_method="forkserver")

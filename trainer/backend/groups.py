@@ -63,6 +63,11 @@ def torch_device(device: Device) -> torch.device:
     return torch.device("cpu")
 
 
+def device_name(device: Device) -> str:
+    """This worker's GPU, as CUDA names it; empty on a CPU."""
+    return torch.cuda.get_device_name(torch_device(device)) if device == "cuda" else ""
+
+
 def make_replica_group(
     rendezvous: Rendezvous,
     prefix: str,
@@ -262,13 +267,19 @@ def check_replica_group() -> None:
         raise GroupError("the replica's group was aborted, as a peer is gone")
 
 
-def abandon(group: Any, in_flight: list[Any]) -> None:
-    """Gives up a raw group without waiting for the works and buffers still `in_flight` in it."""
+def abandon(group: Any, in_flight: list[Any]) -> bool:
+    """Gives up a raw group without waiting for the works and buffers still `in_flight` in it.
+
+    Returns:
+        Whether they have ended, and write to no buffer any more. NCCL's abort ends them; those of
+        Gloo go on, on threads of its own.
+    """
     if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
         group.abort()
-        return
+        return True
     with _abandoning:
         done = [e for e in _abandoned if all(work.is_completed() for work, _ in e[1])]
         _abandoned[:] = [entry for entry in _abandoned if entry not in done]
         if in_flight:
             _abandoned.append((group, in_flight))
+    return all(work.is_completed() for work, _ in in_flight)

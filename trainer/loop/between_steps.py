@@ -6,7 +6,7 @@ something, and wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.errors import CrossGroupLost
 from trainer.loop.link import Link, LoopConfig, Progress
+from trainer.loop.loader import read
+from trainer.loop.phases import Phase
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Place, Saving
 
@@ -46,6 +48,7 @@ class BetweenSteps:
         config: what holds for the whole run.
         link: the control plane.
         samples: in the training data.
+        enter: called with the step and the phase that begins.
     """
 
     def __init__(
@@ -57,9 +60,11 @@ class BetweenSteps:
         config: LoopConfig,
         link: Link,
         samples: int,
+        enter: Callable[[int, Phase], None],
     ) -> None:
         self.engine, self.cross, self.progress = engine, cross, progress
         self.config, self.link, self.samples = config, link, samples
+        self.enter = enter
         self.train: TrainConfig = engine.train_config
 
     def compare(self, *, has_state: bool) -> None:
@@ -93,7 +98,7 @@ class BetweenSteps:
 
     def save(self, places: Sequence[Place]) -> None:
         """Hands a copy of the state to the writers."""
-        self.link.at_step(self.progress.step, "checkpoint")
+        self.enter(self.progress.step, "checkpoint")
         state = {
             "step": self.progress.step,
             "optimizer_steps": self.engine.state.optimizer_steps,
@@ -127,14 +132,14 @@ class BetweenSteps:
         self.engine.model.eval()
         loss_sum, tokens = 0.0, 0
         for start in range(0, count, micro * shards):
-            self.link.at_step(self.progress.step, "evaluation")
+            self.enter(self.progress.step, "evaluation")
             if self.all_leave():
                 self.engine.model.train()
                 return
             # Every rank runs every batch, for its peers' collectives; none is counted twice.
             ids = [start + shard * micro + offset for offset in range(micro)]
             kept = [index for index in ids if index < count]
-            batch = self.engine.take(data.batch(np.asarray(kept or [0], dtype=np.int64)))
+            batch = self.engine.take(read(data, np.asarray(kept or [0], dtype=np.int64)))
             loss, terms = self.engine.task.loss(self.engine.model, batch)
             if kept and self.engine.slot.tensor == 0:
                 loss_sum, tokens = loss_sum + float(loss), tokens + terms

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainer.engine.engine import Engine
+from trainer.loop.clock import StepTimes
 from trainer.loop.phases import Phase
 from trainer.recovery.heal import Newcomer
 from trainer.replication.step_commit import Commit, Place, Saving
@@ -73,6 +74,10 @@ class Link(Protocol):
         """A step has been committed and, unless it was skipped as non-finite, applied."""
         ...
 
+    def timed(self, times: StepTimes) -> None:
+        """Where the time of some steps went, on this worker."""
+        ...
+
     def caught_up(self, newcomer: Newcomer) -> None:
         """This worker, which had joined without state, has it now."""
         ...
@@ -124,6 +129,9 @@ class NoLink(Link):
         """See Link."""
 
     def committed(self, commit: Commit, lr: float, applied: bool) -> None:
+        """See Link."""
+
+    def timed(self, times: StepTimes) -> None:
         """See Link."""
 
     def caught_up(self, newcomer: Newcomer) -> None:

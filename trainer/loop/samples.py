@@ -49,6 +49,26 @@ def lane_ids(train: TrainConfig, lanes: int, samples: int, step: int, lane: int,
     return sample_ids(train.seed, start, train.lane_samples(lanes), samples)
 
 
+def micro_batches(
+    train: TrainConfig,
+    lanes: int,
+    samples: int,
+    shard: int,
+    *,
+    steps: range,
+    missing: Sequence[int],
+    dealt: Sequence[int],
+) -> Iterator[Ids]:
+    """Ids of the micro-batches that one shard rank takes in a generation, in order: of the
+    `missing` lanes in the first of `steps`, of all that are `dealt` to its replica in the
+    others."""
+    micro = train.micro_samples(lanes)
+    for step in steps:
+        for lane in missing if step == steps.start else dealt:
+            ids = lane_ids(train, lanes, samples, step, lane, shard)
+            yield from (ids[start : start + micro] for start in range(0, len(ids), micro))
+
+
 def lane_start(train: TrainConfig, lanes: int, lane: int, shard: int) -> int:
     """Position in the step of the first sample that one shard rank takes in one lane."""
     return (lane * train.parallel.shard + shard) * train.lane_samples(lanes)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 
 from trainer.config import TrainConfig
@@ -27,8 +28,12 @@ from trainer.data import SampleSource
 from trainer.engine.engine import Engine
 from trainer.errors import CrossGroupLost, NonFiniteError
 from trainer.loop.between_steps import BetweenSteps
+from trainer.loop.clock import StepClock, StepTimes
 from trainer.loop.link import Link, LoopConfig, Progress
-from trainer.loop.samples import lane_ids, lane_start, micro_seed, step_ids
+from trainer.loop.loader import Loader
+from trainer.loop.phases import Phase
+from trainer.loop.profiling import StepProfiler
+from trainer.loop.samples import lane_start, micro_batches, micro_seed, step_ids
 from trainer.recovery.heal import Newcomer
 from trainer.recovery.heal_source import Source
 from trainer.replication import step_commit as commits
@@ -58,6 +63,7 @@ class TrainLoop:
         newcomer: where this worker has no state yet.
         part: what this worker's replica is in the roster.
         followed: whether workers of no whole replica take part in this one's sums.
+        profiler: looks at some steps.
     """
 
     def __init__(
@@ -74,15 +80,24 @@ class TrainLoop:
         newcomer: Newcomer | None = None,
         part: Part = "whole",
         followed: bool = False,
+        profiler: StepProfiler | None = None,
     ) -> None:
         self.engine, self.cross, self.sums, self.link = engine, cross, sums, link
         self.lanes, self.progress, self.config = lanes, progress, config
         self.train: TrainConfig = engine.train_config
         self.data: SampleSource = engine.task.train_data()
+        self.loader: Loader | None = None
         self.source, self.newcomer = source, newcomer
         self.part, self.followed = part, followed
+        self.clock, self.profiler = StepClock(engine.device), profiler
         self.due = BetweenSteps(
-            engine, cross, progress=progress, config=config, link=link, samples=len(self.data)
+            engine,
+            cross,
+            progress=progress,
+            config=config,
+            link=link,
+            samples=len(self.data),
+            enter=self.enter,
         )
 
     def run(self) -> Outcome:
@@ -92,13 +107,42 @@ class TrainLoop:
             RuntimeError: a collective inside the replica failed: a peer of this replica is gone.
             NonFiniteError: too many steps in a row were not finite.
         """
+        try:
+            return self.run_steps()
+        finally:
+            if self.loader is not None:
+                self.loader.close()
+            self.tell_times(self.clock.take())
+
+    def close(self) -> None:
+        """Ends what looks at the steps. Called when the groups are closed: it waits for the device,
+        which may hang in a collective before."""
+        if self.profiler is not None:
+            self.profiler.end(self.progress.step)
+
+    def enter(self, step: int, phase: Phase) -> None:
+        """This worker enters a phase."""
+        self.clock.enter(phase)
+        self.link.at_step(step, phase)
+
+    def tell_times(self, times: StepTimes | None) -> None:
+        """Where the time of some steps went, if that is known now."""
+        if times is not None:
+            self.link.timed(times)
+
+    def run_steps(self) -> Outcome:
+        """See `run`."""
         until = self.config.until
         if self.progress.step == until:
             self.save_and_evaluate()  # whoever was to do it at the end may be gone
         while self.progress.step < until:
+            if self.profiler is not None:
+                self.enter(self.progress.step, "profile")
+                self.profiler.begin(self.progress.step)
             commit = self.try_step()
             if commit is None:
                 return "fault"
+            self.tell_times(self.clock.committed(commit.step))
             self.finish_step(commit)
             self.due.compare(has_state=self.newcomer is None)
             self.save_and_evaluate()
@@ -118,21 +162,40 @@ class TrainLoop:
         commit."""
         step = self.progress.step
         self.progress.in_step = True
+        self.clock.begin()
         if self.newcomer is not None:
             self.follow(self.newcomer)
-        home = self.engine.gradient if self.cross.size == 1 else None
-        missing, reduction = self.sums.begin(step, self.lanes, home), self.make_reduction()
+        alone = self.cross.size == 1
+        missing = self.sums.begin(step, self.lanes, self.engine.gradient, alone=alone)
+        reduction = self.make_reduction()
+        self.begin_reading(step, missing)
         for lane in missing:
             self.compute_lane(step, lane, reduction if lane == missing[-1] else None)
-        self.link.at_step(step, "reduce")
+        self.enter(step, "reduce")
         try:
             reduction.finish()
             failed = False
         except CrossGroupLost:
-            self.engine.replace_gradient()
+            if self.cross.writes_on() and reduction.wrote:
+                self.engine.replace_gradient()
             failed = True
-        self.link.at_step(step, "before_commit")
-        return self.agree(step, failed)
+        self.enter(step, "before_commit")
+        return self.agree(step, failed, reduction.wrote)
+
+    def begin_reading(self, step: int, missing: Sequence[int]) -> None:
+        """In the generation's first step, which computes the `missing` lanes: begins to read."""
+        if self.loader is None:
+            due = micro_batches(
+                self.train,
+                self.config.lanes,
+                len(self.data),
+                self.engine.slot.shard,
+                steps=range(step, self.config.until),
+                missing=missing,
+                dealt=self.lanes,
+            )
+            pin = self.engine.device.type == "cuda"
+            self.loader = Loader(self.data, due, ahead=self.train.prefetch, pin=pin)
 
     def compute_lane(self, step: int, lane: int, reduction: Reduction | None) -> None:
         """Forward and backward of all micro-batches of a lane.
@@ -142,9 +205,9 @@ class TrainLoop:
             lane: the lane.
             reduction: given with the last lane; starts as the gradients come in.
         """
-        slot = self.engine.slot
-        ids = lane_ids(self.train, self.config.lanes, len(self.data), step, lane, slot.shard)
-        micro = self.train.micro_samples(self.config.lanes)
+        assert self.loader is not None
+        slot, lanes, taken = self.engine.slot, self.config.lanes, []
+        last = self.train.lane_samples(lanes) // self.train.micro_samples(lanes) - 1
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         tokens = 0
         self.engine.collect_in(self.sums.open(lane))
@@ -154,14 +217,16 @@ class TrainLoop:
             if reduction is not None:
                 reduction.start(stop)
 
-        for index, start in enumerate(range(0, len(ids), micro)):
+        for index in range(last + 1):
             torch.manual_seed(micro_seed(self.train.seed, step, lane, index, slot.fsdp))
-            self.link.at_step(step, "data")
-            batch = self.engine.take(self.data.batch(ids[start : start + micro]))
-            self.link.at_step(step, "forward")
+            self.enter(step, "data")
+            ids, samples = self.loader.take()
+            taken.append(ids)
+            batch = self.engine.take(samples)
+            self.enter(step, "compile" if self.engine.compiles_next else "forward")
             loss, count = self.engine.task.loss(self.engine.model, batch)
-            self.link.at_step(step, "backward")
-            if start + micro < len(ids):
+            self.enter(step, "backward")
+            if index < last:
                 self.engine.backward(loss)
             else:
                 self.engine.backward_at_last(loss, take)
@@ -170,8 +235,8 @@ class TrainLoop:
         # Tensor peers have the same loss, and all who share the samples the same ids.
         stats = LaneStats(tokens=0, digest=0)
         if slot.tensor == 0:
-            first = lane_start(self.train, self.config.lanes, lane, slot.shard)
-            digest = commits.sample_digest(ids, first) if slot.part == 0 else 0
+            first = lane_start(self.train, lanes, lane, slot.shard)
+            digest = commits.sample_digest(np.concatenate(taken), first) if slot.part == 0 else 0
             stats = LaneStats(tokens=tokens, digest=digest)
         else:
             loss_sum = torch.zeros_like(loss_sum)
@@ -185,9 +250,10 @@ class TrainLoop:
             self.engine.gradient,
             self.engine.layout.buckets,
             exact=self.train.reduction == "exact",
+            dtype=getattr(torch, self.train.reduce_dtype),
         )
 
-    def agree(self, step: int, failed: bool) -> Commit | None:
+    def agree(self, step: int, failed: bool, overwritten: bool) -> Commit | None:
         """The commit reduce; None: the step does not count (yet).
 
         Summed inside the replica, then over the replicas by their first workers alone, then handed
@@ -205,20 +271,22 @@ class TrainLoop:
             boundary=self.link.leave_at_boundary(),
             saving=self.link.saving(),
             recorded=self.link.recorded(),
+            overwritten=overwritten,
         )
         if follows:
             total = self.sum_over_replicas(vector)
         else:
             replica = self.engine.sum_at_first(vector)
-            self.link.at_step(step, "in_commit")
+            self.enter(step, "in_commit")
             total = self.engine.hand_out(self.sum_over_replicas(replica))
         if self.followed and self.engine.rank > 0:
             total = self.tell_followers(total)
         if total[1] > 0:
             # Nobody asks a follower whether its gradient is whole: the step may count without it.
             self.progress.in_step = not (follows and failed)
+            self.sums.overwritten = total[5] > 0
             return None
-        self.link.at_step(step, "after_commit")
+        self.enter(step, "after_commit")
         config = self.config
         return commits.unpack(total, step=step, lanes=config.lanes, generation=config.generation)
 
@@ -266,6 +334,7 @@ class TrainLoop:
             self.newcomer.keep(commit)
         else:
             self.apply(commit)
+        self.clock.turn_to("other")
         self.sums.clear()
         self.progress.step = commit.step + 1
         self.progress.last, self.progress.in_step = commit, False
@@ -279,7 +348,7 @@ class TrainLoop:
 
     def apply(self, commit: Commit) -> None:
         """The optimizer step; none where the gradient is not finite."""
-        self.link.at_step(commit.step, "optimizer")
+        self.enter(commit.step, "optimizer")
         if self.source is not None:
             self.source.await_copy()
         if commit.finite:

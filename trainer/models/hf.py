@@ -124,7 +124,7 @@ class ModelConfig:
 def check_positions(config: Mapping[str, Any], seq_len: int) -> None:
     """Raises ConfigError where a sample of `seq_len` tokens has more than the model of `config` has
     positions."""
-    text = _configuration(config).get_text_config()
+    text = text_configuration(config)
     for name in ("max_position_embeddings", "max_seq_len"):
         positions = getattr(text, name, None)
         if isinstance(positions, int) and 0 < positions < seq_len:
@@ -134,6 +134,12 @@ def check_positions(config: Mapping[str, Any], seq_len: int) -> None:
                 f"the model has {positions} positions",
                 f"Use {positions} or fewer, or set {name} in train.task.model.settings",
             )
+
+
+def text_configuration(config: Mapping[str, Any]) -> Any:
+    """transformers' object of the language model in a complete configuration. Its attributes have
+    one name in all architectures, such as `num_hidden_layers`."""
+    return _configuration(config).get_text_config()
 
 
 def build_on_meta(config: Mapping[str, Any]) -> nn.Module:

@@ -171,6 +171,12 @@ class PreparedCausalLM:
             chunk_head(model, self.loss_chunk)
         return model, self.family.weights(self.config, model, seed, self.pretrained)
 
+    def flops_per_token(self, model: nn.Module) -> dict[str, float]:
+        """See PreparedTask."""
+        from trainer.models.flops import flops_of_transformer
+
+        return flops_of_transformer(model, self.config, self.seq_len)
+
     def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Cross-entropy summed over all targets; `batch` is int64 of shape (samples, seq_len +
         1).

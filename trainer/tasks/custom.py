@@ -38,6 +38,9 @@ class CustomTask:
     """Held-out samples of the same kind."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Facts for the run's records, JSON values."""
+    flops_per_term: float | None = None
+    """Floating-point operations for one term of the loss, forward and backward; None: 6 for each
+    parameter, which is right where each multiplies once for each term."""
 
     def __post_init__(self) -> None:
         check_types(self, "train.task")
@@ -47,6 +50,13 @@ class CustomTask:
                 raise ConfigError(
                     f"train.task.{name}", value, "it cannot be called", "Give a function"
                 )
+        if self.flops_per_term is not None and self.flops_per_term <= 0:
+            raise ConfigError(
+                "train.task.flops_per_term",
+                self.flops_per_term,
+                "no operations",
+                "Use a positive number, or None",
+            )
         # A model can be called too. Its class can make one; this must not import torch.
         if hasattr(self.build_model, "named_parameters") and not isinstance(self.build_model, type):
             raise ConfigError(
@@ -94,7 +104,7 @@ class CustomTask:
                 "no trainable parameters",
                 "Return a model with some",
             )
-        try_loss(self, model)
+        try_loss(self, model, train.determinism)
         return self
 
     def warm_up(self) -> None:
@@ -108,6 +118,14 @@ class CustomTask:
         full = {name: param.detach().clone() for name, param in model.named_parameters()}
         _move_parameters_to_meta(model)
         return model, FullWeights(full)
+
+    def flops_per_token(self, model: nn.Module) -> dict[str, float]:
+        """See PreparedTask."""
+        from trainer.models.flops import SIX_N, count_parameters
+
+        if self.flops_per_term is not None:
+            return {"given": self.flops_per_term}
+        return {SIX_N: count_parameters(model)}
 
     def _make(self, seed: int) -> nn.Module:
         import torch

@@ -37,6 +37,11 @@ class PreparedTask(Protocol):
         """The model with its parameters on the meta device, and where their values come from."""
         ...
 
+    def flops_per_token(self, model: nn.Module) -> Mapping[str, float]:
+        """Operations for one token, forward and backward, of the whole `model`, by how they are
+        counted (`trainer.models.flops`). A token is what `loss` counts."""
+        ...
+
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
         """Sum of the losses of a batch (a scalar with gradient, in nats) and the number of targets
         in it."""

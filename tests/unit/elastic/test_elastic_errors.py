@@ -63,6 +63,7 @@ def test_the_public_names_are_these() -> None:
         "RunFailedError",
         "S3Config",
         "ScalingConfig",
+        "Steps",
         "TrainConfig",
         "TrainerError",
         "parse_faults",

@@ -113,11 +113,11 @@ def test_an_error_of_the_users_code_stays_one_whatever_its_words() -> None:
 def test_of_several_explanations_the_instrument_and_the_larger_remedy_count() -> None:
     found = verdict(
         loss("w2"),
-        sign("xid_64", "n1", remedy="reset_gpu"),
-        sign("disk_lost", "n1", source="reading", cause="node", decisive=True, remedy="reboot"),
+        sign("xid_79", "n1", remedy="reboot"),
+        sign("disk_lost", "n1", source="reading", cause="node", decisive=True, remedy="other_seat"),
     )
     assert (found.cause, found.remedy) == ("node", "reboot")
-    assert found.signs == ("disk_lost", "xid_64")
+    assert found.signs == ("disk_lost", "xid_79")
 
 
 def test_the_workers_of_a_machine_go_with_it_in_one_verdict() -> None:
@@ -175,6 +175,14 @@ def test_where_it_cannot_be_told_the_group_goes_together() -> None:
     assert whom(verdict(*HUNG)) == ("hang", ("w2", "w3"), (), "likely")
     found = verdict(*HUNG, does("w2", "busy"), does("w3", "idle"))
     assert whom(found) == ("hang", ("w2", "w3"), (), "likely")
+
+
+def test_a_group_is_a_replica_wherever_its_workers_are() -> None:
+    hung = loss("w1", "hang"), loss("w2", "hang")
+    (found,) = verdicts(*hung, replicas={"w1": "replica 0", "w2": "replica 0"})
+    assert whom(found) == ("hang", ("w1", "w2"), (), "likely")
+    apart = verdicts(*HUNG, replicas={"w2": "replica 0", "w3": "replica 1"})
+    assert [v.workers for v in apart] == [("w2",), ("w3",)]
 
 
 # -- machines that lost nobody ---------------------------------------------------------------------
@@ -278,6 +286,13 @@ def test_the_replica_that_waits_for_nobody_while_most_wait_is_slow() -> None:
     throttled = sign("throttled", "n1", role="confirmation", cause="slow", source="reading")
     found = verdict(throttled, *paces(w2="little", w3="little", **others))
     assert whom(found) == ("slow", ("w2", "w3"), ("n1",), "likely")
+
+
+def test_of_a_slow_replica_the_worker_whose_gpu_is_slowed_is_named() -> None:
+    others = {worker: "much" for worker in ("w0", "w1", "w4", "w5")}
+    throttled = sign("throttled", "n1", role="confirmation", cause="slow", worker="w3")
+    found = verdict(throttled, *paces(w2="little", w3="little", **others))
+    assert whom(found) == ("slow", ("w3",), ("n1",), "likely")
 
 
 def test_two_slow_replicas_or_too_few_that_wait_say_nothing() -> None:

@@ -163,8 +163,8 @@ class Nvml(SimpleNamespace):
 def gpus(**answers: Any) -> Gpus:
     return Gpus(
         Nvml(  # type: ignore[arg-type]
-            nvmlDeviceGetCount=lambda: 1,
-            nvmlDeviceGetHandleByIndex=lambda index: f"handle {index}",
+            nvmlDeviceGetCount=lambda: 2,
+            nvmlDeviceGetHandleByIndex=lambda index: refuse() if index == 0 else f"gpu {index}",
             nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId="00000000:9B:00.0"),
             **answers,
         )

@@ -42,6 +42,7 @@ def test_the_coordinator_is_told_nothing_of_it(tmp_path: Path) -> None:
         WorkerPlan(replicas=1, spares=0),
         TASK,
         "run/",
+        {},
     )
     assert b"lion" in pickle.dumps(LION)
     assert b"lion" not in pickle.dumps(config)

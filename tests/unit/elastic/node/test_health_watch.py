@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from elastic.node.health_watch import SAMPLE_S, HealthWatch, own_names
+from elastic.node.health_watch import SAMPLE_S, HealthWatch, own_names, start_health_watch
 from health.heartbeat import Record
 from health.kernel_log import KMSG
 from health.verdict import Sign
@@ -61,6 +62,17 @@ def test_a_line_of_the_kernel_is_told_of(idle: WorkerState) -> None:
     KMSG.write_text(f"Out of memory: Killed process {idle.pid} (sleep) total-vm:1kB\n")
     watch.look(1000.0, 5000.0)
     assert about(told, "w1") == [{"oom_killed"}]
+
+
+def test_it_looks_on_a_thread_that_holds_nobody_up() -> None:
+    asked = threading.Event()
+
+    def states() -> list[WorkerState]:
+        asked.set()
+        raise OSError("this ends the thread, and no more")
+
+    start_health_watch("n1", states, lambda signs: None)
+    assert asked.wait(30)
 
 
 def test_a_machine_has_a_name() -> None:

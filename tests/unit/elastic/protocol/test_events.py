@@ -58,7 +58,21 @@ def test_an_event_is_a_flat_json_object_with_its_kind() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("event", [LOST, GATHERED, DONE, ENDED], ids=lambda e: e.kind)
+STARTED = RunStarted(
+    time=1.0, name="run", layout={"replicas": 2}, steps=3, start_step=0, versions={},
+    precision="bfloat16", flops_per_token={"6N": 6e9},
+)  # fmt: skip
+
+
+def test_a_start_that_an_older_version_wrote_is_read() -> None:
+    older = STARTED.to_json()
+    del older["precision"], older["flops_per_token"]
+    read = event_from_json(older)
+    assert isinstance(read, RunStarted)
+    assert (read.precision, read.flops_per_token) == ("", {})
+
+
+@pytest.mark.parametrize("event", [STARTED, LOST, GATHERED, DONE, ENDED], ids=lambda e: e.kind)
 def test_events_survive_json(event: Event) -> None:
     assert event_from_json(json.loads(json.dumps(event.to_json()))) == event
 

@@ -17,6 +17,7 @@ from elastic.protocol.events import (
     Event,
     FaultFired,
     NodeReplacement,
+    Profiled,
     RegroupCalled,
     RegroupDone,
     RegroupGathered,
@@ -28,10 +29,13 @@ from elastic.protocol.events import (
     RunStarted,
     StepRecord,
     StepSkipped,
+    StepsTimed,
+    WorkerJoined,
     WorkerLost,
 )
 from elastic.reporting.report import build_report, report_text, write_report
 
+SETTINGS = {"determinism": "strict", "compile": "off"}
 LAYOUT = {"replicas": 2, "shard": 1, "tensor": 1, "lanes": 2, "spares": 0}
 
 
@@ -48,7 +52,7 @@ def steps_at(*times: float) -> list[StepRecord]:
 def start(time: float, start_step: int = 0, redone_steps: int = 0) -> list[Event]:
     return [
         RunStarted(time=time, name="run", layout=LAYOUT, steps=11, start_step=start_step,
-                   versions={"torch": "2.13.0"}, redone_steps=redone_steps),
+                   versions={"torch": "2.13.0"}, settings=SETTINGS, redone_steps=redone_steps),
         RegroupCalled(time=time, generation=1, reason="fault"),
         RegroupDone(time=time + 1, generation=1, step=start_step, replicas=2, lanes={},
                     renumbered={}, outcome="start", lost_steps=0, repeated_steps=0),
@@ -110,6 +114,8 @@ def test_a_run_is_summed_up() -> None:
     assert report.replicas_equal is True
     assert [i.step for i in report.incidents] == [5]
     assert (report.layout, report.versions) == (LAYOUT, {"torch": "2.13.0"})
+    assert report.settings == SETTINGS
+    assert "determinism strict, compile off" in report_text(report)
 
 
 def test_jitter_does_not_count_against_an_undisturbed_run() -> None:
@@ -248,6 +254,35 @@ def test_steps_done_again_after_restarts_are_counted_and_a_run_started_once_says
     assert (report.restarts, report.redone_steps) == (2, 3)
     assert "  restarts   2, 3 steps done again\n" in report_text(report)
     assert "restarts" not in report_text(build_report(start(100.0), STEPS))
+
+
+def test_what_a_worker_does_the_parts_of_a_step_and_a_profile_are_told() -> None:
+    counted = [
+        replace(e, precision="bfloat16", flops_per_token={"6N": 6e9, "causal": 8e9})
+        if isinstance(e, RunStarted)
+        else e
+        for e in EVENTS
+    ]
+    timed = StepsTimed(time=112.0, step=6, steps=5, seconds={"data": 0.002, "compute": 0.006})
+    profiled = Profiled(
+        time=112.0, worker="w0", node="n", first=3, last=5, file="/r/profile/t.json.gz",
+        problem=None, operators=[{"name": "aten::mm", "calls": 8, "cpu_ms": 1.5, "gpu_ms": 20.25}],
+    )  # fmt: skip
+    h100 = WorkerJoined(time=1.0, worker="w", node="n", pid=1, born_ticks=1, device="NVIDIA H200")
+    report = build_report([*counted, timed, profiled, h100], STEPS)
+    # 100 tokens in 1 s on two workers.
+    assert report.tokens_per_s_per_worker == pytest.approx(50)
+    assert report.flops_per_s_per_worker == pytest.approx({"6N": 3e11, "causal": 4e11})
+    assert report.mfu == pytest.approx({"6N": 3e11 / 989e12, "causal": 4e11 / 989e12})
+    assert (report.timed_steps, report.step_parts_s) == (5, {"data": 0.002, "compute": 0.006})
+    text = report_text(report)
+    assert "50 tokens/s, TFLOP/s 0.3 (6N), 0.4 (causal), MFU 0.0 % (6N), 0.0 % (causal)" in text
+    rows = [cells(line) for line in text.splitlines()]
+    assert ["data", "2.00", "25.00 %"] in rows and ["all", "8.00", "100.00 %"] in rows
+    assert "profile of steps 3 to 5 on w0: /r/profile/t.json.gz\n" in text
+    assert ["aten::mm", "8", "1.50", "20.25"] in rows
+    plain = report_text(build_report([*counted, replace(h100, device="")], STEPS))
+    assert "TFLOP/s" in plain and "MFU" not in plain and "part" not in plain
 
 
 def test_the_report_of_an_older_version_leaves_out_what_it_did_not_note() -> None:

@@ -1,0 +1,241 @@
+"""Reading ahead: what is hidden by it, and that nothing else changes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.data_plane import train_at
+from trainer.backend.groups import leave_replica_group
+from trainer.backend.rendezvous import Rendezvous, close_connections
+from trainer.config import TrainConfig
+from trainer.data.order import Ids
+from trainer.errors import ConfigError
+from trainer.loop.loader import Loader
+from trainer.loop.samples import lane_ids, micro_batches
+from trainer.tasks.custom import CustomTask
+
+SAMPLES, STEPS = 64, 6
+PATIENCE_S, READ_S = 30.0, 0.002
+
+
+class Watched:
+    """Samples of their own number, noisy where it is asked for. Notes who reads what."""
+
+    def __init__(self, *, noise: bool = False) -> None:
+        self.noise, self.readers, self.read = noise, set[str](), dict[int, threading.Event]()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.readers.add(threading.current_thread().name)
+        sample = torch.full((4,), float(index))
+        self.event(index).set()
+        return sample + torch.rand(4) if self.noise else sample
+
+    def event(self, index: int) -> threading.Event:
+        """Set once the sample has been read."""
+        return self.read.setdefault(index, threading.Event())
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (model(batch) - 1).square().sum(), len(batch)
+
+
+def settings(dataset: Any, prefetch: int, **changes: Any) -> TrainConfig:
+    task = CustomTask(build_model=build_model, loss_function=loss_of, dataset=dataset)
+    given = {
+        "task": task,
+        "steps": STEPS,
+        "global_batch": 4,
+        "micro_batch": 2,
+        "bucket_bytes": 1024,
+    }
+    return TrainConfig(prefetch=prefetch, **{**given, **changes})
+
+
+@pytest.fixture
+def train() -> Iterator[Callable[[TrainConfig], Any]]:
+    """Trains in this process, as the only worker."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    numbers = itertools.count()
+
+    def run(config: TrainConfig) -> Any:
+        meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=PATIENCE_S)
+        number = next(numbers)
+        try:
+            return train_at(0, number, meet, "cpu", config.task, config, 1, 1, False)
+        finally:
+            leave_replica_group()
+
+    yield run
+    close_connections()
+
+
+def outcome(result: Any) -> tuple[Any, ...]:
+    weights = {name: value.tolist() for name, (_, _, value) in result.local.items()}
+    return result.losses, result.norms, result.digests, weights
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_the_bits_are_the_same_however_far_ahead_it_reads(
+    train: Callable[[TrainConfig], Any], noise: bool
+) -> None:
+    """Also those of dropout, and of a dataset that draws from the same generator."""
+    results = [train(settings(Watched(noise=noise), prefetch)) for prefetch in (0, 1, 5)]
+    assert outcome(results[0]) == outcome(results[1]) == outcome(results[2])
+
+
+def order_of(config: TrainConfig) -> list[Ids]:
+    """Ids of all micro-batches of the run, on its one worker."""
+    return list(
+        micro_batches(config, 1, SAMPLES, 0, steps=range(config.steps), missing=[0], dealt=[0])
+    )
+
+
+def test_a_read_is_hidden_behind_the_computation(train: Callable[[TrainConfig], Any]) -> None:
+    """The loss of each micro-batch is not there before the next one has been read."""
+    data = Watched()
+    config = settings(data, 1)
+    following = dict(
+        (int(now[0]), int(then[0])) for now, then in itertools.pairwise(order_of(config))
+    )
+    hidden = []
+
+    def loss_after_the_next_read(model: nn.Module, batch: torch.Tensor) -> Any:
+        then = following.get(int(batch[0, 0]))
+        if model.training and then is not None:
+            hidden.append(data.event(then).wait(PATIENCE_S))
+        return loss_of(model, batch)
+
+    task = CustomTask(build_model=build_model, loss_function=loss_after_the_next_read, dataset=data)
+    train(settings(data, 1, task=task))
+    assert hidden == [True] * (2 * STEPS - 1)
+
+
+def test_the_parts_of_a_real_step_show_a_read_that_is_waited_for(
+    train: Callable[[TrainConfig], Any],
+) -> None:
+    """Without reading ahead. They are part of the time that the whole took."""
+
+    class Slow(Watched):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            end = time.perf_counter() + READ_S
+            while time.perf_counter() < end:
+                pass
+            return super().__getitem__(index)
+
+    begin = time.perf_counter()
+    result = train(settings(Slow(), 0))
+    wall_s = time.perf_counter() - begin
+    (times,) = result.times
+    assert (times.step, times.steps) == (STEPS - 2, STEPS - 2)
+    assert times.seconds["data"] >= 4 * READ_S
+    assert all(times.seconds[part] > 0 for part in ("compute", "commit", "optimizer"))
+    assert times.steps * sum(times.seconds.values()) <= wall_s
+
+
+def test_one_thread_reads_the_samples_of_training_and_evaluation(
+    train: Callable[[TrainConfig], Any],
+) -> None:
+    data = Watched()
+    task = CustomTask(
+        build_model=build_model, loss_function=loss_of, dataset=data, eval_dataset=data
+    )
+    result = train(settings(data, 2, task=task, eval_every=2))
+    assert len(result.evaluations) == STEPS // 2
+    assert len(data.readers) == 1 and threading.current_thread().name not in data.readers
+
+
+class Spoilt(Watched):
+    """One sample cannot be read."""
+
+    def __init__(self, bad: int) -> None:
+        super().__init__()
+        self.bad = bad
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.bad:
+            raise RuntimeError(f"sample {index} is spoilt")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_an_error_of_the_dataset_comes_in_the_step_that_takes_the_sample(
+    train: Callable[[TrainConfig], Any], prefetch: int
+) -> None:
+    bad_step = 3
+    order = order_of(settings(Watched(), prefetch))
+    data = Spoilt(int(order[2 * bad_step][0]))
+    losses: list[int] = []
+
+    def counted(model: nn.Module, batch: torch.Tensor) -> Any:
+        losses.append(len(batch))
+        return loss_of(model, batch)
+
+    task = CustomTask(build_model=build_model, loss_function=counted, dataset=data)
+    error = train(settings(data, prefetch, task=task))
+    assert isinstance(error, RuntimeError) and "is spoilt" in str(error)
+    assert "__getitem__" in "".join(traceback.format_exception(error))
+    assert len(losses) == 2 * bad_step
+
+
+class Gated:
+    """Batches of their ids; the first one that is read ahead waits for `gate`."""
+
+    def __init__(self) -> None:
+        self.gate, self.begun = threading.Event(), threading.Event()
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def batch(self, ids: Ids) -> Any:
+        if self.read == [0]:
+            self.begun.set()
+            assert self.gate.wait(PATIENCE_S)
+        self.read.append(int(ids[0]))
+        return ids
+
+
+def test_who_leaves_does_not_wait_for_a_read_and_the_next_generation_has_its_own_lanes() -> None:
+    data = Gated()
+    before = Loader(data, iter(np.arange(9)[:, None]), ahead=3, pin=False)
+    assert before.take()[0].tolist() == [0]
+    assert data.begun.wait(PATIENCE_S)
+    before.close()
+    after = Loader(data, iter(np.arange(20, 22)[:, None]), ahead=3, pin=False)
+    data.gate.set()
+    assert [after.take()[1].tolist() for _ in range(2)] == [[20], [21]]
+    assert data.read == [0, 1, 20, 21], "what was asked for and not begun is not read"
+
+
+def test_a_generation_reads_what_its_replica_lacks_and_then_all_its_lanes() -> None:
+    config = settings(None, 1, task=None, global_batch=24, micro_batch=2)
+    found = list(micro_batches(config, 3, SAMPLES, 0, steps=range(4, 6), missing=[2], dealt=[0, 2]))
+    expected = [
+        lane_ids(config, 3, SAMPLES, step, lane, 0).tolist()
+        for step, lane in [(4, 2), (5, 0), (5, 2)]
+    ]
+    assert {len(ids) for ids in found} == {2}
+    assert np.concatenate(found).tolist() == list(itertools.chain(*expected))
+
+
+def test_less_than_nothing_ahead_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train.prefetch"):
+        settings(None, -1, task=None, micro_batch=None).check(1)

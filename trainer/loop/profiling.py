@@ -1,0 +1,127 @@
+"""A profile of some steps on one worker, by torch's profiler: a trace, and where the time went.
+
+While the trace is written, between two steps, the other workers wait: the loop is in the phase
+`profile` then, which is none of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from trainer.config import Steps
+
+MOST_OPERATORS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """What one operator took in all profiled steps, those that it calls left out."""
+
+    name: str
+    calls: int
+    cpu_ms: float
+    """On the host."""
+    gpu_ms: float
+    """Of its kernels; 0 on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What became of a profile."""
+
+    first: int
+    """The first step that it holds."""
+    last: int
+    """The last one."""
+    file: str
+    """The trace, in Chrome's format, on the node of the worker."""
+    problem: str | None
+    """Why it lacks steps, or is not there."""
+    operators: tuple[Operator, ...]
+    """The dearest ones, first those with most time on the GPU, or on the host without one."""
+
+
+class StepProfiler:
+    """Profiles those of `steps` that its generation does whole. Where another one did the first of
+    them, or will do the last, it says so.
+
+    Args:
+        steps: which.
+        folder: where the trace goes; made when it is missing.
+        worker: in the name of the trace.
+        on_cuda: whether there is a GPU to look at.
+        tell: gets what became of it.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        folder: Path,
+        worker: str,
+        *,
+        on_cuda: bool,
+        tell: Callable[[Profile], None],
+    ) -> None:
+        self._steps, self._folder, self._worker = steps, folder, worker
+        self._on_cuda, self._tell = on_cuda, tell
+        self._running: profile | None = None
+        self._first = 0
+
+    def begin(self, step: int) -> None:
+        """Called before each step."""
+        if self._running is None and self._steps.first <= step <= self._steps.last:
+            self._start(step)
+        elif step > self._steps.last:
+            self.end(step)
+
+    def end(self, step: int) -> None:
+        """Ends what is being profiled, if anything is. `step` is not done yet."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        running.__exit__(None, None, None)
+        first, last = self._first, min(step - 1, self._steps.last)
+        if last < first:
+            return  # the next generation begins with the same step
+        file = self._folder / f"steps-{first}-{last}-{self._worker}.json.gz"
+        problem = None
+        if (first, last) != (self._steps.first, self._steps.last):
+            problem = f"its roster did no more of {self._steps.first} to {self._steps.last}"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(file))
+        except OSError as error:
+            problem = f"the trace cannot be written: {error}"
+        self._tell(
+            Profile(
+                first=first,
+                last=last,
+                file=str(file),
+                problem=problem,
+                operators=_dearest(running.key_averages(), self._on_cuda),
+            )
+        )
+
+    def _start(self, step: int) -> None:
+        cuda = [ProfilerActivity.CUDA] if self._on_cuda else []
+        self._running, self._first = profile(activities=[ProfilerActivity.CPU, *cuda]), step
+        self._running.__enter__()
+
+
+def _dearest(averages: Any, on_cuda: bool) -> tuple[Operator, ...]:
+    found = [
+        Operator(
+            name=entry.key,
+            calls=entry.count,
+            cpu_ms=entry.self_cpu_time_total / 1e3,
+            gpu_ms=entry.self_device_time_total / 1e3,
+        )
+        for entry in averages
+    ]
+    found.sort(key=lambda o: o.gpu_ms if on_cuda else o.cpu_ms, reverse=True)
+    return tuple(found[:MOST_OPERATORS])

@@ -1,0 +1,42 @@
+"""What GPUs can do at most: the denominator of MFU. Pure; imports nothing.
+
+Dense matrix products, no sparsity: the tensor cores for bfloat16, and for float32 the ordinary
+ones, as torch leaves TF32 off. By the name that CUDA gives the whole device: a slice of one (MIG),
+or another one, has no entry, and no MFU.
+
+Sources: NVIDIA's data sheets of A100 (June 2021), H100 (2024: SXM and NVL) and its PCIe version
+(PB-11133), H200 and HGX B200; where they give bfloat16 with sparsity, half of it. The bfloat16
+numbers are those of torchtitan's `get_peak_flops`.
+"""
+
+from __future__ import annotations
+
+_A100 = {"bfloat16": 312e12, "float32": 19.5e12}
+_H100 = {"bfloat16": 989e12, "float32": 67e12}
+_H100_NVL = {"bfloat16": 835e12, "float32": 60e12}
+_H100_PCIE = {"bfloat16": 756e12, "float32": 51e12}
+_B200 = {"bfloat16": 2250e12, "float32": 75e12}
+
+PEAKS = {
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA H100 80GB HBM3": _H100,
+    "NVIDIA H100 NVL": _H100_NVL,
+    "NVIDIA H100 PCIe": _H100_PCIE,
+    "NVIDIA H200": _H100,
+    "NVIDIA H200 NVL": _H100_NVL,
+    "NVIDIA B200": _B200,
+}
+"""Device -> precision of the computation -> operations per second."""
+
+
+def peak_flops(device: str, precision: str) -> float | None:
+    """Operations per second of a device; None where it is not known.
+
+    Args:
+        device: as CUDA names it.
+        precision: `TrainConfig.precision`.
+    """
+    return PEAKS.get(device, {}).get(precision)
