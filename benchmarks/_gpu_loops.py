@@ -7,6 +7,7 @@ logs does.
 from __future__ import annotations
 
 import importlib.util
+import os
 import resource
 import time
 from collections.abc import Callable
@@ -19,13 +20,13 @@ import torch.distributed as dist
 
 from benchmarks._gpu_models import RandomText, Workload, draw_weights, prepared
 from tests.support.fabric import GLOO, NCCL, FabricGroup
+from trainer.backend import determinism
 from trainer.backend.groups import make_replica_group, torch_device
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
 from trainer.loop.link import Link, LoopConfig, NoLink, Progress
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.layout import ParallelDims, Slot
-from trainer.replication.lane_sums import LaneSums
 from trainer.replication.step_commit import Commit
 
 _KIB = 1024
@@ -58,6 +59,7 @@ class OurLoop:
 
     def __init__(self, work: Workload, steps: int) -> None:
         self.train = replace(work.train(steps), task=prepared(work.train(steps)))
+        determinism.settle(self.train.determinism, work.device, os.environ)
         self._fabric = NCCL if work.device == "cuda" else GLOO
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._meet = Rendezvous(host="127.0.0.1", port=self._store.port, timeout_s=60)
@@ -74,7 +76,7 @@ class OurLoop:
         )
         draw_weights(self.engine.model)
         self.engine.forget_initial_weights()
-        self._sums = LaneSums(1, self.engine.gradient.numel(), self.engine.device)
+        self._sums = self.engine.make_sums(1)
         self.progress = Progress()
 
     def run(self, link: Link, steps: int, *, snapshot_every: int | None = None) -> None:

@@ -31,7 +31,7 @@ def run_elastic(directory: Path, task: Any, train: Any, reduction: str) -> None:
 
     _begin(directory)
     trainer = ElasticTrainer(
-        dataclasses.replace(train, task=task, reduction=reduction),
+        dataclasses.replace(train, task=task, reduction=reduction, determinism="fast"),
         scaling=ScalingConfig(max_replicas=REPLICAS),
         run_config=RunConfig(name="run", storage_path=str(directory)),
         checkpoint=CheckpointConfig(every_steps=None, resume="never"),

@@ -57,7 +57,6 @@ from trainer.parallel.layout import ParallelDims, Slot
 from trainer.recovery.heal import Newcomer
 from trainer.recovery.heal_source import Source
 from trainer.recovery.heal_wire import STREAMS, Meeting
-from trainer.replication.lane_sums import LaneSums
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit
 
@@ -161,7 +160,7 @@ class Replica:
         loop = TrainLoop(
             self.engine,
             cross,
-            LaneSums(1, self.engine.gradient.numel(), self.engine.device),
+            self.engine.make_sums(1),
             lanes=[(0,), ()][self.rank],
             progress=self.progress,
             config=LoopConfig(

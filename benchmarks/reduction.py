@@ -32,7 +32,7 @@ from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.models.hf import ModelConfig
 from trainer.parallel.layout import ParallelDims, Slot
-from trainer.replication.buckets import BUCKET_BYTES, plan_buckets
+from trainer.replication.buckets import BUCKET_BYTES, MERGED, plan_buckets
 from trainer.replication.reduction import Reduction
 from trainer.replication.replicas import CrossGroup
 from trainer.tasks.causal_lm import PreparedCausalLM
@@ -114,17 +114,19 @@ def turns(cross: CrossGroup, count: int, ways: Ways) -> dict[str, list[float]]:
 
 def reductions(cross: CrossGroup, count: int) -> Ways:
     """Part 1: the whole gradient is there."""
-    mine = {(cross.rank, cross.rank + 1): torch.randn(count + cross.size)}
-    into, plain = torch.zeros(count + cross.size), torch.randn(count)
-    least, most = (size // 4 for size in BUCKET_BYTES)
-    ends = plan_buckets([count], least=least, most=most)
+    into, plain = torch.randn(count + cross.size), torch.randn(count)
+    mine = {(cross.rank, cross.rank + 1): into}
+    most = BUCKET_BYTES["cpu"] // 4
+    ends = plan_buckets([count], least=most // MERGED, most=most)
 
+    # The numbers are scaled, else they overflow in the end; a tenth of the time, at most.
     def reduce(exact: bool) -> None:
         Reduction(cross, mine, into, ends, exact=exact).finish()
+        into.mul_(1.0 / cross.size)
 
     def all_reduce() -> None:
         cross.sum(plain)
-        plain.mul_(1.0 / cross.size)  # else it overflows in the end; a tenth of the time, at most
+        plain.mul_(1.0 / cross.size)
 
     return {
         "exact": lambda: reduce(True),
@@ -136,7 +138,7 @@ def reductions(cross: CrossGroup, count: int) -> Ways:
 def steps(cross: CrossGroup, rendezvous: Rendezvous, options: argparse.Namespace) -> Ways:
     """Part 2: forward and backward of a Llama without and with its reduction."""
     engine = small_engine(cross, rendezvous, options)
-    block = torch.zeros(engine.gradient.numel())
+    block = engine.gradient
     mine = {(cross.rank, cross.rank + 1): block}
     batch = torch.randint(0, 1000, (1, options.tokens + 1))
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from trainer.models.converter import ModelConverter
     from trainer.parallel.dims import MeshDim
 
+_LEAST_BUCKET_BYTES = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -52,6 +54,9 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping
     off."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the moments. `bfloat16`: four bytes a parameter less; an update is computed
+    in float32 and rounded up or down at random, the same way on all replicas."""
     schedule: Schedule | None = None
     """The learning rate by step, in place of `lr`, `min_lr_ratio` and `warmup_steps`; None: warm-up
     and cosine by these three."""
@@ -68,9 +73,11 @@ class OptimizerConfig:
 
     @property
     def info(self) -> dict[str, Any]:
-        """See Optimizer. Without a schedule of one's own it is what it was before there were any:
-        exports of old checkpoints read it."""
+        """See Optimizer. With float32 moments and without a schedule of one's own it is what it was
+        before there were any: exports of old checkpoints read it."""
         info = asdict(self)
+        if self.moment_dtype == "float32":
+            del info["moment_dtype"]
         fields = info.pop("schedule")
         if self.schedule is None:
             return info
@@ -100,16 +107,15 @@ class OptimizerConfig:
 
         decayed = [param for param in params.values() if param.dim() >= 2]
         plain = [param for param in params.values() if param.dim() < 2]
-        return torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": self.weight_decay},
-                {"params": plain, "weight_decay": 0.0},
-            ],
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            fused=True,
-        )
+        groups: list[dict[str, Any]] = [
+            {"params": decayed, "weight_decay": self.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        if self.moment_dtype == "bfloat16":
+            from trainer.rounded_adamw import RoundedAdamW
+
+            return RoundedAdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps)
+        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 
     @cached_property
     def _schedule(self) -> Schedule:
@@ -210,13 +216,28 @@ class TrainConfig:
     """What changes the model before it is split over workers, in order; see
     `trainer.models.converter`."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the computation; parameters, reductions and optimizer state stay float32."""
+    """Number format of the computation. Parameters stay float32, and so do sums inside a replica;
+    for those over replicas see `reduce_dtype`, for the moments `OptimizerConfig.moment_dtype`."""
     recompute: Literal["full", "selective"] | int | None = None
     """Activations that backward computes again instead of keeping them: `full`, all inside each
     block; a number n, all inside each n-th block; `selective`, all but attention and every second
     matrix product. The bits are the same. None: all are kept."""
     reduction: Literal["exact", "fast"] = "exact"
-    """`exact`: lanes are summed in one fixed tree, the same bits at any number of replicas."""
+    """`exact`: lanes are summed in one fixed tree, the same bits at any number of replicas. `fast`:
+    a plain all-reduce, only with determinism `fast`."""
+    determinism: Literal["strict", "fast"] = "strict"
+    """`strict`: each worker computes the same bits from the same inputs, and an operator that
+    cannot raises. `fast`: what is quickest, TF32 included. See the page on bits."""
+    compile: Literal["off", "on", "require"] = "off"
+    """`on`: torch.compile makes kernels of each repeated block; one that it cannot take is computed
+    as it is, on all workers, with a warning. `require`: such a block ends the run. See the page on
+    bits."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the sum over lanes and replicas. `bfloat16`: each lane's gradient and each
+    sum in the tree are rounded to it, and half as much is sent between replicas."""
+    bucket_bytes: int | None = None
+    """The most bytes of float32 gradient that are reduced over replicas at once; None: 16 MiB on a
+    CPU, 64 MiB on a GPU. No bit depends on it."""
     seed: int = 0
     """Seeds the weights, the order of the samples and dropout."""
     eval_every: int | None = None
@@ -259,6 +280,20 @@ class TrainConfig:
         ]:
             if value < 1:
                 raise ConfigError(f"train.{name}", value, "must be at least 1", "Use 1 or more")
+        if self.determinism == "strict" and self.reduction == "fast":
+            raise ConfigError(
+                "train.reduction",
+                self.reduction,
+                "its sums depend on the number of replicas, and train.determinism is 'strict'",
+                "Use 'exact', or determinism='fast'",
+            )
+        if self.bucket_bytes is not None and self.bucket_bytes < _LEAST_BUCKET_BYTES:
+            raise ConfigError(
+                "train.bucket_bytes",
+                self.bucket_bytes,
+                f"a bucket has {_LEAST_BUCKET_BYTES} bytes or more",
+                "Use some MiB, or None for the device's default",
+            )
         if self.prefetch < 0:
             raise ConfigError(
                 "train.prefetch", self.prefetch, "fewer than none", "Use 0 (none) or more"

@@ -2,6 +2,7 @@
 
 TrainerError
 ├── ConfigError          what the user wrote cannot work; raised before anything starts
+├── CompileError         a block that must be compiled cannot be, on any worker
 ├── NonFiniteError       too many steps in a row had a non-finite loss or gradient
 ├── LedgerError          (samples.py) a step committed other samples than it should have
 ├── TokensCorruptError   (data/index.py) a token file is not what its index says
@@ -48,6 +49,26 @@ def check_types(config: object, where: str) -> None:
     wrong = settle_types(config)
     if wrong is not None:
         raise ConfigError(f"{where}.{wrong.field}", wrong.value, wrong.fact, wrong.fix)
+
+
+class CompileError(TrainerError):
+    """A block of the model cannot be compiled. It is the same on all workers.
+
+    Args:
+        block: its name in the model.
+        fact: why, by torch.
+    """
+
+    def __init__(self, block: str, fact: str) -> None:
+        super().__init__(block, fact)
+        self.block, self.fact = block, fact
+
+    def __str__(self) -> str:
+        return (
+            f"block {self.block} cannot be compiled: {self.fact}. Change its code "
+            f"(TORCH_LOGS=graph_breaks says where), keep its shapes the same from micro-batch to "
+            f"micro-batch, or use train.compile = 'off'."
+        )
 
 
 class NonFiniteError(TrainerError):

@@ -54,7 +54,8 @@ class Optimizer(Schedule, Protocol):
     def moments(self) -> tuple[str, ...]:
         """Names of the state tensors that `make`'s optimizer keeps for each parameter, as keys of
         its `state`. They have the parameter's shape and type, begin at zero and are updated in
-        place. A checkpoint has them as `NAME/PARAMETER`."""
+        place. A checkpoint has them as `NAME/PARAMETER`. An optimizer that keeps them in bfloat16
+        says so: it has `moment_dtype = "bfloat16"`."""
         ...
 
     @property
@@ -118,6 +119,11 @@ class WarmupCosine:
         progress = min(1.0, (step - self.warmup_steps) / span)
         cosine = 0.5 * (1 + math.cos(math.pi * progress))
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * cosine)
+
+
+def moment_dtype(optimizer: Optimizer, like: str) -> str:
+    """Number format of the moments of a parameter whose own is `like`."""
+    return "bfloat16" if getattr(optimizer, "moment_dtype", None) == "bfloat16" else like
 
 
 def check_ranges(where: str, ranges: Sequence[Range]) -> None:

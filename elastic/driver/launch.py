@@ -54,6 +54,7 @@ from elastic.reporting.phases import phases
 from elastic.reporting.report import Report
 from elastic.supervisor.plan import RunPlan
 from elastic.supervisor.supervisor import MOST_DRIVERS, Supervisor
+from trainer.backend.determinism import attention_kernels
 from trainer.config import TrainConfig
 from trainer.engine.build import build_model
 from trainer.engine.optimizer import try_optimizer
@@ -150,7 +151,7 @@ class Launch:
         task = self.train.task.prepare(self.train, cache)
         tell("building the model on the driver, without weights")
         built = build_model(task, self.train)[0]
-        model = state_table(built, self.train.optimizer.moments)
+        model = state_table(built, self.train.optimizer)
         origin = self._find_origin(paths, identity, snapshot, model)
         if origin.manifest is not None:
             check_continues(origin.manifest, self.train, task)
@@ -300,6 +301,13 @@ class Launch:
                 steps=self.train.steps,
                 start_step=start_step,
                 redone_steps=max(0, steps_done(paths) - start_step),
+                settings={
+                    "precision": self.train.precision,
+                    "reduction": self.train.reduction,
+                    "determinism": self.train.determinism,
+                    "attention": attention_kernels(self.train.determinism, self.scaling.device),
+                    "compile": self.train.compile,
+                },
                 versions={
                     "python": platform.python_version(),
                     **{name: version(name) for name in _RECORDED_VERSIONS},

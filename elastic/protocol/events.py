@@ -55,6 +55,9 @@ class RunStarted(Event):
     """First step to do: 0, or where the run is continued."""
     versions: dict[str, str]
     """Versions of what the run stands on, such as `torch` and `ray`."""
+    settings: dict[str, str] | None = None
+    """What its bits depend on beside the model: `precision`, `reduction`, `determinism`,
+    `attention` (kernels that may be taken), `compile`."""
     redone_steps: int = 0
     """Steps that were committed before and will be done again: those after the last saved state."""
     precision: str = ""

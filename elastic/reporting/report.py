@@ -136,6 +136,8 @@ class Report:
     """Sizes of the layout at the last start."""
     versions: dict[str, str]
     """Versions of what the run stood on at the last start."""
+    settings: dict[str, str]
+    """What its bits depended on beside the model, at the last start; see `RunStarted`."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON: no NaN literals, fields in their order."""
@@ -193,6 +195,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         replacements=tuple({e.node: e for e in _of(events, NodeReplacement)}.values()),
         layout=started[-1].layout if started else {},
         versions=started[-1].versions if started else {},
+        settings=(started[-1].settings or {}) if started else {},
     )
 
 
@@ -407,6 +410,7 @@ def _facts(report: Report) -> dict[str, str]:
         "ledger": "-" if report.ledger_steps is None else f"{report.ledger_steps} steps exact",
         "layout": layout or "-",
         "versions": ", ".join(f"{k} {v}" for k, v in report.versions.items()) or "-",
+        "bits": ", ".join(f"{k} {v}" for k, v in report.settings.items()) or "-",
     }
 
 

@@ -47,6 +47,7 @@ from elastic.worker.side_build import SideBuild
 from health.heartbeat import Heartbeat
 from health.process import read_born_ticks
 from health.stacks import offer_stacks
+from trainer.backend import determinism
 from trainer.backend.groups import (
     collectives_begun,
     device_name,
@@ -60,11 +61,13 @@ from trainer.backend.origin import Origin, origin_of
 from trainer.backend.rendezvous import Rendezvous
 from trainer.backend.warmth import warm_device
 from trainer.engine.engine import Engine
-from trainer.errors import GroupError, NonFiniteError
+from trainer.errors import CompileError, GroupError, NonFiniteError
+from trainer.loop.compile_ahead import compile_ahead
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.profiling import StepProfiler
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.apply import warm_up
+from trainer.parallel.compiled import keep_compiled
 from trainer.parallel.layout import Slot
 from trainer.recovery.heal import Newcomer
 from trainer.recovery.heal_source import Source
@@ -96,7 +99,10 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        torch.set_num_threads(max(1, int(job.scaling.cpus_per_worker)))
+        threads = max(1, int(job.scaling.cpus_per_worker))
+        torch.set_num_threads(threads)
+        if job.train.compile != "off":
+            keep_compiled(os.environ, threads)
         heartbeat = Heartbeat(collectives_begun)
         rank = ray.train.get_context().get_world_rank()
         self.identity = Identity(
@@ -111,6 +117,8 @@ class Worker:
         )
         job.coordinator.call(CoordinatorApi.hello, self.identity)
         self.network = self.settle_on_gpu() if job.scaling.device == "cuda" else None
+        # After the network: of what is set here, it would warn as of the cluster's.
+        determinism.settle(job.train.determinism, job.scaling.device, os.environ)
         self.link = CoordinatorLink(self.identity, job, heartbeat)
         on_sigterm(self.link.terminating)
         self.engine: Engine | None = None
@@ -164,7 +172,7 @@ class Worker:
                 self.build(answer)
             else:
                 self.train(answer)
-        except NonFiniteError as error:
+        except (CompileError, NonFiniteError) as error:
             self.link.fail(str(error))
         except Exception as error:
             return traceback.format_exc(), _CAUSES[origin_of(error)]
@@ -253,6 +261,9 @@ class Worker:
         former = self.engine
         engine = self.make_engine(answer, former, self.link.leave_now)
         self.settle_in(engine, former, answer)
+        if self.job.train.compile != "off" and answer.kept == "none":
+            self.link.at_step(answer.step, "compile")
+            compile_ahead(engine, self.job.lanes)
 
     def make_engine(
         self, answer: Build, former: Engine | None, leave_now: Callable[[], bool]
@@ -284,7 +295,7 @@ class Worker:
         if former is not None:
             engine.take_over(former)
         self.engine, self.built, self.mixed = engine, answer.formed, answer.kept != "none"
-        self.sums = LaneSums(self.job.lanes, engine.gradient.numel(), engine.device)
+        self.sums = engine.make_sums(self.job.lanes)
         self.link.injection.engine = engine
 
     # -- beside the steps --------------------------------------------------------------------------
@@ -439,7 +450,7 @@ class Worker:
         """The loop of this generation."""
         assert self.engine is not None
         if self.sums is None:  # a follower has no lanes
-            self.sums = LaneSums(self.job.lanes, self.engine.gradient.numel(), self.engine.device)
+            self.sums = self.engine.make_sums(self.job.lanes)
         joins = run.source_of(run.position) is not None
         return TrainLoop(
             self.engine,

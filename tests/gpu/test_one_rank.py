@@ -89,7 +89,7 @@ def test_lanes_are_added_up_beside_the_current_stream(meet: Rendezvous, fabric: 
 
     def begin(step: int) -> Reduction:
         """The gradients come in as two groups of parameters, the last lane's with the sum."""
-        lanes = sums.begin(step, (0, 1, 2))
+        lanes = sums.begin(step, (0, 1, 2), into, alone=True)
         reduction = Reduction(cross, sums.blocks, into, ENDS, exact=True)
         for lane in lanes:
             flat = sums.open(lane)

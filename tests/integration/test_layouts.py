@@ -144,7 +144,21 @@ def test_the_number_of_replicas_does_not_change_a_bit(lab: Lab) -> None:
     assert len(hashes) == 1
 
 
-SMALL_BUCKETS = (4_000, 12_000)
+def test_a_sum_in_bfloat16_is_the_same_at_any_number_of_replicas(lab: Lab) -> None:
+    """Rounded wherever a lane lies; and it is another sum than that in float32."""
+
+    def weights(replicas: int, **changes: Any) -> str:
+        train = lab.train(bucket_bytes=SMALL_BUCKETS, **changes)
+        results = run_layout(lab.task(False), train, replicas=replicas, lanes=LANES)
+        return tensors_sha256(sorted(full_parameters(results[:1]).items()))
+
+    alone = weights(1, reduce_dtype="bfloat16")
+    assert weights(2, reduce_dtype="bfloat16") == alone
+    assert weights(4, reduce_dtype="bfloat16") == alone
+    assert weights(1) != alone
+
+
+SMALL_BUCKETS = 12_000
 """Bytes: a layer of the tiny model is 37 kB, a quarter of one at shard x tensor 2x2 is 9 kB."""
 
 
@@ -169,10 +183,11 @@ def test_the_auxiliary_loss_of_a_router_is_the_same_at_any_number_of_replicas(
 def check_buckets_change_no_bit(lab: Lab, shard: int, tensor: int, replicas: list[int]) -> None:
     """One bucket at one replica against many buckets at others, place by place."""
     task, train = lab.task(False), lab.train(shard, tensor)
+    small = replace(train, bucket_bytes=SMALL_BUCKETS)
     whole = run_layout(task, train, replicas=1, lanes=LANES)
     assert [worker.buckets for worker in whole] == [1] * shard * tensor
     for n in replicas:
-        cut = run_layout(task, train, replicas=n, lanes=LANES, bucket_bytes=SMALL_BUCKETS)
+        cut = run_layout(task, small, replicas=n, lanes=LANES)
         assert len(cut) == n * shard * tensor
         for index, worker in enumerate(cut):
             same = whole[index % (shard * tensor)]

@@ -4,11 +4,14 @@ the user needs to know, and soon."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ray.train import RunConfig
+from torch import nn
 
 from elastic import (
     CustomTask,
@@ -22,11 +25,13 @@ from elastic.membership.failure import plan_pause_s
 from elastic.protocol.events import CrossGroupLost, LinksTested, RegroupDone, WorkerLost
 from elastic.reporting.event_log import read_events
 from tests.support.user_code import (
+    Deciding,
     SpoiltSamples,
     endless_loss,
     failing_loss,
     loss_before_a_bad_link,
     model,
+    putting_loss,
     summed_loss,
 )
 
@@ -36,14 +41,21 @@ MOST_IN_VAIN = 4
 GOOD = [torch.tensor([float(i)]) for i in range(8)]
 
 
-def trainer(loss: object, storage: Path, dataset: object = GOOD) -> ElasticTrainer:
+def trainer(
+    loss: object,
+    storage: Path,
+    dataset: object = GOOD,
+    *,
+    build: Callable[[], nn.Module] = model,
+    **changes: Any,
+) -> ElasticTrainer:
     task = CustomTask(
-        build_model=model,
+        build_model=build,
         loss_function=loss,  # type: ignore[arg-type]
         dataset=dataset,
     )
     return ElasticTrainer(
-        TrainConfig(task=task, steps=8, global_batch=2, lanes=2),
+        TrainConfig(task=task, steps=8, global_batch=2, lanes=2, **changes),
         scaling=ScalingConfig(max_replicas=2),
         run_config=RunConfig(name="run", storage_path=str(storage)),
         health=HealthConfig(max_nonfinite_steps=3, max_regroups_without_progress=MOST_IN_VAIN),
@@ -60,6 +72,22 @@ def test_a_bug_in_user_code_ends_the_run_with_the_users_traceback(
     assert "user code raised, 2 times at step" in str(caught.value)
     lost = [e for e in read_events(tmp_path / "run" / "events.jsonl") if isinstance(e, WorkerLost)]
     assert {event.cause for event in lost} == {"user_error"}
+
+
+def test_an_operator_without_a_deterministic_way_ends_a_strict_run_by_its_name(
+    cluster: None, tmp_path: Path
+) -> None:
+    with pytest.raises(RunFailedError, match=r"put_ does not have a deterministic implementation"):
+        trainer(putting_loss, tmp_path / "strict").fit()
+    trainer(putting_loss, tmp_path / "fast", determinism="fast").fit()
+
+
+def test_a_block_that_cannot_be_compiled_ends_a_run_that_requires_it(
+    cluster: None, tmp_path: Path
+) -> None:
+    with pytest.raises(RunFailedError, match=r"block blocks\.0 cannot be compiled: .*branching"):
+        trainer(summed_loss, tmp_path / "require", build=Deciding, compile="require").fit()
+    trainer(summed_loss, tmp_path / "on", build=Deciding, compile="on").fit()
 
 
 def test_a_bug_in_a_dataset_does_so_too(cluster: None, tmp_path: Path) -> None:

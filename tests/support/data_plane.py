@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from checkpointing import Attempt, Keys, Receipt, write_shared
 from tests.support.fabric import GLOO, Fabric, FabricGroup
 from tests.support.quiet_link import QuietLink
+from trainer.backend import determinism
 from trainer.backend.groups import (
     Device,
     leave_replica_group,
@@ -32,9 +33,8 @@ from trainer.engine.shared_copy import open_copy
 from trainer.loop.clock import StepTimes
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
+from trainer.parallel.compiled import keep_compiled
 from trainer.parallel.layout import Slot
-from trainer.replication.buckets import BUCKET_BYTES
-from trainer.replication.lane_sums import LaneSums
 from trainer.replication.lanes import deal_lanes
 from trainer.replication.step_commit import Commit, Place
 from trainer.tasks.task import PreparedTask
@@ -110,6 +110,9 @@ def _process(
 ) -> None:
     """One process, which takes the place `orders[i][number]` in the i-th formation."""
     fabric.enter(number, len(orders[0]))
+    determinism.settle(arguments[1].determinism, fabric.device, os.environ)
+    if arguments[1].compile != "off":
+        keep_compiled(os.environ, 1)
     rendezvous = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
     for formation, order in enumerate(orders):
         place = order[number]
@@ -127,7 +130,6 @@ def make_engine(
     formation: int = 0,
     device: Device = "cpu",
     replicas: int = 1,
-    bucket_bytes: tuple[int, int] = BUCKET_BYTES,
 ) -> Engine:
     """The engine at place `index`, filled from the seed. All workers of its replica call it."""
     replica, rank = divmod(index, train.parallel.workers)
@@ -145,7 +147,6 @@ def make_engine(
         mesh=mesh,
         device=device,
         max_replicas=replicas,
-        bucket_bytes=bucket_bytes,
     )
     engine.initialize()
     return engine
@@ -164,7 +165,6 @@ def train_in_one_replica(
         train,
         replicas=1,
         lanes=1,
-        bucket_bytes=BUCKET_BYTES,
         saves=False,
     )
 
@@ -178,7 +178,6 @@ def train_at(
     train: TrainConfig,
     replicas: int,
     lanes: int,
-    bucket_bytes: tuple[int, int],
     saves: bool,
 ) -> WorkerResult | Exception:
     """Trains at place `index`, in this process. What it returns keeps nothing of the replica."""
@@ -191,7 +190,6 @@ def train_at(
         formation=formation,
         device=fabric.device,
         replicas=replicas,
-        bucket_bytes=bucket_bytes,
     )
     dealt = deal_lanes(lanes, tuple(range(replicas)))
     cross = FabricGroup(
@@ -207,7 +205,7 @@ def train_at(
     loop = TrainLoop(
         engine,
         cross,
-        LaneSums(lanes, engine.gradient.numel(), engine.device),
+        engine.make_sums(lanes),
         lanes=dealt[replica],
         progress=progress,
         config=LoopConfig(
@@ -257,7 +255,6 @@ def run_formations(
     lanes: int,
     orders: list[list[int]],
     fabric: Fabric = GLOO,
-    bucket_bytes: tuple[int, int] = BUCKET_BYTES,
     saves: bool = False,
 ) -> list[list[Any]]:
     """Trains once for each of `orders`, on the same processes, the i-th taking place `order[i]`.
@@ -273,7 +270,7 @@ def run_formations(
             store.port,
             orders,
             fabric,
-            (task, train, replicas, lanes, bucket_bytes, saves),
+            (task, train, replicas, lanes, saves),
             results,
         )
         mp.start_processes(_process, args=arguments, nprocs=workers, start_method="forkserver")

@@ -24,7 +24,6 @@ from trainer.config import TrainConfig
 from trainer.dryrun.shape import prepare_shape
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
-from trainer.replication.lane_sums import LaneSums
 from trainer.replication.lanes import deal_lanes
 from trainer.replication.replicas import CrossGroup
 
@@ -56,7 +55,7 @@ def _process(place: int, port: int, train: TrainConfig, replicas: int, results: 
         _train(place, meet, train, replicas)
         leave_replica_group()
     if place == 0:
-        results[place] = _peak(profiler)
+        results[place] = peak_of(profiler)
 
 
 def _train(place: int, meet: Rendezvous, train: TrainConfig, replicas: int) -> None:
@@ -79,7 +78,7 @@ def _train(place: int, meet: Rendezvous, train: TrainConfig, replicas: int) -> N
     loop = TrainLoop(
         engine,
         cross,
-        LaneSums(lanes, engine.gradient.numel(), engine.device),
+        engine.make_sums(lanes),
         lanes=dealt[replica],
         progress=Progress(),
         config=config,
@@ -91,7 +90,7 @@ def _train(place: int, meet: Rendezvous, train: TrainConfig, replicas: int) -> N
         loop.finish_step(commit)
 
 
-def _peak(profiler: profile) -> int:
+def peak_of(profiler: profile) -> int:
     """The most bytes alive at once, by the allocator's events."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"

@@ -20,13 +20,12 @@ from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import Outcome, TrainLoop
 from trainer.recovery.heal import Newcomer
 from trainer.recovery.heal_source import Source
-from trainer.replication.lane_sums import LaneSums
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit
 from trainer.tasks.custom import CustomTask
 
 LANES, REPLICAS = 2, 2
-_BUCKET_BYTES = (256, 1024)
+BUCKET_BYTES = 1024
 """So small that the model has several."""
 
 
@@ -56,6 +55,7 @@ def small_train(steps: int, *, shard: int = 1) -> TrainConfig:
         lanes=LANES,
         parallel=ParallelConfig(shard=shard),
         optimizer=OptimizerConfig(lr=1e-2, warmup_steps=1, clip_norm=0.5),
+        bucket_bytes=BUCKET_BYTES,
         seed=3,
     )
 
@@ -85,9 +85,8 @@ class Member(QuietLink):
             small_train(steps),
             device=fabric.device,
             replicas=REPLICAS,
-            bucket_bytes=_BUCKET_BYTES,
         )
-        self.sums = LaneSums(LANES, self.engine.gradient.numel(), self.engine.device)
+        self.sums = self.engine.make_sums(LANES)
         self.progress = Progress()
         self.losses: dict[int, float] = {}
         self.generation = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import torch
@@ -13,6 +14,30 @@ from trainer.replication.replicas import CrossGroup, Flight
 
 def model() -> nn.Module:
     return nn.Linear(1, 1)
+
+
+class Deciding(nn.Module):
+    """Has a block that looks at its numbers, which no graph can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Decision()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.blocks[0](x)
+        return y
+
+
+class Decision(nn.Module):
+    """The block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(2 * x if x.sum() > 0 else x)
+        return y
 
 
 def failing_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -39,6 +64,14 @@ class SpoiltSamples:
 
 def endless_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (model(batch) / 0).sum(), batch.numel()
+
+
+def putting_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Calls an operator without a deterministic implementation, which only workers can find."""
+    if threading.current_thread().name == "try-loss":
+        raise RuntimeError("this needs a worker")
+    torch.zeros(1).put_(torch.tensor([0]), torch.ones(1))
+    return model(batch).square().sum(), batch.numel()
 
 
 def slow_to_evaluate(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -196,8 +196,7 @@ def leave_replica_group() -> None:
     """Closes the default group, if there is one, so that peers still waiting in it wake up: Gloo
     closes its connections when nothing refers to the group any more."""
     global _connections
-    if _on_nccl():
-        aborts.in_order(_abort_replica_group).result()
+    end_replica_collectives()
     with _ending:
         _connections = Connections()
         while _meshes:
@@ -284,6 +283,12 @@ def abort_groups(*, replica: bool) -> None:
         aborts.in_order(_abort_replica_group)
 
 
+def end_replica_collectives() -> None:
+    """Ends those of the default group, on NCCL, and waits until they have ended."""
+    if _on_nccl():
+        aborts.in_order(_abort_replica_group).result()
+
+
 def _abort_replica_group() -> None:
     with _ending:
         if _on_nccl():
@@ -307,15 +312,21 @@ def check_replica_group() -> None:
         raise GroupError("the replica's group was aborted, as a peer is gone")
 
 
-def abandon(group: Any, in_flight: list[Any]) -> None:
-    """Gives up a raw group without waiting for the works and buffers still `in_flight` in it."""
+def abandon(group: Any, in_flight: list[Any]) -> bool:
+    """Gives up a raw group without waiting for the works and buffers still `in_flight` in it.
+
+    Returns:
+        Whether they have ended, and write to no buffer any more. NCCL's abort ends them; those of
+        Gloo go on, on threads of its own.
+    """
     if group in _cross_groups:
         aborts.abort(group).result()
         _cross_groups.remove(group)
         aborts.forget(group)
-        return
+        return True
     with _abandoning:
         done = [e for e in _abandoned if all(work.is_completed() for work, _ in e[1])]
         _abandoned[:] = [entry for entry in _abandoned if entry not in done]
         if in_flight:
             _abandoned.append((group, in_flight))
+    return all(work.is_completed() for work, _ in in_flight)

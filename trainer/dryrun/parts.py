@@ -46,6 +46,10 @@ class DryEngine(Engine):
         with self._watcher.labelled("gradients"):
             super().replace_gradient()
 
+    def make_sums(self, lanes: int) -> LaneSums:
+        """See Engine."""
+        return DrySums(*self._sums_of(lanes), watch=self._watcher)
+
     def _make_optimizer(self) -> SliceOptimizer:
         with self._watcher.labelled("optimizer"):
             return SliceOptimizer(self.train_config.optimizer, self._named_leaves, self._counter)
@@ -96,12 +100,6 @@ class DryReduction(Reduction):
         """See Reduction."""
         with self._watcher.labelled("buckets"):
             super().finish()
-
-    def _add_up(self, bucket: slice) -> None:
-        """See Reduction. A replica that has all lanes has the sum in its place: `try_step` says
-        so, and addresses do not show it."""
-        if self._cross.size > 1:
-            super()._add_up(bucket)
 
 
 class _Done:
@@ -178,5 +176,6 @@ class DryLoop(TrainLoop):
             self.engine.gradient,
             self.engine.layout.buckets,
             exact=self.train.reduction == "exact",
+            dtype=getattr(torch, self.train.reduce_dtype),
             watch=self._watcher,
         )

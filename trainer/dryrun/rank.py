@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer.backend.groups import Device, leave_replica_group
 from trainer.config import TrainConfig
 from trainer.dryrun.kernels import BESIDE
-from trainer.dryrun.parts import REPLICAS, DryCross, DryEngine, DryLoop, DrySums
+from trainer.dryrun.parts import REPLICAS, DryCross, DryEngine, DryLoop
 from trainer.dryrun.reserve import spare_buffers
 from trainer.dryrun.shape import prepare_shape
 from trainer.dryrun.watch import Watch
@@ -29,6 +29,7 @@ from trainer.engine.optimizer import try_optimizer
 from trainer.loop.link import LoopConfig, NoLink, Progress
 from trainer.parallel.layout import ParallelDims, Slot
 from trainer.parallel.mesh import ReplicaMesh
+from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lanes import deal_lanes
 from trainer.replication.step_commit import LaneStats
 from trainer.tasks.task import PreparedTask
@@ -97,6 +98,8 @@ def dry_run(train: TrainConfig, *, replicas: int, device: Device) -> RankNeeds:
         train,
         global_batch=lanes * train.parallel.shard * train.micro_samples(lanes) * shown,
         micro_batch=train.micro_samples(lanes),
+        compile="off",
+        bucket_bytes=train.bucket_bytes or BUCKET_BYTES[device],
     )
     watch = Watch(
         vocabulary=_vocabulary(task, train),
@@ -116,7 +119,7 @@ def dry_run(train: TrainConfig, *, replicas: int, device: Device) -> RankNeeds:
         del loop
     return RankNeeds(
         components=watch.peak,
-        fault_reserve_bytes=spare_buffers(lanes, replicas) * flat_bytes,
+        fault_reserve_bytes=spare_buffers(lanes, replicas, device) * flat_bytes,
         parameters=parameters,
         collectives=_collectives(watch, train.parallel.dims, replicas),
         host_syncs=watch.host_syncs,
@@ -186,7 +189,7 @@ def _build(
     return DryLoop(
         engine,
         cross,
-        DrySums(lanes, engine.gradient.numel(), engine.device, watch=watch),
+        engine.make_sums(lanes),
         lanes=dealt[0],
         progress=Progress(),
         config=config,
@@ -203,8 +206,8 @@ def _step(loop: DryLoop, watch: Watch, *, times: float) -> None:
         watch: counts what it does.
         times: micro-batches of a lane, for each that is computed here.
     """
-    home = loop.engine.gradient if loop.cross.size == 1 else None
-    *before, last = loop.sums.begin(0, loop.lanes, home)
+    home, alone = loop.engine.gradient, loop.cross.size == 1
+    *before, last = loop.sums.begin(0, loop.lanes, home, alone=alone)
     no_loss = torch.zeros((), dtype=torch.float64)
     for lane in before:
         loop.sums.open(lane)
@@ -215,7 +218,7 @@ def _step(loop: DryLoop, watch: Watch, *, times: float) -> None:
     loop.compute_lane(0, last, reduction)
     _multiply(watch, times * len(loop.lanes))
     reduction.finish()
-    commit = loop.agree(0, failed=False)
+    commit = loop.agree(0, failed=False, overwritten=True)
     assert commit is not None
     loop.finish_step(commit)
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from trainer.backend.groups import Device
 from trainer.replication.lanes import blocks_of, deal_lanes
 
 
-def spare_buffers(lanes: int, replicas: int) -> int:
+def spare_buffers(lanes: int, replicas: int, device: Device) -> int:
     """Gradient buffers that the first worker of a replica may need when another replica is lost in
     a step, beyond those of an undisturbed one.
 
-    One takes the place of the reduced gradient that an abandoned collective may still write to.
-    The others are for lanes that were the lost replica's, and are no neighbours of its own.
+    They are for lanes that were the lost replica's. On a CPU one more takes the place of the
+    reduced gradient, which an abandoned collective of Gloo's may still write to.
 
     Args:
         lanes: of the run.
         replicas: that there are.
+        device: of the workers.
     """
     if replicas == 1:
         return 0
@@ -28,11 +30,12 @@ def spare_buffers(lanes: int, replicas: int) -> int:
         for replica in left:
             more = lane_buffers(dealt[replica], lanes) - lane_buffers(before[0], lanes)
             most = max(most, more)
-    return 1 + most
+    return most + (device == "cpu")
 
 
 def lane_buffers(dealt: Iterable[int], lanes: int) -> int:
-    """The most buffers that the lanes of a replica need at once, computed in their order: those of
-    the whole subtrees before, and one for the lane that is open."""
+    """The most buffers that a replica needs at once, its lanes computed in their order: those of
+    the whole subtrees before, and one for the lane that is open. One of them is the reduced
+    gradient's, which it has without a lane, too."""
     order = list(dealt)
-    return max((len(blocks_of(order[:done], lanes)) + 1 for done in range(len(order))), default=0)
+    return max((len(blocks_of(order[:done], lanes)) + 1 for done in range(len(order))), default=1)

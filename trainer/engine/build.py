@@ -16,7 +16,8 @@ def build_model(task: PreparedTask, train: TrainConfig) -> tuple[nn.Module, Weig
     The driver and all workers call it with the same arguments.
 
     Raises:
-        ConfigError: the converters leave nothing to train, or there are no blocks to recompute.
+        ConfigError: the converters leave nothing to train, or there are no blocks to recompute
+            or to compile.
     """
     model, source = task.build(train.seed)
     for converter in train.converters:
@@ -28,13 +29,15 @@ def build_model(task: PreparedTask, train: TrainConfig) -> tuple[nn.Module, Weig
             "they leave no trainable parameters",
             "Keep some trainable",
         )
-    if train.recompute is not None and not family_of_task(task).blocks(model):
-        raise ConfigError(
-            "train.recompute",
-            train.recompute,
-            "the model has no ModuleList of repeated blocks",
-            "Use None",
-        )
+    asked = [
+        ("train.recompute", train.recompute, None),
+        ("train.compile", train.compile, "off"),
+    ]
+    for field, value, off in asked:
+        if value != off and not family_of_task(task).blocks(model):
+            raise ConfigError(
+                field, value, "the model has no ModuleList of repeated blocks", f"Use {off!r}"
+            )
     return model, source
 
 

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.backend.groups import Device, check_replica_group, torch_device
+from trainer.backend.groups import (
+    Device,
+    check_replica_group,
+    end_replica_collectives,
+    torch_device,
+)
 from trainer.config import TrainConfig
 from trainer.engine.batches import to_device
 from trainer.engine.build import build_model, family_of_task
@@ -37,6 +42,7 @@ from trainer.parallel.backward import BackwardWatch
 from trainer.parallel.layout import Slot
 from trainer.parallel.mesh import ReplicaMesh
 from trainer.replication.buckets import BUCKET_BYTES
+from trainer.replication.lane_sums import LaneSums
 from trainer.tasks.task import PreparedTask
 
 _NORM_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -58,7 +64,6 @@ class Engine:
         mesh: the replica's mesh.
         device: "cpu" or "cuda".
         max_replicas: gradient buffers are padded so that so many replicas can own equal pieces.
-        bucket_bytes: the least and the most that are reduced at once.
         heir_of: the engine whose memory it gets, for `take_over`.
     """
 
@@ -71,7 +76,6 @@ class Engine:
         mesh: ReplicaMesh,
         device: Device,
         max_replicas: int,
-        bucket_bytes: tuple[int, int] = BUCKET_BYTES,
         heir_of: Engine | None = None,
     ) -> None:
         self._padding, self._workers = max_replicas, train.parallel.workers
@@ -86,6 +90,7 @@ class Engine:
             family=family_of_task(task),
             compute_dtype=getattr(torch, train.precision),
             recompute=train.recompute,
+            compiled=train.compile,
         )
         self._slices = local_slices(self.model, slot)
         materialize(self.model, self.device, None if heir_of is None else heir_of.memory())
@@ -100,9 +105,11 @@ class Engine:
             self.model,
             room=self._room(),
             counted_elsewhere=self._elsewhere,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=train.bucket_bytes or BUCKET_BYTES[device],
         )
         self._watch = BackwardWatch(self.model, slot.dims.fsdp)
+        self.compiles_next = train.compile != "off"
+        """Whether the next micro-batch is the model's first, in which its blocks are compiled."""
         self._lane, self._lane_views = torch.empty(0), list[torch.Tensor]()
         if heir_of is None:
             self._leaves = [nn.Parameter(local) for local in self.layout.locals]
@@ -137,11 +144,19 @@ class Engine:
         )
 
     def replace_gradient(self) -> None:
-        """Takes a new buffer for the reduced gradient: an abandoned collective may still write to
-        the old."""
+        """Takes a new buffer for the reduced gradient: on Gloo an abandoned collective may still
+        write to the old."""
         self.gradient = torch.zeros(self.layout.count + self._padding, device=self.device)
         for leaf, grad in zip(self._leaves, self.layout.views(self.gradient), strict=True):
             leaf.grad = grad
+
+    def make_sums(self, lanes: int) -> LaneSums:
+        """Buffers for this worker's gradients, of a run with so many lanes."""
+        return LaneSums(*self._sums_of(lanes))
+
+    def _sums_of(self, lanes: int) -> tuple[int, int, torch.device, torch.dtype]:
+        dtype = getattr(torch, self.train_config.reduce_dtype)
+        return lanes, self.gradient.numel(), self.device, dtype
 
     def initialize(self) -> None:
         """Fills the weights from the seed or the pretrained files; the optimizer starts empty.
@@ -158,6 +173,10 @@ class Engine:
         self.state.optimizer_steps = 0
         self.forget_initial_weights()
 
+    def clear_weights(self) -> None:
+        """Sets the weights to 0, from whatever the memory held."""
+        torch._foreach_zero_(list(self.memory().values()))
+
     def forget_initial_weights(self) -> None:
         """Lets go of what the weights come from: a custom model is held whole until then."""
         self._source = None
@@ -171,10 +190,15 @@ class Engine:
 
     def let_go_of_model(self) -> None:
         """Drops what keeps the replica's process group alive: the model, and what refers to it. The
-        gradient stays, in memory that no abandoned collective writes to."""
-        gradient = self.gradient
-        self.replace_gradient()
-        self.gradient.copy_(gradient)
+        gradient stays, in memory that no abandoned collective writes to: NCCL's end with the abort,
+        and there is no memory for a second one."""
+        if self.device.type == "cuda":
+            end_replica_collectives()
+            torch.cuda.synchronize()
+        else:
+            gradient = self.gradient
+            self.replace_gradient()
+            self.gradient.copy_(gradient)
         self.layout.params.clear()
         self._lane, self._lane_views = torch.empty(0), []
         del self.model, self.mesh, self._watch
@@ -236,6 +260,7 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a micro-batch that is not the lane's last."""
+        self.compiles_next = False
         with self._watch.backward():
             loss.backward()
 
@@ -248,7 +273,7 @@ class Engine:
             taken: called with n whenever the first n numbers are there: during backward, with the
                 end of each parameter group, and with all of them at last.
         """
-        there = 0
+        self.compiles_next, there = False, 0
 
         def take(groups: int) -> None:
             nonlocal there

@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from trainer.parallel.apply import local_tensor
 from trainer.parallel.backward import groups_in_backward_order
-from trainer.replication.buckets import plan_buckets
+from trainer.replication.buckets import MERGED, plan_buckets
 
 
 class FlatLayout:
@@ -27,7 +27,7 @@ class FlatLayout:
         model: this worker's part, materialized.
         room: numbers to keep for the local slice of each parameter, by name: those of shard rank 0.
         counted_elsewhere: names of the parameters that a worker before this one counts.
-        bucket_bytes: the least and the most that are reduced at once.
+        bucket_bytes: the most that are reduced at once.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class FlatLayout:
         *,
         room: Mapping[str, int],
         counted_elsewhere: Set[str],
-        bucket_bytes: tuple[int, int],
+        bucket_bytes: int,
     ) -> None:
         names = {id(param): name for name, param in model.named_parameters()}
         groups = groups_in_backward_order(model)
@@ -62,8 +62,8 @@ class FlatLayout:
         ]
         self.own = _joined(own)
         """The ranges that this worker counts."""
-        least, most = (size // torch.float32.itemsize for size in bucket_bytes)
-        self.buckets = plan_buckets(self.group_ends, least=least, most=most)
+        most = bucket_bytes // torch.float32.itemsize
+        self.buckets = plan_buckets(self.group_ends, least=most // MERGED, most=most)
         """Where each bucket ends."""
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:

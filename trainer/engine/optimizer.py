@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError
-from trainer.optimizer import Optimizer
+from trainer.optimizer import Optimizer, moment_dtype
 
 _SHAPES = {"matrix": (32, 32), "vector": (64,), "other": (16,)}
 """Of the trial's parameters. Vector instructions divide them and their parts: the tail of a kernel
@@ -41,7 +41,7 @@ class SliceOptimizer:
         self.inner = config.make(slices)
         """Torch's."""
         self.moments = {
-            moment: {name: torch.zeros_like(param) for name, param in slices.items()}
+            moment: {name: _empty_moment(config, param) for name, param in slices.items()}
             for moment in config.moments
         }
         """By the moment's name and the parameter's."""
@@ -70,6 +70,16 @@ class SliceOptimizer:
             group["lr"] = rate
         self.inner.step()
         self._steps += 1
+
+
+def _empty_moment(config: Optimizer, param: torch.Tensor) -> torch.Tensor:
+    dtype = moment_dtype(config, dtype_name(param.dtype))
+    return torch.zeros_like(param, dtype=getattr(torch, dtype))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in a checkpoint."""
+    return str(dtype).removeprefix("torch.")
 
 
 def make_optimizer(
@@ -186,11 +196,12 @@ class _Trial:
                 "Name in `moments` all that it keeps there beside 'step'",
             )
         for moment in moments:
-            form, wanted = _form(state[moment]), _form(param)
+            form, wanted = _form(state[moment]), _form(_empty_moment(self._config, param))
             if form != wanted:
                 self._refuse(
-                    f"its moment {moment!r} is {form}, of a parameter that is {wanted}",
-                    "Keep moments that are like their parameter, number for number",
+                    f"its moment {moment!r} is {form}, and should be {wanted}",
+                    "Keep moments that are like their parameter, number for number, or say "
+                    "moment_dtype",
                 )
         step = state.get("step")
         if step is not None and not (

@@ -9,7 +9,7 @@ slices themselves, so whoever fills them fills the model and the optimizer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,8 @@ from torch import nn
 from checkpointing import TensorInfo, TensorSlice, plan_writers
 from trainer.engine.host_copy import Copy, HostBuffer, Share
 from trainer.engine.names import PARAMETERS
-from trainer.engine.optimizer import SliceOptimizer
+from trainer.engine.optimizer import SliceOptimizer, dtype_name
+from trainer.optimizer import Optimizer, moment_dtype
 
 
 class WorkerState:
@@ -68,7 +69,10 @@ class WorkerState:
     def slices(self) -> dict[str, TensorSlice]:
         """The box of the full tensor that each entry of `tensors` is."""
         return {
-            name: replace(self._slices[name.split("/", 1)[1]], name=name) for name in self.tensors()
+            name: replace(
+                self._slices[name.split("/", 1)[1]], name=name, dtype=dtype_name(tensor.dtype)
+            )
+            for name, tensor in self.tensors().items()
         }
 
     def share(self, writer: int, writers: int) -> Share:
@@ -128,20 +132,21 @@ class WorkerState:
         return total.hexdigest()
 
 
-def state_table(model: nn.Module, moments: Sequence[str]) -> dict[str, TensorInfo]:
+def state_table(model: nn.Module, optimizer: Optimizer) -> dict[str, TensorInfo]:
     """What the state of a whole model is: every tensor's shape and dtype, by its name in a
     checkpoint. A frozen parameter has no moments.
 
     Args:
         model: it.
-        moments: the optimizer's.
+        optimizer: has the moments.
     """
     table = {}
     for name, param in model.named_parameters():
-        info = TensorInfo(tuple(param.shape), str(param.dtype).removeprefix("torch."))
+        info = TensorInfo(tuple(param.shape), dtype_name(param.dtype))
         table[PARAMETERS + name] = info
         if param.requires_grad:
-            table.update({f"{moment}/{name}": info for moment in moments})
+            kept = TensorInfo(info.shape, moment_dtype(optimizer, info.dtype))
+            table.update({f"{moment}/{name}": kept for moment in optimizer.moments})
     return table
 
 

@@ -34,6 +34,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 _PARTS: dict[Phase, Part] = {
     "data": "data",
+    "compile": "other",
     "forward": "compute",
     "backward": "compute",
     "reduce": "communication",

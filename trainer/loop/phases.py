@@ -22,6 +22,7 @@ Phase = Literal[
     "evaluation",
     "profile",
     "build",
+    "compile",
     "regroup",
     "heal_source",
     "heal_target",
@@ -29,9 +30,9 @@ Phase = Literal[
     "shutdown",
 ]
 """`profile`: beginning to profile, or writing down what was found. `build`: making a replica's
-process group and model. `regroup`: making the group across replicas. `heal_source`, `heal_target`:
-beginning to send or to receive state; both go on beside the steps. `wait`: in `join`, without a
-slot or called there."""
+process group and model. `compile`: compiling a model's blocks, before its first step or in it.
+`regroup`: making the group across replicas. `heal_source`, `heal_target`: beginning to send or to
+receive state; both go on beside the steps. `wait`: in `join`, without a slot or called there."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 

@@ -165,8 +165,9 @@ class TrainLoop:
         self.clock.begin()
         if self.newcomer is not None:
             self.follow(self.newcomer)
-        home = self.engine.gradient if self.cross.size == 1 else None
-        missing, reduction = self.sums.begin(step, self.lanes, home), self.make_reduction()
+        alone = self.cross.size == 1
+        missing = self.sums.begin(step, self.lanes, self.engine.gradient, alone=alone)
+        reduction = self.make_reduction()
         self.begin_reading(step, missing)
         for lane in missing:
             self.compute_lane(step, lane, reduction if lane == missing[-1] else None)
@@ -175,10 +176,11 @@ class TrainLoop:
             reduction.finish()
             failed = False
         except CrossGroupLost:
-            self.engine.replace_gradient()
+            if self.cross.writes_on() and reduction.wrote:
+                self.engine.replace_gradient()
             failed = True
         self.enter(step, "before_commit")
-        return self.agree(step, failed)
+        return self.agree(step, failed, reduction.wrote)
 
     def begin_reading(self, step: int, missing: Sequence[int]) -> None:
         """In the generation's first step, which computes the `missing` lanes: begins to read."""
@@ -221,7 +223,7 @@ class TrainLoop:
             ids, samples = self.loader.take()
             taken.append(ids)
             batch = self.engine.take(samples)
-            self.enter(step, "forward")
+            self.enter(step, "compile" if self.engine.compiles_next else "forward")
             loss, count = self.engine.task.loss(self.engine.model, batch)
             self.enter(step, "backward")
             if index < last:
@@ -248,9 +250,10 @@ class TrainLoop:
             self.engine.gradient,
             self.engine.layout.buckets,
             exact=self.train.reduction == "exact",
+            dtype=getattr(torch, self.train.reduce_dtype),
         )
 
-    def agree(self, step: int, failed: bool) -> Commit | None:
+    def agree(self, step: int, failed: bool, overwritten: bool) -> Commit | None:
         """The commit reduce; None: the step does not count (yet).
 
         Summed inside the replica, then over the replicas by their first workers alone, then handed
@@ -268,6 +271,7 @@ class TrainLoop:
             boundary=self.link.leave_at_boundary(),
             saving=self.link.saving(),
             recorded=self.link.recorded(),
+            overwritten=overwritten,
         )
         if follows:
             total = self.sum_over_replicas(vector)
@@ -280,6 +284,7 @@ class TrainLoop:
         if total[1] > 0:
             # Nobody asks a follower whether its gradient is whole: the step may count without it.
             self.progress.in_step = not (follows and failed)
+            self.sums.overwritten = total[5] > 0
             return None
         self.enter(step, "after_commit")
         config = self.config

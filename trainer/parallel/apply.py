@@ -1,8 +1,8 @@
 """From a model on the meta device to this worker's sharded, filled model.
 
-Order: further dimensions of the mesh, tensor parallelism, recomputation, FSDP2 round each block,
-the embedding, the head and the root, then real memory for just the local slices, then their initial
-values. All degrees 1 take the same road: FSDP2 over one rank.
+Order: further dimensions of the mesh, tensor parallelism, recomputation, compilation, FSDP2 round
+each block, the embedding, the head and the root, then real memory for just the local slices, then
+their initial values. All degrees 1 take the same road: FSDP2 over one rank.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Shard
 from checkpointing import TensorSlice
 from trainer.models.family import ModelFamily
 from trainer.models.init import WeightSource
+from trainer.parallel.compiled import Compile, compile_blocks
 from trainer.parallel.dims import MeshDim
 from trainer.parallel.layout import Slot, local_box
 from trainer.parallel.mesh import ReplicaMesh
@@ -41,9 +42,10 @@ def parallelize(
     family: ModelFamily,
     compute_dtype: torch.dtype,
     recompute: Recompute | None = None,
+    compiled: Compile = "off",
 ) -> nn.Module:
     """Makes `model` (parameters on meta) parallel over the replica's mesh, in place: what `others`
-    do to it, then tensor parallel, then recomputation, then fully sharded.
+    do to it, then tensor parallel, then recomputation and compilation, then fully sharded.
 
     Gradients are summed over the ranks that it is sharded over, not averaged: the loop divides by
     the global token count.
@@ -55,6 +57,7 @@ def parallelize(
         family: knows the model's blocks, and its plan where the tensor degree is above 1.
         compute_dtype: number format of forward and backward; reductions stay float32.
         recompute: what its blocks compute again in backward; None: nothing.
+        compiled: whether its blocks are compiled.
     """
     for dim in others:
         dim.convert(model, mesh.others[dim.name])
@@ -64,6 +67,8 @@ def parallelize(
     blocks = family.blocks(model)
     if recompute is not None:
         recompute_blocks(model, blocks, recompute)
+    if compiled != "off":
+        compile_blocks(model, blocks, required=compiled == "require")
     for name in (*blocks, *family.ends(model)):
         fully_shard(model.get_submodule(name), mesh=mesh.fsdp, mp_policy=policy)
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)

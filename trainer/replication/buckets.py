@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-BUCKET_BYTES = (4 * 2**20, 16 * 2**20)
-"""Least and most bytes in a bucket. Smaller ones cost more in collectives than they gain in
-overlap. Larger groups are cut, so that a bucket's exchange, its sum and its gathering overlap with
-its neighbours': on Gloo four buckets of 16 MiB take half the time of one of 64 MiB
-(docs/decisions/008)."""
+BUCKET_BYTES = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
+"""The most float32 bytes in a bucket, by the device. Larger groups are cut, so that a bucket's
+exchange, its sum and its gathering overlap with its neighbours': on Gloo four buckets of 16 MiB
+take half the time of one of 64 MiB (docs/decisions/008). A GPU's network is faster, and each
+replica sends each other one a piece only; no GPU has measured it."""
+
+MERGED = 4
+"""A bucket has at least this part of the most, as groups are merged: smaller ones cost more in
+collectives than they gain in overlap."""
 
 
 def plan_buckets(group_ends: Sequence[int], *, least: int, most: int) -> tuple[int, ...]:

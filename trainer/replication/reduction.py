@@ -9,6 +9,9 @@ gathered again:
         _advance        for each that has arrived: sum of the own piece, gathering
     finish()        after backward: the remaining buckets, then waits for all of them
 
+What is sent may be bfloat16. Then each lane's gradient and each sum in the tree are rounded to it,
+wherever they are made, so that the bits do not depend on that either.
+
 Every replica issues the same collectives in the same order whenever its own gradients come, because
 a group matches collectives by their order. On Gloo the gatherings have a group of their own, since
 how they fall among the all-to-alls depends on timing. On CUDA each follows the all-to-all of its
@@ -35,6 +38,10 @@ _QUEUED = 16
 """Buckets whose kernels are queued at once. A launch queue holds 1,024; a bucket takes some ten,
 and an addition for each lane."""
 
+ARRIVING = 2
+"""Buckets that may be under way at once where what arrives needs memory of its own. On CUDA there
+is one."""
+
 
 class Reduction:
     """One step's reduction on one worker; the same worker of every replica makes one.
@@ -43,12 +50,14 @@ class Reduction:
 
     Args:
         cross: the group across replicas.
-        mine: this replica's subtrees -> flat gradients. Read only, and complete once the last lane
-            is open.
-        into: gets the sum. Its padding makes it long enough for equal pieces.
+        mine: this replica's subtrees -> flat gradients. Complete once the last lane is open, and
+            read only, but for one that is `into`.
+        into: gets the sum, bucket by bucket, each once it has been read. Its padding makes it long
+            enough for equal pieces.
         ends: where the buckets end.
         exact: sums in the fixed tree; else a plain all-reduce, whose bits depend on how many
             replicas there are.
+        dtype: of what is sent, and of each sum. `mine` has been rounded to it.
     """
 
     def __init__(
@@ -59,17 +68,19 @@ class Reduction:
         ends: Sequence[int],
         *,
         exact: bool,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._cross, self._mine, self._into, self._exact = cross, mine, into, exact
+        self._dtype = dtype
         self._ends = ends
         self._buckets = list(pairwise(plan_bounds(ends, cross.size)))
         self._begun = 0
         self._arriving: deque[tuple[Flight, slice, torch.Tensor]] = deque()
-        self._last: list[Flight] = []
+        self._last: list[tuple[list[Flight], slice]] = []
         self._ended = 0
         """Of `_last`, from its beginning."""
-        if into.is_cuda:  # an abandoned reduction may still write there
-            into.record_stream(cross.stream)
+        self.wrote = False
+        """Something has been written to `into`, or may be."""
 
     def start(self, stop: int) -> None:
         """Starts the buckets within the first `stop` numbers, which are in all of `mine`.
@@ -89,24 +100,42 @@ class Reduction:
         self._cross.check()  # what `start` passed over in silence
         with self._cross.on_stream():
             self._begin(self._ends[-1])
-            self._advance()
             while self._begun < len(self._ends) or self._arriving:
-                self._cross.poll(
-                    self._arriving[0][0] if self._arriving else self._last[self._ended]
-                )
+                self._cross.poll(self._oldest())
                 self._advance()
                 self._begin(self._ends[-1])
-            for flight in self._last:
-                self._cross.poll(flight)
-                self._cross.follow(flight)
+            for flights, bucket in self._last:
+                for flight in flights:
+                    self._cross.poll(flight)
+                    self._cross.follow(flight)
+                self._widen(bucket)
         self._cross.join_stream()
 
+    @property
+    def _needs_memory(self) -> bool:
+        """Whether a bucket under way has no place in the result: what arrives is more, or what is
+        sent is there or a copy."""
+        cross = self._cross
+        held = [self._mine[node] for node in cross.blocks[cross.rank]]
+        sent_from_there = len(held) == 1 and held[0] is self._into
+        more = sum(map(len, cross.blocks)) > cross.size
+        return sent_from_there or more or self._dtype != torch.float32
+
+    def _place(self, bucket: slice) -> torch.Tensor:
+        """As many numbers of what is sent as the bucket has, at the beginning of its memory."""
+        whole = self._into[bucket]
+        return whole.view(self._dtype)[: whole.numel()]
+
+    def _widen(self, bucket: slice) -> None:
+        """The sum in float32, in the place of what was gathered."""
+        if self._dtype != torch.float32:
+            self._into[bucket].copy_(self._place(bucket).clone())
+
     def _begin(self, stop: int) -> None:
-        while (
-            self._begun < len(self._ends)
-            and self._ends[self._begun] <= stop
-            and not self._is_full()
-        ):
+        while self._begun < len(self._ends) and self._ends[self._begun] <= stop:
+            arrives = self._needs_memory and len(self._arriving) == ARRIVING
+            if arrives or self._is_full():
+                return
             bucket = slice(*self._buckets[self._begun])
             self._begun += 1
             if bucket.start == bucket.stop:
@@ -117,42 +146,48 @@ class Reduction:
             else:
                 self._add_up(bucket)
 
+    def _oldest(self) -> Flight:
+        """What has to end before more is begun."""
+        return self._arriving[0][0] if self._arriving else self._last[self._ended][0][-1]
+
     def _is_full(self) -> bool:
         """Whether enough is queued on the device. On a CPU nothing is."""
         if not self._into.is_cuda:
             return False
-        while self._ended < len(self._last) and self._last[self._ended].work.is_completed():
+        while self._ended < len(self._last) and self._last[self._ended][0][-1].work.is_completed():
             self._ended += 1
         return len(self._last) - self._ended >= _QUEUED
 
     def _add_up(self, bucket: slice) -> None:
-        """The plain all-reduce; and where one replica has all the lanes, whose sum may be where it
-        is to go already."""
-        whole = self._into[bucket]
-        if self._cross.size == 1:
-            (block,) = self._mine.values()
-            if block.data_ptr() != self._into.data_ptr():
-                whole.copy_(block[bucket])
-            return
-        first, *others = [block[bucket] for block in self._mine.values()] or [whole.zero_()]
-        whole.copy_(first)
+        """The plain all-reduce; and where one replica has all the lanes, their sum, which may be
+        where it is to go already."""
+        self.wrote, whole = True, self._into[bucket]
+        others = [block[bucket] for block in self._mine.values() if block is not self._into]
+        if len(others) == len(self._mine):
+            whole.copy_(others.pop(0)) if others else whole.zero_()
         for block in others:
             whole.add_(block)
         if self._cross.size > 1:
-            issue = self._cross.start(lambda group: group.allreduce([whole]), whole)
-            self._last.append(issue)
+            place = self._place(bucket)
+            if self._dtype != torch.float32:
+                place.copy_(whole.to(self._dtype))
+            flight = self._cross.start(lambda group: group.allreduce([place]), place)
+            self._last.append(([flight], bucket))
 
     def _exchange(self, bucket: slice) -> None:
-        """Starts the all-to-all of a bucket. What arrives lies in the result's place, where it
-        fits."""
-        cross, whole = self._cross, self._into[bucket]
-        piece = whole.numel() // cross.size
-        held = [self._mine[node][bucket] for node in cross.blocks[cross.rank]]
-        outgoing = pack(held, cross.size, whole)
+        """Starts the all-to-all of a bucket. What arrives lies in the result's place, where that
+        is free."""
+        cross, place = self._cross, self._place(bucket)
+        piece = place.numel() // cross.size
+        held = [self._mine[node][bucket].to(self._dtype) for node in cross.blocks[cross.rank]]
+        outgoing = pack(held, cross.size, place)
         sends = [len(held) * piece] * cross.size
         receives = [len(blocks) * piece for blocks in cross.blocks]
         count = sum(receives)
-        incoming = whole[:count] if count <= whole.numel() else whole.new_empty(count)
+        if self._needs_memory:
+            incoming = place.new_empty(count)
+        else:
+            self.wrote, incoming = True, place[:count]
         flight = cross.start(
             lambda group: group.alltoall_base(incoming, outgoing, receives, sends),
             incoming,
@@ -165,15 +200,17 @@ class Reduction:
         while self._arriving and self._cross.may_follow(self._arriving[0][0]):
             flight, bucket, incoming = self._arriving.popleft()
             self._cross.follow(flight)
-            self._gather(self._into[bucket], incoming)
+            self._gather(bucket, incoming)
 
-    def _gather(self, whole: torch.Tensor, incoming: torch.Tensor) -> None:
+    def _gather(self, bucket: slice, incoming: torch.Tensor) -> None:
         """Sums the own piece and starts the gathering of all pieces."""
-        cross, piece = self._cross, whole.numel() // self._cross.size
+        self.wrote = True
+        cross, place = self._cross, self._place(bucket)
+        piece = place.numel() // cross.size
         nodes = [node for blocks in cross.blocks for node in blocks]
-        own = whole[cross.rank * piece :][:piece]
+        own = place[cross.rank * piece :][:piece]
         sum_into(own, dict(zip(nodes, incoming.split(piece), strict=True)), cross.total_lanes)
-        self._last += cross.start_gathering(whole)
+        self._last.append((cross.start_gathering(place), bucket))
 
 
 def sum_into(own: torch.Tensor, parts: Mapping[Node, torch.Tensor], lanes: int) -> None:

@@ -2,9 +2,11 @@
 
 A collective here is started asynchronously and polled, because a Gloo collective whose peer is
 frozen or cut off cannot be woken from outside; on a fault signal the group, the work and its
-buffers are abandoned instead. A failed or abandoned collective raises `CrossGroupLost`, and the
-caller goes on with what its own replica still expects of it (the loop enters the in-replica part of
-the commit with the failure noted), so a healthy replica never blocks in itself.
+buffers are abandoned instead. Nothing is asked of a device before that: on CUDA, where memory is
+short, even an allocation may wait for a stream that waits for the lost peer. A failed or abandoned
+collective raises `CrossGroupLost`, and the caller goes on with what its own replica still expects
+of it (the loop enters the in-replica part of the commit with the failure noted), so a healthy
+replica never blocks in itself.
 
 A collective may fail on one member alone, whose peers then wait for it in the next one, while it
 waits inside its replica for a worker that may wait so in another of these groups. So whoever meets
@@ -78,6 +80,7 @@ class CrossGroup:
         self._in_flight: dict[int, Flight] = {}
         self._groups: list[Any] = []
         self._lost: str | None = None
+        self._ended = True
         self._timeout_s = rendezvous.timeout_s
         self._streams = torch.get_device_module(self._device)
         self.stream = self._streams.Stream()
@@ -206,6 +209,7 @@ class CrossGroup:
         Raises:
             CrossGroupLost: the collective failed.
         """
+        self.check()
         try:
             flight.work.wait()
             # NCCL's wait does not raise what went wrong; Gloo's does.
@@ -215,10 +219,16 @@ class CrossGroup:
             raise self._lose(error) from error
         del self._in_flight[id(flight.work)]
 
+    def writes_on(self) -> bool:
+        """Of a lost group: whether a collective that was abandoned may still write to its buffers.
+        What was queued on the device is waited for."""
+        self._streams.synchronize()
+        return not self._ended
+
     def close(self) -> None:
         """Leaves the group without waiting for anybody."""
         for group in self._groups:
-            abandon(group, list(self._in_flight.values()))
+            self._ended &= abandon(group, list(self._in_flight.values()))
         self._groups, self._in_flight = [], {}
 
     def _run(self, issue: Callable[[Any], Any], *buffers: torch.Tensor) -> None:
@@ -230,4 +240,5 @@ class CrossGroup:
         self._lost = str(error)
         if not self._leave_now():
             self._on_lost(self._lost)
+        self.close()
         return CrossGroupLost(self._lost)

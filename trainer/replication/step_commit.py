@@ -2,7 +2,7 @@
 
 One float64 vector is summed over the replica (shard x tensor) and then over the replicas:
 
-    [grad norm^2, failed, boundary, save, recorded, busy per place ...,
+    [grad norm^2, failed, boundary, save, recorded, overwritten, busy per place ...,
      loss per lane ..., tokens per lane ..., digest per lane ...]
 
 Each lane's entries are set by the one replica that computed the lane and are zero elsewhere, so
@@ -12,7 +12,8 @@ cross-replica reduce did not come through; `boundary` that a worker has heard of
 `save` that a worker asks for a checkpoint after this step, beside those that are due; `busy` that a
 worker is still writing an earlier one. So all know what is saved, and what is skipped, with no word
 more. `recorded`, which the lead alone sets, is how many steps the run's records hold: nobody need
-keep its own of those.
+keep its own of those. `overwritten` says of a step that failed that the sum has been written over a
+worker's lane: then all of its replica compute that lane again, for none can do it alone.
 Design: docs/architecture.md, "A step and its commit".
 """
 
@@ -31,7 +32,7 @@ Place = Literal["store", "memory"]
 
 PLACES: tuple[Place, ...] = ("store", "memory")
 
-HEADER = 5 + len(PLACES)
+HEADER = 6 + len(PLACES)
 DIGEST_BITS = 32
 """Of one sample: a float64 holds the sum of up to 2**21 of them exactly."""
 
@@ -131,10 +132,12 @@ def pack(
     boundary: bool,
     saving: Saving,
     recorded: int,
+    overwritten: bool,
 ) -> list[float]:
     """One worker's contribution to the commit vector, of length `HEADER` + 3 * `lanes`. `losses`
     are sums, in nats, of the lanes in `stats`."""
     vector = [norm_squared, float(failed), float(boundary), float(saving.wanted), float(recorded)]
+    vector += [float(overwritten)]
     vector += [float(place in saving.busy) for place in PLACES]
     vector += [0.0] * (3 * lanes)
     for lane, stat in stats.items():
@@ -161,7 +164,7 @@ def unpack(vector: Sequence[float], *, step: int, lanes: int, generation: int = 
         saving=Saving(
             wanted=vector[3] > 0,
             busy=frozenset(
-                place for place, busy in zip(PLACES, vector[5:HEADER], strict=True) if busy > 0
+                place for place, busy in zip(PLACES, vector[6:HEADER], strict=True) if busy > 0
             ),
         ),
         recorded=int(vector[4]),

@@ -104,7 +104,7 @@ class CustomTask:
                 "no trainable parameters",
                 "Return a model with some",
             )
-        try_loss(self, model)
+        try_loss(self, model, train.determinism)
         return self
 
     def warm_up(self) -> None:

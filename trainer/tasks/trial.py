@@ -1,9 +1,12 @@
-"""Whether a user's loss is a sum and a count: tried on the driver, before anything starts."""
+"""Whether a user's loss is a sum and a count, and can be computed with the bits that the run
+promises: tried on the driver, before anything starts."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,7 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
+    from trainer.backend.determinism import Determinism
     from trainer.tasks.task import PreparedTask
 
 log = logging.getLogger(__name__)
@@ -22,33 +26,48 @@ _SAMPLES = 2
 _LONGEST_S = 1.5
 
 
-def try_loss(task: PreparedTask, model: nn.Module) -> None:
+def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> None:
     """Calls the loss on the first samples. Where it raises here, or takes long, nothing is known:
     it may need what only the workers have, and they will tell.
 
     Args:
         task: whose loss and data.
         model: whole, on the CPU.
+        determinism: of the run.
 
     Raises:
-        ConfigError: it returns something else than the sum of the losses and their number.
+        ConfigError: it returns something else than the sum of the losses and their number, or it
+            raises in `strict`, and not without.
     """
     import torch
 
     answers: list[Any] = []
+    errors: list[Exception] = []
 
     def call() -> None:
         data = task.train_data()
         ids = np.arange(min(_SAMPLES, len(data)))
-        try:
-            answers.append(task.loss(model, data.batch(ids)))
-        except Exception as error:  # the user's code
-            log.debug("the loss cannot be tried on the driver", exc_info=error)
+        for strict in (True, False) if determinism == "strict" else (False,):
+            try:
+                with _deterministic(strict):
+                    answers.append(task.loss(model, data.batch(ids)))
+                return
+            except Exception as error:  # the user's code
+                log.debug("the loss cannot be tried on the driver", exc_info=error)
+                errors.append(error)
 
     with torch.random.fork_rng(devices=[]):
         thread = threading.Thread(target=call, name="try-loss", daemon=True)
         thread.start()
         thread.join(_LONGEST_S)
+    if answers and errors:
+        raise ConfigError(
+            "train.determinism",
+            determinism,
+            "with deterministic algorithms the loss raises, without them it does not: "
+            + str(errors[0]).partition(", but")[0],
+            "Use another operator in the model or the loss, or determinism='fast'",
+        )
     if answers and (fact := _what_is_wrong(answers[0])) is not None:
         raise ConfigError(
             "train.task.loss_function",
@@ -56,6 +75,18 @@ def try_loss(task: PreparedTask, model: nn.Module) -> None:
             fact,
             "Return the sum of the losses, a scalar tensor with gradient, and how many they are",
         )
+
+
+@contextmanager
+def _deterministic(strict: bool) -> Iterator[None]:
+    import torch
+
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error" if strict else "default")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 def _what_is_wrong(answer: Any) -> str | None:

@@ -177,6 +177,14 @@ def test_where_it_cannot_be_told_the_group_goes_together() -> None:
     assert whom(found) == ("hang", ("w2", "w3"), (), "likely")
 
 
+def test_a_group_is_a_replica_wherever_its_workers_are() -> None:
+    hung = loss("w1", "hang"), loss("w2", "hang")
+    (found,) = verdicts(*hung, replicas={"w1": "replica 0", "w2": "replica 0"})
+    assert whom(found) == ("hang", ("w1", "w2"), (), "likely")
+    apart = verdicts(*HUNG, replicas={"w2": "replica 0", "w3": "replica 1"})
+    assert [v.workers for v in apart] == [("w2",), ("w3",)]
+
+
 # -- machines that lost nobody ---------------------------------------------------------------------
 
 

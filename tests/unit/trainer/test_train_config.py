@@ -38,7 +38,8 @@ def refusal(config: TrainConfig, lanes: int = 4) -> ConfigError:
 def test_a_valid_configuration_passes() -> None:
     config_with().check(4)
     config_with(eval_every=1).check(4)
-    config_with(micro_batch=1, precision="bfloat16", reduction="fast").check(4)
+    config_with(micro_batch=1, precision="bfloat16").check(4)
+    config_with(reduction="fast", determinism="fast").check(4)
     TrainConfig(task=None, steps=1, global_batch=1, eval_samples=1).check(1)
 
 
@@ -53,9 +54,11 @@ def test_a_valid_configuration_passes() -> None:
         ({"eval_samples": 0}, "train.eval_samples", 0),
         ({"eval_every": 0}, "train.eval_every", 0),
         ({"eval_every": -5}, "train.eval_every", -5),
+        ({"reduction": "fast"}, "train.reduction", "fast"),
         ({"global_batch": 25}, "train.global_batch", 25),
         ({"global_batch": 28}, "train.global_batch", 28),
         ({"micro_batch": 0}, "train.micro_batch", 0),
+        ({"bucket_bytes": 1023}, "train.bucket_bytes", 1023),
         ({"micro_batch": -1}, "train.micro_batch", -1),
         ({"micro_batch": 2}, "train.micro_batch", 2),
         ({"micro_batch": 6}, "train.micro_batch", 6),

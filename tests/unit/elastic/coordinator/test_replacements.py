@@ -25,6 +25,7 @@ from elastic.providers.kube_nodes import KubeProvider
 from elastic.providers.node_provider import NodeIdentity, NodeProvider
 from elastic.providers.ray_nodes import RayProvider
 from elastic.reporting.suspect_file import SuspectFile
+from health import breaker
 from health.suspects import Mark
 from tests.support.coordinator_desk import CoordinatorDesk
 from tests.support.fakes.kube_server import kube_server
@@ -178,6 +179,22 @@ def test_two_of_three_at_once_are_held_back_until_they_are_cleared(
 
     desk.run(story)
     assert desk.ended == ["C"]
+
+
+def test_what_is_settled_holds_nobody_back_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "AT_ONCE_S", 0.0)
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        await desk.lose("b")
+        await desk.outcomes("begun", "replaced")
+        await desk.lose("c")
+        await desk.outcomes("begun", "replaced", "begun", "replaced")
+
+    desk.run(story)
+    assert desk.ended == ["B", "C"]
 
 
 def test_no_more_than_so_many_an_hour(tmp_path: Path) -> None:
@@ -420,8 +437,11 @@ def test_what_the_platform_says_twice_speaks_against_a_machine(tmp_path: Path) -
             (begun,) = await desk.outcomes("begun")
             assert (begun.node, begun.machine) == ("B", "n2")
             assert begun.reason == "platform: NetworkingReady: EFA"
+            kube.nodes["n3"]["status"]["conditions"].append(fault)  # b has not left yet
+            _, held = await desk.outcomes("begun", "held_back")
+            assert held.machine == "n3"
             await desk.lose("b", cause=CRASH)
-            await desk.outcomes("begun", "replaced")
+            await desk.outcomes("begun", "held_back", "replaced")
 
         desk.run(story)
         assert kube.nodes["n2"]["spec"]["unschedulable"] is True

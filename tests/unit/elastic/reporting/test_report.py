@@ -35,6 +35,7 @@ from elastic.protocol.events import (
 )
 from elastic.reporting.report import build_report, report_text, write_report
 
+SETTINGS = {"determinism": "strict", "compile": "off"}
 LAYOUT = {"replicas": 2, "shard": 1, "tensor": 1, "lanes": 2, "spares": 0}
 
 
@@ -51,7 +52,7 @@ def steps_at(*times: float) -> list[StepRecord]:
 def start(time: float, start_step: int = 0, redone_steps: int = 0) -> list[Event]:
     return [
         RunStarted(time=time, name="run", layout=LAYOUT, steps=11, start_step=start_step,
-                   versions={"torch": "2.13.0"}, redone_steps=redone_steps),
+                   versions={"torch": "2.13.0"}, settings=SETTINGS, redone_steps=redone_steps),
         RegroupCalled(time=time, generation=1, reason="fault"),
         RegroupDone(time=time + 1, generation=1, step=start_step, replicas=2, lanes={},
                     renumbered={}, outcome="start", lost_steps=0, repeated_steps=0),
@@ -113,6 +114,8 @@ def test_a_run_is_summed_up() -> None:
     assert report.replicas_equal is True
     assert [i.step for i in report.incidents] == [5]
     assert (report.layout, report.versions) == (LAYOUT, {"torch": "2.13.0"})
+    assert report.settings == SETTINGS
+    assert "determinism strict, compile off" in report_text(report)
 
 
 def test_jitter_does_not_count_against_an_undisturbed_run() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.small_llama import SETTINGS, small_train
-from trainer.config import ParallelConfig, TrainConfig
+from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.dryrun.changes import plan_changes
 from trainer.dryrun.kernels import attention_backward_bytes
 from trainer.dryrun.machines import MACHINES
@@ -49,8 +48,8 @@ def test_state_is_a_share_of_the_model(sharded: RankNeeds) -> None:
     parts = sharded.components
     assert parts["parameters"] == pytest.approx(share, rel=0.01)
     assert parts["optimizer"] == pytest.approx(2 * share, rel=0.01)
-    # The reduced gradient, and two lanes in a tree: one whole, one open.
-    assert parts["gradients"] == pytest.approx(3 * share, rel=0.01)
+    # Two lanes in a tree: one whole, one open, whose place the reduced gradient takes.
+    assert parts["gradients"] == pytest.approx(2 * share, rel=0.01)
 
 
 def test_collectives_are_those_of_a_whole_step(sharded: RankNeeds) -> None:
@@ -88,6 +87,38 @@ def test_recomputation_and_a_chunked_head_need_less() -> None:
     logits = 16 * 128 * V * 4
     assert kept["logits"] >= 2 * logits
     assert sum(needs(recompute="full", loss_chunk=64).values()) < sum(none.values()) - logits
+
+
+def test_one_lane_among_replicas_takes_one_gradient_and_a_bucket_or_two() -> None:
+    bucket = 2**20
+    alone, among = (
+        dry_run(
+            small_train(lanes=n, global_batch=4 * n, bucket_bytes=bucket), replicas=n, device="cuda"
+        )
+        for n in (1, 4)
+    )
+    gradient = 4 * PARAMETERS
+    for needs in (alone, among):
+        assert needs.components["gradients"] == pytest.approx(gradient, rel=0.01)
+    assert among.peak_bytes <= alone.peak_bytes + 2 * bucket
+    assert among.fault_reserve_bytes == pytest.approx(gradient, rel=0.01)
+
+
+def test_half_the_bytes_in_bfloat16() -> None:
+    def needs(**changes: Any) -> RankNeeds:
+        return dry_run(small_train(lanes=2, **changes), replicas=2, device="cuda")
+
+    wide = needs()
+    narrow = needs(reduce_dtype="bfloat16", optimizer=OptimizerConfig(moment_dtype="bfloat16"))
+    assert narrow.components["optimizer"] == pytest.approx(
+        wide.components["optimizer"] / 2, rel=0.01
+    )
+    sent, before = (
+        {c.kind: c.bytes for c in found.collectives if c.group == "replicas"}
+        for found in (narrow, wide)
+    )
+    for kind in ("all_to_all", "all_gather"):
+        assert sent[kind] == before[kind] / 2
 
 
 def test_nothing_is_left_behind(sharded: RankNeeds) -> None:
@@ -135,20 +166,22 @@ def test_the_vocabulary_must_be_known() -> None:
 
 @given(st.sets(st.integers(0, 15)), st.integers(16, 20))
 def test_lane_buffers_are_those_that_are_made(lanes: set[int], total: int) -> None:
-    sums, made = LaneSums(total, 1, torch.device("cpu")), Counter[int]()
-    for lane in sums.begin(0, sorted(lanes)):
-        made[id(sums.open(lane))] += 1
+    sums, home = LaneSums(total, 1, torch.device("cpu")), torch.zeros(1)
+    for lane in sums.begin(0, sorted(lanes), home, alone=False):
+        sums.open(lane)
         sums.settle(1)
         sums.close(lane, LaneStats(tokens=0, digest=0), torch.zeros(()))
-    assert len(sums.blocks) + len(sums._free) == lane_buffers(sorted(lanes), total)
+    held = {id(home), *map(id, sums.blocks.values()), *map(id, sums._free)}
+    assert len(held) == lane_buffers(sorted(lanes), total)
 
 
 def test_a_lost_replica_costs_buffers() -> None:
-    assert spare_buffers(4, 1) == 0
-    # The gradient's place, and one more as the other's lane comes beside the own one.
-    assert spare_buffers(2, 2) == 2
+    assert spare_buffers(4, 1, "cpu") == 0
+    # The other's lane comes beside the own one; on Gloo the gradient moves, too.
+    assert spare_buffers(2, 2, "cuda") == 1
+    assert spare_buffers(2, 2, "cpu") == 2
     # The lanes of the lost one are no neighbours of those that take them.
-    assert spare_buffers(8, 4) >= 2
+    assert spare_buffers(8, 4, "cuda") == 1
 
 
 def needs_of(size: int) -> RankNeeds:

@@ -143,7 +143,7 @@ def test_a_converter_brings_the_values_of_its_own_parameters(group: ReplicaMesh)
 
 def test_the_driver_knows_the_converted_state() -> None:
     train = TrainConfig(task=TASK, steps=1, global_batch=1, converters=(Freeze("0."), Recompute()))
-    table = state_table(build_model(TASK, train)[0], train.optimizer.moments)
+    table = state_table(build_model(TASK, train)[0], train.optimizer)
     assert "param/0.block.weight" in table and "exp_avg/1.block.weight" in table
     assert "exp_avg/0.block.weight" not in table
     assert pickle.loads(pickle.dumps(Freeze("0."))) == Freeze("0.")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from checkpointing import Reader, open_store
+from checkpointing import IncompatibleError, Reader, check_compatible, open_store
 from tests.support.data_plane import WorkerResult, full_parameters, run_layout
 from tests.support.lion import InverseRoot, Lion
 from tests.support.tiny_checkpoint import commit_shares
@@ -35,6 +35,7 @@ from trainer.replication.step_commit import Commit
 from trainer.tasks.custom import CustomTask
 
 STEPS, BATCH, SAMPLES, SEED = 4, 4, 16, 3
+ROUNDED = OptimizerConfig(lr=0.1, moment_dtype="bfloat16")
 LION = Lion(schedule=InverseRoot(lr=0.02), weight_decay=0.1, clip_norm=0.5)
 
 
@@ -102,6 +103,27 @@ def test_lion_does_what_its_paper_says_in_each_layout() -> None:
             assert torch.equal(value, whole[0].local[name][2])
 
 
+def test_rounded_moments_are_alike_at_any_number_of_replicas() -> None:
+    (alone,) = run(1, optimizer=ROUNDED)
+    for worker in run(2, optimizer=ROUNDED):
+        assert worker.losses == alone.losses
+        for name, (_, _, value) in worker.local.items():
+            assert torch.equal(value, alone.local[name][2])
+
+
+def test_other_moments_are_another_state(
+    replica: tuple[Rendezvous, ReplicaMesh], tmp_path: Path
+) -> None:
+    """A run does not go on with moments of another kind: the names say which."""
+    store = open_store(tmp_path)
+    share = make_engine(replica[1], ROUNDED).state.share(0, 1)
+    parts = list(zip(share.slices, share.tensors, strict=True))
+    manifest = commit_shares(store, [parts], segment_bytes=4096, block_bytes=512)
+    table = state_table(TASK.build(SEED)[0], OptimizerConfig())
+    with pytest.raises(IncompatibleError, match=r"exp_avg.*bfloat16 .* float32"):
+        check_compatible(manifest, table)
+
+
 def make_engine(mesh: ReplicaMesh, optimizer: Optimizer) -> Engine:
     slot = Slot(replica=0, rank=0, dims=ParallelDims())
     return Engine(TASK, train_with(optimizer), slot=slot, mesh=mesh, device="cpu", max_replicas=1)
@@ -113,7 +135,9 @@ def train_on(engine: Engine, steps: range) -> None:
         engine.apply(step, scale=0.5)
 
 
-@pytest.mark.parametrize("optimizer", [LION, OptimizerConfig(schedule=InverseRoot(lr=0.1))])
+@pytest.mark.parametrize(
+    "optimizer", [LION, OptimizerConfig(schedule=InverseRoot(lr=0.1)), ROUNDED]
+)
 def test_a_saved_state_goes_on_with_the_same_bits(
     replica: tuple[Rendezvous, ReplicaMesh], tmp_path: Path, optimizer: Optimizer
 ) -> None:
@@ -124,7 +148,7 @@ def test_a_saved_state_goes_on_with_the_same_bits(
     share = whole.state.share(0, 1)
     parts = list(zip(share.slices, share.tensors, strict=True))
     manifest = commit_shares(store, [parts], segment_bytes=4096, block_bytes=512)
-    assert manifest.tensors == state_table(TASK.build(SEED)[0], optimizer.moments)
+    assert manifest.tensors == state_table(TASK.build(SEED)[0], optimizer)
     reader = Reader(store, manifest)
     values = {p.name: reader.read(p.name, p.offsets, p.sizes) for p in restored.state.to_read()}
     assert any(values[f"{optimizer.moments[0]}/0.weight"].flatten() != 0)
@@ -135,9 +159,12 @@ def test_a_saved_state_goes_on_with_the_same_bits(
     assert restored.state.optimizer_steps == whole.state.optimizer_steps == 5
 
 
-def test_a_newcomer_goes_on_with_the_same_bits(replica: tuple[Rendezvous, ReplicaMesh]) -> None:
+@pytest.mark.parametrize("optimizer", [LION, replace(ROUNDED, clip_norm=LION.clip_norm)])
+def test_a_newcomer_goes_on_with_the_same_bits(
+    replica: tuple[Rendezvous, ReplicaMesh], optimizer: Optimizer
+) -> None:
     meet, mesh = replica
-    giver, taker = (make_engine(mesh, LION) for _ in range(2))
+    giver, taker = (make_engine(mesh, optimizer) for _ in range(2))
     giver.initialize()
     train_on(giver, range(2))
     meeting = Meeting(rendezvous=meet, prefix="heal", secret=b"of the run")

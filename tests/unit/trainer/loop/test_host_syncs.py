@@ -54,10 +54,12 @@ def test_a_step_waits_in_the_commit_alone(tmp_path: Path, asked: Counter[str]) -
     counts = {}
     runs = [(steps, micro_batch) for steps in (1, 3) for micro_batch in (4, 1)]
     for formation, (steps, micro_batch) in enumerate(runs):
-        train = tiny_train(text, task=task, steps=steps, micro_batch=micro_batch, lanes=1)
+        train = tiny_train(
+            text, task=task, steps=steps, micro_batch=micro_batch, lanes=1, bucket_bytes=1024
+        )
         prepared = task.prepare(train, str(tmp_path / "cache"))
         asked.clear()
-        train_at(0, formation, meet, GLOO, prepared, train, 1, 1, (256, 1024), False)
+        train_at(0, formation, meet, GLOO, prepared, train, 1, 1, False)
         leave_replica_group()
         counts[steps, micro_batch] = asked.total()
     close_connections()

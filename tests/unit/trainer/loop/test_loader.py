@@ -60,8 +60,14 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def settings(dataset: Any, prefetch: int, **changes: Any) -> TrainConfig:
     task = CustomTask(build_model=build_model, loss_function=loss_of, dataset=dataset)
-    given = {"task": task, "steps": STEPS, "global_batch": 4, "micro_batch": 2, **changes}
-    return TrainConfig(prefetch=prefetch, **given)
+    given = {
+        "task": task,
+        "steps": STEPS,
+        "global_batch": 4,
+        "micro_batch": 2,
+        "bucket_bytes": 1024,
+    }
+    return TrainConfig(prefetch=prefetch, **{**given, **changes})
 
 
 @pytest.fixture
@@ -74,7 +80,7 @@ def train() -> Iterator[Callable[[TrainConfig], Any]]:
         meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=PATIENCE_S)
         number = next(numbers)
         try:
-            return train_at(0, number, meet, GLOO, config.task, config, 1, 1, (256, 1024), False)
+            return train_at(0, number, meet, GLOO, config.task, config, 1, 1, False)
         finally:
             leave_replica_group()
 

@@ -11,6 +11,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYetError
 from dataclasses import dataclass, replace
 
 import pytest
@@ -49,7 +51,7 @@ from trainer.recovery.heal_wire import (
     send_block,
     welcome,
 )
-from trainer.recovery.state_blocks import cut
+from trainer.recovery.state_blocks import Block, cut
 
 Pair = tuple[Rendezvous, Engine, Engine]
 
@@ -328,6 +330,27 @@ def test_a_source_that_stands_still_holds_up_no_close(pair: Pair) -> None:
     assert time.monotonic() - began < SOON_S and not newcomer.finish()
     os.kill(pid, signal.SIGKILL)
     assert heals(*pair, "again")
+
+
+def test_whatever_changes_a_source_waits_for_its_copy(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet, giver, _ = pair
+    opened, copy = threading.Event(), Source._copy_block
+
+    def gated(self: Source, block: Block, pinned: torch.Tensor | None) -> torch.Tensor:
+        assert opened.wait(DEADLINE_S)
+        return copy(self, block, pinned)
+
+    monkeypatch.setattr(Source, "_copy_block", gated)
+    source = Source(giver, 0, meeting_at(meet))
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(source.await_copy)
+        with pytest.raises(NotYetError):
+            waits.result(0.3)
+        opened.set()
+        waits.result(DEADLINE_S)
+    source.close()
 
 
 def test_a_source_that_takes_no_connection_holds_up_no_close(pair: Pair) -> None:

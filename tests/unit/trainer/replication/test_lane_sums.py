@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from tests.support.lane_gradients import COUNT, lane_gradients
 from trainer.replication.lane_sums import LaneSums
+from trainer.replication.lanes import blocks_of, sum_tree
 from trainer.replication.step_commit import LaneStats
 
 LENGTH = 4
@@ -13,6 +18,17 @@ LENGTH = 4
 
 def make(total: int = 4) -> LaneSums:
     return LaneSums(total, LENGTH, torch.device("cpu"))
+
+
+def begin(
+    sums: LaneSums,
+    step: int,
+    lanes: Sequence[int],
+    home: torch.Tensor | None = None,
+    *,
+    alone: bool = False,
+) -> list[int]:
+    return sums.begin(step, lanes, torch.zeros(LENGTH) if home is None else home, alone=alone)
 
 
 def add(sums: LaneSums, *lanes: int) -> None:
@@ -32,7 +48,7 @@ def values(sums: LaneSums) -> dict[tuple[int, int], float]:
 
 def test_whole_subtrees_are_added_up_as_they_become_whole() -> None:
     sums = make()
-    sums.begin(0, (0, 1, 2, 3))
+    begin(sums, 0, (0, 1, 2, 3))
     add(sums, 1)
     assert values(sums) == {(1, 2): 10}
     add(sums, 2)
@@ -45,20 +61,20 @@ def test_whole_subtrees_are_added_up_as_they_become_whole() -> None:
 
 def test_a_repeated_step_asks_for_the_missing_lanes_only() -> None:
     sums = make()
-    assert sums.begin(5, (0, 1)) == [0, 1]
+    assert begin(sums, 5, (0, 1)) == [0, 1]
     add(sums, 0)
-    assert sums.begin(5, (0, 1, 3)) == [1, 3]
+    assert begin(sums, 5, (0, 1, 3)) == [1, 3]
     add(sums, 1, 3)
-    assert sums.begin(5, (0, 1, 3)) == []
+    assert begin(sums, 5, (0, 1, 3)) == []
     assert values(sums) == {(0, 2): 11, (3, 4): 1000}
     assert {lane: stats.digest for lane, stats in sums.stats.items()} == {0: 0, 1: 1, 3: 3}
 
 
 def test_another_step_starts_anew() -> None:
     sums = make()
-    sums.begin(5, (0, 1))
+    begin(sums, 5, (0, 1))
     add(sums, 0, 1)
-    assert sums.begin(6, (0, 1)) == [0, 1]
+    assert begin(sums, 6, (0, 1)) == [0, 1]
     assert (sums.blocks, sums.stats, sums.step) == ({}, {}, 6)
     add(sums, 1)
     assert values(sums) == {(1, 2): 10}
@@ -66,24 +82,24 @@ def test_another_step_starts_anew() -> None:
 
 def test_sums_with_a_lane_of_somebody_else_are_dropped() -> None:
     sums = make()
-    sums.begin(5, (0, 1))
+    begin(sums, 5, (0, 1))
     add(sums, 0, 1)
-    assert sums.begin(5, (1, 2)) == [1, 2]
+    assert begin(sums, 5, (1, 2)) == [1, 2]
     assert (sums.blocks, sums.stats) == ({}, {})
 
 
 def test_a_cleared_step_is_computed_again() -> None:
     sums = make()
-    sums.begin(5, (0,))
+    begin(sums, 5, (0,))
     add(sums, 0)
     sums.clear()
-    assert sums.begin(5, (0,)) == [0]
+    assert begin(sums, 5, (0,)) == [0]
 
 
 def test_a_step_of_eight_lanes_takes_four_buffers_and_later_steps_reuse_them() -> None:
-    sums, places = make(8), set()
+    sums, places, home = make(8), set(), torch.zeros(LENGTH)
     for step in range(3):
-        sums.begin(step, range(8))
+        begin(sums, step, range(8), home)
         for lane in range(8):
             buffer = sums.open(lane)
             places.add(buffer.data_ptr())
@@ -96,7 +112,7 @@ def test_a_step_of_eight_lanes_takes_four_buffers_and_later_steps_reuse_them() -
 
 def test_a_lane_is_added_up_range_by_range_as_it_comes_in() -> None:
     sums = make()
-    sums.begin(0, (0, 1, 2, 3))
+    begin(sums, 0, (0, 1, 2, 3))
     add(sums, 0, 1, 2)
     last = sums.open(3)
     assert set(sums.blocks) == {(0, 4)}
@@ -109,50 +125,113 @@ def test_a_lane_is_added_up_range_by_range_as_it_comes_in() -> None:
     assert total.tolist() == [1111, 1111, 11, 0]
     sums.settle(3)
     assert total.tolist() == [1111, 1111, 1111, 0]
-    assert sums.begin(0, (0, 1, 2, 3)) == [3]  # until it is closed
+    assert begin(sums, 0, (0, 1, 2, 3)) == [3]  # until it is closed
     sums.close(3, LaneStats(tokens=0, digest=0), torch.zeros(()))
-    assert sums.begin(0, (0, 1, 2, 3)) == []
+    assert begin(sums, 0, (0, 1, 2, 3)) == []
 
 
-@pytest.mark.parametrize(("lanes", "shared", "alone"), [(1, 2, 1), (2, 3, 2), (4, 4, 3), (8, 5, 4)])
-def test_buffers_of_a_replica_that_has_all_lanes(lanes: int, shared: int, alone: int) -> None:
-    """The reduced gradient counts; a replica among others has as many lanes and one more buffer."""
-    for home, expected in ((None, shared), (torch.zeros(LENGTH), alone)):
-        sums = make(lanes)
-        held = {0 if home is None else home.data_ptr()}
-        for step in range(3):
-            assert sums.begin(step, range(lanes), home) == list(range(lanes))
-            for lane in range(lanes):
-                add(sums, lane)
-                held |= {block.data_ptr() for block in sums.blocks.values()}
-                held |= {block.data_ptr() for block in sums._free}
-            ((node, total),) = values(sums).items()
-            assert node == (0, lanes) and total == sum(10.0**lane for lane in range(lanes))
-            if home is not None:
-                assert home[0] == total
-        assert len(held) == expected
+def buffers(sums: LaneSums, home: torch.Tensor) -> set[int]:
+    """Those of a gradient's size that a worker has now."""
+    return {block.data_ptr() for block in (home, *sums.blocks.values(), *sums._free)}
 
 
-def test_sums_move_out_where_other_replicas_join_in_the_step() -> None:
-    home, sums = torch.zeros(LENGTH), make(2)
-    sums.begin(3, (0, 1), home)
-    add(sums, 0)
-    assert sums.begin(3, (0,)) == []
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize(("lanes", "expected"), [(1, 1), (2, 2), (4, 3), (8, 4), (3, 2), (7, 3)])
+def test_buffers_of_a_replica_with_the_reduced_gradient_among_them(
+    lanes: int, expected: int, alone: bool
+) -> None:
+    home, sums = torch.zeros(LENGTH), make(lanes if alone else 16)
+    held: set[int] = set()
+    for step in range(3):
+        assert begin(sums, step, range(lanes), home, alone=alone) == list(range(lanes))
+        for lane in range(lanes):
+            add(sums, lane)
+            held |= buffers(sums, home)
+        assert sum(values(sums).values()) == sum(10.0**lane for lane in range(lanes))
+        in_home = [block for block in sums.blocks.values() if block is home]
+        assert bool(in_home) == (alone or lanes in (1, 3, 7)), "only what cannot be added up"
+    assert len(held) == expected
+
+
+def fewest_buffers(lanes: int) -> int:
+    """The fewest that any order of the lanes takes, by trying all of them."""
+
+    @functools.cache
+    def of(done: frozenset[int]) -> int:
+        ways = [
+            max(len(blocks_of(done, lanes)) + 1, of(done | {lane}))
+            for lane in set(range(lanes)) - done
+        ]
+        return min(ways, default=0)
+
+    return of(frozenset())
+
+
+@pytest.mark.parametrize("depth", range(4))
+def test_no_order_of_the_lanes_takes_fewer_buffers(depth: int) -> None:
+    assert fewest_buffers(2**depth) == depth + 1
+
+
+def test_a_lane_that_the_sum_was_written_over_is_computed_again() -> None:
+    home, sums = torch.zeros(LENGTH), make(4)
+    begin(sums, 3, (2,), home)
+    add(sums, 2)
+    assert values(sums) == {(2, 3): 100} and sums.blocks[2, 3] is home
+    assert begin(sums, 3, (2,), home) == []  # nothing was written
+    sums.overwritten = True
+    assert begin(sums, 3, (1, 2), home) == [1, 2]
+    assert (sums.blocks, sums.stats, sums.losses) == ({}, {}, {})
+    add(sums, 1, 2)
+    assert values(sums) == {(1, 2): 10, (2, 3): 100}
+
+
+def test_lanes_that_were_added_up_outlive_the_sum() -> None:
+    home, sums = torch.zeros(LENGTH), make(4)
+    begin(sums, 3, (0, 1), home)
+    add(sums, 0, 1)
     home.fill_(-1)  # by the reduction over all replicas
-    assert values(sums) == {(0, 1): 1}
-    sums.begin(4, (0,))
-    add(sums, 0)
+    sums.overwritten = True
+    assert begin(sums, 3, (0, 1, 2, 3), home) == [2, 3]
+    assert values(sums) == {(0, 2): 11}
+    add(sums, 2, 3)
+    assert values(sums) == {(0, 4): 1111}
     home.fill_(-1)
-    assert values(sums) == {(0, 1): 1}
+    assert values(sums) == {(0, 4): 1111}
+
+
+def test_what_no_abandoned_collective_writes_to_stays_where_it_is() -> None:
+    """The reduced gradient has got another buffer, and the lane in the old one was not written
+    over."""
+    old, new, sums = torch.zeros(LENGTH), torch.zeros(LENGTH), make(2)
+    begin(sums, 3, (0,), old)
+    add(sums, 0)
+    assert begin(sums, 3, (0, 1), new) == [1]
+    add(sums, 1)
+    assert values(sums) == {(0, 2): 11}
+    assert sums.blocks[0, 2] is old and (new[:3] == 10).all()
 
 
 def test_a_step_that_goes_on_alone_keeps_what_it_has() -> None:
     home, sums = torch.zeros(LENGTH), make(2)
-    sums.begin(3, (0,))
+    begin(sums, 3, (0,), home)
     add(sums, 0)
-    assert sums.begin(3, (0, 1), home) == [1]
+    assert begin(sums, 3, (0, 1), home, alone=True) == [1]
     add(sums, 1)
-    assert values(sums) == {(0, 2): 11} and home[0] == 0
-    assert sums.begin(4, (0, 1), home) == [0, 1]
+    assert values(sums) == {(0, 2): 11} and home[0] == 11
+    assert begin(sums, 4, (0, 1), home, alone=True) == [0, 1]
     add(sums, 0, 1)
     assert values(sums) == {(0, 2): 11} and home[0] == 11
+
+
+def test_each_lane_and_each_sum_is_rounded_to_what_is_sent() -> None:
+    total = 7
+    lanes = lane_gradients(total)
+    parts = {(lane, lane + 1): gradient.bfloat16() for lane, gradient in enumerate(lanes)}
+    expected = sum_tree(parts, (0, total), torch.add).float()
+    home, sums = torch.zeros(COUNT), LaneSums(total, COUNT, torch.device("cpu"), torch.bfloat16)
+    for lane in begin(sums, 0, range(total), home, alone=True):
+        sums.open(lane)[:] = lanes[lane]
+        sums.settle(1)
+        sums.settle(COUNT)
+        sums.close(lane, LaneStats(tokens=1, digest=lane), torch.zeros(()))
+    assert home.numpy().tobytes() == expected.numpy().tobytes()

@@ -19,7 +19,6 @@ from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
-from trainer.replication.lane_sums import LaneSums
 from trainer.replication.replicas import CrossGroup, Flight
 from trainer.replication.step_commit import Commit
 
@@ -63,9 +62,9 @@ def train(number: int, port: int, results: Any) -> None:
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=TIMEOUT_S)
     link = Link(dist.TCPStore("127.0.0.1", port))
     config = small_train(STEPS, shard=2)
-    engine = make_engine(number, meet, small_task(), config, replicas=2, bucket_bytes=(256, 1024))
+    engine = make_engine(number, meet, small_task(), config, replicas=2)
     assert len(engine.layout.buckets) > 1
-    sums, progress = LaneSums(2, engine.gradient.numel(), engine.device), Progress()
+    sums, progress = engine.make_sums(2), Progress()
     outcomes = []
     for make in (FailsAlone if (replica, rank) in ALONE else CrossGroup, CrossGroup):
         link.generation += 1

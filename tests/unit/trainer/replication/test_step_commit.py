@@ -27,17 +27,17 @@ def test_the_layout_of_the_vector() -> None:
     }
     losses = {0: 0.5, 2: 1.5}
     busy = Saving(wanted=True, busy=frozenset({"memory"}))
-    rest: dict[str, Any] = {"saving": busy, "recorded": 9}
+    rest: dict[str, Any] = {"saving": busy, "recorded": 9, "overwritten": False}
     vector = pack(3, stats, losses, norm_squared=4.0, failed=False, boundary=True, **rest)
-    head = [4.0, 0.0, 1.0, 1.0, 9.0, 0.0, 1.0]
+    head = [4.0, 0.0, 1.0, 1.0, 9.0, 0.0, 0.0, 1.0]
     assert vector == [*head, 0.5, 0.0, 1.5, 3.0, 0.0, 7.0, 11.0, 0.0, 99.0]
-    rest = {"saving": Saving(), "recorded": 0}
+    rest = {"saving": Saving(), "recorded": 0, "overwritten": True}
     failed = pack(2, {}, {}, norm_squared=0.0, failed=True, boundary=False, **rest)
-    assert failed == [0.0, 1.0, *[0.0] * 11]
+    assert failed == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0, *[0.0] * 8]
 
 
 def test_a_summed_vector_is_read() -> None:
-    sums = [36.0, 0.0, 0.0, 0.0, 15.0, 3.0, 0.0, 2.0, 4.0, 1.0, 2.0, 8.0, 9.0]
+    sums = [36.0, 0.0, 0.0, 0.0, 15.0, 0.0, 3.0, 0.0, 2.0, 4.0, 1.0, 2.0, 8.0, 9.0]
     commit = unpack(sums, step=17, lanes=2)
     assert (commit.step, commit.tokens, commit.sample_digests) == (17, 3, [8, 9])
     assert commit.recorded == 15
@@ -75,6 +75,7 @@ def test_the_order_of_the_replicas_does_not_matter(
             boundary=replica == 1,
             saving=Saving(wanted=replica == 2),
             recorded=0,
+            overwritten=False,
         )
         for replica in range(replicas)
     ]
@@ -100,6 +101,7 @@ def test_a_bad_loss_in_one_lane_makes_the_step_non_finite(loss: float) -> None:
             boundary=False,
             saving=Saving(),
             recorded=0,
+            overwritten=False,
         )
         for lane, value in ((0, 1.0), (1, loss))
     ]
@@ -110,11 +112,11 @@ def test_a_bad_loss_in_one_lane_makes_the_step_non_finite(loss: float) -> None:
 
 @pytest.mark.parametrize("norm_squared", [math.nan, math.inf, -1.0])
 def test_a_bad_gradient_makes_the_step_non_finite(norm_squared: float) -> None:
-    assert not unpack([norm_squared, *[0] * 5, 1, 1, 1], step=0, lanes=1).finite
+    assert not unpack([norm_squared, *[0] * 6, 1, 1, 1], step=0, lanes=1).finite
 
 
 def test_a_step_without_tokens_has_a_loss_of_zero() -> None:
-    commit = unpack([0.0] * 9, step=0, lanes=1)
+    commit = unpack([0.0] * 11, step=0, lanes=1)
     assert (commit.loss, commit.grad_norm, commit.finite) == (0.0, 0.0, True)
 
 

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from tests.support.tiny_checkpoint import MOMENTS
-from trainer.config import ParallelConfig, TrainConfig
+from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.data import DataConfig
 from trainer.engine.state import state_table
 from trainer.errors import ConfigError
@@ -478,6 +477,22 @@ def test_a_loss_that_cannot_be_tried_here_is_left_to_the_workers(tmp_path: Path)
     release.set()
 
 
+def test_an_operator_without_a_deterministic_way_is_refused_unless_it_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    def puts(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        said = model(batch)
+        return said.sum() + torch.zeros(2).put_(torch.tensor([0]), said[0, :1]).sum(), len(batch)
+
+    task = custom(build_model=lambda: nn.Linear(3, 2), loss_function=puts)
+    error = refusal(task, str(tmp_path))
+    assert (error.field, error.value) == ("train.determinism", "strict")
+    assert error.fact.endswith(": put_ does not have a deterministic implementation")
+    assert not torch.are_deterministic_algorithms_enabled()
+    fast = TrainConfig(task=task, steps=1, global_batch=1, determinism="fast")
+    assert task.prepare(fast, str(tmp_path)) is task
+
+
 def test_trying_the_loss_leaves_the_global_generator_alone(tmp_path: Path) -> None:
     def noisy(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         return (model(batch) * torch.rand(())).sum(), len(batch)
@@ -521,7 +536,7 @@ def test_a_custom_model_with_tied_parameters_keeps_them_tied() -> None:
     assert model.table is model.again
     assert model.table.tolist() == [0, 1]
     assert model(torch.ones(3, 2, 4, device="meta")).shape == (3, 2, 4)
-    table = state_table(task.build(0)[0], MOMENTS)
+    table = state_table(task.build(0)[0], OptimizerConfig())
     assert {name.split("/", 1)[1] for name in table} == {
         name for name, _ in plain.named_parameters()
     }
@@ -554,17 +569,17 @@ def test_the_table_of_a_state_names_shapes_and_types(prepared: PreparedCausalLM)
         model.bias.requires_grad_(False)
         return model
 
-    assert state_table(custom(build_model=frozen_bias).build(0)[0], MOMENTS) == {
+    assert state_table(custom(build_model=frozen_bias).build(0)[0], OptimizerConfig()) == {
         "param/weight": ((2, 3), "float32"),
         "exp_avg/weight": ((2, 3), "float32"),
         "exp_avg_sq/weight": ((2, 3), "float32"),
         "param/bias": ((2,), "float32"),
     }
-    table = state_table(prepared.build(0)[0], MOMENTS)
+    table = state_table(prepared.build(0)[0], OptimizerConfig())
     assert table["param/model.embed_tokens.weight"] == ((320, 16), "float32")
     assert sum(int(np.prod(s)) for s, _ in table.values()) == 3 * prepared.info["parameters"]
     half = custom(build_model=lambda: nn.Linear(3, 1).bfloat16())
-    assert state_table(half.build(0)[0], MOMENTS)["param/bias"] == ((1,), "bfloat16")
+    assert state_table(half.build(0)[0], OptimizerConfig())["param/bias"] == ((1,), "bfloat16")
 
 
 def test_prepared_data_lies_beside_the_runs() -> None:

@@ -1,0 +1,63 @@
+"""Compiled runs, with the real compiler: near the plain run, equal at any number of replicas, and
+equal through faults."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpointing import tensors_sha256
+from tests.support.data_plane import WorkerResult, full_parameters, run_layout
+from tests.support.tiny import fit, tiny_task, tiny_train, tiny_trainer
+from tests.support.watching import events_of
+
+LANES, STEPS = 4, 4
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU"),
+]
+
+
+def test_the_number_of_replicas_does_not_change_a_bit(text: Path, tmp_path: Path) -> None:
+    """The compiler joins operations, so that fewer results are rounded in between: losses differ
+    from the plain run's by some units in the last place, 2**-24 relative each."""
+    plain = tiny_train(text, steps=STEPS, lanes=LANES)
+    compiled = tiny_train(text, steps=STEPS, lanes=LANES, compile="require")
+    task = tiny_task(text).prepare(plain, str(tmp_path))
+    (expected,) = run_layout(task, plain, replicas=1, lanes=LANES)
+    runs = [run_layout(task, compiled, replicas=n, lanes=LANES) for n in (1, 2, 4)]
+    workers = [worker for run in runs for worker in run]
+    assert len(workers) == 7
+    for worker in workers:
+        assert isinstance(worker, WorkerResult), worker
+        assert (worker.losses, worker.norms) == (workers[0].losses, workers[0].norms)
+        np.testing.assert_allclose(worker.losses, expected.losses, rtol=1e-6)
+    hashes = {tensors_sha256(sorted(full_parameters([worker]).items())) for worker in workers}
+    assert len(hashes) == 1
+    assert hashes != {tensors_sha256(sorted(full_parameters([expected]).items()))}
+
+
+def test_faults_do_not_change_a_bit(cluster: None, text: Path, tmp_path: Path) -> None:
+    """One worker dies as it compiles, one in a step; nobody else is taken for dead meanwhile."""
+    whole = fit(tiny_trainer(text, tmp_path, name="whole", shard=2, compile="require"))
+    broken = fit(
+        tiny_trainer(
+            text,
+            tmp_path,
+            name="broken",
+            shard=2,
+            min_replicas=2,
+            compile="require",
+            faults="kill@0.compile:1,kill@6:3",
+        )
+    )
+    assert broken.report["faults_fired"] == 2
+    lost = events_of(tmp_path / "broken", "worker_lost")
+    assert [event["cause"] for event in lost] == ["crash", "crash"]
+    assert broken.report["replicas_equal"] is True
+    assert (broken.losses, broken.params) == (whole.losses, whole.params)
+    assert broken.samples == whole.samples

@@ -1,0 +1,97 @@
+"""AdamW with moments in bfloat16: right on average, and the same wherever it is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer import rounded_adamw
+from trainer.config import OptimizerConfig
+from trainer.engine.optimizer import SliceOptimizer, try_optimizer
+from trainer.rounded_adamw import hash_bits, round_by
+
+NUMBERS, STEPS = 4096, 500
+CONFIG = OptimizerConfig(
+    lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, clip_norm=0.0, moment_dtype="bfloat16"
+)
+
+
+def gradients(step: int) -> torch.Tensor:
+    """About one in size, of either sign, the same sign in all steps."""
+    noise = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(step))
+    signs = torch.where(torch.arange(NUMBERS) % 2 == 0, 1.0, -1.0)
+    return signs * (1 + 0.1 * noise)
+
+
+def trained(config: OptimizerConfig, steps: int = STEPS) -> tuple[nn.Parameter, SliceOptimizer]:
+    param = nn.Parameter(torch.zeros(NUMBERS))
+    optimizer = SliceOptimizer(config, {"weight": param}, try_optimizer(config))
+    for step in range(steps):
+        param.grad = gradients(step)
+        optimizer.step(config.lr)
+    return param, optimizer
+
+
+def test_the_moments_are_right_on_average() -> None:
+    """To the nearest one, the second moment would stop at a quarter, where the next bfloat16 is
+    more than twice an update away."""
+    param, optimizer = trained(CONFIG)
+    same, wide = trained(
+        OptimizerConfig(**{**CONFIG.__dict__, "moment_dtype": "float32", "schedule": None})
+    )
+    for moment in CONFIG.moments:
+        found, expected = (o.moments[moment]["weight"] for o in (optimizer, wide))
+        assert found.dtype == torch.bfloat16
+        ratio = found.double() / expected.double()
+        assert ratio.mean().item() == pytest.approx(1, abs=2e-3), moment
+        assert ratio.std() < 0.05
+    assert wide.moments["exp_avg_sq"]["weight"].mean() > 0.39
+    torch.testing.assert_close(param, same, rtol=0.05, atol=1e-3)
+
+
+def test_it_is_what_a_run_can_live_with() -> None:
+    """Elementwise, in place, and going on from a copy."""
+    assert try_optimizer(CONFIG) is not None
+
+
+def test_numbers_that_are_updated_in_parts_come_out_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    param, whole = trained(CONFIG, 3)
+    monkeypatch.setattr(rounded_adamw, "_AT_ONCE", NUMBERS // 4)
+    same, parts = trained(CONFIG, 3)
+    assert torch.equal(param, same)
+    for moment in CONFIG.moments:
+        assert torch.equal(whole.moments[moment]["weight"], parts.moments[moment]["weight"])
+
+
+@pytest.mark.parametrize("step", [1, 2, 1000])
+def test_the_bits_look_random(step: int) -> None:
+    """Of equal gradients, too; and those of one step tell nothing of the next one's."""
+    other = torch.linspace(0.5, 1, 1 << 16)
+
+    def bits(at: int) -> Any:
+        words = torch.ones(1 << 16).view(torch.int32)
+        found = hash_bits(words, other.view(torch.int32), torch.tensor(float(at)))
+        return (found.view(-1, 1) >> torch.arange(32)) & 1
+
+    now, then = bits(step), bits(step + 1)
+    assert (now.double().mean(0) - 0.5).abs().max() < 0.01
+    assert ((now ^ then).double().mean(0) - 0.5).abs().max() < 0.01
+    assert ((now[1:] ^ now[:-1]).double().mean(0) - 0.5).abs().max() < 0.01
+
+
+def test_what_a_bfloat16_holds_is_not_rounded() -> None:
+    exact = torch.tensor([0.0, 1.0, -1.5, 2.0**-120, -3.0e38]).bfloat16().float()
+    numbers = exact.clone()
+    round_by(numbers, torch.full((5,), 0xFFFF, dtype=torch.int32))
+    assert torch.equal(numbers, exact)
+    numbers = torch.tensor([1 + 2.0**-8])  # half way
+    round_by(numbers, torch.tensor([0x7FFF], dtype=torch.int32))
+    assert numbers == 1
+    numbers = torch.tensor([-1 - 2.0**-8])
+    round_by(numbers, torch.tensor([0x8000], dtype=torch.int32))
+    assert numbers == -1 - 2.0**-7

@@ -1,0 +1,131 @@
+"""Blocks whose forward and backward torch.compile makes into kernels of their own.
+
+A block's `forward` is compiled, whole, and in training only. Hooks on it (FSDP2's, and tensor
+parallelism's at the first block) stay outside, recomputation is inside. Names of modules stay what
+they are. Blocks that are alike share one graph. Shapes are static, so that a graph does not depend
+on what else its worker has seen: all workers have the same graphs, and with them the same bits.
+
+What a block's code makes impossible is so on every worker: each falls back by itself, and all do.
+What goes wrong on one machine alone (no compiler, no space) raises there, as torch raises it: that
+worker would otherwise go on with other bits than its peers.
+Source: torchtitan, `apply_compile` (recomputation, then compilation by block, then FSDP2).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Callable, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from trainer.errors import CompileError
+
+log = logging.getLogger(__name__)
+
+Compile = Literal["off", "on", "require"]
+"""See `TrainConfig.compile`."""
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""Names the directory of what torch.compile has made."""
+
+
+def compile_blocks(
+    model: nn.Module,
+    blocks: Sequence[str],
+    *,
+    required: bool,
+    backend: str | Callable[..., Any] = "inductor",
+) -> None:
+    """Has blocks compile themselves in their first call. In place, after recomputation, before
+    FSDP2.
+
+    Args:
+        model: the model.
+        blocks: names of its repeated blocks.
+        required: a block that cannot be compiled raises, where it would fall back.
+        backend: torch.compile's.
+    """
+    import torch._dynamo  # seconds, which the driver need not spend
+
+    # Each block may need a graph of its own of the same code, and those of the model before this
+    # one, which the worker has let go of, may still be there.
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 4 * len(blocks))
+    config.accumulated_recompile_limit = max(
+        config.accumulated_recompile_limit, config.recompile_limit
+    )
+    for name in blocks:
+        block: Any = model.get_submodule(name)
+        compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
+        block.forward = _CompiledForward(name, block, compiled, required=required)
+
+
+class _CompiledForward:
+    """The forward of one block: compiled in training, as it was in evaluations and where its code
+    cannot be compiled."""
+
+    def __init__(
+        self, name: str, block: nn.Module, compiled: Callable[..., Any], *, required: bool
+    ) -> None:
+        self._name, self._block, self._required = name, block, required
+        self._plain, self._compiled = block.forward, compiled
+        self._works: bool | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._works is False or not (self._block.training and torch.is_grad_enabled()):
+            return self._plain(*args, **kwargs)
+        try:
+            result = self._compiled(*args, **kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise self._refusal(error) from error
+        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
+            # Only in the first call: who has seen other shapes may have had no error yet.
+            if self._required or self._works:
+                raise self._refusal(error) from error
+            self._works = False
+            log.warning("not compiled, on any worker: %s", self._refusal(error))
+            return self._plain(*args, **kwargs)
+        self._works = True
+        return result
+
+    def _refusal(self, error: Exception) -> CompileError:
+        return CompileError(self._name, str(error).strip().partition("\n")[0])
+
+
+def keep_compiled(environment: MutableMapping[str, str], threads: int) -> None:
+    """Has this process share what it compiles with the other workers of its node, now and later.
+    Called before the first model is built.
+
+    Args:
+        environment: of the process. A directory that it names already stays.
+        threads: that may compile at once.
+
+    Raises:
+        PermissionError: somebody else may write there, and what lies there is run.
+    """
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = threads
+    if CACHE not in environment:
+        environment[CACHE] = str(private_directory(Path(tempfile.gettempdir())))
+
+
+def private_directory(parent: Path) -> Path:
+    """This user's own directory in one that others may write to."""
+    path = parent / f"elastictrainer-compiled-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    private = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(found.st_mode) or not private:
+        raise PermissionError(
+            f"{path} belongs to user {found.st_uid} with mode {stat.filemode(found.st_mode)}: "
+            f"others could put code there that workers run. Remove it, or name a directory of "
+            f"your own in {CACHE}"
+        )
+    return path
