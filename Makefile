@@ -7,7 +7,7 @@ READY := .venv/.ready
 ARGS ?= --fault kill@60 --resume never
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-soak check docs bench clean
+.PHONY: help demo test test-slow test-soak check docs bench gpu-tiny clean
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ bench: $(READY)  ## every benchmark; each prints one JSON object as its last lin
 		found=yes; name=$$(basename "$$file" .py); \
 		echo "== $$name"; $(BIN)/python -m "benchmarks.$$name"; \
 	done; [ -n "$$found" ] || echo "there are no benchmarks in benchmarks/ yet"
+
+gpu-tiny: $(READY)  ## the GPU benchmark's code, with a tiny model on the CPU
+	$(BIN)/python -m benchmarks.gpu --device cpu --tiny
 
 clean:  ## remove the environment, caches and runs
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis runs build *.egg-info

@@ -24,6 +24,9 @@ class ScalingConfig:
     """What a worker computes on: one CPU slot or one GPU."""
     cpus_per_worker: float = 1.0
     """CPUs that Ray reserves for a worker."""
+    gpus_per_worker: float = 1.0
+    """GPUs that Ray reserves for a worker, with device="cuda": it uses one, or shares one with
+    others (0.5). Ranks that share one need an `NCCL_HOSTID` each, and are slow: for tests."""
     allow_tcp: bool = False
     """On machines with EFA devices, NCCL may go over TCP. Without it a worker there fails when its
     first group is made, as TCP is 10 to 100 times slower."""
@@ -52,6 +55,13 @@ class ScalingConfig:
             raise ConfigError(
                 "scaling.cpus_per_worker", self.cpus_per_worker, "no CPU", "Use a positive number"
             )
+        if not 0 < self.gpus_per_worker <= 1:
+            raise ConfigError(
+                "scaling.gpus_per_worker",
+                self.gpus_per_worker,
+                "a worker computes on one GPU, or shares one",
+                "Use more than 0, 1 at most",
+            )
 
     def slots(self, parallel: ParallelConfig) -> int:
         """Workers of the full layout, spares not counted."""
@@ -60,7 +70,7 @@ class ScalingConfig:
     @property
     def resources_per_worker(self) -> dict[str, float]:
         """What Ray reserves for one worker."""
-        gpus = {"GPU": 1.0} if self.device == "cuda" else {}
+        gpus = {"GPU": self.gpus_per_worker} if self.device == "cuda" else {}
         return {"CPU": self.cpus_per_worker, **gpus}
 
 

@@ -8,7 +8,7 @@ from elastic.config import HealthConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
-from elastic.protocol.causes import COLLECTIVE, Cause
+from elastic.protocol.causes import COLLECTIVE, Cause, entry_of
 
 _PEER_LOSS_PATIENCE_S = 1.0
 """A peer's death is known within milliseconds of the exception that it causes."""
@@ -49,18 +49,20 @@ class Troubles:
         """See `WorkerCalls.trouble`. A collective that failed may be the first sign of the loss
         of a whole node, which takes longer to show. Workers of one replica that raise errors of
         their own at the same time are each at fault: the first to be written off explains no
-        other."""
+        other. Who cannot go on is lost for its own cause, also where a peer is lost, too."""
         membership = self._membership
         patience_s = self._node_s if cause == COLLECTIVE else _PEER_LOSS_PATIENCE_S
         formation = formed or membership.places.formation_of(worker)
         if cause != COLLECTIVE:
             self._raised[worker] = formation
         try:
-            await self._dispatcher.until(
-                lambda: membership.replica_broken(worker, formed), patience_s
-            )
-            if membership.replica_broken(worker, formed) and worker not in self._at_fault:
-                return "peer"
+            if not entry_of(cause).lasts:
+                await self._dispatcher.until(
+                    lambda: membership.replica_broken(worker, formed), patience_s
+                )
+                broken = membership.replica_broken(worker, formed)
+                if broken and worker not in self._at_fault:
+                    return "peer"
             self._at_fault |= {w for w, formed in self._raised.items() if formed == formation}
             await self._workers.lose(worker, cause, detail, step, formation)
             return "own"

@@ -33,6 +33,9 @@ class CauseEntry:
     """Of its marks in `run.png`, as matplotlib has it."""
     by_departure: bool = False
     """On a machine that was announced to go, it is a preemption: the machine went."""
+    lasts: bool = False
+    """Its process is of no use any more, whatever else was lost at that time: it ends itself, and
+    does not go on as a survivor."""
     against_machine: float = 0.0
     """What a loss of this cause counts against the machine (`health/suspects.py`): from 0.5 on it
     is suspect at once, below that when it comes again."""
@@ -126,6 +129,27 @@ GPU_ERROR = register_cause(
         budget="max_crashes",
         color="#556b2f",
         against_machine=0.3,  # a kernel that reads where it may not shows so, too
+        lasts=True,
+    ),
+)
+GPU_MEMORY = register_cause(
+    "gpu_memory",
+    CauseEntry(
+        text="its GPU's memory lost bits (uncorrectable ECC error)",
+        budget="max_crashes",
+        color="#8fbc3b",
+        against_machine=0.5,
+        lasts=True,
+    ),
+)
+DEVICE_ASSERT = register_cause(
+    "device_assert",
+    CauseEntry(
+        text="a check in a GPU's kernel failed, as of an index out of range",
+        budget="max_crashes",
+        color="#b56576",
+        lasts=True,
+        repeats=True,
     ),
 )
 COLLECTIVE = register_cause(

@@ -40,7 +40,7 @@ from elastic.worker.save_schedule import SaveSchedule
 from elastic.worker.saver import Saver
 from health.corruption import compare_checksums
 from health.heartbeat import NO_PHASE, NO_STEP, Heartbeat
-from trainer.backend.groups import abort_replica_group
+from trainer.backend.groups import abort_groups
 from trainer.engine.engine import Engine
 from trainer.loop.clock import StepTimes
 from trainer.loop.phases import PHASES, Phase
@@ -326,8 +326,8 @@ class CoordinatorLink:
             self._called[call.kind] = call.serial
             if call.kind == "fault":
                 self._save_schedule.failed()
-            if call.broken and call.serial > self._settled:  # else it is of the replica before
-                abort_replica_group()
+                if call.serial > self._settled:  # else it is of the groups before
+                    abort_groups(replica=call.broken)
 
     def _next_call(self, seen: int) -> ObjectRef[Signal | None]:
         return self._coordinator.send(CoordinatorApi.watch, self._identity.worker, seen)

@@ -27,7 +27,15 @@ import ray
 import torch
 
 from elastic.errors import RunFailedError
-from elastic.protocol.causes import COLLECTIVE, GPU_ERROR, OUT_OF_MEMORY, USER_ERROR, Cause
+from elastic.protocol.causes import (
+    COLLECTIVE,
+    DEVICE_ASSERT,
+    GPU_ERROR,
+    GPU_MEMORY,
+    OUT_OF_MEMORY,
+    USER_ERROR,
+    Cause,
+)
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.job import Job
 from elastic.protocol.messages import Build, Identity, Leave, LinkTest, Report, Run, Stop
@@ -51,6 +59,7 @@ from trainer.backend.near_gpu import stay_near
 from trainer.backend.node_network import NodeNetwork
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.rendezvous import Rendezvous
+from trainer.backend.warmth import warm_device
 from trainer.engine.engine import Engine
 from trainer.errors import CompileError, GroupError, NonFiniteError
 from trainer.loop.compile_ahead import compile_ahead
@@ -72,6 +81,8 @@ _CAUSES: dict[Origin, Cause] = {
     "group": COLLECTIVE,
     "memory": OUT_OF_MEMORY,
     "device": GPU_ERROR,
+    "ecc": GPU_MEMORY,
+    "assert": DEVICE_ASSERT,
     "code": USER_ERROR,
 }
 """What a worker is lost for, by the origin of its exception."""
@@ -121,6 +132,7 @@ class Worker:
         self.finished = self.mixed = False
         job.task.warm_up()
         warm_up()
+        warm_device(job.scaling.device)
         # What is there now stays: the collections of `leave_replica` need not look through it.
         gc.collect()
         gc.freeze()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.data_plane import WorkerResult, run_layout
+from tests.support.fabric import NCCL
 from tests.support.tiny import tiny_train, write_text
 
 
@@ -17,6 +18,6 @@ def test_one_gpu_computes_what_the_cpu_computes(tmp_path: Path) -> None:
     train = tiny_train(write_text(tmp_path / "text"), steps=4)
     task = train.task.prepare(train, str(tmp_path / "cache"))
     (cpu,) = run_layout(task, train, replicas=1, lanes=2)
-    (gpu,) = run_layout(task, train, replicas=1, lanes=2, device="cuda")
+    (gpu,) = run_layout(task, train, replicas=1, lanes=2, fabric=NCCL)
     assert isinstance(gpu, WorkerResult), gpu
     np.testing.assert_allclose(gpu.losses, cpu.losses, rtol=1e-4)

@@ -15,9 +15,10 @@ from tests.support.data_plane import make_engine, run_formations
 from tests.support.fabric import GLOO, NCCL, Fabric, on
 from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
 from tests.support.member import LANES, small_task, small_train
+from trainer.backend import aborts
 from trainer.backend.aside import GLOO as GLOO_ASIDE
 from trainer.backend.groups import (
-    abort_replica_group,
+    abort_groups,
     check_replica_group,
     leave_replica_group,
     make_replica_group,
@@ -54,7 +55,7 @@ def whole_cross_group(meet: Rendezvous, fabric: Fabric, *, lanes: int) -> CrossG
     )
 
 
-@on(GLOO, NCCL, ranks=1)
+@on(GLOO, NCCL)
 def test_a_group_is_made_anew_after_an_abort(meet: Rendezvous, fabric: Fabric) -> None:
     for formation in range(3):
         mesh = make_replica_group(
@@ -66,7 +67,8 @@ def test_a_group_is_made_anew_after_an_abort(meet: Rendezvous, fabric: Fabric) -
             dist.all_reduce(numbers, group=group)
         assert numbers.tolist() == [0, 1, 2, 3]
         check_replica_group()
-        abort_replica_group()
+        abort_groups(replica=True)
+        aborts.in_order(bool).result()
         if fabric.device == "cuda":
             with pytest.raises(RuntimeError, match="aborted"):
                 check_replica_group()
@@ -74,7 +76,7 @@ def test_a_group_is_made_anew_after_an_abort(meet: Rendezvous, fabric: Fabric) -
         assert not dist.is_initialized()
 
 
-@on(GLOO, NCCL, ranks=1)
+@on(GLOO, NCCL)
 def test_lanes_are_added_up_beside_the_current_stream(meet: Rendezvous, fabric: Fabric) -> None:
     """In the order of the tree, not before the gradients are there, and with no wait in
     backward."""
@@ -114,7 +116,7 @@ def test_lanes_are_added_up_beside_the_current_stream(meet: Rendezvous, fabric: 
     assert into[:COUNT].cpu().numpy().tobytes() == expected.numpy().tobytes()
 
 
-@on(GLOO, NCCL, ranks=1)
+@on(GLOO, NCCL)
 def test_steps_repeat_their_bits(fabric: Fabric) -> None:
     """In a replica that is made anew in the same process."""
     (first,), (second,) = run_formations(
@@ -123,7 +125,7 @@ def test_steps_repeat_their_bits(fabric: Fabric) -> None:
         replicas=1,
         lanes=LANES,
         orders=[[0], [0]],
-        device=fabric.device,
+        fabric=fabric,
     )
     assert len(first.losses) == 4 and first.losses[3] < first.losses[0]
     assert (first.losses, first.norms) == (second.losses, second.norms)
@@ -131,7 +133,7 @@ def test_steps_repeat_their_bits(fabric: Fabric) -> None:
         assert torch.equal(weights, second.local[name][2]), name
 
 
-@on(GLOO, NCCL, ranks=1)
+@on(GLOO, NCCL)
 def test_a_copy_restores_the_bits_that_were_copied(
     meet: Rendezvous, fabric: Fabric, tmp_path: Path
 ) -> None:

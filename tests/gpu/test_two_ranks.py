@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tests.support.fabric import GLOO, GLOO_ON_CUDA, NCCL, Fabric, FabricGroup, on
 from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
 from tests.support.member import Member
+from tests.support.processes import PATIENCE, TIMEOUT_S, lose_itself, play
 from trainer.backend.groups import (
-    abort_replica_group,
+    abort_groups,
     check_replica_group,
     leave_replica_group,
     make_replica_group,
@@ -36,36 +34,8 @@ from trainer.recovery.heal_wire import Meeting, Place
 from trainer.replication.reduction import Reduction
 from trainer.replication.replicas import EXCHANGE, Flight
 
-TIMEOUT_S = 60.0
-"""Of every group."""
 LIMIT_S = 10.0
 """In which a rank has left a group whose peer is dead."""
-PATIENCE = timedelta(seconds=TIMEOUT_S)
-
-
-def play(
-    body: Callable[..., None], fabric: Fabric, *, processes: int, dies: int | None = None
-) -> dist.TCPStore:
-    """Runs `body(number, port, fabric)` in so many processes, and calls the others to leave
-    generation 1 when the one that `dies` has. Returns the store in which they meet."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    running = mp.start_processes(
-        body,
-        args=(store.port, fabric),
-        nprocs=processes,
-        join=False,
-        daemon=True,
-        start_method="forkserver",
-    )
-    if dies is not None:
-        running.processes[dies].join(TIMEOUT_S)
-        assert not running.processes[dies].is_alive()
-        store.set("died", str(time.monotonic()))
-        store.set("fault 1", "")
-    while not running.join():
-        pass
-    return store
-
 
 # -- the sum --------------------------------------------------------------------------------------
 
@@ -75,7 +45,7 @@ DEALT = [(0, 2), (1,)]
 
 def add_up(rank: int, port: int, fabric: Fabric) -> None:
     """This rank's part of some sums. The gradients come late, as those of a backward do."""
-    fabric.enter(rank)
+    fabric.enter(rank, 2)
     device = torch_device(fabric.device)
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=TIMEOUT_S)
     cross = FabricGroup(
@@ -105,7 +75,7 @@ def add_up(rank: int, port: int, fabric: Fabric) -> None:
     cross.close()
 
 
-@on(GLOO, GLOO_ON_CUDA, NCCL, ranks=2)
+@on(GLOO, GLOO_ON_CUDA, NCCL)
 def test_both_ranks_get_the_sum_of_all_lanes_in_the_order_of_the_tree(fabric: Fabric) -> None:
     store = play(add_up, fabric, processes=2)
     assert store.check(["added up 0", "added up 1"])
@@ -131,7 +101,7 @@ class DoomedGroup(FabricGroup):
         flight = super().start(issue, *buffers, channel=channel)
         if self._member.progress.step == FATAL:
             self._member.store.wait(["the survivor waits"], PATIENCE)
-            os._exit(0)
+            lose_itself("SIGKILL")
         return flight
 
 
@@ -209,14 +179,14 @@ def train_alone(fabric: Fabric, port: int) -> Member:
 
 def live(number: int, port: int, fabric: Fabric) -> None:
     """One process of the four."""
-    fabric.enter((0, 1, 1, 0)[number])
+    fabric.enter((0, 1, 1, 0)[number], 2)
     member = (survive, die, join, train_alone)[number](fabric, port)
     member.store.set(f"outcome {number}", json.dumps(member.outcome()))
     member.store.wait([f"outcome {n}" for n in (0, 2, 3)], PATIENCE)  # who ends wakes its peers
     leave_replica_group()
 
 
-@on(GLOO, GLOO_ON_CUDA, NCCL, ranks=2)
+@on(GLOO, GLOO_ON_CUDA, NCCL)
 def test_the_death_of_a_replica_changes_no_bit(fabric: Fabric) -> None:
     """The survivor leaves in time, trains on, and heals a new one beside it."""
     store = play(live, fabric, processes=4, dies=1)
@@ -243,7 +213,7 @@ def make_replica(port: int, prefix: str, rank: int, fabric: Fabric) -> torch.Ten
 def lose_the_peer(number: int, port: int, fabric: Fabric) -> None:
     """Rank 1 dies when rank 0 waits for it in a collective; process 2 takes its place."""
     rank = (0, 1, 1)[number]
-    fabric.enter(rank)
+    fabric.enter(rank, 2)
     store = dist.TCPStore("127.0.0.1", port)
     if number < 2:
         total = make_replica(port, "first", rank, fabric)
@@ -251,7 +221,7 @@ def lose_the_peer(number: int, port: int, fabric: Fabric) -> None:
         be_left(port, store, total)
     elif number == 1:
         store.wait(["rank 0 waits"], PATIENCE)
-        os._exit(0)
+        lose_itself("SIGKILL")
     store.wait(["left"], PATIENCE)
     make_replica(port, "again", rank, fabric)
     store.set(f"met {rank}", "")
@@ -264,7 +234,7 @@ def be_left(port: int, store: dist.TCPStore, total: torch.Tensor) -> None:
 
     def hear() -> None:
         dist.TCPStore("127.0.0.1", port).wait(["fault 1"], PATIENCE)
-        abort_replica_group()
+        abort_groups(replica=True)
 
     ear = threading.Thread(target=hear)
     ear.start()
@@ -280,7 +250,7 @@ def be_left(port: int, store: dist.TCPStore, total: torch.Tensor) -> None:
     store.set("left", "")
 
 
-@on(GLOO, NCCL, ranks=2)
+@on(GLOO, NCCL)
 def test_a_replica_is_made_anew_when_a_rank_of_it_has_died(fabric: Fabric) -> None:
     store = play(lose_the_peer, fabric, processes=3, dies=1)
     assert store.check(["met 0", "met 1"])

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from checkpointing import Attempt, Keys, Receipt, write_shared
+from tests.support.fabric import GLOO, Fabric, FabricGroup
 from tests.support.quiet_link import QuietLink
 from trainer.backend import determinism
 from trainer.backend.groups import (
@@ -35,7 +36,6 @@ from trainer.loop.steps import TrainLoop
 from trainer.parallel.compiled import keep_compiled
 from trainer.parallel.layout import Slot
 from trainer.replication.lanes import deal_lanes
-from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit, Place
 from trainer.tasks.task import PreparedTask
 
@@ -106,17 +106,17 @@ class WorkerResult:
 
 
 def _process(
-    number: int, port: int, orders: list[list[int]], device: Device, arguments: Any, results: Any
+    number: int, port: int, orders: list[list[int]], fabric: Fabric, arguments: Any, results: Any
 ) -> None:
     """One process, which takes the place `orders[i][number]` in the i-th formation."""
-    torch.set_num_threads(1)
-    determinism.settle(arguments[1].determinism, device, os.environ)
+    fabric.enter(number, len(orders[0]))
+    determinism.settle(arguments[1].determinism, fabric.device, os.environ)
     if arguments[1].compile != "off":
         keep_compiled(os.environ, 1)
     rendezvous = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
     for formation, order in enumerate(orders):
         place = order[number]
-        result = train_at(place, formation, rendezvous, device, *arguments)
+        result = train_at(place, formation, rendezvous, fabric, *arguments)
         results[formation, place] = result
         leave_replica_group()
 
@@ -160,7 +160,7 @@ def train_in_one_replica(
         rank,
         0,
         rendezvous,
-        "cpu",
+        GLOO,
         task,
         train,
         replicas=1,
@@ -173,7 +173,7 @@ def train_at(
     index: int,
     formation: int,
     rendezvous: Rendezvous,
-    device: Device,
+    fabric: Fabric,
     task: PreparedTask,
     train: TrainConfig,
     replicas: int,
@@ -188,17 +188,17 @@ def train_at(
         task,
         train,
         formation=formation,
-        device=device,
+        device=fabric.device,
         replicas=replicas,
     )
     dealt = deal_lanes(lanes, tuple(range(replicas)))
-    cross = CrossGroup(
+    cross = FabricGroup(
+        fabric,
         rendezvous,
         f"{formation}/cross/{rank}",
         lanes=[dealt[r] for r in range(replicas)],
         total_lanes=lanes,
         rank=replica,
-        device=device,
         leave_now=lambda: False,
     )
     link, progress = SavingLink(replicas=replicas if saves else 0), Progress()
@@ -254,7 +254,7 @@ def run_formations(
     replicas: int,
     lanes: int,
     orders: list[list[int]],
-    device: Device = "cpu",
+    fabric: Fabric = GLOO,
     saves: bool = False,
 ) -> list[list[Any]]:
     """Trains once for each of `orders`, on the same processes, the i-th taking place `order[i]`.
@@ -269,7 +269,7 @@ def run_formations(
         arguments = (
             store.port,
             orders,
-            device,
+            fabric,
             (task, train, replicas, lanes, saves),
             results,
         )

@@ -2,11 +2,15 @@
 
     GLOO           CPU                           any machine
     GLOO_ON_CUDA   CUDA tensors, over Gloo       a GPU, shared by all processes
-    NCCL           CUDA tensors, over NCCL       a GPU for each rank
+    NCCL           CUDA tensors, over NCCL       a GPU, shared where there are fewer than ranks
 
 The backend is that of the groups across replicas. Inside a replica the trainer takes the device's
 own, so a replica of one rank is on NCCL in the second row too: two of them on one GPU are two
 communicators of one rank each, which NCCL allows.
+
+NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"). Where ranks must share
+one, each names a host of its own (`NCCL_HOSTID`), and they speak over sockets. NCCL's authors do
+not support it (NVIDIA/nccl issue 418): it shows what happens, not how long it takes.
 """
 
 from __future__ import annotations
@@ -22,10 +26,6 @@ from trainer.backend.groups import Device
 from trainer.backend.rendezvous import Rendezvous
 from trainer.replication.replicas import CrossGroup
 
-SHARE_ONE_GPU = "NCCL_TESTS_SHARE_ONE_GPU"
-"""Environment variable: several ranks of NCCL are tried on one GPU, each under a host's name of its
-own. NCCL's authors do not support it (NVIDIA/nccl issue 418)."""
-
 _HELD_UP_CYCLES = 100_000_000
 """Some 50 ms of an H100."""
 
@@ -39,14 +39,14 @@ class Fabric:
     backend: Literal["gloo", "nccl"]
     """Of the groups across replicas."""
 
-    def enter(self, place: int) -> None:
-        """Called first in a process that has `place` among the ranks, before CUDA starts."""
+    def enter(self, place: int, ranks: int) -> None:
+        """Called first in a process that has `place` among so many ranks, before CUDA starts."""
         torch.set_num_threads(1)
         if self.backend == "gloo":
             return
-        if SHARE_ONE_GPU in os.environ:
-            apart = {"NCCL_HOSTID": f"rank-{place}", "NCCL_SOCKET_IFNAME": "lo"}
-            os.environ.update(apart, NCCL_IB_DISABLE="1")
+        gpus = torch.cuda.device_count()  # asks the driver's library; CUDA does not start
+        if gpus < ranks:
+            os.environ.update(share_a_gpu(place))
         else:
             shown = os.environ.get("CUDA_VISIBLE_DEVICES")
             os.environ["CUDA_VISIBLE_DEVICES"] = shown.split(",")[place] if shown else str(place)
@@ -79,29 +79,25 @@ class FabricGroup(CrossGroup):
         super()._join(rendezvous, prefix, self._fabric.group_device)
 
 
-def on(*fabrics: Fabric, ranks: int) -> pytest.MarkDecorator:
-    """Runs a test on each of `fabrics`, skipping those that this machine has too few GPUs for."""
+def share_a_gpu(place: int) -> dict[str, str]:
+    """Environment of a rank of NCCL on a GPU that other ranks are on, too."""
+    return {
+        "NCCL_HOSTID": f"rank-{place}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+    }
+
+
+def on(*fabrics: Fabric) -> pytest.MarkDecorator:
+    """Runs a test on each of `fabrics`, skipping those on a GPU where there is none."""
     return pytest.mark.parametrize(
         "fabric",
         [
             pytest.param(
                 fabric,
                 id=f"{fabric.backend}-{fabric.device}",
-                marks=[] if fabric == GLOO else pytest.mark.gpu(ranks if fabric == NCCL else 1),
+                marks=[] if fabric == GLOO else pytest.mark.gpu,
             )
             for fabric in fabrics
         ],
-    )
-
-
-def lacks_gpus(needed: int = 1) -> str | None:
-    """Why a test that needs so many GPUs is skipped here; None where it is not."""
-    here = torch.cuda.device_count()
-    if here >= needed or (here and SHARE_ONE_GPU in os.environ):
-        return None
-    if here == 0:
-        return "needs a CUDA device"
-    return (
-        f"needs {needed} GPUs, here is {here}: NCCL refuses two ranks on one device (Duplicate GPU "
-        f"detected). {SHARE_ONE_GPU}=1 tries it with made-up hosts"
     )

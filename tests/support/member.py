@@ -106,7 +106,7 @@ class Member(QuietLink):
         a `group`."""
         self.generation, self._caught_up = generation, False
         self.newcomer = heal if isinstance(heal, Newcomer) else None
-        cross = group(
+        self.cross = cross = group(
             self.fabric,
             self.meet,
             f"cross/{generation}/{len(lanes)}",

@@ -23,6 +23,7 @@ from elastic import (
     parse_faults,
 )
 from elastic.reporting.event_log import read_steps
+from trainer.backend.groups import Device
 from trainer.data import TokenDataset
 from trainer.loop.samples import samples_sha256
 
@@ -92,6 +93,8 @@ def tiny_trainer(
     health: HealthConfig | None = None,
     wait_s: float = 60.0,
     callbacks: tuple[Callback, ...] = (),
+    device: Device = "cpu",
+    gpus_per_worker: float = 1.0,
     **changes: Any,
 ) -> ElasticTrainer:
     """A run of the tiny task; `changes` go to `tiny_train`."""
@@ -102,7 +105,12 @@ def tiny_trainer(
     return ElasticTrainer(
         train or tiny_train(text, **changes),
         scaling=ScalingConfig(
-            max_replicas=replicas, min_replicas=min_replicas, spares=spares, wait_s=wait_s
+            max_replicas=replicas,
+            min_replicas=min_replicas,
+            spares=spares,
+            device=device,
+            gpus_per_worker=gpus_per_worker,
+            wait_s=wait_s,
         ),
         run_config=RunConfig(name=name, storage_path=str(storage)),
         checkpoint=checkpoint or CheckpointConfig(every_steps=None),

@@ -25,7 +25,7 @@ import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.backend import nccl_settings
+from trainer.backend import aborts, nccl_settings
 from trainer.backend.aside import GLOO, heard_while_connecting, make_aside
 from trainer.backend.interface import listen_towards
 from trainer.backend.rendezvous import Rendezvous
@@ -53,6 +53,9 @@ _connections = Connections()
 
 _aborted = threading.Event()
 """The replica's group was aborted, on NCCL."""
+
+_cross_groups: list[Any] = []
+"""Across replicas, on NCCL: those that a call ends."""
 
 
 def torch_device(device: Device) -> torch.device:
@@ -193,6 +196,8 @@ def leave_replica_group() -> None:
     """Closes the default group, if there is one, so that peers still waiting in it wake up: Gloo
     closes its connections when nothing refers to the group any more."""
     global _connections
+    if _on_nccl():
+        aborts.in_order(_abort_replica_group).result()
     with _ending:
         _connections = Connections()
         while _meshes:
@@ -200,10 +205,7 @@ def leave_replica_group() -> None:
             getattr(_meshes.pop(), "_pg_registry", {}).clear()
         if not dist.is_initialized():
             return
-        if dist.get_backend() == "nccl":
-            dist.distributed_c10d._abort_process_group()
-        else:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
     gc.collect()
 
 
@@ -241,19 +243,57 @@ def _raw_group(store: Store, timeout: timedelta, rank: int, size: int, device: D
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         group = dist.ProcessGroupNCCL(store, rank, size, options)
+        _cross_groups.append(group)  # so that a call ends what follows
         # Else the first collective would connect, and wait for a lost peer where nothing ends it.
         group.eager_connect_single_device(torch_device(device))
+        warm_up(group, size, torch_device(device))
         return group
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def abort_replica_group() -> None:
-    """Ends the collectives of the default group from another thread: of its peers one is gone. Gloo
-    has woken them by then; NCCL needs to be told."""
+def warm_up(group: Any, size: int, device: torch.device) -> None:
+    """One collective of each kind that crosses replicas. All ranks of the group call it.
+
+    NCCL makes the communicator at first, and connects with the first collective of each kind:
+    always for an all-to-all, which is sends and receives, and without `NCCL_RUNTIME_CONNECT=0` for
+    the others. It hears nothing there, so this is done where nobody's step waits for it.
+    """
+    numbers, others = torch.zeros(size, device=device), torch.zeros(size, device=device)
+    for work in (
+        group.alltoall_base(others, numbers, [], []),
+        group.allreduce([numbers]),
+        group._allgather_base(others, numbers[:1]),
+        group.broadcast([numbers], dist.BroadcastOptions()),
+    ):
+        work.wait()
+    numbers.tolist()  # waits for all of them
+
+
+def abort_groups(*, replica: bool) -> None:
+    """Ends the collectives of this worker from another thread, at a call, on NCCL; on Gloo a lost
+    peer has woken them, or they are polled. Waits for nothing.
+
+    Those across replicas first: their kernels may keep the replica's from running.
+
+    Args:
+        replica: of the replica's peers one is gone.
+    """
+    for group in tuple(_cross_groups):
+        aborts.abort(group)
+    if replica:
+        aborts.in_order(_abort_replica_group)
+
+
+def _abort_replica_group() -> None:
     with _ending:
-        if dist.is_initialized() and dist.get_backend() == "nccl":
+        if _on_nccl():
             _aborted.set()
             dist.distributed_c10d._abort_process_group()
+
+
+def _on_nccl() -> bool:
+    """Whether there is a replica's group, and it needs to be told."""
+    return dist.is_initialized() and dist.get_backend() == "nccl"
 
 
 def check_replica_group() -> None:
@@ -274,8 +314,10 @@ def abandon(group: Any, in_flight: list[Any]) -> bool:
         Whether they have ended, and write to no buffer any more. NCCL's abort ends them; those of
         Gloo go on, on threads of its own.
     """
-    if dist.is_nccl_available() and isinstance(group, dist.ProcessGroupNCCL):
-        group.abort()
+    if group in _cross_groups:
+        aborts.abort(group).result()
+        _cross_groups.remove(group)
+        aborts.forget(group)
         return True
     with _abandoning:
         done = [e for e in _abandoned if all(work.is_completed() for work, _ in e[1])]

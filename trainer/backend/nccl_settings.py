@@ -1,7 +1,7 @@
-"""What c10d must do, and must not do, where a collective on NCCL fails.
+"""What c10d and NCCL must do, and must not do, where a collective on NCCL fails.
 
 Clusters export `TORCH_NCCL_*` for jobs that end with the first fault. With those this one would,
-too, so they are set over whatever the cluster says. Nothing else of NCCL is touched here.
+too, so they are set over whatever the cluster says. Nothing else is touched here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ NEEDED = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # All connections are made with the communicator: within a collective nothing could end it.
+    "NCCL_RUNTIME_CONNECT": "0",
 }
 """Name -> the value that survival needs."""
 

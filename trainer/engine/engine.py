@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer.backend.groups import (
     Device,
-    abort_replica_group,
+    abort_groups,
     check_replica_group,
     torch_device,
 )
@@ -193,7 +193,7 @@ class Engine:
         gradient stays, in memory that no abandoned collective writes to: NCCL's end with the abort,
         and there is no memory for a second one."""
         if self.device.type == "cuda":
-            abort_replica_group()
+            abort_groups(replica=True)
             torch.cuda.synchronize()
         else:
             gradient = self.gradient

@@ -151,7 +151,7 @@ def _pin(memory: torch.Tensor) -> None:
     """Lets the device copy to `memory` by itself."""
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error):
-        raise RuntimeError(
+        raise MemoryError(
             f"{memory.nbytes / 1e6:.0f} MB could not be pinned (CUDA error {int(error)}); raise "
             f"the limit on locked memory (ulimit -l)"
         )

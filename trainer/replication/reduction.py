@@ -15,8 +15,9 @@ wherever they are made, so that the bits do not depend on that either.
 Every replica issues the same collectives in the same order whenever its own gradients come, because
 a group matches collectives by their order. On Gloo the gatherings have a group of their own, since
 how they fall among the all-to-alls depends on timing. On CUDA each follows the all-to-all of its
-bucket, on a stream of their own, and nothing on the host waits before `finish`. Decision:
-docs/decisions/008.
+bucket, on a stream of their own, and nothing on the host waits before `finish`; where many are
+queued, more are begun when some have ended, so that the queue of launches does not fill up behind
+one that never ends. Decisions: docs/decisions/008, 045.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ from trainer.replication.replicas import CrossGroup, Flight
 ARRIVING = 2
 """Buckets that may be under way at once where what arrives needs memory of its own. On CUDA there
 is one."""
+
+_QUEUED = 16
+"""Buckets whose kernels are queued at once. A launch queue holds 1,024; a bucket takes some ten,
+and an addition for each lane."""
 
 
 class Reduction:
@@ -72,6 +77,8 @@ class Reduction:
         self._begun = 0
         self._arriving: deque[tuple[Flight, slice, torch.Tensor]] = deque()
         self._last: list[tuple[list[Flight], slice]] = []
+        self._ended = 0
+        """Of `_last`, from its beginning."""
         self.wrote = False
         """Something has been written to `into`, or may be."""
 
@@ -93,8 +100,10 @@ class Reduction:
         self._cross.check()  # what `start` passed over in silence
         with self._cross.on_stream():
             self._begin(self._ends[-1])
-            while self._arriving:
-                self._cross.poll(self._arriving[0][0])
+            self._advance()
+            while self._begun < len(self._ends) or self._arriving:
+                oldest = self._arriving[0] if self._arriving else self._last[self._ended][0]
+                self._cross.poll(oldest[0])
                 self._advance()
                 self._begin(self._ends[-1])
             for flights, bucket in self._last:
@@ -125,9 +134,11 @@ class Reduction:
             self._into[bucket].copy_(self._place(bucket).clone())
 
     def _begin(self, stop: int) -> None:
-        while self._begun < len(self._ends) and self._ends[self._begun] <= stop:
-            if self._needs_memory and len(self._arriving) == ARRIVING:
-                return
+        while (
+            self._begun < len(self._ends)
+            and self._ends[self._begun] <= stop
+            and not self._is_full()
+        ):
             bucket = slice(*self._buckets[self._begun])
             self._begun += 1
             if bucket.start == bucket.stop:
@@ -137,6 +148,16 @@ class Reduction:
                 self._advance()  # on CUDA at once: the order may not depend on who calls `start`
             else:
                 self._add_up(bucket)
+
+    def _is_full(self) -> bool:
+        """Whether enough is under way: of what needs memory, or of what is queued on a device."""
+        if self._needs_memory and len(self._arriving) == ARRIVING:
+            return True
+        if not self._into.is_cuda:
+            return False
+        while self._ended < len(self._last) and _are_done(self._last[self._ended][0]):
+            self._ended += 1
+        return len(self._last) - self._ended >= _QUEUED
 
     def _add_up(self, bucket: slice) -> None:
         """The plain all-reduce; and where one replica has all the lanes, their sum, which may be
@@ -191,6 +212,10 @@ class Reduction:
         own = place[cross.rank * piece :][:piece]
         sum_into(own, dict(zip(nodes, incoming.split(piece), strict=True)), cross.total_lanes)
         self._last.append((cross.start_gathering(place), bucket))
+
+
+def _are_done(flights: Sequence[Flight]) -> bool:
+    return all(flight.work.is_completed() for flight in flights)
 
 
 def sum_into(own: torch.Tensor, parts: Mapping[Node, torch.Tensor], lanes: int) -> None:

@@ -137,7 +137,10 @@ class CrossGroup:
         Raises:
             CrossGroupLost: it could not be started, or an earlier one has failed.
         """
-        self.check()
+        if self._device.type == "cuda":
+            self.listen()  # what is begun on a group that was aborted would make another
+        else:
+            self.check()
         try:
             flight = Flight(issue(self._groups[channel]), buffers)
         except RuntimeError as error:
@@ -197,6 +200,8 @@ class CrossGroup:
             poll_until(flight.work.is_completed, self._leave_now, self._timeout_s)
         except RuntimeError as error:
             raise self._lose(error) from error
+        if self._device.type == "cuda":
+            self.listen()  # one that a call has aborted ends like another, with anything in it
 
     def follow(self, flight: Flight) -> None:
         """Orders what this worker does next after a collective: on CUDA the current stream waits.

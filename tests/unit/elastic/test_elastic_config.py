@@ -101,6 +101,15 @@ def test_what_ray_reserves_for_a_worker() -> None:
     gpu = ScalingConfig(device="cuda", cpus_per_worker=0)
     gpu.check(ONE)
     assert gpu.resources_per_worker == {"CPU": 0, "GPU": 1}
+    half = ScalingConfig(device="cuda", gpus_per_worker=0.5)
+    half.check(ONE)
+    assert half.resources_per_worker == {"CPU": 1, "GPU": 0.5}
+
+
+@pytest.mark.parametrize("gpus", [0.0, -1.0, 2.0])
+def test_a_worker_has_one_gpu_or_a_part_of_one(gpus: float) -> None:
+    with pytest.raises(ConfigError, match=r"scaling\.gpus_per_worker = .*shares one"):
+        ScalingConfig(gpus_per_worker=gpus).check(ONE)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,13 @@ from trainer.backend.polling import LEFT, poll_until
 from trainer.errors import GroupError
 
 
+def of_cuda(code: int) -> torch.AcceleratorError:
+    """As torch raises it."""
+    error = torch.AcceleratorError("CUDA error: some other text")
+    error.error_code = code  # type: ignore[attr-defined, unused-ignore]
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "origin"),
     [
@@ -20,6 +27,12 @@ from trainer.errors import GroupError
         (torch.OutOfMemoryError("CUDA out of memory"), "memory"),
         (MemoryError(), "memory"),
         (torch.AcceleratorError("an illegal memory access"), "device"),
+        (of_cuda(700), "device"),
+        (of_cuda(719), "device"),
+        (of_cuda(1), "device"),
+        (of_cuda(2), "memory"),
+        (of_cuda(214), "ecc"),
+        (of_cuda(710), "assert"),
         (RuntimeError(f"[gloo] nccl: {LEFT}; a peer did not come; CUDA out of memory"), "code"),
         (ValueError("connection reset by peer"), "code"),
     ],
@@ -33,3 +46,37 @@ def test_a_peer_that_does_not_come_is_no_user_s_error() -> None:
     with pytest.raises(GroupError, match="did not come") as late:
         poll_until(lambda: False, lambda: False, 0.01)
     assert origin_of(late.value) == "group"
+
+
+class LostGpu:
+    """The current stream of a GPU that has failed; there is none here."""
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def query(self) -> bool:
+        """As torch's."""
+        raise of_cuda(self._code)
+
+
+@pytest.mark.parametrize(("code", "origin"), [(700, "device"), (214, "ecc"), (710, "assert")])
+@pytest.mark.parametrize(
+    "error", [dist.DistBackendError("unhandled cuda error"), RuntimeError("CUBLAS_STATUS_FAILED")]
+)
+def test_where_the_gpu_has_failed_other_libraries_errors_are_its(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, origin: Origin
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: LostGpu(code))
+    assert origin_of(error) == origin
+
+
+def test_a_group_s_error_on_a_gpu_that_works_is_the_group_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Works:
+        query = staticmethod(bool)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", Works)
+    assert origin_of(dist.DistBackendError("a remote process exited")) == "group"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.data_plane import train_at
+from tests.support.fabric import GLOO
 from tests.support.tiny import tiny_task, tiny_train, write_text
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous, close_connections
@@ -58,7 +59,7 @@ def test_a_step_waits_in_the_commit_alone(tmp_path: Path, asked: Counter[str]) -
         )
         prepared = task.prepare(train, str(tmp_path / "cache"))
         asked.clear()
-        train_at(0, formation, meet, "cpu", prepared, train, 1, 1, False)
+        train_at(0, formation, meet, GLOO, prepared, train, 1, 1, False)
         leave_replica_group()
         counts[steps, micro_batch] = asked.total()
     close_connections()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.data_plane import train_at
+from tests.support.fabric import GLOO
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous, close_connections
 from trainer.config import TrainConfig
@@ -79,7 +80,7 @@ def train() -> Iterator[Callable[[TrainConfig], Any]]:
         meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=PATIENCE_S)
         number = next(numbers)
         try:
-            return train_at(0, number, meet, "cpu", config.task, config, 1, 1, False)
+            return train_at(0, number, meet, GLOO, config.task, config, 1, 1, False)
         finally:
             leave_replica_group()
 

@@ -1,0 +1,241 @@
+"""The systems of the GPU benchmark, each for a process of its own, which it has to itself.
+
+A step ends when its loss is on the host: all wait for the device once in a step, as a loop that
+logs does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks._gpu_models import RandomText, Workload, draw_weights, prepared
+from tests.support.fabric import GLOO, NCCL, FabricGroup
+from trainer.backend.groups import make_replica_group, torch_device
+from trainer.backend.rendezvous import Rendezvous
+from trainer.engine.engine import Engine
+from trainer.loop.link import Link, LoopConfig, NoLink, Progress
+from trainer.loop.steps import TrainLoop
+from trainer.parallel.layout import ParallelDims, Slot
+from trainer.replication.lane_sums import LaneSums
+from trainer.replication.step_commit import Commit
+
+_KIB = 1024
+
+
+class Skipped(Exception):
+    """A system cannot run here, with the reason."""
+
+
+@dataclass
+class Pace(NoLink):
+    """Notes when each step is committed."""
+
+    ends_s: list[float] = field(default_factory=list)
+    loss: float = 0.0
+
+    def committed(self, commit: Commit, lr: float, applied: bool) -> None:
+        """See Link."""
+        self.ends_s.append(time.perf_counter())
+        self.loss = commit.loss
+
+
+class OurLoop:
+    """The real engine and loop, as the only worker of the only replica, without Ray.
+
+    Args:
+        work: what a step does.
+        steps: of the whole run.
+    """
+
+    def __init__(self, work: Workload, steps: int) -> None:
+        self.train = replace(work.train(steps), task=prepared(work.train(steps)))
+        self._fabric = NCCL if work.device == "cuda" else GLOO
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._meet = Rendezvous(host="127.0.0.1", port=self._store.port, timeout_s=60)
+        mesh = make_replica_group(
+            self._meet, "replica", rank=0, dims=ParallelDims(), device=work.device
+        )
+        self.engine = Engine(
+            self.train.task,
+            self.train,
+            slot=Slot(replica=0, rank=0, dims=ParallelDims()),
+            mesh=mesh,
+            device=work.device,
+            max_replicas=1,
+        )
+        draw_weights(self.engine.model)
+        self.engine.forget_initial_weights()
+        self._sums = LaneSums(1, self.engine.gradient.numel(), self.engine.device)
+        self.progress = Progress()
+
+    def run(self, link: Link, steps: int, *, snapshot_every: int | None = None) -> None:
+        """Does so many more steps."""
+        cross = FabricGroup(
+            self._fabric,
+            self._meet,
+            "cross",
+            lanes=[(0,)],
+            total_lanes=1,
+            rank=0,
+            leave_now=lambda: False,
+        )
+        config = LoopConfig(
+            lanes=1,
+            save_every=None,
+            snapshot_every=snapshot_every,
+            compare_every=None,
+            max_nonfinite_steps=100,
+            until=self.progress.step + steps,
+        )
+        TrainLoop(
+            self.engine,
+            cross,
+            self._sums,
+            lanes=(0,),
+            progress=self.progress,
+            config=config,
+            link=link,
+        ).run()
+
+
+def train_ours(work: Workload, steps: int) -> dict[str, Any]:
+    """Ours."""
+    loop, pace = OurLoop(work, steps + 1), Pace()
+    loop.run(pace, steps)
+    return found(work, pace.ends_s, pace.loss)
+
+
+def train_plain(work: Workload, steps: int) -> dict[str, Any]:
+    """The loop that one would write on FSDP2 without fault tolerance, on a mesh of one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from trainer.models.family import HUGGING_FACE
+    from trainer.parallel.recompute import recompute_blocks
+
+    train = work.train(steps + 1)
+    task, device = prepared(train), torch_device(work.device)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    backend = "nccl" if work.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    mesh = init_device_mesh(work.device, (1,))
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, train.precision))
+    model = task.build(0)[0]
+    blocks = HUGGING_FACE.blocks(model)
+    if work.recompute is not None:
+        recompute_blocks(model, blocks, work.recompute)
+    for name in blocks:
+        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    materialize_whole(model, device)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=train.optimizer.rate(1, steps + 1), fused=True)
+    data, ends_s, mean = task.train_data(), list[float](), 0.0
+    for step in range(steps):
+        total = torch.zeros((), device=device)
+        for start in range(0, work.samples, work.micro):
+            first = step * work.samples + start
+            batch = data.batch(range(first, first + work.micro)).to(device, non_blocking=True)
+            loss, _ = task.loss(model, batch)
+            (loss / work.tokens).backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = float(total) / work.tokens
+        ends_s.append(time.perf_counter())
+    return found(work, ends_s, mean)
+
+
+def materialize_whole(model: Any, device: torch.device) -> None:
+    """Gives a model on the meta device memory, weights, and its tables of positions."""
+    from trainer.parallel.apply import materialize
+
+    materialize(model, device)
+    draw_weights(model)
+    model.train()
+
+
+def train_hugging_face(work: Workload, steps: int) -> dict[str, Any]:
+    """transformers' Trainer, with its fused AdamW.
+
+    Raises:
+        Skipped: accelerate, which it needs, is not installed.
+    """
+    if importlib.util.find_spec("accelerate") is None:
+        raise Skipped("accelerate is not installed, and transformers' Trainer needs it")
+    import tempfile
+
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
+    from transformers import TrainingArguments as Arguments
+
+    ends_s: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if work.device == "cuda":
+                torch.cuda.synchronize()
+            ends_s.append(time.perf_counter())
+
+    config = dict(prepared(work.train(2)).config)
+    with torch.device(torch_device(work.device)):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = Arguments(
+            output_dir=directory,
+            max_steps=steps,
+            per_device_train_batch_size=work.micro,
+            gradient_accumulation_steps=work.samples // work.micro,
+            bf16=work.device == "cuda",
+            use_cpu=work.device == "cpu",
+            optim="adamw_torch_fused",
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+        )
+        data = _Labelled(work.seq_len, config["vocab_size"])
+        result = Trainer(model, arguments, train_dataset=data, callbacks=[Clock()]).train()
+    return found(work, ends_s, result.training_loss)
+
+
+class _Labelled(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random text as transformers' Trainer wants it: the model shifts the labels itself."""
+
+    def __init__(self, seq_len: int, vocab_size: int) -> None:
+        self._text = RandomText(seq_len - 1, vocab_size)
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def __getitem__(self, sample: int) -> dict[str, torch.Tensor]:
+        tokens = self._text[sample]
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def found(work: Workload, ends_s: list[float], loss: float) -> dict[str, Any]:
+    """What a system did: the time of each step but the first two, which warm up."""
+    spans = [later - sooner for sooner, later in pairwise(ends_s[1:])]
+    return {"step_s": spans, "peak_bytes": peak_bytes(work), "loss": loss}
+
+
+def peak_bytes(work: Workload) -> int:
+    """Of tensors on a GPU; on a CPU, of the process."""
+    if work.device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
+
+
+SYSTEMS: dict[str, Callable[[Workload, int], dict[str, Any]]] = {
+    "plain": train_plain,
+    "hugging_face": train_hugging_face,
+    "ours": train_ours,
+}

@@ -1,0 +1,169 @@
+"""The models of the GPU benchmark, their data, and how their work is counted.
+
+The text is random: what it says changes no step's time. Weights are drawn on the device, since
+nothing here depends on their values, and from the seed 8 billion take minutes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from trainer.config import OptimizerConfig, TrainConfig
+from trainer.data.config import DataConfig
+from trainer.models.hf import ModelConfig
+from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
+
+_SAMPLES = 1 << 16
+_LLAMA = {"max_position_embeddings": 8192, "rope_theta": 500000.0, "vocab_size": 128256}
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+        "max_position_embeddings": 128,
+    },
+    "1B": {
+        **_LLAMA,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "3B": {
+        **_LLAMA,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "8B": {
+        **_LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+}
+"""Settings of Llama 3.2 1B and 3B and of Llama 3.1 8B, but for the scaling of positions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a step has to do; the same for all systems."""
+
+    size: str
+    """Of SIZES."""
+    seq_len: int
+    """Tokens in a sample."""
+    samples: int
+    """In a step."""
+    micro: int
+    """Of them that go through the model at once."""
+    device: Literal["cpu", "cuda"]
+    """Where."""
+    recompute: Literal["full"] | None = None
+    """See TrainConfig."""
+    loss_chunk: int | None = None
+    """See CausalLM."""
+
+    @property
+    def tokens(self) -> int:
+        """In a step."""
+        return self.samples * self.seq_len
+
+    def train(self, steps: int) -> TrainConfig:
+        """A run of it, whose task the dry run takes as it is."""
+        settings = SIZES[self.size]
+        return TrainConfig(
+            task=CausalLM(
+                model=ModelConfig(settings=settings),
+                data=DataConfig(paths=("none",), vocab_size=settings["vocab_size"]),
+                seq_len=self.seq_len,
+                loss_chunk=self.loss_chunk,
+            ),
+            steps=steps,
+            global_batch=self.samples,
+            micro_batch=self.micro,
+            lanes=1,
+            optimizer=OptimizerConfig(warmup_steps=1),
+            precision="bfloat16" if self.device == "cuda" else "float32",
+            recompute=self.recompute,
+        )
+
+
+class RandomText:
+    """Samples of random tokens, the same for the same ids."""
+
+    def __init__(self, seq_len: int, vocab_size: int) -> None:
+        self._seq_len, self._vocab_size = seq_len, vocab_size
+
+    def __len__(self) -> int:
+        return _SAMPLES
+
+    def __getitem__(self, sample: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(sample)
+        return torch.randint(self._vocab_size, (self._seq_len + 1,), generator=generator)
+
+    def batch(self, ids: Any) -> torch.Tensor:
+        """See SampleSource."""
+        return torch.stack([self[int(sample)] for sample in ids])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomLM(PreparedCausalLM):
+    """A language model on random text. Implements PreparedTask."""
+
+    def train_data(self) -> RandomText:
+        """See PreparedTask."""
+        return RandomText(self.seq_len, self.config["vocab_size"])
+
+    def eval_data(self) -> None:
+        """See PreparedTask."""
+        return None
+
+
+def prepared(train: TrainConfig) -> RandomLM:
+    """The task of a run as its workers get it."""
+    task: CausalLM = train.task
+    config, family, _ = task.plan_model(train, 0)
+    return RandomLM(
+        config=config,
+        seq_len=task.seq_len,
+        loss_chunk=task.loss_chunk,
+        train_path="",
+        eval_path="",
+        pretrained=None,
+        family=family,
+        info={},
+    )
+
+
+def draw_weights(model: nn.Module) -> None:
+    """Fills what a model has on this device."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(0.0, 0.02) if param.dim() > 1 else param.fill_(1.0)
+
+
+def flops_per_token(work: Workload) -> dict[str, float]:
+    """Operations for one token, forward and backward, by counting; see `trainer.models.flops`."""
+    task = prepared(work.train(2))
+    return task.flops_per_token(task.build(0)[0])
+
+
+def differences(work: Workload) -> dict[str, Any]:
+    """A workload as JSON."""
+    return {field.name: getattr(work, field.name) for field in fields(work)}

@@ -1,0 +1,235 @@
+"""What the trainer does with a GPU: `python -m benchmarks.gpu --part N`, each within eight minutes.
+
+    1, 2, 3   Llama of 1, 3 and 8 billion parameters, samples of 4,096 and 8,192 tokens: a plain
+              FSDP2 loop, transformers' Trainer, ours; ours with the loss in chunks, with
+              activations recomputed, and with both. Peak memory beside the dry run's estimate.
+    4         on 1B: what commit, heartbeat and a snapshot after each step add
+    5         two ranks, of which one is killed: when the other is out, and has its next step
+
+All of a step is the same for all systems, and theirs alone: each runs in a process of its own, with
+the whole GPU, one after the other; the next round has another order. Numbers are medians over the
+steps of all rounds, but for the first steps of each process. What does not fit the GPU, lacks a
+package, or has no time left is a reason in place of numbers.
+
+`--device cpu --tiny` runs the same code on a CPU in a minute; what it measures says nothing.
+`--results DIRECTORY` keeps the result there, by part and GPU. docs/benchmarks.md has the order for
+a GPU that is lent for half an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks._common import end_properly, print_result, say, show_table
+from benchmarks._gpu_costs import measure_costs
+from benchmarks._gpu_loops import SYSTEMS, Skipped
+from benchmarks._gpu_models import Workload, differences, flops_per_token
+from benchmarks._gpu_recovery import measure_recovery
+from trainer.dryrun.rank import dry_run
+from trainer.peaks import peak_flops
+
+PART_SIZES = {1: "1B", 2: "3B", 3: "8B"}
+PART_S = 7.5 * 60
+"""A system that would begin later is left out."""
+STEP_TOKENS, MICRO_TOKENS = 32768, 8192
+CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("plain", {}),
+    "plain, recomputed": ("plain", {"recompute": "full"}),
+    "hugging_face": ("hugging_face", {}),
+    "ours": ("ours", {}),
+    "ours, chunked loss": ("ours", {"loss_chunk": 1024}),
+    "ours, recomputed": ("ours", {"recompute": "full"}),
+    "ours, both": ("ours", {"recompute": "full", "loss_chunk": 1024}),
+}
+"""Row -> the system, and what is changed of the workload."""
+
+
+def plan_workloads(part: int, device: Any, tiny: bool) -> list[Workload]:
+    """What a part trains, in order of the length of its samples."""
+    if tiny:
+        return [Workload(size="tiny", seq_len=32, samples=4, micro=2, device=device)]
+    return [
+        Workload(
+            size=PART_SIZES.get(part, "1B"),
+            seq_len=seq_len,
+            samples=STEP_TOKENS // seq_len,
+            micro=MICRO_TOKENS // seq_len,
+            device=device,
+        )
+        for seq_len in (4096, 8192)
+    ]
+
+
+def plan_turns(names: list[str], rounds: int) -> list[list[str]]:
+    """The order in each round: another one begins, so that nobody has always the same before it."""
+    return [names[turn % len(names) :] + names[: turn % len(names)] for turn in range(rounds)]
+
+
+# -- one system in a process -----------------------------------------------------------------------
+
+
+def in_process(call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """What `call` returns in a process of its own, which leaves the GPU empty; or why it did
+    not."""
+    context = multiprocessing.get_context("forkserver")  # it has imported all, and no CUDA
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, call, arguments))
+    process.start()
+    theirs.close()
+    try:
+        found: dict[str, Any] = ours.recv()
+    except EOFError:
+        found = {"skipped": "its process ended"}
+    process.join()
+    return found
+
+
+def _answer(line: Connection, call: Callable[..., dict[str, Any]], arguments: Any) -> None:
+    try:
+        found = call(*arguments)
+    except Skipped as reason:
+        found = {"skipped": str(reason)}
+    except torch.OutOfMemoryError:
+        found = {"skipped": "out of memory"}
+    line.send(found)
+
+
+def estimate(work: Workload) -> dict[str, Any]:
+    """The dry run's answer for ours."""
+    needs = dry_run(work.train(2), replicas=1, device=work.device)
+    return {"peak_bytes": needs.peak_bytes}
+
+
+# -- the parts -------------------------------------------------------------------------------------
+
+
+def measure_steps(part: int, device: Any, tiny: bool, steps: int, rounds: int) -> dict[str, Any]:
+    """All systems on the workloads of a part."""
+    until_s = time.monotonic() + PART_S
+    return {
+        f"{work.size} at {work.seq_len}": measure_workload(work, steps, rounds, until_s)
+        for work in plan_workloads(part, device, tiny)
+    }
+
+
+def measure_workload(work: Workload, steps: int, rounds: int, until_s: float) -> dict[str, Any]:
+    """All systems on one workload, in turns."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CHANGES}
+    for names in plan_turns(list(CHANGES), rounds):
+        for name in names:
+            system, changes = CHANGES[name]
+            say(f"{work.size} at {work.seq_len}: {name}")
+            if any("skipped" in run for run in runs[name]):
+                continue
+            if time.monotonic() > until_s:
+                runs[name].append({"skipped": "no time left"})
+                continue
+            runs[name].append(in_process(SYSTEMS[system], replace(work, **changes), steps))
+    flops = flops_per_token(work)
+    rows = {name: summarise(found, work, flops) for name, found in runs.items()}
+    for name, row in rows.items():
+        system, changes = CHANGES[name]
+        if system == "ours":
+            row["estimate_bytes"] = in_process(estimate, replace(work, **changes)).get("peak_bytes")
+    show_table(f"{work.size} at {work.seq_len}", rows)
+    return {"workload": differences(work), "flops_per_token": flops, "systems": rows}
+
+
+def summarise(
+    runs: list[dict[str, Any]], work: Workload, flops: dict[str, float]
+) -> dict[str, Any]:
+    """Medians over the steps of the runs that came to their end; the reason where none did."""
+    done = [run for run in runs if "skipped" not in run]
+    if not done:
+        return {"skipped": runs[0]["skipped"]}
+    step_s = statistics.median(seconds for run in done for seconds in run["step_s"])
+    pace, peak = work.tokens / step_s, _peak(work)
+    return {
+        "step_ms": round(1e3 * step_s, 3),
+        "tokens_per_s": round(pace, 1),
+        **{f"tflops ({name})": round(pace * each / 1e12, 4) for name, each in flops.items()},
+        **{f"mfu ({name})": round(pace * each / peak, 4) for name, each in flops.items() if peak},
+        "peak_bytes": max(run["peak_bytes"] for run in done),
+        "loss": round(done[-1]["loss"], 4),
+        "rounds": len(done),
+    }
+
+
+def _peak(work: Workload) -> float | None:
+    """Operations a second of the GPU at most; None for one that is not known, and for a CPU."""
+    if work.device == "cpu":
+        return None
+    return peak_flops(torch.cuda.get_device_name(), "bfloat16")
+
+
+def measure_part(part: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One part, on the device and with the steps that were asked for."""
+    device, tiny = options.device, options.tiny
+    steps, rounds = (4, 1) if tiny else (options.steps, options.rounds)
+    if part == 4:
+        work = plan_workloads(part, device, tiny)[0]
+        return in_process(measure_costs, replace(work, recompute="full"), steps, rounds)
+    if part == 5:
+        return measure_recovery(device, repeats=1 if tiny else 3)
+    return measure_steps(part, device, tiny, steps, rounds)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Hardware and versions."""
+    facts: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "device": properties.name,
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    else:
+        facts["device"] = platform.processor() or platform.machine()
+    return facts
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, here = parser.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
+    add("--part", type=int, choices=range(1, 6), help="only this one (default: all)")
+    add("--device", choices=["cpu", "cuda"], default=here, help=f"(default {here})")
+    add("--tiny", action="store_true", default=here == "cpu", help="a model of some thousand")
+    add("--steps", type=int, default=8, help="of each system in a round (default 8)")
+    add("--rounds", type=int, default=2, help="(default 2)")
+    add("--results", type=Path, help="directory that the result is kept in")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    options = parse_arguments()
+    end_properly()
+    parts = [options.part] if options.part else [1, 4, 5] if options.tiny else [1, 2, 3, 4, 5]
+    found = {str(part): measure_part(part, options) for part in parts}
+    result = {"machine": machine(options.device), "parts": found}
+    if options.results is not None:
+        options.results.mkdir(parents=True, exist_ok=True)
+        name = "_".join(["gpu", *found, *str(result["machine"]["device"]).split()])
+        (options.results / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print_result(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Whole runs on a device: the same bits twice, and at one replica as at two; the CPU's numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.data_plane import WorkerResult, full_parameters, run_formations, run_layout
+from tests.support.fabric import GLOO, NCCL, Fabric, on
+from tests.support.member import LANES, REPLICAS, small_task, small_train
+
+
+def bits(workers: list[WorkerResult]) -> list[object]:
+    """What two runs of the same shard degree are compared by."""
+    weights = full_parameters(workers)
+    return [workers[0].losses, {name: weights[name].numpy().tobytes() for name in weights}]
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+@on(GLOO, NCCL)
+def test_two_replicas_have_the_bits_of_one(fabric: Fabric, shard: int) -> None:
+    """Twice, on the same processes; and all of it is the CPU's run but for rounding."""
+    task, train = small_task(), small_train(4, shard=shard)
+    places = list(range(REPLICAS * shard))
+    first, second = run_formations(
+        task, train, replicas=REPLICAS, lanes=LANES, orders=[places, places], fabric=fabric
+    )
+    one = run_layout(task, train, replicas=1, lanes=LANES, fabric=fabric)
+    for replica in (first[:shard], first[shard:], second[:shard], second[shard:]):
+        assert bits(replica) == bits(one)
+    if fabric == GLOO:
+        return
+    cpu = run_layout(task, train, replicas=1, lanes=LANES)
+    np.testing.assert_allclose(one[0].losses, cpu[0].losses, rtol=1e-4)
+    expected = full_parameters(cpu)
+    for name, weights in full_parameters(one).items():
+        torch.testing.assert_close(weights, expected[name], rtol=1e-3, atol=1e-5)

@@ -1,0 +1,72 @@
+"""Some processes that play a test together: they meet in one store, and one of them may be lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.support.fabric import Fabric
+from trainer.backend.polling import poll_until
+
+TIMEOUT_S = 60.0
+"""Of every group, and of all that is waited for."""
+PATIENCE = timedelta(seconds=TIMEOUT_S)
+
+Loss = Literal["SIGKILL", "SIGSTOP"]
+"""What is done to a process that is lost; for good, or while the test lasts."""
+
+
+def lose_itself(loss: Loss) -> None:
+    """Sends this process the signal. Comes back from a SIGSTOP only if somebody lets it go on."""
+    os.kill(os.getpid(), getattr(signal, loss))
+
+
+def play(
+    body: Callable[..., None],
+    fabric: Fabric,
+    *arguments: object,
+    processes: int,
+    dies: int | None = None,
+) -> dist.TCPStore:
+    """Runs `body(number, port, fabric, *arguments)` in so many processes, and calls the others to
+    leave generation 1 when the one that `dies` has ended, or stands still. Returns the store in
+    which they meet."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    running = mp.start_processes(
+        body,
+        args=(store.port, fabric, *arguments),
+        nprocs=processes,
+        join=False,
+        daemon=True,
+        start_method="forkserver",
+    )
+    lost = None if dies is None else running.processes[dies]
+    if lost is not None:
+        del running.sentinels[lost.sentinel]
+        poll_until(lambda: not lost.is_alive() or _stands_still(lost.pid), bool, TIMEOUT_S)
+        store.set("died", str(time.monotonic()))
+        store.set("fault 1", "")
+    while not running.join():
+        pass
+    if lost is not None:
+        lost.kill()
+        lost.join()
+        assert lost.exitcode == -signal.SIGKILL, "it was to be lost, and ended"
+    return store
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether a signal has stopped a process."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] == "T"

@@ -1,0 +1,65 @@
+"""Whose exception it was: a peer's loss, or the worker's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.config import HealthConfig
+from elastic.coordinator.trouble import Troubles
+from elastic.protocol.causes import (
+    COLLECTIVE,
+    DEVICE_ASSERT,
+    GPU_ERROR,
+    GPU_MEMORY,
+    OUT_OF_MEMORY,
+    USER_ERROR,
+    Cause,
+    entry_of,
+)
+
+
+class Lost:
+    """Keeps who was lost for what."""
+
+    def __init__(self) -> None:
+        self.causes: list[Cause] = []
+
+    async def lose(self, worker: str, cause: Cause, *_: object) -> None:
+        """See Workers."""
+        self.causes.append(cause)
+
+
+class Now:
+    """Looks once."""
+
+    async def until(self, done: Callable[[], bool], timeout_s: float) -> None:
+        """See Dispatcher."""
+
+
+def settle(cause: Cause, *, broken: bool) -> tuple[str, list[Cause]]:
+    membership: Any = SimpleNamespace(
+        places=SimpleNamespace(formation_of=lambda worker: 1),
+        replica_broken=lambda worker, formed: broken,
+    )
+    lost, now = Lost(), Now()
+    troubles = Troubles(HealthConfig(), membership, now, lost)  # type: ignore[arg-type]
+    return asyncio.run(troubles.settle("w0", 3, "a traceback", cause)), lost.causes
+
+
+@pytest.mark.parametrize("cause", [GPU_ERROR, GPU_MEMORY, DEVICE_ASSERT])
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_gpu_that_has_failed_is_never_a_peer_s_loss(cause: Cause, broken: bool) -> None:
+    """Its process would answer everything with the same error."""
+    assert settle(cause, broken=broken) == ("own", [cause])
+    assert entry_of(cause).lasts
+
+
+@pytest.mark.parametrize("cause", [USER_ERROR, OUT_OF_MEMORY, COLLECTIVE])
+def test_another_exception_may_be(cause: Cause) -> None:
+    assert settle(cause, broken=True) == ("peer", [])
+    assert settle(cause, broken=False) == ("own", [cause])

@@ -1,0 +1,117 @@
+"""Groups on NCCL are ended by one thread, in one order. NCCL cannot be here: stand-ins record what
+it would be told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch.distributed as dist
+
+from trainer.backend import aborts, groups
+from trainer.backend.groups import abandon, abort_groups, leave_replica_group
+
+PATIENCE_S = 30.0
+
+
+@dataclass(eq=False)
+class Recorded:
+    """A group that notes its end, and may take its time."""
+
+    name: str
+    ends: list[tuple[str, str]]
+    may_end: threading.Event = field(default_factory=threading.Event)
+    begun: threading.Event = field(default_factory=threading.Event)
+
+    def abort(self) -> None:
+        """As c10d's: blocks until it has ended."""
+        self.begun.set()
+        assert self.may_end.wait(PATIENCE_S)
+        self.ends.append((self.name, threading.current_thread().name))
+
+
+@pytest.fixture
+def ends() -> Iterator[list[tuple[str, str]]]:
+    """Group, thread that ended it; in order."""
+    yield []
+    groups._cross_groups.clear()
+
+
+@pytest.fixture
+def replica(monkeypatch: pytest.MonkeyPatch, ends: list[tuple[str, str]]) -> None:
+    """A replica's group on NCCL."""
+    there = [True]
+
+    def end() -> None:
+        there.clear()
+        ends.append(("replica", threading.current_thread().name))
+
+    monkeypatch.setattr(groups, "_on_nccl", lambda: bool(there))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", end)
+    monkeypatch.setattr(groups, "_aborted", threading.Event())
+
+
+def make(name: str, ends: list[tuple[str, str]], *, quick: bool = True) -> Recorded:
+    group = Recorded(name, ends)
+    if quick:
+        group.may_end.set()
+    groups._cross_groups.append(group)
+    return group
+
+
+def in_turn(ends: list[tuple[str, str]]) -> list[str]:
+    """The names, when all that was asked for is done; all were ended by one thread."""
+    aborts.in_order(bool).result(PATIENCE_S)
+    assert {thread.partition("_")[0] for _, thread in ends} <= {aborts.THREAD}
+    assert len({thread for _, thread in ends}) <= 1
+    return [name for name, _ in ends]
+
+
+def test_a_call_ends_the_groups_across_replicas_before_the_replica_s(
+    ends: list[tuple[str, str]], replica: None
+) -> None:
+    make("cross", ends)
+    abort_groups(replica=True)
+    leave_replica_group()
+    assert in_turn(ends) == ["cross", "replica"]
+
+
+def test_a_call_for_another_replica_leaves_this_one_s_group(
+    ends: list[tuple[str, str]], replica: None
+) -> None:
+    make("cross", ends)
+    abort_groups(replica=False)
+    assert in_turn(ends) == ["cross"]
+
+
+def test_who_hears_calls_waits_for_no_abort(ends: list[tuple[str, str]], replica: None) -> None:
+    """The next call may come while one blocks."""
+    cross = make("cross", ends, quick=False)
+    abort_groups(replica=True)
+    abort_groups(replica=True)
+    assert cross.begun.wait(PATIENCE_S) and ends == []
+    cross.may_end.set()
+    assert in_turn(ends) == ["cross", "replica"]
+
+
+def test_who_leaves_a_group_waits_until_the_abort_that_was_asked_for_has_ended(
+    ends: list[tuple[str, str]],
+) -> None:
+    cross = make("cross", ends, quick=False)
+    abort_groups(replica=False)
+    left = threading.Event()
+
+    def leave() -> None:
+        abandon(cross, [])
+        left.set()
+
+    leaver = threading.Thread(target=leave)
+    leaver.start()
+    assert cross.begun.wait(PATIENCE_S) and not left.is_set()
+    cross.may_end.set()
+    leaver.join(PATIENCE_S)
+    assert left.is_set() and in_turn(ends) == ["cross"], "it is aborted once"
+    abort_groups(replica=False)
+    assert in_turn(ends) == ["cross"], "and forgotten"

@@ -1,0 +1,143 @@
+"""What a cross group does on CUDA where a call ends its collectives. CUDA cannot be here: the group
+is told that it is there, and its collectives are stand-ins, or Gloo's."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from trainer.backend.groups import warm_up
+from trainer.backend.rendezvous import Rendezvous
+from trainer.errors import CrossGroupLost
+from trainer.replication.reduction import _QUEUED, Reduction
+from trainer.replication.replicas import CrossGroup, Flight
+
+NOWHERE = Rendezvous(host="127.0.0.1", port=1, timeout_s=30)
+
+
+class Work:
+    """A collective that has ended, or has not."""
+
+    def __init__(self, *, ended: bool) -> None:
+        self.ended = ended
+
+    def is_completed(self) -> bool:
+        """See c10d."""
+        return self.ended
+
+
+def posing_group(called: list[str]) -> CrossGroup:
+    """A group that takes its device for CUDA. `called` is filled when a fault is announced."""
+    cross = CrossGroup(
+        NOWHERE,
+        "cross",
+        lanes=[(0,)],
+        total_lanes=1,
+        rank=0,
+        device="cpu",
+        leave_now=lambda: bool(called),
+    )
+    cross._device = torch.device("cuda")
+    return cross
+
+
+def test_a_collective_that_ended_with_a_call_counts_as_lost() -> None:
+    """An aborted one ends like another, with anything in its buffers."""
+    called: list[str] = []
+    cross, flight = posing_group(called), Flight(Work(ended=True), ())
+    cross.poll(flight)
+    called.append("fault")
+    with pytest.raises(CrossGroupLost):
+        cross.poll(flight)
+
+
+def test_nothing_is_begun_after_a_call() -> None:
+    """On a group that was aborted it would make another, and wait for its peers."""
+    cross, begun = posing_group(["fault"]), list[Any]()
+    cross._groups = ["the group"]
+    with pytest.raises(CrossGroupLost):
+        cross.start(begun.append)
+    assert begun == []
+
+
+def test_a_new_group_does_each_kind_of_collective_once() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def rank(number: int) -> Any:
+        own = PrefixStore("g", dist.TCPStore("127.0.0.1", store.port))
+        made = dist.ProcessGroupGloo(own, number, 2, timedelta(seconds=30))
+        warm_up(made, 2, torch.device("cpu"))
+        return made
+
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(rank, range(2)))
+    assert [group._get_sequence_number_for_group() for group in groups] == [4, 4]
+
+
+class OnCuda(torch.Tensor):
+    """Takes itself for one on CUDA."""
+
+    is_cuda = True
+
+    def record_stream(self, stream: Any) -> None:
+        """There is none."""
+
+
+class Queue:
+    """The part of a cross group that a plain reduction needs; its collectives end when told."""
+
+    size, rank, blocks, total_lanes = 2, 0, ([(0, 1)], [(1, 2)]), 2
+    stream = None
+
+    def __init__(self) -> None:
+        self.begun: list[Work] = []
+        self.most = 0
+
+    def check(self) -> None:
+        """See CrossGroup."""
+
+    def on_stream(self) -> Any:
+        """See CrossGroup."""
+        return contextlib.nullcontext()
+
+    def join_stream(self) -> None:
+        """See CrossGroup."""
+
+    def start(self, issue: Any, *buffers: torch.Tensor) -> Flight:
+        """See CrossGroup."""
+        self.begun.append(Work(ended=False))
+        self.most = max(self.most, sum(not work.ended for work in self.begun))
+        return Flight(self.begun[-1], buffers)
+
+    def poll(self, flight: Flight) -> None:
+        """See CrossGroup. It ends now."""
+        flight.work.ended = True
+
+    def follow(self, flight: Flight) -> None:
+        """See CrossGroup."""
+
+
+def test_no_more_is_queued_behind_a_bucket_than_fits() -> None:
+    """Backward goes on without a wait, and `finish` begins the rest as others end."""
+    buckets, size = 3 * _QUEUED, 4
+    cross: Any = Queue()
+    into = torch.zeros(buckets * size).as_subclass(OnCuda)
+    mine = {(0, 1): torch.ones(buckets * size)}
+    ends = [size * (bucket + 1) for bucket in range(buckets)]
+    reduction = Reduction(cross, mine, into, ends, exact=False)
+    for stop in ends:
+        reduction.start(stop)
+    assert len(cross.begun) == _QUEUED
+    cross.begun[0].ended = True
+    reduction.start(ends[-1])
+    assert len(cross.begun) == _QUEUED + 1
+    reduction.finish()
+    assert len(cross.begun) == buckets and all(work.ended for work in cross.begun)
+    assert cross.most == _QUEUED
