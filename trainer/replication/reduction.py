@@ -34,13 +34,13 @@ from trainer.replication.buckets import plan_bounds
 from trainer.replication.lanes import Node, split, sum_tree
 from trainer.replication.replicas import CrossGroup, Flight
 
-_QUEUED = 16
-"""Buckets whose kernels are queued at once. A launch queue holds 1,024; a bucket takes some ten,
-and an addition for each lane."""
-
 ARRIVING = 2
 """Buckets that may be under way at once where what arrives needs memory of its own. On CUDA there
 is one."""
+
+_QUEUED = 16
+"""Buckets whose kernels are queued at once. A launch queue holds 1,024; a bucket takes some ten,
+and an addition for each lane."""
 
 
 class Reduction:
@@ -100,8 +100,10 @@ class Reduction:
         self._cross.check()  # what `start` passed over in silence
         with self._cross.on_stream():
             self._begin(self._ends[-1])
+            self._advance()
             while self._begun < len(self._ends) or self._arriving:
-                self._cross.poll(self._oldest())
+                oldest = self._arriving[0] if self._arriving else self._last[self._ended][0]
+                self._cross.poll(oldest[0])
                 self._advance()
                 self._begin(self._ends[-1])
             for flights, bucket in self._last:
@@ -132,10 +134,11 @@ class Reduction:
             self._into[bucket].copy_(self._place(bucket).clone())
 
     def _begin(self, stop: int) -> None:
-        while self._begun < len(self._ends) and self._ends[self._begun] <= stop:
-            arrives = self._needs_memory and len(self._arriving) == ARRIVING
-            if arrives or self._is_full():
-                return
+        while (
+            self._begun < len(self._ends)
+            and self._ends[self._begun] <= stop
+            and not self._is_full()
+        ):
             bucket = slice(*self._buckets[self._begun])
             self._begun += 1
             if bucket.start == bucket.stop:
@@ -146,15 +149,13 @@ class Reduction:
             else:
                 self._add_up(bucket)
 
-    def _oldest(self) -> Flight:
-        """What has to end before more is begun."""
-        return self._arriving[0][0] if self._arriving else self._last[self._ended][0][-1]
-
     def _is_full(self) -> bool:
-        """Whether enough is queued on the device. On a CPU nothing is."""
+        """Whether enough is under way: of what needs memory, or of what is queued on a device."""
+        if self._needs_memory and len(self._arriving) == ARRIVING:
+            return True
         if not self._into.is_cuda:
             return False
-        while self._ended < len(self._last) and self._last[self._ended][0][-1].work.is_completed():
+        while self._ended < len(self._last) and _are_done(self._last[self._ended][0]):
             self._ended += 1
         return len(self._last) - self._ended >= _QUEUED
 
@@ -211,6 +212,10 @@ class Reduction:
         own = place[cross.rank * piece :][:piece]
         sum_into(own, dict(zip(nodes, incoming.split(piece), strict=True)), cross.total_lanes)
         self._last.append((cross.start_gathering(place), bucket))
+
+
+def _are_done(flights: Sequence[Flight]) -> bool:
+    return all(flight.work.is_completed() for flight in flights)
 
 
 def sum_into(own: torch.Tensor, parts: Mapping[Node, torch.Tensor], lanes: int) -> None:
