@@ -77,8 +77,8 @@ def decide_frozen(worker: str, history: History, freeze_timeout_s: float) -> Ver
     if still_s > freeze_timeout_s:
         return _frozen(
             worker,
-            f"no heartbeat for {still_s:.1f} s, process in state {history.last.state} "
-            f"(health.freeze_timeout_s = {freeze_timeout_s:g})",
+            f"no heartbeat for {still_s:.1f} s, where {freeze_timeout_s:g} s are too long "
+            f"(health.freeze_timeout_s), process in state {history.last.state}",
         )
     return None
 

@@ -33,6 +33,12 @@ _WAITING = frozenset(map(PHASES.index, ("reduce", "in_commit")))
 """Numbers of the phases in which a worker waits for other replicas."""
 _STEP = frozenset(map(PHASES.index, STEP_PHASES))
 
+_LOCKED = frozenset(map(PHASES.index, ("build", "compile", "profile")))
+"""Numbers of the phases in which libraries hold the interpreter's lock for long: NCCL's start, a
+compiler, a trace that is written."""
+_LOCKED_TIMES = 10.0
+"""A heartbeat may stand still so many times longer there."""
+
 _LONG_S = 1.0
 """Shorter stays in a phase are not remembered: no bound is below a few seconds."""
 _FIRST_STEPS = 2
@@ -252,7 +258,9 @@ class ProcessWatch:
                 process.sample(record)
             sample = Sample(awake_s=awake_s, state=state, record=record)
             process.history = observe(process.history, sample)
-            verdict = decide_frozen(process.worker, process.history, self._freeze_timeout_s)
+            locked = record is not None and record.phase in _LOCKED
+            bound_s = self._freeze_timeout_s * (_LOCKED_TIMES if locked else 1.0)
+            verdict = decide_frozen(process.worker, process.history, bound_s)
             if verdict is not None:
                 detail = f"process {process.pid} is frozen: {verdict.evidence[0]}{_where(record)}"
                 stopped = state == STOPPED  # it would not answer, and its peers wait

@@ -53,7 +53,8 @@ def test_a_heartbeat_that_stands_still_is_frozen_after_the_bound_and_not_before(
             cause="hang",
             workers=("w1",),
             evidence=(
-                f"no heartbeat for 10.2 s, process in state {state} (health.freeze_timeout_s = 10)",
+                f"no heartbeat for 10.2 s, where 10 s are too long (health.freeze_timeout_s), "
+                f"process in state {state}",
             ),
             confidence="certain",
         )

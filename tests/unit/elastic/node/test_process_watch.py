@@ -15,10 +15,12 @@ import pytest
 from elastic.node.process_watch import ProcessWatch
 from elastic.protocol.causes import CRASH, HANG, NODE
 from elastic.protocol.messages import Death
+from health.heartbeat import HeartbeatReader
 from health.process import read_born_ticks, read_state
 from health.progress import Place
 from tests.support import ROOT
 from tests.support.watching import wait_until
+from trainer.loop.phases import PHASES
 
 DEADLINE_S = 30.0
 FREEZE_TIMEOUT_S = 0.5
@@ -234,6 +236,22 @@ def test_a_process_that_keeps_the_interpreters_lock_is_killed(start: Start) -> N
     assert (death.worker, death.cause) == ("w0", "hang")
     assert "no heartbeat for" in death.detail
     assert process.wait(DEADLINE_S) == -signal.SIGKILL
+
+
+def test_while_a_model_is_compiled_the_lock_may_be_held_for_longer(start: Start) -> None:
+    compiles = 'heartbeat.mark(4, PHASES.index("compile"))\n' + HOLD_THE_LOCK
+    watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start(compiles)
+    watch.watch("w0", process.pid, fd)
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    reader = HeartbeatReader(process.pid, fd)
+    wait_until(lambda: PHASES[reader.read().phase] == "compile")
+    held_s = time.monotonic()
+    (death,) = deaths(watch)
+    assert time.monotonic() - held_s > 5 * FREEZE_TIMEOUT_S
+    assert "it was in phase compile of step 4" in death.detail
+    reader.close()
 
 
 def test_all_are_killed_where_the_node_is_cut_off(start: Start) -> None:
