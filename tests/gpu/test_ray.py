@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,6 @@ from tests.support.shared_gpus import OnSharedGpus
 from tests.support.tiny import fit, tiny_train, tiny_trainer, write_text
 
 pytest.importorskip("ray", reason="needs Ray; a machine without it takes a kit of packages along")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """The GPUs of this machine, where it has some."""
-    from tests.support.local_cluster import local_cluster
-
-    with local_cluster():
-        yield
 
 
 @on(GLOO, NCCL)
