@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from pathlib import Path
 
-import ray
 import torch
 from ray.train import RunConfig
 from torch import nn
@@ -27,9 +25,10 @@ from elastic import (
     ScalingConfig,
     TrainConfig,
 )
-from tests.support.hosts import OWN_IP
+from tests.support.black_hole_run import build_wide_model
+from tests.support.partition_run import join_cluster
 
-STEPS, BATCH, LANES, SAMPLES, HIDDEN = 100_000, 8, 2, 4096, 4096
+STEPS, BATCH, LANES, SAMPLES = 100_000, 8, 2, 4096
 PACE_S = 0.02
 """A sample takes so long: a step of two replicas of two workers some 0.1 s."""
 SLOW = 3.0
@@ -106,28 +105,22 @@ class Loss:
         return (out - y).square().sum(), len(x)
 
 
-def build_model() -> nn.Module:
-    """48 KiB of gradient: packets of full size."""
-    return nn.Sequential(nn.Linear(1, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
-
-
 def main() -> None:
     """Runs until it is told to stop."""
-    address, storage, _, replicas, shard = sys.argv[1:]
-    ray.init(address=address, log_to_driver=False, _node_ip_address=os.environ[OWN_IP])
+    storage, _, replicas, shard = join_cluster()
     tasks = Tasks(Path(storage))
     ElasticTrainer(
         TrainConfig(
             task=CustomTask(
-                build_model=build_model, loss_function=Loss(tasks), dataset=Data(tasks)
+                build_model=build_wide_model, loss_function=Loss(tasks), dataset=Data(tasks)
             ),
             steps=STEPS,
             global_batch=BATCH,
             lanes=LANES,
-            parallel=ParallelConfig(shard=int(shard)),
+            parallel=ParallelConfig(shard=shard),
             optimizer=OptimizerConfig(lr=1e-3),
         ),
-        scaling=ScalingConfig(max_replicas=int(replicas), spares=1),
+        scaling=ScalingConfig(max_replicas=replicas, spares=1),
         run_config=RunConfig(name="run", storage_path=storage),
         checkpoint=CheckpointConfig(every_steps=None),
     ).fit()

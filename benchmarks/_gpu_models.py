@@ -137,18 +137,7 @@ class RandomLM(PreparedCausalLM):
 
 def prepared(train: TrainConfig) -> RandomLM:
     """The task of a run as its workers get it."""
-    task: CausalLM = train.task
-    config, family, _ = task.plan_model(train, 0)
-    return RandomLM(
-        config=config,
-        seq_len=task.seq_len,
-        loss_chunk=task.loss_chunk,
-        train_path="",
-        eval_path="",
-        pretrained=None,
-        family=family,
-        info={},
-    )
+    return RandomLM.without_text(train, 0)
 
 
 def draw_weights(model: nn.Module) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._processes import processes_below
+from health.process import parse_cpu_ticks, read_stat
 from trainer.tasks.causal_lm import PreparedCausalLM
 
 SETTLE_S = 0.1
@@ -220,9 +221,8 @@ def cpu_s(pids: Sequence[int]) -> dict[int, float]:
     """CPU seconds so far of each process that is there."""
     found = {}
     for pid in pids:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            found[pid] = (int(status[11]) + int(status[12])) / _TICKS_A_S
+        if (stat := read_stat(pid)) is not None:
+            found[pid] = parse_cpu_ticks(stat) / _TICKS_A_S
     return found
 
 

@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks import _detection_run
 from benchmarks._common import end_properly, print_result, say, scratch, show_table
+from benchmarks._turns import cpu_s
 from elastic.protocol import events
 from health.heartbeat import Heartbeat
 from tests.support.hosts import Hosts
@@ -192,15 +193,9 @@ def agent_cpu_share(run: PartitionRun) -> float:
     """Share of a core that a node's agent takes, over five seconds."""
     victim = find_victim(run)
     pid = _process_of(run, victim, "ray::NodeAgent")
-    before = _cpu_s(pid)
+    before_s = cpu_s([pid])[pid]
     time.sleep(5.0)
-    return round((_cpu_s(pid) - before) / 5.0, 4)
-
-
-def _cpu_s(pid: int) -> float:
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    user, system = stat[stat.rindex(")") + 1 :].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return round((cpu_s([pid])[pid] - before_s) / 5.0, 4)
 
 
 def heartbeat_ns() -> float:

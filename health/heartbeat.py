@@ -35,8 +35,7 @@ NO_PHASE = -1
 # Native alignment: each number is one aligned eight-byte store, so none is ever seen half written.
 _MARK = struct.Struct("@qqqd")
 _BEAT = struct.Struct("@dq")
-_THREAD = struct.Struct("@q")
-_LEFT = struct.Struct("@q")
+_NUMBER = struct.Struct("@q")
 _RECORD = struct.Struct("@qqqddqqq")
 
 
@@ -93,7 +92,7 @@ class Heartbeat:
         self._memory = mmap.mmap(self.fd, _RECORD.size)
         self._serial = self._left = 0
         self._beat()
-        _THREAD.pack_into(self._memory, _MARK.size + _BEAT.size, threading.get_native_id())
+        _NUMBER.pack_into(self._memory, _MARK.size + _BEAT.size, threading.get_native_id())
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def mark(self, step: int, phase: int) -> None:
@@ -104,7 +103,7 @@ class Heartbeat:
     def leave(self) -> None:
         """The worker leaves its steps: the phase that it was in may have been broken off."""
         self._left += 1
-        _LEFT.pack_into(self._memory, _RECORD.size - _LEFT.size, self._left)
+        _NUMBER.pack_into(self._memory, _RECORD.size - _NUMBER.size, self._left)
 
     def _beat(self) -> None:
         _BEAT.pack_into(self._memory, _MARK.size, time.monotonic(), self._count())

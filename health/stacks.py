@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from health.process import parse_state
+
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 """One that libraries have no use for."""
 
@@ -71,8 +73,7 @@ def read_kernel_stacks(pid: int) -> str:
     with contextlib.suppress(OSError):
         for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
             with contextlib.suppress(OSError):
-                stat = (task / "stat").read_text(errors="replace")
-                state = stat[stat.rindex(")") + 1 :].split()[0]
+                state = parse_state((task / "stat").read_text(errors="replace"))
                 name = (task / "comm").read_text(errors="replace").strip()
                 where = (task / "wchan").read_text(errors="replace").strip()
                 lines.append(f"  {task.name} {name}: {state} {where}")

@@ -188,35 +188,20 @@ class NodeAgents:
     async def position(self, identity: Identity) -> Position | None:
         """Where a worker is in its work; None where its node's agent does not say."""
         asked = self._ask(identity.node, NodeAgent.position, identity.worker)
-        try:
-            return await asyncio.wait_for(asked, START_S)
-        except (RayError, asyncio.TimeoutError):
-            return None
+        return await _within(START_S, asked)
 
     async def places(self, nodes: Iterable[str]) -> dict[str, Place | None]:
         """Where all workers of `nodes` are in their steps, as far as the agents say."""
-        asked = [self._within(ANSWER_S, self._ask(node, NodeAgent.places)) for node in nodes]
-        return {w: place for some in await asyncio.gather(*asked) for w, place in some.items()}
+        return await _all_of(self._ask(node, NodeAgent.places) for node in nodes)
 
     async def stacks(self, identities: Iterable[Identity]) -> dict[str, str]:
         """What workers are doing, as far as the agents say."""
         by_node: dict[str, list[str]] = defaultdict(list)
         for identity in identities:
             by_node[identity.node].append(identity.worker)
-        asked = [
-            self._within(ANSWER_S, self._ask(node, NodeAgent.stacks, workers))
-            for node, workers in by_node.items()
-        ]
-        return {w: text for some in await asyncio.gather(*asked) for w, text in some.items()}
-
-    async def _within(
-        self, seconds: float, asked: Coroutine[Any, Any, Mapping[str, _Answer] | None]
-    ) -> Mapping[str, _Answer]:
-        """An answer; an empty one where none comes in time."""
-        try:
-            return await asyncio.wait_for(asked, seconds) or {}
-        except (RayError, asyncio.TimeoutError):
-            return {}
+        return await _all_of(
+            self._ask(node, NodeAgent.stacks, workers) for node, workers in by_node.items()
+        )
 
     async def _ask(
         self,
@@ -282,6 +267,22 @@ class NodeAgents:
         why = {n: f"its node was not heard for {s:.1f} s ({limit})" for n, s in silent.items()}
         why |= {n: f"its agent ended, and none was heard for {s:.1f} s" for n, s in late.items()}
         return why
+
+
+async def _within(seconds: float, asked: Coroutine[Any, Any, _Answer | None]) -> _Answer | None:
+    """An answer; None where none comes in time."""
+    try:
+        return await asyncio.wait_for(asked, seconds)
+    except (RayError, asyncio.TimeoutError):
+        return None
+
+
+async def _all_of(
+    asked: Iterable[Coroutine[Any, Any, Mapping[str, _Answer] | None]],
+) -> dict[str, _Answer]:
+    """What several agents say, each of its own workers; of those that do not answer nothing."""
+    answers = await asyncio.gather(*(_within(ANSWER_S, one) for one in asked))
+    return {worker: answer for some in answers if some for worker, answer in some.items()}
 
 
 def _raylet_has_ended(node: str) -> bool:

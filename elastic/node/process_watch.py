@@ -167,9 +167,8 @@ class ProcessWatch:
     def signal(self, worker: str, number: int) -> None:
         """Sends a signal to the process of `worker`, if it is one of this node's and still runs."""
         with self._lock:
-            for pidfd, process in self._processes.items():
-                if process.worker == worker:
-                    _send(pidfd, number)
+            for pidfd, _ in self._of(worker):
+                _send(pidfd, number)
 
     def states(self) -> list[WorkerState]:
         """What is known of all processes that have a heartbeat."""
@@ -187,11 +186,14 @@ class ProcessWatch:
                 for record in [process.heartbeat.read()]
             ]
 
+    def _of(self, worker: str) -> list[tuple[int, _Process]]:
+        """The process of `worker`, with its pidfd; none where it has ended, or is not watched."""
+        return [found for found in self._processes.items() if found[1].worker == worker]
+
     def position(self, worker: str) -> Position | None:
         """Where a worker is in its work, by its heartbeat; None where that is not known."""
         with self._lock:
-            beats = (p.heartbeat for p in self._processes.values() if p.worker == worker)
-            heartbeat = next(beats, None)
+            heartbeat = next((process.heartbeat for _, process in self._of(worker)), None)
             record = None if heartbeat is None else heartbeat.read()
         if record is None or record.serial == 0:
             return None
@@ -210,10 +212,7 @@ class ProcessWatch:
         """What a worker is doing: the stacks of its threads, by Python and by the kernel. It may
         take a quarter of a second."""
         with self._lock:
-            for pidfd, process in self._processes.items():
-                if process.worker == worker:
-                    return _stacks_of(pidfd, process)
-        return ""
+            return "".join(_stacks_of(*found) for found in self._of(worker))
 
     def kill_all(self, cause: Cause, detail: str) -> list[Death]:
         """Ends all processes. Returns the deaths that are news."""

@@ -27,17 +27,7 @@ def prepare_shape(train: TrainConfig) -> PreparedTask:
     if isinstance(task, CausalLM):
         vocabulary = _vocabulary(task)
         task.check(vocabulary)
-        config, family, _ = task.plan_model(train, vocabulary)
-        return _Shape(
-            config=config,
-            seq_len=task.seq_len,
-            loss_chunk=task.loss_chunk,
-            train_path="",
-            eval_path="",
-            pretrained=None,
-            family=family,
-            info={},
-        )
+        return _Shape.without_text(train, vocabulary)
     with tempfile.TemporaryDirectory() as cache:
         prepared: PreparedTask = task.prepare(train, cache)
         return prepared

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.config import TrainConfig
 from trainer.data.config import DataConfig
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from trainer.data import SampleSource
     from trainer.models.init import WeightSource
+
+_Own = TypeVar("_Own", bound="PreparedCausalLM")
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json",
@@ -157,6 +159,27 @@ class PreparedCausalLM:
     family: ModelFamily = HUGGING_FACE
     """What the workers must know of the architecture; found on the driver, it comes with the
     task."""
+
+    @classmethod
+    def without_text(cls: type[_Own], train: TrainConfig, vocab_size: int) -> _Own:
+        """The task of a run as its workers get it, for those that bring their own samples.
+
+        Args:
+            train: the settings of the run; its task is a `CausalLM`.
+            vocab_size: tokens that the data would use, as far as that is known.
+        """
+        task: CausalLM = train.task
+        config, family, _ = task.plan_model(train, vocab_size)
+        return cls(
+            config=config,
+            seq_len=task.seq_len,
+            loss_chunk=task.loss_chunk,
+            train_path="",
+            eval_path="",
+            pretrained=None,
+            family=family,
+            info={},
+        )
 
     def warm_up(self) -> None:
         """See PreparedTask. Imports transformers and the model's code."""
