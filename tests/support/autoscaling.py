@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -43,17 +44,9 @@ class AutoscaledCluster:
 
     def living_nodes(self) -> list[str]:
         """Ray's ids of those that the autoscaler has started."""
-        nodes = self._gcs().get_all_node_info().values()
-        return [n.node_id.hex() for n in nodes if n.state == _ALIVE and not n.is_head_node]
-
-    def end_nodes(self) -> None:
-        """Has Ray end all of them."""
-        nodes = [bytes.fromhex(node) for node in self.living_nodes()]
-        self._gcs().drain_nodes(nodes, timeout=WAIT_S)
-
-    def _gcs(self) -> Any:
         internals: Any = _raylet
-        return internals.GcsClient(address=self.address)
+        nodes = internals.GcsClient(address=self.address).get_all_node_info().values()
+        return [n.node_id.hex() for n in nodes if n.state == _ALIVE and not n.is_head_node]
 
 
 @contextmanager
@@ -82,9 +75,7 @@ def autoscaled_cluster(least: int, most: int) -> Iterator[AutoscaledCluster]:
         _wait_until_up(head, cluster, least, place / "log")
         yield cluster
     finally:
-        with contextlib.suppress(Exception):  # its control plane has ended: then they end, too
-            cluster.end_nodes()
-        head.terminate()
+        _end_all(place)
         head.wait(WAIT_S)
         log.close()
         shutil.rmtree(place, ignore_errors=True)
@@ -154,6 +145,26 @@ def _wait_until_up(
             if len(cluster.living_nodes()) >= least:
                 return
         time.sleep(0.1)
+
+
+def _end_all(place: Path) -> None:
+    """Ends the processes that have been told of `place`, which are the cluster's. What one has started
+    meanwhile is found by the next look."""
+    while found := [pid for pid in _processes() if str(place).encode() in _command(pid)]:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _processes() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def _command(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def _free_port() -> int:
