@@ -4,7 +4,9 @@
 
 A fault that comes back with no step committed in between takes the next rung that can help against
 its cause. An error of the user's code is no better on another machine: it has a new process, and
-then the run stops. Source: the retry ledgers of nvidia-resiliency-ext's restart agent.
+then the run stops. A machine is mended or replaced only where the verdict names it: a fault that
+follows the work from one to the next is none of theirs. What is slow stops nobody.
+Source: the retry ledgers of nvidia-resiliency-ext's restart agent.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ here is met as a crash."""
 
 _ONLY_CODE = frozenset({"user_error", "out_of_memory"})
 _ONLY_GPU: frozenset[Step] = frozenset({"reset_gpu", "reboot"})
+MACHINE_STEPS: frozenset[Step] = frozenset({"reset_gpu", "reboot", "replace_node"})
+"""What is done to a machine, by its provider."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,5 +86,13 @@ def _rungs(verdict: Verdict) -> list[Step]:
     if verdict.cause in _ONLY_CODE:
         return [first, "stop"]
     begin = max(STEPS.index(first), STEPS.index(verdict.remedy or first))
-    gpu = verdict.cause == "gpu_error"
-    return [step for step in STEPS[begin:] if gpu or step not in _ONLY_GPU]
+    rungs = [step for step in STEPS[begin:] if _can_help(step, verdict)]
+    return rungs or ["new_process"]
+
+
+def _can_help(step: Step, verdict: Verdict) -> bool:
+    if step in MACHINE_STEPS and not verdict.nodes:
+        return False
+    if step == "stop":
+        return verdict.cause != "slow"
+    return verdict.cause == "gpu_error" or step not in _ONLY_GPU

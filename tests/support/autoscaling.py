@@ -148,7 +148,7 @@ def _wait_until_up(
 
 
 def _end_all(place: Path) -> None:
-    """Ends the processes that have been told of `place`, which are the cluster's. What one has started
+    """Ends the processes that were told of `place`: the cluster's. What one has started
     meanwhile is found by the next look."""
     while found := [pid for pid in _processes() if str(place).encode() in _command(pid)]:
         for pid in found:
