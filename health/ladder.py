@@ -52,15 +52,15 @@ class Ledger:
 
     entries: Mapping[str, _Entry]
 
-    def tries(self, verdict: Verdict, committed: int) -> int:
+    def tries(self, fingerprint: str, committed: int) -> int:
         """How often this fault was met with so many steps committed."""
-        entry = self.entries.get(verdict.fingerprint)
+        entry = self.entries.get(fingerprint)
         return entry.tries if entry is not None and entry.committed == committed else 0
 
-    def with_try(self, verdict: Verdict, committed: int) -> Ledger:
+    def with_try(self, fingerprint: str, committed: int) -> Ledger:
         """The ledger with one more."""
-        entry = _Entry(committed=committed, tries=self.tries(verdict, committed) + 1)
-        return replace(self, entries={**self.entries, verdict.fingerprint: entry})
+        entry = _Entry(committed=committed, tries=self.tries(fingerprint, committed) + 1)
+        return replace(self, entries={**self.entries, fingerprint: entry})
 
 
 EMPTY = Ledger(entries={})
@@ -77,7 +77,7 @@ def decide_step(verdict: Verdict, ledger: Ledger, committed: int) -> Step | None
     if verdict.confidence == "weak":
         return None
     rungs = _rungs(verdict)
-    return rungs[min(ledger.tries(verdict, committed), len(rungs) - 1)]
+    return rungs[min(ledger.tries(verdict.fingerprint, committed), len(rungs) - 1)]
 
 
 def _rungs(verdict: Verdict) -> list[Step]:

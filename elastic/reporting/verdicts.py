@@ -66,7 +66,7 @@ def find_verdicts(
         committed = bisect_right(steps, time, key=lambda step: step.time)
         for verdict in diagnose(of):
             remedy = decide_step(verdict, ledger, committed)
-            ledger = ledger.with_try(verdict, committed)
+            ledger = ledger.with_try(verdict.fingerprint, committed)
             found.append(Advice(time=time, step=step, verdict=verdict, remedy=remedy))
 
     for incident in incidents:
