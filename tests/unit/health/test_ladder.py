@@ -10,11 +10,11 @@ def verdict(
     cause: str,
     remedy: Step | None = None,
     confidence: Confidence = "certain",
-    node: str = "n1",
+    node: str | None = "n1",
 ) -> Verdict:
     return Verdict(
         cause=cause,
-        nodes=(node,),
+        nodes=() if node is None else (node,),
         evidence=("seen",),
         confidence=confidence,
         signs=(cause,),
@@ -46,6 +46,12 @@ def climb(found: Verdict, tries: int) -> list[Step | None]:
         (verdict("gpu_error", "retry"), ["new_process"]),  # no less than the cause asks for
         (verdict("node"), ["replace_node", "stop"]),
         (verdict("anothers_cause"), ["new_process", "other_seat"]),
+        # No machine is at fault: none goes.
+        (verdict("crash", node=None), ["new_process", "other_seat", "stop"]),
+        (verdict("collective", node=None), ["retry", "new_process", "other_seat", "stop"]),
+        # What is slow stops nobody.
+        (verdict("slow", node=None), ["other_seat", "other_seat"]),
+        (verdict("slow"), ["other_seat", "replace_node", "replace_node"]),
     ],
 )
 def test_each_time_more(found: Verdict, steps: list[Step | None]) -> None:
