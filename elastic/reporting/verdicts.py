@@ -61,10 +61,13 @@ def find_verdicts(
     """
     facts, ledger, found = EventFacts(events), EMPTY, []
 
-    def add(time: float, step: int, of: Facts) -> None:
+    def add(time: float, step: int, of: Facts, *, at_end: bool = False) -> None:
         nonlocal ledger
         committed = bisect_right(steps, time, key=lambda step: step.time)
+        known = {(one.verdict.fingerprint, one.verdict.nodes) for one in found} if at_end else ()
         for verdict in diagnose(of):
+            if (verdict.fingerprint, verdict.nodes) in known:
+                continue  # it stands since an incident, and has not come again
             remedy = decide_step(verdict, ledger, committed)
             ledger = ledger.with_try(verdict.fingerprint, committed)
             found.append(Advice(time=time, step=step, verdict=verdict, remedy=remedy))
@@ -74,7 +77,7 @@ def find_verdicts(
         of = facts.between(begin - BEFORE_S, end + AFTER_S, incident.workers)
         add(incident.time, incident.step, of)
     if facts.shown_s is not None:
-        add(facts.shown_s, steps[-1].step + 1 if steps else 0, facts.standing())
+        add(facts.shown_s, steps[-1].step + 1 if steps else 0, facts.standing(), at_end=True)
     return found
 
 

@@ -109,7 +109,7 @@ def test_verdicts_against_machines_are_exported_as_health_events(
         "errorCode": ["gpu_lost"],
         "entitiesImpacted": [{"entityType": "NODE", "entityValue": "ip-10-0-0-9"}],
         "metadata": {"run": "run", "step": "0", "ray_node": "ab12", "confidence": "certain"},
-        "generatedTimestamp": "1970-01-01T00:00:01.500Z",
+        "generatedTimestamp": "1970-01-01T00:08:20.000Z",
         "nodeName": "ip-10-0-0-9",
         "quarantineOverrides": None,
         "drainOverrides": None,
