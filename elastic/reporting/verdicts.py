@@ -59,7 +59,8 @@ def find_verdicts(
         steps: its committed steps, in order.
         incidents: as `find_incidents` gives them.
     """
-    facts, ledger, found = EventFacts(events), EMPTY, []
+    facts, ledger = EventFacts(events), EMPTY
+    found: list[Advice] = []
 
     def add(time: float, step: int, of: Facts, *, at_end: bool = False) -> None:
         nonlocal ledger
