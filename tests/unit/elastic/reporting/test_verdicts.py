@@ -204,7 +204,16 @@ def test_facts_of_a_run_that_goes_on_are_those_of_its_whole_record() -> None:
     earlier = whole.between(15.0, 25.0, []).signs  # back in time
     assert {(sign.name, sign.node) for sign in earlier} == {("xid_79", "n1"), ("gpu_lost", "n2")}
     grown.forget_before(500.0)
-    assert grown.between(600.0, 700.0, []).signs == whole.between(600.0, 700.0, []).signs
+    for one in (whole, grown):
+        one.take(shows("n4", 580.0, replace(XID, node="n4")))
+    for begin in (600.0, 550.0):  # and back
+        later = grown.between(begin, 700.0, []).signs
+        assert later == whole.between(begin, 700.0, []).signs
+        assert {(sign.name, sign.node) for sign in later} == {
+            ("gpu_lost", "n2"),
+            ("xid_79", "n3"),
+            ("xid_79", "n4"),
+        }
 
 
 def test_facts_of_many_incidents_look_at_no_machine_that_shows_nothing(
