@@ -27,7 +27,7 @@ from ray import _raylet
 
 from tests.support import ROOT
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 _HEAD_ID = "f" * 51 + "00000"
 """What the fake provider calls the head."""
 _MACHINE = "machine"
