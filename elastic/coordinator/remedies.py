@@ -1,7 +1,7 @@
 """Acts on verdicts: the rung of the ladder that is due is taken, or told.
 
     workers were lost ── after SETTLE_S, when instruments have looked ─┐
-    a machine shows something else than before ── at once ─────────────┴─► verdicts
+    a machine shows something else than before ── after GATHER_S ──────┴─► verdicts
     weak ──► nothing, unless a reading shows it again within minutes (`health/recurrence.py`)
     "tell" ──────────────────────────────────────────────────────────────► told
     retry, new process ── recovery has done so; who still lives is let go ► taken
@@ -39,6 +39,9 @@ SETTLE_S = INCIDENT_S
 """After the first loss of an incident: by then its other losses are known, and every instrument has
 been looked at twice."""
 
+GATHER_S = 1.0
+"""After a machine has told. Where many tell together, as of a switch, all are judged once."""
+
 _AGAINST: Mapping[Confidence, float] = {"certain": 1.0, "likely": 0.6}
 """What a verdict counts against its machines (`health/suspects.py`). Both make them suspect, for a
 day and for six hours."""
@@ -72,6 +75,7 @@ class Remedies:
         """Of the incident that is looked at soon."""
         self._standing: set[tuple[str, tuple[str, ...]]] = set()
         """Verdicts that stand without a loss, by fingerprint and machines."""
+        self._gathering = False
         records.followers.append(self.hear)
 
     def replay(self, happened: Iterable[events.Event]) -> None:
@@ -89,7 +93,8 @@ class Remedies:
             if not self._lost:
                 self._aside.spawn(self._judge_losses())
             self._lost.append(event)
-        elif isinstance(event, events.SignsChanged):
+        elif isinstance(event, events.SignsChanged) and not self._gathering:
+            self._gathering = True
             self._aside.spawn(self._judge_signs())
 
     # -- from facts to verdicts --------------------------------------------------------------------
@@ -107,6 +112,10 @@ class Remedies:
         await self._meet_all(weighed, facts, counts=stops)
 
     async def _judge_signs(self) -> None:
+        goes_on = await self._aside.goes_on_for(GATHER_S)
+        self._gathering = False
+        if not goes_on:
+            return
         facts, now = self._facts.standing(), time.time()
         verdicts = {
             (v.fingerprint, v.nodes or v.workers): v

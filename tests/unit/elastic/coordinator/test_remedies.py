@@ -46,6 +46,7 @@ ECC = replace(XID, name="ecc_uncorrected", source="reading", remedy="reset_gpu",
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Minutes as hundredths of a second. The dispatcher puts the collector off for longer."""
     monkeypatch.setattr(remedies, "SETTLE_S", 0.02)
+    monkeypatch.setattr(remedies, "GATHER_S", 0.01)
     for name in ("SETTLE_S", "LOOK_S", "LEAVE_S", "FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
         monkeypatch.setattr(replacements, name, 0.01)
     yield
