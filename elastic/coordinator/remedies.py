@@ -137,14 +137,15 @@ class Remedies:
     async def _meet_all(
         self, verdicts: Sequence[Verdict], facts: Facts, *, counts: bool = True
     ) -> None:
-        """Those of one look: the same fault of several machines is one try."""
+        """Those of one look: the same fault of several machines is one try. What happens on a
+        machine that is suspect already has been met."""
         committed = self._membership.progress.recorded
         due = [(verdict, decide_step(verdict, self._ledger, committed)) for verdict in verdicts]
         taken = {
             verdict.fingerprint: None
             for verdict, step in due
             if step is not None
-            and not any(map(self._replacements.knows, verdict.nodes))
+            and not any(map(self._replacements.knows, _machines(verdict, facts)))
             and await self._meet(verdict, step, facts, committed)
         }
         for fingerprint in taken if counts else ():

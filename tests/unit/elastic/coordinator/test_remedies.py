@@ -18,7 +18,7 @@ from elastic.coordinator.remedies import Remedies, decide_seats
 from elastic.coordinator.replacements import Replacements
 from elastic.coordinator.suspicions import REBOOTED, REBOOTED_WEIGHT
 from elastic.protocol import events
-from elastic.protocol.causes import CRASH, USER_ERROR, Cause
+from elastic.protocol.causes import CORRUPTION, CRASH, USER_ERROR, Cause
 from elastic.providers.node_provider import NodeIdentity
 from elastic.providers.ray_nodes import RayProvider
 from elastic.reporting.suspect_file import SuspectFile
@@ -299,6 +299,18 @@ def test_without_an_idle_worker_elsewhere_nobody_changes_seats(tmp_path: Path) -
 
     desk.run(story)
     assert not desk.workers.shunned_nodes
+
+
+def test_a_loss_that_makes_its_machine_suspect_by_itself_is_met_by_that(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        await desk.lose("b", cause=CORRUPTION)
+        await desk.until_replaced("begun", "replaced")
+        await desk.settle()
+
+    desk.run(story)
+    assert desk.met() == [] and desk.ended == ["B"]
 
 
 def test_losses_of_spares_are_no_tries(tmp_path: Path) -> None:
