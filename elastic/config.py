@@ -129,7 +129,9 @@ class HealthConfig:
     another, once its head node is there to do it."""
     replace_nodes: Literal["tell"] | NodesConfig = "tell"
     """Who replaces a machine that is found at fault: `RayNodes`, `Ec2Nodes`, `KubeNodes` or
-    `LocalNodes`. "tell": nobody; the records say what would have been done."""
+    `LocalNodes`. With one of them the run takes the other steps of the ladder, too: it lets workers
+    go, gives them other seats, and ends where nothing helps. "tell": nobody; the records say what
+    would have been done."""
     max_replacements_per_hour: int = 4
     """Replacements that may begin within an hour. None begins either while more than one machine,
     and more than a fifth of them, became suspect within an hour."""

@@ -54,6 +54,9 @@ class Ec2Nodes:
     keep_for_inspection: bool = False
     """Take the old instance out of its group, tag it `elastictrainer:kept`, and let it run: it
     costs money until somebody ends it. Otherwise it is terminated."""
+    reboot: bool = False
+    """Reboot an instance where that is what its fault asks for, before it is replaced: its image
+    starts Ray at every boot, not only at the first as user data do."""
 
     def __post_init__(self) -> None:
         check_types(self, _FIELD)
@@ -80,7 +83,7 @@ class KubeNodes:
     the service account of the coordinator's pod."""
 
     reboot: bool = False
-    """On HyperPod: have the machine rebooted instead of replaced."""
+    """On HyperPod: have machines rebooted instead of replaced, whatever their fault asks for."""
 
     def __post_init__(self) -> None:
         check_types(self, _FIELD)

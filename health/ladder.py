@@ -4,7 +4,9 @@
 
 A fault that comes back with no step committed in between takes the next rung that can help against
 its cause. An error of the user's code is no better on another machine: it has a new process, and
-then the run stops. Source: the retry ledgers of nvidia-resiliency-ext's restart agent.
+then the run stops. A machine is mended or replaced only where the verdict names it: a fault that
+follows the work from one to the next is none of theirs. What is slow stops nobody.
+Source: the retry ledgers of nvidia-resiliency-ext's restart agent.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ here is met as a crash."""
 
 _ONLY_CODE = frozenset({"user_error", "out_of_memory"})
 _ONLY_GPU: frozenset[Step] = frozenset({"reset_gpu", "reboot"})
+MACHINE_STEPS: frozenset[Step] = frozenset({"reset_gpu", "reboot", "replace_node"})
+"""What is done to a machine, by its provider."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +52,15 @@ class Ledger:
 
     entries: Mapping[str, _Entry]
 
-    def tries(self, verdict: Verdict, committed: int) -> int:
+    def tries(self, fingerprint: str, committed: int) -> int:
         """How often this fault was met with so many steps committed."""
-        entry = self.entries.get(verdict.fingerprint)
+        entry = self.entries.get(fingerprint)
         return entry.tries if entry is not None and entry.committed == committed else 0
 
-    def with_try(self, verdict: Verdict, committed: int) -> Ledger:
+    def with_try(self, fingerprint: str, committed: int) -> Ledger:
         """The ledger with one more."""
-        entry = _Entry(committed=committed, tries=self.tries(verdict, committed) + 1)
-        return replace(self, entries={**self.entries, verdict.fingerprint: entry})
+        entry = _Entry(committed=committed, tries=self.tries(fingerprint, committed) + 1)
+        return replace(self, entries={**self.entries, fingerprint: entry})
 
 
 EMPTY = Ledger(entries={})
@@ -73,7 +77,7 @@ def decide_step(verdict: Verdict, ledger: Ledger, committed: int) -> Step | None
     if verdict.confidence == "weak":
         return None
     rungs = _rungs(verdict)
-    return rungs[min(ledger.tries(verdict, committed), len(rungs) - 1)]
+    return rungs[min(ledger.tries(verdict.fingerprint, committed), len(rungs) - 1)]
 
 
 def _rungs(verdict: Verdict) -> list[Step]:
@@ -82,5 +86,13 @@ def _rungs(verdict: Verdict) -> list[Step]:
     if verdict.cause in _ONLY_CODE:
         return [first, "stop"]
     begin = max(STEPS.index(first), STEPS.index(verdict.remedy or first))
-    gpu = verdict.cause == "gpu_error"
-    return [step for step in STEPS[begin:] if gpu or step not in _ONLY_GPU]
+    rungs = [step for step in STEPS[begin:] if _can_help(step, verdict)]
+    return rungs or ["new_process"]
+
+
+def _can_help(step: Step, verdict: Verdict) -> bool:
+    if step in MACHINE_STEPS and not verdict.nodes:
+        return False
+    if step == "stop":
+        return verdict.cause != "slow"
+    return verdict.cause == "gpu_error" or step not in _ONLY_GPU

@@ -1,4 +1,4 @@
-"""`elastic nodes`: what the runs of a storage path remember of machines."""
+"""`elastic nodes`: what the runs of a storage path remember of machines, and what one run found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from elastic.cli.show import human_time, table
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import read_events, read_steps
+from elastic.reporting.health_events import to_health_events
+from elastic.reporting.incidents import find_incidents
 from elastic.reporting.suspect_file import SuspectFile
+from elastic.reporting.verdicts import find_verdicts
 from health.suspects import Mark, is_suspect, score
 
 
@@ -27,6 +32,11 @@ def add_to(commands: Any) -> None:
     for verb, action in ((show, list_nodes), (clear, clear_nodes)):
         verb.add_argument("storage", metavar="STORAGE", type=Path, help="the runs' storage_path")
         verb.set_defaults(action=action)
+    export = verbs.add_parser(
+        "export", help="a run's verdicts against machines, as NVSentinel's health events (JSON)"
+    )
+    export.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
+    export.set_defaults(action=export_verdicts)
     show.add_argument("--json", action="store_true", help="as a JSON object")
     clear.add_argument("machine", metavar="MACHINE", nargs="?", help="as `list` has it; none: all")
 
@@ -75,4 +85,15 @@ def clear_nodes(options: argparse.Namespace) -> int:
     """`clear`"""
     count = SuspectFile(options.storage).clear(options.machine)
     print(f"{count} machine{'' if count == 1 else 's'} forgotten")
+    return 0
+
+
+def export_verdicts(options: argparse.Namespace) -> int:
+    """`export`"""
+    paths = RunPaths(root=options.run)
+    if not paths.events.is_file():
+        raise FileNotFoundError(f"{options.run} is no run's directory: it has no events.jsonl")
+    events, steps = read_events(paths.events), read_steps(paths.steps)
+    verdicts = find_verdicts(events, steps, find_incidents(events, steps))
+    print(json.dumps(to_health_events(verdicts, events, paths.root.absolute().name), indent=1))
     return 0

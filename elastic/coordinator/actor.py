@@ -10,6 +10,7 @@ step path. All methods run on one event loop, so none needs a lock.
       RunLog ── writes it down
       Arrivals, Workers, NodeAgents ── who has started, who will go, who is lost; leases
       Troubles ──── what an exception in a worker means
+      Remedies ──── verdicts, and the rung of the ladder that each calls for
       Replacements ─ machines that are suspect, and who replaces them
       StandstillWatch ── who keeps the others, where no step is committed
       LinkTests ─── whose connections fail, where collectives do and nobody is lost
@@ -42,6 +43,7 @@ from elastic.coordinator.heal_news import HealNews
 from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.listening import host_store
 from elastic.coordinator.receipts import Receipts
+from elastic.coordinator.remedies import Remedies
 from elastic.coordinator.replacements import Replacements
 from elastic.coordinator.replay import replay
 from elastic.coordinator.restores import Restores
@@ -156,6 +158,14 @@ class Coordinator(CoordinatorApi):
         self._link_tests = LinkTests(self._membership, self._workers, self._records)
         aside = Aside(self._membership, self._dispatcher)
         self._replacements = Replacements(config, self._workers, self._records, aside)
+        self._remedies = Remedies(
+            self._membership,
+            self._dispatcher,
+            self._workers,
+            self._records,
+            self._replacements,
+            aside,
+        )
         self._standstill = self._watch_for_standstill()
         self._supervised = Supervised(config, self._dispatcher, self._records)
         self._failover: Failover | None = None
@@ -199,6 +209,7 @@ class Coordinator(CoordinatorApi):
         faults.count_as_fired(replayed.fired)
         self._receipts.replay(replayed.committed)
         self._replacements.replay(replayed.replacements)
+        self._remedies.replay(replayed.happened)
         snapshots = self._snapshots if self.config.in_memory else None
         return Failover(
             replayed,

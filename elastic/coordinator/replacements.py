@@ -2,13 +2,15 @@
 
     a worker was lost for a cause that speaks against it ┐
     an earlier run remembers it                          ├─► suspect (`suspicions.py`)
-    its platform complains of it                         ┘         │
+    its platform complains of it                         │         │
+    a verdict calls for it (`remedies.py`)               ┘         │
     "tell" ──────────────────────────────────────────────── told ◄─┤
     too many at once, or in an hour ─── held_back ◄────────────────┤ ◄─ looked at each minute, until
                                                                    │    `elastic nodes clear`
                                                                 begun
     no worker gets a place there, Ray places nothing, successors are asked for
     the last worker with a place has left ──► NodeProvider.replace ──► replaced | failed
+                                     or, where a reboot is due and possible ──► rebooted
 
 The run leaves the machine as one that Ray drains, so it never falls below `min_replicas` for it.
 Whatever goes wrong here is written down, and harms nobody.
@@ -32,6 +34,7 @@ from elastic.providers.choice import open_provider
 from elastic.providers.node_provider import NodeProvider
 from elastic.ray_compat.cluster import cluster_address, drain_node, end_node
 from health.breaker import decide_hold
+from health.verdict import Step
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +121,21 @@ class Replacements:
         for event in self._unfinished:
             self._aside.spawn(self._go_on(event))
 
-    async def _suspect(self, machine: Machine, reason: str) -> None:
+    def mend(self, node: str, cause: str, detail: str, weight: float, step: Step) -> None:
+        """A verdict calls for a machine step of the ladder. It is remembered as what a loss says of
+        a machine is; a `weight` of 0.5 is enough."""
+        self._suspicions.accuse(node, cause, detail, weight, step)
+
+    def knows(self, node: str) -> bool:
+        """Whether a machine is suspect already, whatever becomes of it."""
+        return node in self._suspected
+
+    @property
+    def acts(self) -> bool:
+        """Whether anything is done, or only told."""
+        return self._provider is not None
+
+    async def _suspect(self, machine: Machine, reason: str, step: Step) -> None:
         node = machine.node.node
         if node in self._suspected:
             return
@@ -129,45 +146,47 @@ class Replacements:
             machine = await self._suspicions.machine_of(node)
         if self._provider is None:
             held = self._hold()
-            detail = "it would be replaced" if held is None else f"it would be held back: {held}"
-            self._note(machine, "told", reason, f'health.replace_nodes = "tell"; {detail}')
-        elif self._can_replace(machine, reason):
-            await self._replace_when_allowed(self._provider, machine, reason)
+            wanted = "replaced" if step == "replace_node" else f"mended ({step})"
+            detail = f"it would be {wanted}" if held is None else f"it would be held back: {held}"
+            self._note(machine, "told", reason, f'health.replace_nodes = "tell"; {detail}', step)
+        elif self._can_replace(machine, reason, step):
+            await self._replace_when_allowed(self._provider, machine, reason, step)
 
     async def _go_on(self, event: events.NodeReplacement) -> None:
         machine = await self._suspicions.machine_of(event.node)
-        if self._provider is None or not self._can_replace(machine, event.reason):
+        if self._provider is None or not self._can_replace(machine, event.reason, event.step):
             return
         if event.outcome == "begun":
-            await self._replace(self._provider, machine, event.reason)
+            await self._replace(self._provider, machine, event.reason, event.step)
         else:
-            await self._replace_when_allowed(self._provider, machine, event.reason)
+            await self._replace_when_allowed(self._provider, machine, event.reason, event.step)
 
-    def _can_replace(self, machine: Machine, reason: str) -> bool:
+    def _can_replace(self, machine: Machine, reason: str, step: Step) -> bool:
         """Whether it is known what to replace, and the cluster would live on."""
         if machine.unknown is not None:
-            self._note(machine, "failed", reason, f"it is not known: {machine.unknown}")
+            self._note(machine, "failed", reason, f"it is not known: {machine.unknown}", step)
         elif machine.node.head:
-            self._note(machine, "failed", reason, "Ray's head is there: the cluster would end")
+            why = "Ray's head is there: the cluster would end"
+            self._note(machine, "failed", reason, why, step)
         else:
             return True
         return False
 
     async def _replace_when_allowed(
-        self, provider: NodeProvider, machine: Machine, reason: str
+        self, provider: NodeProvider, machine: Machine, reason: str, step: Step
     ) -> None:
         if (held := self._hold()) is not None:
-            self._note(machine, "held_back", reason, held)
+            self._note(machine, "held_back", reason, held, step)
         while self._hold() is not None:
             if not await self._aside.goes_on_for(LOOK_S):
                 return
             if not await self._suspicions.stands(machine):
                 del self._suspected[machine.node.node]
-                self._note(machine, "cleared", reason, "nothing speaks against it any more")
+                self._note(machine, "cleared", reason, "nothing speaks against it any more", step)
                 return
         self._begun.append(time.time())
-        self._note(machine, "begun", reason, "it is left by its workers first")
-        await self._replace(provider, machine, reason)
+        self._note(machine, "begun", reason, "it is left by its workers first", step)
+        await self._replace(provider, machine, reason, step)
 
     def _hold(self) -> str | None:
         open_ = self._suspected.keys() - self._settled
@@ -180,8 +199,35 @@ class Replacements:
             most_per_hour=self._most_per_hour,
         )
 
-    async def _replace(self, provider: NodeProvider, machine: Machine, reason: str) -> None:
-        node = machine.node.node
+    async def _replace(
+        self, provider: NodeProvider, machine: Machine, reason: str, step: Step
+    ) -> None:
+        if not await self._leave(machine.node.node, reason):
+            return
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                outcome, done = await self._aside.on_thread(
+                    _carry_out, provider, machine, reason, step
+                )
+            except NoCapacityError as error:
+                again = f"{error} Asked again in {pause_s:g} s"
+                self._note(machine, "held_back", reason, again, step)
+            except Exception as error:
+                log.exception("%s is not replaced", machine.name)
+                self._note(machine, "failed", reason, f"{type(error).__name__}: {error}", step)
+                return
+            else:
+                rebooted = reason if outcome == "rebooted" else None
+                await self._suspicions.forget(machine, rebooted=rebooted)
+                self._note(machine, outcome, reason, done, step)
+                return
+            if not await self._aside.goes_on_for(pause_s):
+                return
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _leave(self, node: str, reason: str) -> bool:
+        """Has the run leave a machine. Returns whether it has: the run may end before."""
         await self._workers.drain_node(node, None, reason)
         try:
             await self._aside.on_thread(self._drain, node, None, reason)
@@ -189,31 +235,18 @@ class Replacements:
             log.warning("Ray does not drain node %s: %s", node, error)
         while self._workers.work_on(node):
             if not await self._aside.goes_on_for(LEAVE_S):
-                return
-        pause_s = FIRST_PAUSE_S
-        while True:
-            try:
-                done = await self._aside.on_thread(
-                    provider.replace, machine.node, machine.name, reason
-                )
-            except NoCapacityError as error:
-                self._note(machine, "held_back", reason, f"{error} Asked again in {pause_s:g} s")
-            except Exception as error:
-                log.exception("%s is not replaced", machine.name)
-                self._note(machine, "failed", reason, f"{type(error).__name__}: {error}")
-                return
-            else:
-                await self._suspicions.forget(machine)
-                self._note(machine, "replaced", reason, done)
-                return
-            if not await self._aside.goes_on_for(pause_s):
-                return
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                return False
+        return True
 
     def _note(
-        self, machine: Machine, outcome: events.ReplacementOutcome, reason: str, detail: str
+        self,
+        machine: Machine,
+        outcome: events.ReplacementOutcome,
+        reason: str,
+        detail: str,
+        step: Step,
     ) -> None:
-        if outcome in ("told", "replaced", "failed"):
+        if outcome in ("told", "rebooted", "replaced", "failed"):
             self._settled.add(machine.node.node)
         self._records.note(
             events.NodeReplacement(
@@ -223,5 +256,18 @@ class Replacements:
                 outcome=outcome,
                 reason=reason,
                 detail=detail,
+                step=step,
             )
         )
+
+
+def _carry_out(
+    provider: NodeProvider, machine: Machine, reason: str, step: Step
+) -> tuple[events.ReplacementOutcome, str]:
+    """Reboots a machine where that is due and possible, or replaces it. A reset of a GPU is met by
+    a reboot: it needs every process off the GPU, and rights that no worker has."""
+    if step in ("reset_gpu", "reboot"):
+        done = provider.reboot(machine.node, machine.name, reason)
+        if done is not None:
+            return "rebooted", done
+    return "replaced", provider.replace(machine.node, machine.name, reason)

@@ -50,6 +50,8 @@ class Replay:
     """Injected faults that went off, as they were ordered."""
     replacements: tuple[events.NodeReplacement, ...]
     """What became of suspect machines, in order."""
+    happened: Sequence[events.Event]
+    """All of it."""
 
 
 def replay(paths: RunPaths, start_step: int) -> Replay:
@@ -88,6 +90,7 @@ def replay(paths: RunPaths, start_step: int) -> Replay:
         until=newest.step if asked and newest and newest.time > asked[0] else None,
         fired=tuple(e.fault for e in _all(happened, events.FaultFired)),
         replacements=tuple(_all(happened, events.NodeReplacement)),
+        happened=happened,
     )
 
 

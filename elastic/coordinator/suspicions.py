@@ -22,11 +22,17 @@ from elastic.providers.node_provider import NodeIdentity, NodeProvider
 from elastic.ray_compat.cluster import find_node
 from elastic.reporting.suspect_file import SuspectFile
 from health.suspects import Mark, is_suspect
+from health.verdict import Step
 
 log = logging.getLogger(__name__)
 
 ASK_S = 60.0
 """How often the platform is asked."""
+
+REBOOTED, REBOOTED_WEIGHT = "rebooted", 0.3
+"""What a reboot leaves of the marks against a machine: not enough to make it suspect. Whatever
+speaks against it within the day calls for another machine, though. Source: gpud, which asks for an
+inspection where an Xid comes back after reboots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +71,8 @@ class Suspicions:
         provider: knows the machines; None: nobody does, and they go by what Ray calls them.
         workers: where there are any.
         aside: where all this is done.
-        suspect: told of each machine that is suspect, and why; of some more than once.
+        suspect: told of each machine that is suspect, why, and of the step of the ladder that is
+            due; of some more than once.
         find: what Ray knows of a node.
     """
 
@@ -75,7 +82,7 @@ class Suspicions:
         provider: NodeProvider | None,
         workers: Workers,
         aside: Aside,
-        suspect: Callable[[Machine, str], Awaitable[None]],
+        suspect: Callable[[Machine, str, Step], Awaitable[None]],
         find: Find = identify,
     ) -> None:
         self._run, self._file = paths.root.name, SuspectFile(paths.root.parent)
@@ -99,7 +106,13 @@ class Suspicions:
         elif isinstance(event, events.WorkerLost):
             weight = entry_of(event.cause).against_machine
             if weight:
-                self._aside.spawn(self._blame(event.node, event.cause, event.detail, weight))
+                self.accuse(event.node, event.cause, event.detail, weight)
+
+    def accuse(
+        self, node: str, cause: str, detail: str, weight: float, step: Step = "replace_node"
+    ) -> None:
+        """Something speaks against a machine. Where that is enough, `step` is due."""
+        self._aside.spawn(self._blame(node, cause, detail, weight, step))
 
     async def machine_of(self, node: str) -> Machine:
         """The machine below a node, as it was first known."""
@@ -128,10 +141,20 @@ class Suspicions:
             return True
         return is_suspect(record.get(machine.name, ()), time.time())
 
-    async def forget(self, machine: Machine) -> None:
-        """It is replaced: its name may come back on another."""
+    async def forget(self, machine: Machine, *, rebooted: str | None = None) -> None:
+        """It is replaced: its name may come back on another. Or it is `rebooted` for a reason, of
+        which a mark is left."""
         try:
             await self._aside.on_thread(self._file.clear, machine.name)
+            if rebooted is not None:
+                mark = Mark(
+                    time=time.time(),
+                    weight=REBOOTED_WEIGHT,
+                    cause=REBOOTED,
+                    run=self._run,
+                    detail=rebooted,
+                )
+                await self._aside.on_thread(self._file.add, machine.name, mark)
         except (OSError, SuspectFileError) as error:
             log.warning("%s is still remembered as suspect: %s", machine.name, error)
 
@@ -145,10 +168,12 @@ class Suspicions:
         if is_suspect(marks, time.time()):
             last = marks[-1]
             await self._suspect(
-                machine, f"remembered of run {last.run}: {last.cause}: {last.detail}"
+                machine,
+                f"remembered of run {last.run}: {last.cause}: {last.detail}",
+                "replace_node",
             )
 
-    async def _blame(self, node: str, cause: str, detail: str, weight: float) -> None:
+    async def _blame(self, node: str, cause: str, detail: str, weight: float, step: Step) -> None:
         machine, now = await self.machine_of(node), time.time()
         mark = Mark(time=now, weight=weight, cause=cause, run=self._run, detail=detail)
         try:
@@ -157,7 +182,8 @@ class Suspicions:
             log.warning("what speaks against %s is not remembered: %s", machine.name, error)
             marks = (mark,)
         if is_suspect(marks, now):
-            await self._suspect(machine, f"{cause}: {detail}")
+            again = any(one.cause == REBOOTED for one in marks)
+            await self._suspect(machine, f"{cause}: {detail}", "replace_node" if again else step)
 
     async def _ask_platform(self, provider: NodeProvider) -> None:
         """What the platform says of a machine in two looks running speaks against it."""
@@ -172,5 +198,5 @@ class Suspicions:
                 name = (await self.machine_of(node)).name
                 if node not in self._blamed and name in told and name in before:
                     self._blamed.add(node)
-                    self._aside.spawn(self._blame(node, "platform", told[name], 1.0))
+                    self.accuse(node, "platform", told[name], 1.0)
             before = told

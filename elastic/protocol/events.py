@@ -15,10 +15,14 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from elastic.protocol.causes import Cause
+from health.verdict import Step
 
 RegroupReason = Literal["fault", "grow", "heal", "drain", "move", "repair", "stop"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
-ReplacementOutcome = Literal["told", "held_back", "cleared", "begun", "replaced", "failed"]
+ReplacementOutcome = Literal[
+    "told", "held_back", "cleared", "begun", "rebooted", "replaced", "failed"
+]
+RemedyOutcome = Literal["told", "taken", "held_back"]
 RunOutcome = Literal["finished", "stopped", "failed", "interrupted"]
 
 
@@ -382,9 +386,39 @@ class NodeReplacement(Event):
     """The machine's name, which outlives Ray: an instance, a Kubernetes node, an address."""
     outcome: ReplacementOutcome
     """`told`: it stays, as `health.replace_nodes` is "tell"; `held_back`: not now; `cleared`:
-    nothing speaks against it any more; `begun`: the run leaves it; `replaced`; `failed`."""
+    nothing speaks against it any more; `begun`: the run leaves it; `rebooted`; `replaced`;
+    `failed`."""
     reason: str
     """What speaks against it."""
+    detail: str
+    """What was done, or why it was not."""
+    step: Step = "replace_node"
+    """The step of the ladder that was due (`health/ladder.py`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictReached(Event):
+    """The coordinator knows what is wrong, and what became of the step of the ladder that is due.
+    With all that came later in view, the report may say more."""
+
+    cause: str
+    """Name of a cause."""
+    workers: list[str]
+    """The workers at fault."""
+    nodes: list[str]
+    """Ray's ids of the machines at fault, where it is them."""
+    evidence: list[str]
+    """What shows it, the strongest first."""
+    confidence: str
+    """`likely` or `certain`."""
+    fingerprint: str
+    """Tells the fault from others, wherever it comes up again."""
+    committed: int
+    """Steps that the run had committed."""
+    step: Step
+    """The step of the ladder that is due."""
+    outcome: RemedyOutcome
+    """`told`: it was not taken, as `health.replace_nodes` is "tell"; `taken`; `held_back`."""
     detail: str
     """What was done, or why it was not."""
 

@@ -91,6 +91,13 @@ class Ec2Provider:
             new = self._launch(instance)
         return f"instance {new} was started; {self._let_go(machine, reason)}"
 
+    def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
+        if not self._config.reboot:
+            return None
+        self._own(machine, reason)
+        self._client("ec2").reboot_instances(InstanceIds=[machine])
+        return "it was rebooted"
+
     def complaints(self) -> dict[str, str]:
         return {}
 

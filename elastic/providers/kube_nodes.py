@@ -75,22 +75,37 @@ class KubeProvider:
             done = "the node is gone already"
         return f"{done}; {self._delete_pod(node, machine)}"
 
+    def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
+        path = f"/api/v1/nodes/{quote(machine)}"
+        try:
+            found = self._api.get(path)
+        except urllib.error.HTTPError as error:
+            if error.code != _NOT_FOUND:
+                raise
+            return None
+        if HEALTH_LABEL not in found["metadata"].get("labels", {}):
+            return None  # nobody in a plain cluster reboots a node
+        done = self._ask_hyperpod(path, REBOOT, reason)
+        return f"{done}; {self._delete_pod(node, machine)}"
+
     def complaints(self) -> dict[str, str]:
         nodes = self._api.get("/api/v1/nodes")["items"]
         found = {str(node["metadata"]["name"]): find_complaints(node) for node in nodes}
         return {name: told for name, told in found.items() if told is not None}
 
     def _take_out(self, path: str, found: Mapping[str, Any], reason: str) -> str:
-        change: dict[str, Any] = {"metadata": {"annotations": {REASON_NOTE: reason}}}
-        told = "the node was cordoned"
         if HEALTH_LABEL in found["metadata"].get("labels", {}):
-            wanted = REBOOT if self._config.reboot else REPLACE
-            change["metadata"]["labels"] = {HEALTH_LABEL: wanted}
-            told = f"HyperPod was asked for {wanted}"
-        if not told.endswith(REBOOT):  # it comes back, and nobody would lift the cordon
+            return self._ask_hyperpod(path, REBOOT if self._config.reboot else REPLACE, reason)
+        self._api.merge(path, _note(reason) | {"spec": {"unschedulable": True}})
+        return "the node was cordoned"
+
+    def _ask_hyperpod(self, path: str, wanted: str, reason: str) -> str:
+        change = _note(reason)
+        change["metadata"]["labels"] = {HEALTH_LABEL: wanted}
+        if wanted != REBOOT:  # it comes back, and nobody would lift the cordon
             change["spec"] = {"unschedulable": True}
         self._api.merge(path, change)
-        return told
+        return f"HyperPod was asked for {wanted}"
 
     def _delete_pod(self, node: NodeIdentity, machine: str) -> str:
         """An address may have gone to another pod meanwhile, which runs elsewhere."""
@@ -121,6 +136,10 @@ class KubeProvider:
     @property
     def _pods(self) -> str:
         return f"/api/v1/namespaces/{quote(self._api.namespace)}/pods"
+
+
+def _note(reason: str) -> dict[str, Any]:
+    return {"metadata": {"annotations": {REASON_NOTE: reason}}}
 
 
 def find_complaints(node: Mapping[str, Any]) -> str | None:

@@ -64,5 +64,8 @@ class LocalProvider:
             ) from error
         return f"another Ray node with {self._cpus} CPUs was started on this machine"
 
+    def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
+        return None
+
     def complaints(self) -> dict[str, str]:
         return {}

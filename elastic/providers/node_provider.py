@@ -54,5 +54,15 @@ class NodeProvider(Protocol):
             Exception: it was not done.
         """
 
+    def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
+        """Starts the machine anew, where it comes back by itself.
+
+        Returns:
+            What was done, in words; None: this machine cannot be rebooted so, replace it.
+
+        Raises:
+            Exception: it was not done.
+        """
+
     def complaints(self) -> dict[str, str]:
         """What the platform itself has against its machines now: machine -> in words."""

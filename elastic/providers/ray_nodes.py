@@ -24,5 +24,8 @@ class RayProvider:
         self._end_node(node.node)
         return "its Ray node was ended; another comes where Ray has an autoscaler"
 
+    def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
+        return None
+
     def complaints(self) -> dict[str, str]:
         return {}

@@ -44,11 +44,12 @@ from elastic.protocol.events import (
     StepRecord,
     StepSkipped,
     StopRequested,
+    VerdictReached,
     WorkerJoined,
     WorkerLost,
 )
 from elastic.reporting.callback import Callback
-from elastic.reporting.report import Report, format_replacement, report_text
+from elastic.reporting.report import Report, format_remedy, format_replacement, report_text
 
 TTY_INTERVAL_S = 0.1
 """Least time between two progress lines in a terminal: as fast as an eye can follow."""
@@ -155,6 +156,8 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return f"checkpoint of {event.step} steps cannot be read: {event.reason}"
         case SnapshotFailed():
             return f"snapshot of {event.step} steps cannot be read: {event.reason}"
+        case VerdictReached() if event.step not in ("retry", "new_process"):
+            return format_remedy(event)
         case NodeReplacement():
             return format_replacement(event)
         case ReplicasCompared(equal=False):

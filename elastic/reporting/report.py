@@ -31,6 +31,7 @@ from elastic.protocol.events import (
     StepRecord,
     StepSkipped,
     StepsTimed,
+    VerdictReached,
     plain_number,
 )
 from elastic.reporting.incidents import (
@@ -132,6 +133,8 @@ class Report:
     """What was wrong at each of them, and what helps."""
     replacements: tuple[NodeReplacement, ...]
     """How it ended with each machine that was suspect, in the order in which they became so."""
+    remedies: tuple[VerdictReached, ...]
+    """Verdicts that the run came to as it ran, and what it did about each, in order."""
     layout: dict[str, int]
     """Sizes of the layout at the last start."""
     versions: dict[str, str]
@@ -193,6 +196,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         incidents=tuple(incidents),
         verdicts=tuple(find_verdicts(events, steps, incidents)),
         replacements=tuple({e.node: e for e in _of(events, NodeReplacement)}.values()),
+        remedies=tuple(_of(events, VerdictReached)),
         layout=started[-1].layout if started else {},
         versions=started[-1].versions if started else {},
         settings=(started[-1].settings or {}) if started else {},
@@ -216,6 +220,9 @@ def report_text(report: Report) -> str:
         lines += ["", *_explained(report.incidents)]
     if report.verdicts:
         lines += ["", *(_verdict_line(one) for one in report.verdicts)]
+    beyond = [one for one in report.remedies if one.step not in ("retry", "new_process")]
+    if beyond:
+        lines += ["", *(format_remedy(one) for one in beyond)]
     if report.replacements:
         lines += ["", *(format_replacement(one) for one in report.replacements)]
     return "\n".join(lines) + "\n"
@@ -245,6 +252,14 @@ def _profile_lines(profile: Mapping[str, Any]) -> list[str]:
         for o in profile["operators"]
     ]
     return [head, *_table(_OPERATOR_COLUMNS, rows)]
+
+
+def format_remedy(event: VerdictReached) -> str:
+    """A verdict and what was done about it, in one line."""
+    whom = _some(event.nodes or event.workers)
+    done = event.outcome.replace("_", " ") + (f" ({event.detail})" if event.detail else "")
+    shown = "".join(line.splitlines()[-1] for line in event.evidence[:1] if line)
+    return f"{event.cause}, {whom}: {event.step.replace('_', ' ')}: {done}: {shown}"
 
 
 def format_replacement(event: NodeReplacement) -> str:

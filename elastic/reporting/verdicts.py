@@ -6,9 +6,8 @@ losses, and what the machines showed round that time. `health/diagnosis.py` deci
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -60,14 +59,18 @@ def find_verdicts(
         steps: its committed steps, in order.
         incidents: as `find_incidents` gives them.
     """
-    facts, ledger, found = EventFacts(events), EMPTY, []
+    facts, ledger = EventFacts(events), EMPTY
+    found: list[Advice] = []
 
-    def add(time: float, step: int, of: Facts) -> None:
+    def add(time: float, step: int, of: Facts, *, at_end: bool = False) -> None:
         nonlocal ledger
         committed = bisect_right(steps, time, key=lambda step: step.time)
+        known = {(one.verdict.fingerprint, one.verdict.nodes) for one in found} if at_end else ()
         for verdict in diagnose(of):
+            if (verdict.fingerprint, verdict.nodes) in known:
+                continue  # it stands since an incident, and has not come again
             remedy = decide_step(verdict, ledger, committed)
-            ledger = ledger.with_try(verdict, committed)
+            ledger = ledger.with_try(verdict.fingerprint, committed)
             found.append(Advice(time=time, step=step, verdict=verdict, remedy=remedy))
 
     for incident in incidents:
@@ -75,40 +78,62 @@ def find_verdicts(
         of = facts.between(begin - BEFORE_S, end + AFTER_S, incident.workers)
         add(incident.time, incident.step, of)
     if facts.shown_s is not None:
-        add(facts.shown_s, steps[-1].step + 1 if steps else 0, facts.standing())
+        add(facts.shown_s, steps[-1].step + 1 if steps else 0, facts.standing(), at_end=True)
     return found
 
 
 class EventFacts:
     """What the events of a run say, indexed: of ten thousand incidents none looks through all of
-    them.
+    them, nor at machines that show nothing.
 
     Args:
-        events: all of the run.
+        events: of the run, so far.
     """
 
-    def __init__(self, events: Sequence[Event]) -> None:
-        self.shown_s: float | None = None
-        """When a machine has told last what it shows; None: none did."""
+    def __init__(self, events: Iterable[Event] = ()) -> None:
         self._nodes: dict[str, str] = {}
         self._replicas: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._lost: dict[str, WorkerLost] = {}
-        self._shown: dict[str, list[SignsChanged]] = defaultdict(list)
         self._groups: list[CrossGroupLost] = []
+        self._told: list[SignsChanged] = []
+        """In order of time."""
+        self._passed = 0
+        """Those of them that `_stood` has taken in."""
+        self._stood: dict[str, SignsChanged] = {}
+        """Node -> what it showed then; of those that showed something."""
+        self._base: dict[str, SignsChanged] = {}
+        """What they showed before the first of `_told`."""
         for event in events:
-            if isinstance(event, (WorkerJoined, WorkerLost)):
-                self._nodes[event.worker] = event.node
-            if isinstance(event, ReplicaForming):
-                self._replicas |= dict.fromkeys(event.workers, f"replica {event.replica}")
-            elif isinstance(event, WorkerLost):
-                self._lost[event.worker] = event
-            elif isinstance(event, SignsChanged):
-                self._names |= dict.fromkeys((*event.names, event.node), event.node)
-                self._shown[event.node].append(event)
-                self.shown_s = event.time
-            elif isinstance(event, CrossGroupLost):
-                self._groups.append(event)
+            self.take(event)
+
+    @property
+    def shown_s(self) -> float | None:
+        """When a machine has told last what it shows; None: none did."""
+        return self._told[-1].time if self._told else None
+
+    def take(self, event: Event) -> None:
+        """One more event."""
+        if isinstance(event, (WorkerJoined, WorkerLost)):
+            self._nodes[event.worker] = event.node
+        if isinstance(event, ReplicaForming):
+            self._replicas |= dict.fromkeys(event.workers, f"replica {event.replica}")
+        elif isinstance(event, WorkerLost):
+            self._lost[event.worker] = event
+        elif isinstance(event, SignsChanged):
+            self._names |= dict.fromkeys((*event.names, event.node), event.node)
+            insort(self._told, event, key=_time)
+        elif isinstance(event, CrossGroupLost):
+            insort(self._groups, event, key=_time)
+
+    def forget_before(self, time: float) -> None:
+        """Drops what no incident after `time`, in seconds since the epoch, needs."""
+        self._stand_at(time)
+        del self._told[: self._passed], self._groups[: bisect_left(self._groups, time, key=_time)]
+        self._passed, self._base = 0, dict(self._stood)
+        for worker in [w for w, event in self._lost.items() if event.time < time]:
+            del self._lost[worker], self._nodes[worker]
+            self._replicas.pop(worker, None)
 
     def between(self, begin: float, end: float, lost: Sequence[str]) -> Facts:
         """The facts of an incident.
@@ -122,11 +147,13 @@ class EventFacts:
         failed = self._groups[
             bisect_left(self._groups, begin, key=_time) : bisect_right(self._groups, end, key=_time)
         ]
+        self._stand_at(begin)
+        told = self._told[self._passed : bisect_right(self._told, end, key=_time)]
         return Facts(
             signs=[
                 *(sign for event in losses for sign in _signs_of_loss(event)),
                 *(sign for event in failed for sign in _signs_of_group(event)),
-                *(s for shown in self._shown.values() for s in _signs_of_node(shown, begin, end)),
+                *_signs_of_nodes([*self._stood.values(), *told]),
             ],
             nodes=self._nodes,
             replicas={e.worker: e.slot.split(" shard")[0] for e in losses if e.slot},
@@ -137,16 +164,29 @@ class EventFacts:
         """What the machines show at the end, of those who were not lost."""
         here = self._nodes.keys() - self._lost.keys()
         nodes = {worker: self._nodes[worker] for worker in here}
+        self._stand_at(inf)
+        live = {*nodes.values()}
         return Facts(
-            signs=[
-                s
-                for n in sorted({*nodes.values()})
-                for s in _signs_of_node(self._shown[n], inf, inf)
-            ],
+            signs=_signs_of_nodes(
+                [self._stood[node] for node in sorted(self._stood.keys() & live)]
+            ),
             nodes=nodes,
             replicas={w: replica for w, replica in self._replicas.items() if w in here},
             names=self._names,
         )
+
+    def _stand_at(self, time: float) -> None:
+        """Brings `_stood` to just before `time`. Incidents come in order, nearly: to go back is to
+        begin anew."""
+        upto = bisect_left(self._told, time, key=_time)
+        if upto < self._passed:
+            self._passed, self._stood = 0, dict(self._base)
+        for event in self._told[self._passed : upto]:
+            if event.signs:
+                self._stood[event.node] = event
+            else:
+                self._stood.pop(event.node, None)
+        self._passed = upto
 
 
 def _time(event: Event) -> float:
@@ -185,9 +225,10 @@ def _signs_of_group(event: CrossGroupLost) -> Iterator[Sign]:
     yield from find_signs(event.reason.splitlines(), "worker", where, event.time)
 
 
-def _signs_of_node(shown: Sequence[SignsChanged], begin: float, end: float) -> list[Sign]:
-    """What stood on a node at a time, and what came up to another."""
-    first = max(0, bisect_left(shown, begin, key=_time) - 1)
-    told = shown[first : bisect_right(shown, end, key=_time)]
-    signs = (sign_from_json(data) for event in told for data in event.signs)
-    return list({(s.name, s.of, s.worker, s.peer): s for s in signs if s is not None}.values())
+def _signs_of_nodes(told: Iterable[SignsChanged]) -> list[Sign]:
+    """What nodes have shown, each sign as it was last."""
+    found: dict[tuple[object, ...], Sign] = {}
+    for event in told:
+        for sign in filter(None, map(sign_from_json, event.signs)):
+            found[event.node, sign.name, sign.of, sign.worker, sign.peer] = sign
+    return list(found.values())

@@ -23,6 +23,7 @@ from elastic.protocol.events import Event
 from elastic.providers.ec2_spot import METADATA_VARIABLE
 from elastic.reporting.event_log import read_events, read_steps
 from tests.support import ROOT
+from tests.support.autoscaling import AutoscaledCluster
 from tests.support.draining import announce_drain
 from tests.support.fakes.metadata import serve_metadata
 from tests.support.growing_run import STEPS
@@ -52,7 +53,11 @@ class GrowingRun:
     """A worker on a machine that is to go."""
 
     def __init__(
-        self, cluster: Cluster, storage: Path, *sizes: int, program: Path = PROGRAM
+        self,
+        cluster: Cluster | AutoscaledCluster,
+        storage: Path,
+        *sizes: object,
+        program: Path = PROGRAM,
     ) -> None:
         self.gate, self.root, self._log = storage / "gate", storage / "run", storage / "log"
         arguments = [cluster.address, storage, self.gate, *sizes]

@@ -15,8 +15,10 @@ from elastic.protocol.events import Event
 from elastic.reporting.suspect_file import SuspectFile
 from tests.integration.test_growth import GrowingRun, joined, lost
 from tests.support import ROOT
+from tests.support.autoscaling import autoscaled_cluster
 
 PATIENCE_S = 30.0
+PROGRAM = ROOT / "tests/support/replaced_node_run.py"
 
 
 @pytest.fixture
@@ -42,24 +44,28 @@ def trains_on(all_: list[Event], node: str) -> bool:
     return bool(formed) and len(lanes) == 3 and bool(lanes.get(str(formed[-1].replica)))
 
 
+def nodes(all_: list[Event]) -> set[str]:
+    return {e.node for e in joined(all_)}
+
+
+def replacements(all_: list[Event]) -> list[events.NodeReplacement]:
+    return [e for e in all_ if isinstance(e, events.NodeReplacement)]
+
+
 @pytest.mark.slow
 def test_a_machine_with_a_wrong_state_is_replaced(machines: Cluster, tmp_path: Path) -> None:
     before = {node.node_id: node for node in machines.worker_nodes}
-    run = GrowingRun(machines, tmp_path, program=ROOT / "tests/support/replaced_node_run.py")
+    run = GrowingRun(machines, tmp_path, "local", program=PROGRAM)
     internals: Any = _raylet
     fresh: set[str] = set()
     try:
-        run.wait_for(
-            lambda all_: any(
-                isinstance(e, events.NodeReplacement) and e.outcome == "replaced" for e in all_
-            )
-        )
+        run.wait_for(lambda all_: any(e.outcome == "replaced" for e in replacements(all_)))
         happened = run.wait_for(lambda all_: bool({e.node for e in joined(all_)} - before.keys()))
         (new,) = fresh = {e.node for e in joined(happened)} - before.keys()
         run.wait_for(lambda all_: trains_on(all_, new))
         run.finish()
         wrong = lost(run.events())[0]  # another worker may have started there before the verdict
-        begun, done = (e for e in run.events() if isinstance(e, events.NodeReplacement))
+        begun, done = replacements(run.events())
         assert (begun.outcome, begun.node, wrong.cause) == ("begun", wrong.node, "corruption")
         assert done.detail == "another Ray node with 1 CPUs was started on this machine"
         raylet: Any = before[wrong.node].all_processes["raylet"][0].process
@@ -70,3 +76,24 @@ def test_a_machine_with_a_wrong_state_is_replaced(machines: Cluster, tmp_path: P
         for node in fresh:  # the others are the cluster's to end
             gcs = internals.GcsClient(address=machines.address)
             gcs.drain_nodes([bytes.fromhex(node)], timeout=PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_rays_autoscaler_brings_a_machine_for_the_one_that_is_replaced(tmp_path: Path) -> None:
+    """It has started all of them: nobody else brings a node. One more than the run needs, so that
+    the successor comes before the machine at fault is left."""
+    with autoscaled_cluster(least=3, most=4) as cluster:
+        run = GrowingRun(cluster, tmp_path, "ray", program=PROGRAM)
+        try:
+            happened = run.wait_for(lambda all_: bool(lost(all_)))
+            before = {e.node for e in joined(happened)}
+            run.wait_for(lambda all_: any(e.outcome == "replaced" for e in replacements(all_)))
+            run.wait_for(lambda all_: any(trains_on(all_, new) for new in nodes(all_) - before))
+            run.finish()
+            wrong = lost(run.events())[0]
+            begun, done = replacements(run.events())
+            assert (begun.outcome, begun.node, begun.machine) == ("begun", wrong.node, wrong.node)
+            assert done.detail.startswith("its Ray node was ended")
+            assert wrong.node not in cluster.living_nodes()
+        finally:
+            run.close()

@@ -33,6 +33,8 @@ class Cloud:
         """Subnet, or "" for requests without one -> error code of RunInstances there."""
         self.launches: list[dict[str, str]] = []
         """The parameters of every RunInstances, as they came."""
+        self.reboots: list[str] = []
+        """The instance of every RebootInstances."""
         self.ec2: Any = boto3.client("ec2")
         self.scaling: Any = boto3.client("autoscaling")
         (self.image, *_) = (one["ImageId"] for one in self.ec2.describe_images()["Images"])
@@ -132,6 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
             subnet = asked.get("SubnetId") or asked.get("NetworkInterface.1.SubnetId", "")
             if subnet in server.cloud.refuse:
                 return self._refuse(server.cloud.refuse[subnet])
+        if server.cloud is not None and asked.get("Action") == "RebootInstances":
+            server.cloud.reboots.append(asked["InstanceId.1"])
         upstream = http.client.HTTPConnection(server.upstream, timeout=60)
         upstream.request("POST", urlsplit(self.path).path, body, dict(self.headers.items()))
         answer = upstream.getresponse()

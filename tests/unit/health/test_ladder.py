@@ -10,11 +10,11 @@ def verdict(
     cause: str,
     remedy: Step | None = None,
     confidence: Confidence = "certain",
-    node: str = "n1",
+    node: str | None = "n1",
 ) -> Verdict:
     return Verdict(
         cause=cause,
-        nodes=(node,),
+        nodes=() if node is None else (node,),
         evidence=("seen",),
         confidence=confidence,
         signs=(cause,),
@@ -27,7 +27,7 @@ def climb(found: Verdict, tries: int) -> list[Step | None]:
     ledger, steps = EMPTY, []
     for _ in range(tries):
         steps.append(decide_step(found, ledger, 7))
-        ledger = ledger.with_try(found, 7)
+        ledger = ledger.with_try(found.fingerprint, 7)
     return steps
 
 
@@ -46,6 +46,12 @@ def climb(found: Verdict, tries: int) -> list[Step | None]:
         (verdict("gpu_error", "retry"), ["new_process"]),  # no less than the cause asks for
         (verdict("node"), ["replace_node", "stop"]),
         (verdict("anothers_cause"), ["new_process", "other_seat"]),
+        # No machine is at fault: none goes.
+        (verdict("crash", node=None), ["new_process", "other_seat", "stop"]),
+        (verdict("collective", node=None), ["retry", "new_process", "other_seat", "stop"]),
+        # What is slow stops nobody.
+        (verdict("slow", node=None), ["other_seat", "other_seat"]),
+        (verdict("slow"), ["other_seat", "replace_node", "replace_node"]),
     ],
 )
 def test_each_time_more(found: Verdict, steps: list[Step | None]) -> None:
@@ -59,13 +65,13 @@ def test_nothing_is_done_for_a_weak_one() -> None:
 
 def test_a_step_of_progress_begins_anew() -> None:
     found = verdict("crash")
-    ledger = EMPTY.with_try(found, 7).with_try(found, 7)
-    assert (ledger.tries(found, 7), ledger.tries(found, 8)) == (2, 0)
+    ledger = EMPTY.with_try(found.fingerprint, 7).with_try(found.fingerprint, 7)
+    assert (ledger.tries(found.fingerprint, 7), ledger.tries(found.fingerprint, 8)) == (2, 0)
     assert decide_step(found, ledger, 8) == "new_process"
-    assert ledger.with_try(found, 8).tries(found, 8) == 1
+    assert ledger.with_try(found.fingerprint, 8).tries(found.fingerprint, 8) == 1
 
 
 def test_a_fault_that_moves_to_another_machine_is_the_same_and_another_is_not() -> None:
-    ledger = EMPTY.with_try(verdict("crash"), 7)
+    ledger = EMPTY.with_try(verdict("crash").fingerprint, 7)
     assert decide_step(verdict("crash", node="n2"), ledger, 7) == "other_seat"
     assert decide_step(verdict("hang"), ledger, 7) == "new_process"

@@ -3,12 +3,16 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic.cli.main import main
+from elastic.protocol import events
+from elastic.protocol.causes import CRASH
 from elastic.reporting.suspect_file import SuspectFile
 from health.suspects import Mark
+from health.verdict import Sign
 
 
 def test_machines_are_listed_the_worst_first_and_forgotten(
@@ -56,3 +60,70 @@ def test_a_storage_path_that_does_not_exist_is_told(
 ) -> None:
     assert main(["nodes", "clear", str(tmp_path / "nowhere"), "m"]) == 2
     assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_verdicts_against_machines_are_exported_as_health_events(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fields and their kinds are those of NVSentinel's HealthEvents."""
+    sign = Sign(
+        name="gpu_lost",
+        source="reading",
+        role="root",
+        cause="gpu_error",
+        subject="gpu",
+        detail="the driver cannot reach it any more",
+        node="ab12",
+        decisive=True,
+        remedy="reboot",
+    )
+    known: list[events.Event] = [
+        events.WorkerJoined(time=1.0, worker="w1", node="ab12", pid=1, born_ticks=None),
+        events.WorkerJoined(time=1.0, worker="w2", node="cd34", pid=1, born_ticks=None),
+        events.SignsChanged(time=1.5, node="ab12", names=["ip-10-0-0-9"], signs=[sign.to_json()]),
+    ]
+    crash = events.WorkerLost(
+        time=500.0, worker="w2", node="cd34", pid=1, slot=None, cause=CRASH, detail="gone"
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def exported(*more: events.Event) -> list[dict[str, Any]]:
+        lines = [json.dumps(event.to_json()) for event in (*known, *more)]
+        (run / "events.jsonl").write_text("\n".join(lines) + "\n")
+        assert main(["nodes", "export", str(run)]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["version"] == 1
+        return list(told["events"])
+
+    (one,) = exported(crash)  # of which no machine is to blame
+    assert one == {
+        "version": 1,
+        "agent": "elastictrainer",
+        "componentClass": "GPU",
+        "checkName": "gpu_error",
+        "isFatal": True,
+        "isHealthy": False,
+        "message": "the driver cannot reach it any more",
+        "recommendedAction": "RESTART_VM",
+        "errorCode": ["gpu_lost"],
+        "entitiesImpacted": [{"entityType": "NODE", "entityValue": "ip-10-0-0-9"}],
+        "metadata": {"run": "run", "step": "0", "ray_node": "ab12", "confidence": "certain"},
+        "generatedTimestamp": "1970-01-01T00:08:20.000Z",
+        "nodeName": "ip-10-0-0-9",
+        "quarantineOverrides": None,
+        "drainOverrides": None,
+    }
+    told = events.NodeReplacement(
+        time=2.0, node="ab12", machine="i-0123", outcome="told", reason="", detail=""
+    )
+    (one,) = exported(told)
+    assert one["nodeName"] == "i-0123", "as its provider knows it"
+
+
+def test_an_export_of_what_is_no_run_is_one_line_of_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["nodes", "export", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("elastic: ") and "no run's directory" in line

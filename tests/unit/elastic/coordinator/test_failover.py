@@ -93,6 +93,7 @@ def replayed() -> Replay:
         leaving=frozenset(),
         draining_nodes=frozenset(),
         shunned_nodes=frozenset(),
+        happened=(),
         generation=1,
         began=0,
         restored=1,

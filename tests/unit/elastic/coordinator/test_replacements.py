@@ -267,6 +267,9 @@ class Scarce:
             raise self.errors.pop(0)
         return "done"
 
+    def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
+        return None
+
     def complaints(self) -> dict[str, str]:
         return {}
 

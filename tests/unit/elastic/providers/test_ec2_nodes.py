@@ -27,6 +27,7 @@ def server() -> Iterator[Cloud]:
 def cloud(server: Cloud) -> Cloud:
     server.refuse.clear()
     server.launches.clear()
+    server.reboots.clear()
     return server
 
 
@@ -61,6 +62,16 @@ def test_one_without_the_tag_is_left_alone(cloud: Cloud) -> None:
         assert REASON in str(caught.value)
     assert cloud.state(other) == "running" and not tags(cloud.look(other))
     assert not cloud.launches
+
+
+def test_one_is_rebooted_where_its_image_starts_ray_and_it_has_the_tag(cloud: Cloud) -> None:
+    ours, other = cloud.instance()["InstanceId"], cloud.instance(tagged=False)["InstanceId"]
+    assert provider().reboot(node(), ours, REASON) is None, "it would not come back"
+    assert provider(reboot=True).reboot(node(), ours, REASON) == "it was rebooted"
+    assert cloud.reboots == [ours] and cloud.state(ours) == "running"
+    with pytest.raises(ReplaceError, match="tag cluster=llama, and it is left alone"):
+        provider(reboot=True).reboot(node(), other, REASON)
+    assert cloud.reboots == [ours]
 
 
 def test_a_group_replaces_its_instance_at_the_same_size(cloud: Cloud) -> None:

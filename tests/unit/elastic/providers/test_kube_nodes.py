@@ -78,6 +78,19 @@ def test_hyperpod_is_asked_by_its_label(kube: Kube, reboot: bool, status: str) -
     assert ("unschedulable" in kube.nodes["n1"]["spec"]) is not reboot
 
 
+def test_only_hyperpod_reboots_a_node_where_that_is_due(kube: Kube) -> None:
+    before = copy.deepcopy(kube.nodes["n1"])
+    assert provider(kube).reboot(POD, "n1", REASON) is None
+    assert kube.nodes["n1"] == before and "ray-worker-7" in kube.pods
+    kube.add_node("n1", **{HEALTH_LABEL: "Schedulable"})
+    said = provider(kube).reboot(POD, "n1", REASON)
+    assert said == "HyperPod was asked for UnschedulablePendingReboot; pod ray-worker-7 was deleted"
+    assert kube.nodes["n1"]["metadata"]["labels"] == {HEALTH_LABEL: "UnschedulablePendingReboot"}
+    assert "unschedulable" not in kube.nodes["n1"]["spec"]
+    del kube.nodes["n1"]
+    assert provider(kube).reboot(POD, "n1", REASON) is None
+
+
 def test_a_node_that_is_gone_counts_as_taken_out(kube: Kube) -> None:
     del kube.nodes["n1"]
     said = provider(kube).replace(POD, "n1", REASON)

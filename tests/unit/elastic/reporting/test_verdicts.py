@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,10 @@ from elastic.protocol.events import (
     WorkerJoined,
     WorkerLost,
 )
+from elastic.reporting import verdicts
 from elastic.reporting.incidents import find_incidents
-from elastic.reporting.verdicts import AFTER_S, BEFORE_S, Advice, find_verdicts
-from health.verdict import Sign
+from elastic.reporting.verdicts import AFTER_S, BEFORE_S, Advice, EventFacts, find_verdicts
+from health.verdict import Sign, sign_from_json
 
 XID = Sign(
     name="xid_79",
@@ -96,7 +98,7 @@ def test_the_same_fault_again_asks_for_more_until_a_step_is_committed() -> None:
     assert [of(f)[3] for f in found(*starts, *separate)] == [
         "new_process",
         "other_seat",
-        "replace_node",
+        "stop",  # on the third machine it is none's fault
     ]
     step = StepRecord(
         step=0,
@@ -178,3 +180,59 @@ def test_a_slow_replica_is_named_at_the_end() -> None:
 def test_signs_of_another_version_are_passed_by() -> None:
     event = SignsChanged(time=99.0, node="n1", names=[], signs=[{"later": 1}, XID.to_json()])
     assert found(event, lost("w1", 100.0))[0].verdict.cause == "gpu_error"
+
+
+def test_facts_of_a_run_that_goes_on_are_those_of_its_whole_record() -> None:
+    """Taken one by one, and forgotten where nothing needs them any more."""
+    told = [
+        shows("n1", 10.0, XID),
+        shows("n2", 20.0, replace(GPU_LOST, node="n2")),
+        shows("n1", 300.0),
+        shows("n3", 395.0, replace(XID, node="n3")),
+    ]
+    loss = lost("w3", 400.0)
+    whole = EventFacts([*told, loss])
+    grown = EventFacts()
+    for event in told:
+        grown.take(event)
+        grown.forget_before(event.time - BEFORE_S)
+    grown.take(loss)
+    expected = {("gpu_lost", "n2"), ("xid_79", "n3"), ("crash", "n3")}
+    for facts in (whole, grown, grown):
+        signs = facts.between(400.0 - BEFORE_S, 430.0, ["w3"]).signs
+        assert {(sign.name, sign.node) for sign in signs} == expected
+    earlier = whole.between(15.0, 25.0, []).signs  # back in time
+    assert {(sign.name, sign.node) for sign in earlier} == {("xid_79", "n1"), ("gpu_lost", "n2")}
+    grown.forget_before(500.0)
+    for one in (whole, grown):
+        one.take(shows("n4", 580.0, replace(XID, node="n4")))
+    for begin in (600.0, 550.0):  # and back
+        later = grown.between(begin, 700.0, []).signs
+        assert later == whole.between(begin, 700.0, []).signs
+        assert {(sign.name, sign.node) for sign in later} == {
+            ("gpu_lost", "n2"),
+            ("xid_79", "n3"),
+            ("xid_79", "n4"),
+        }
+
+
+def test_facts_of_many_incidents_look_at_no_machine_that_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1,000 machines that have each shown something once, and 1,000 incidents: signs are read as
+    often as there is something to read."""
+    read: list[None] = []
+
+    def counted(data: dict[str, Any]) -> Sign | None:
+        read.append(None)
+        return sign_from_json(data)
+
+    monkeypatch.setattr(verdicts, "sign_from_json", counted)
+    events: list[Event] = []
+    for i in range(1000):
+        sign = replace(XID, node=f"m{i}")
+        events += [shows(f"m{i}", 1000.0 * i + 1, sign), shows(f"m{i}", 1000.0 * i + 2)]
+    facts = EventFacts(events)
+    for i in range(1000):
+        facts.between(1000.0 * i, 1000.0 * i + 10, [])
+    assert len(read) == 1000

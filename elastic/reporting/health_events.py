@@ -1,0 +1,88 @@
+"""Verdicts against machines as health events of NVIDIA's NVSentinel, for who runs the nodes. Pure.
+
+The shape is that of its `HealthEvents` message (version 1) as JSON; enumerations by name. One event
+for a fault of a machine, of the last time that it was found. Source: NVSentinel, docs/DATA_FLOW.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from elastic.protocol.events import Event, NodeReplacement, SignsChanged
+from elastic.reporting.verdicts import Advice
+from health.verdict import Step, Verdict
+
+_AGENT = "elastictrainer"
+
+_ACTIONS: Mapping[Step, str] = {
+    "reset_gpu": "COMPONENT_RESET",
+    "reboot": "RESTART_VM",
+    "replace_node": "REPLACE_VM",
+}
+"""What NVSentinel is to do. The other steps are the run's own business."""
+
+_COMPONENTS = {"gpu_error": "GPU", "gpu_memory": "GPU", "link": "NIC"}
+"""Cause -> the part that it is of; the whole node where it is not here."""
+
+_MOST_EVIDENCE = 5
+"""Lines in a message."""
+
+
+def to_health_events(
+    verdicts: Iterable[Advice], events: Sequence[Event], run: str
+) -> dict[str, Any]:
+    """The message, in the order of the verdicts. Verdicts against no machine are left out.
+
+    Args:
+        verdicts: of a run.
+        events: all of it: they tell what its nodes are called.
+        run: its name.
+    """
+    names = _names(events)
+    last = {
+        (advice.verdict.fingerprint, node): _health_event(advice, names.get(node, node), node, run)
+        for advice in verdicts
+        for node in advice.verdict.nodes
+    }
+    return {"version": 1, "events": list(last.values())}
+
+
+def _names(events: Sequence[Event]) -> dict[str, str]:
+    """Ray's id of a node -> its machine: as its provider calls it, or else as it calls itself."""
+    shown = {e.node: e.names[0] for e in events if isinstance(e, SignsChanged) and e.names}
+    return shown | {e.node: e.machine for e in events if isinstance(e, NodeReplacement)}
+
+
+def _health_event(advice: Advice, machine: str, node: str, run: str) -> dict[str, Any]:
+    verdict = advice.verdict
+    when = datetime.fromtimestamp(advice.time, tz=timezone.utc)
+    action = "NONE" if advice.remedy is None else _ACTIONS.get(advice.remedy, "NONE")
+    return {
+        "version": 1,
+        "agent": _AGENT,
+        "componentClass": _COMPONENTS.get(verdict.cause, "NODE"),
+        "checkName": verdict.cause,
+        "isFatal": action != "NONE",
+        "isHealthy": False,
+        "message": "\n".join(verdict.evidence[:_MOST_EVIDENCE]),
+        "recommendedAction": action,
+        "errorCode": list(verdict.signs),
+        "entitiesImpacted": _entities(verdict, machine),
+        "metadata": {
+            "run": run,
+            "step": str(advice.step),
+            "ray_node": node,
+            "confidence": verdict.confidence,
+        },
+        "generatedTimestamp": when.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        "nodeName": machine,
+        "quarantineOverrides": None,
+        "drainOverrides": None,
+    }
+
+
+def _entities(verdict: Verdict, machine: str) -> list[dict[str, str]]:
+    devices = [{"entityType": "LINK", "entityValue": link} for link in verdict.links]
+    return [{"entityType": "NODE", "entityValue": machine}, *devices]
