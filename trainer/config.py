@@ -57,6 +57,10 @@ class OptimizerConfig:
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the moments. `bfloat16`: four bytes a parameter less; an update is computed
     in float32 and rounded up or down at random, the same way on all replicas."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the parameters that the optimizer updates and that checkpoints hold.
+    `bfloat16`: two bytes a parameter less; they are rounded as such moments are. Gradients stay
+    float32."""
     schedule: Schedule | None = None
     """The learning rate by step, in place of `lr`, `min_lr_ratio` and `warmup_steps`; None: warm-up
     and cosine by these three."""
@@ -73,11 +77,12 @@ class OptimizerConfig:
 
     @property
     def info(self) -> dict[str, Any]:
-        """See Optimizer. With float32 moments and without a schedule of one's own it is what it was
-        before there were any: exports of old checkpoints read it."""
+        """See Optimizer. With float32 throughout and without a schedule of one's own it is what it
+        was before there was anything else: exports of old checkpoints read it."""
         info = asdict(self)
-        if self.moment_dtype == "float32":
-            del info["moment_dtype"]
+        for name in ("moment_dtype", "master_dtype"):
+            if info[name] == "float32":
+                del info[name]
         fields = info.pop("schedule")
         if self.schedule is None:
             return info
@@ -111,10 +116,13 @@ class OptimizerConfig:
             {"params": decayed, "weight_decay": self.weight_decay},
             {"params": plain, "weight_decay": 0.0},
         ]
-        if self.moment_dtype == "bfloat16":
+        if "bfloat16" in (self.moment_dtype, self.master_dtype):
             from trainer.rounded_adamw import RoundedAdamW
 
-            return RoundedAdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps)
+            dtype = getattr(torch, self.moment_dtype)
+            return RoundedAdamW(
+                groups, lr=self.lr, betas=self.betas, eps=self.eps, moment_dtype=dtype
+            )
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 
     @cached_property
@@ -217,7 +225,8 @@ class TrainConfig:
     `trainer.models.converter`."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Number format of the computation. Parameters stay float32, and so do sums inside a replica;
-    for those over replicas see `reduce_dtype`, for the moments `OptimizerConfig.moment_dtype`."""
+    for those over replicas see `reduce_dtype`, for parameters and moments `master_dtype` and
+    `moment_dtype` of `OptimizerConfig`."""
     recompute: Literal["full", "selective"] | int | None = None
     """Activations that backward computes again instead of keeping them: `full`, all inside each
     block; a number n, all inside each n-th block; `selective`, all but attention and every second

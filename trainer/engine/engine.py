@@ -27,7 +27,7 @@ from trainer.engine.batches import to_device
 from trainer.engine.build import build_model, family_of_task
 from trainer.engine.flat_layout import FlatLayout
 from trainer.engine.names import PARAMETERS
-from trainer.engine.optimizer import SliceOptimizer, make_optimizer
+from trainer.engine.optimizer import SliceOptimizer, as_leaf, make_optimizer
 from trainer.engine.state import WorkerState
 from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
@@ -107,12 +107,12 @@ class Engine:
             counted_elsewhere=self._elsewhere,
             bucket_bytes=train.bucket_bytes or BUCKET_BYTES[device],
         )
-        self._watch = BackwardWatch(self.model, slot.dims.fsdp)
+        self._watch = BackwardWatch(self.model, slot.dims.fsdp, self.layout.wide)
         self.compiles_next = train.compile != "off"
         """Whether the next micro-batch is the model's first, in which its blocks are compiled."""
         self._lane, self._lane_views = torch.empty(0), list[torch.Tensor]()
         if heir_of is None:
-            self._leaves = [nn.Parameter(local) for local in self.layout.locals]
+            self._leaves = [as_leaf(local) for local in self.layout.locals]
             self.replace_gradient()
             self.optimizer = self._make_optimizer()
             self.state = self._make_state()
@@ -200,6 +200,7 @@ class Engine:
             self.replace_gradient()
             self.gradient.copy_(gradient)
         self.layout.params.clear()
+        self.layout.wide.clear()
         self._lane, self._lane_views = torch.empty(0), []
         del self.model, self.mesh, self._watch
 
@@ -296,6 +297,9 @@ class Engine:
             AssertionError: they are there in another order, which a copy within one memory would
                 spoil.
         """
+        if self.layout.wide:
+            self.layout.wide[group].finish()
+            return
         layout, params = self.layout, slice(*self.layout.group_params[group : group + 2])
         views = self._lane_views[params]
         grads = [
