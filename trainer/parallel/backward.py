@@ -109,9 +109,7 @@ class BackwardWatch:
         wide: of each group, where the parameters are narrower than their gradients; else none.
     """
 
-    def __init__(
-        self, model: nn.Module, ranks: int, wide: Sequence[WideGradients] = ()
-    ) -> None:
+    def __init__(self, model: nn.Module, ranks: int, wide: Sequence[WideGradients] = ()) -> None:
         modules = _watched(model)
         self._wide, self._undropped = wide, list[WideGradients]()
         self._memories = [_GroupMemory(ranks) for _ in modules]

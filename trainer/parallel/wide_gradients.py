@@ -8,9 +8,12 @@ then sets as the parameters' own gradients is dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, compress
 
 import torch
 from torch import nn
+
+from trainer.parallel.apply import local_tensor
 
 
 class WideGradients:
@@ -25,6 +28,7 @@ class WideGradients:
         self._params, self._room = params, room
         self._part, self._empty = torch.empty(0), True
         self._few: torch.Tensor | None = None
+        self._is_checked = False
 
     def begin(self, part: torch.Tensor) -> None:
         """A lane begins, whose gradients go to `part`: flat, and as yet of any content."""
@@ -46,9 +50,16 @@ class WideGradients:
             self._few = reduced  # of whom, shows in the gradients that FSDP2 sets
 
     def drop(self) -> None:
-        """FSDP2 has set gradients of its own."""
+        """FSDP2 has set gradients of its own.
+
+        Raises:
+            AssertionError: they are there in another order than ours.
+        """
+        there = [param.grad is not None for param in self._params]
+        if not self._is_checked:
+            self._check_order(there)
         if self._few is not None:
-            self._add_few(self._few)
+            self._add_few(self._few, there)
             self._few = None
         for param in self._params:
             param.grad = None
@@ -64,12 +75,21 @@ class WideGradients:
         else:
             into.add_(reduced)
 
-    def _add_few(self, reduced: torch.Tensor) -> None:
+    def _add_few(self, reduced: torch.Tensor, there: Sequence[bool]) -> None:
         if reduced.is_cuda:
             reduced.record_stream(torch.cuda.current_stream())
         self.finish()
         self._empty = False
-        there = [param.grad is not None for param in self._params]
-        sizes = [size for size, has in zip(self._room, there, strict=True) if has]
-        places = [p for p, has in zip(self._part.split(self._room), there, strict=True) if has]
+        sizes = [*compress(self._room, there)]
+        places = [*compress(self._part.split(self._room), there)]
         torch._foreach_add_(places, list(reduced.split(sizes)))
+
+    def _check_order(self, there: Sequence[bool]) -> None:
+        sizes, params = [*compress(self._room, there)], compress(self._params, there)
+        found = [local_tensor(p.grad).storage_offset() for p in params if p.grad is not None]
+        if found != [0, *accumulate(sizes)][:-1]:
+            raise AssertionError(
+                f"FSDP2 of torch {torch.__version__} lays out a group's gradients in another order "
+                "than trainer/parallel/backward.py"
+            )
+        self._is_checked = True
