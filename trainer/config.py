@@ -247,6 +247,10 @@ class TrainConfig:
     bucket_bytes: int | None = None
     """The most bytes of float32 gradient that are reduced over replicas at once; None: 16 MiB on a
     CPU, 64 MiB on a GPU. No bit depends on it."""
+    lane_buffers: int | None = None
+    """The most flat float32 gradients that a GPU holds; lanes beyond that wait in the host's
+    memory. None: those of a whole set of replicas, so that one that takes over lanes of a lost
+    one needs no more. More are quicker while replicas are missing. No bit depends on it."""
     seed: int = 0
     """Seeds the weights, the order of the samples and dropout."""
     eval_every: int | None = None
@@ -284,6 +288,7 @@ class TrainConfig:
             ("global_batch", self.global_batch),
             ("lanes", lanes),
             ("eval_samples", self.eval_samples),
+            ("lane_buffers", 1 if self.lane_buffers is None else self.lane_buffers),
             ("eval_every", 1 if self.eval_every is None else self.eval_every),
             ("recompute", self.recompute if isinstance(self.recompute, int) else 1),
         ]:

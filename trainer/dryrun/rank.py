@@ -30,7 +30,7 @@ from trainer.loop.link import LoopConfig, NoLink, Progress
 from trainer.parallel.layout import ParallelDims, Slot
 from trainer.parallel.mesh import ReplicaMesh
 from trainer.replication.buckets import BUCKET_BYTES
-from trainer.replication.lanes import deal_lanes
+from trainer.replication.lanes import deal_lanes, plan_lane_buffers
 from trainer.replication.step_commit import LaneStats
 from trainer.tasks.task import PreparedTask
 
@@ -94,8 +94,10 @@ def dry_run(train: TrainConfig, *, replicas: int, device: Device) -> RankNeeds:
     task, counter = prepare_shape(train), try_optimizer(train.optimizer)
     of_lane = train.lane_samples(lanes) // train.micro_samples(lanes)
     shown = min(of_lane, _MICRO_BATCHES)
+    most = plan_lane_buffers(train.lane_buffers, lanes, replicas, device)
     short = replace(
         train,
+        lane_buffers=most,
         global_batch=lanes * train.parallel.shard * train.micro_samples(lanes) * shown,
         micro_batch=train.micro_samples(lanes),
         compile="off",
@@ -119,7 +121,7 @@ def dry_run(train: TrainConfig, *, replicas: int, device: Device) -> RankNeeds:
         del loop
     return RankNeeds(
         components=watch.peak,
-        fault_reserve_bytes=spare_buffers(lanes, replicas, device) * flat_bytes,
+        fault_reserve_bytes=spare_buffers(lanes, replicas, device, most) * flat_bytes,
         parameters=parameters,
         collectives=_collectives(watch, train.parallel.dims, replicas),
         host_syncs=watch.host_syncs,

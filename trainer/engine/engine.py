@@ -43,6 +43,7 @@ from trainer.parallel.layout import Slot
 from trainer.parallel.mesh import ReplicaMesh
 from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lane_sums import LaneSums
+from trainer.replication.lanes import plan_lane_buffers
 from trainer.tasks.task import PreparedTask
 
 _NORM_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -154,9 +155,11 @@ class Engine:
         """Buffers for this worker's gradients, of a run with so many lanes."""
         return LaneSums(*self._sums_of(lanes))
 
-    def _sums_of(self, lanes: int) -> tuple[int, int, torch.device, torch.dtype]:
-        dtype = getattr(torch, self.train_config.reduce_dtype)
-        return lanes, self.gradient.numel(), self.device, dtype
+    def _sums_of(self, lanes: int) -> tuple[int, int, torch.device, torch.dtype, int | None]:
+        train = self.train_config
+        dtype = getattr(torch, train.reduce_dtype)
+        most = plan_lane_buffers(train.lane_buffers, lanes, self._padding, self.device.type)
+        return lanes, self.gradient.numel(), self.device, dtype, most
 
     def initialize(self) -> None:
         """Fills the weights from the seed or the pretrained files; the optimizer starts empty.
