@@ -247,6 +247,11 @@ class TrainConfig:
     bucket_bytes: int | None = None
     """The most bytes of float32 gradient that are reduced over replicas at once; None: 16 MiB on a
     CPU, 64 MiB on a GPU. No bit depends on it."""
+    gather_ahead: int = 1
+    """Blocks whose whole parameters are gathered ahead of the one at work, where `shard` is above
+    1. 1: the next one, in FSDP2's own way. More take as many blocks' parameters in memory (in
+    `precision`), and help where a block takes longer to gather than to compute. No bit depends on
+    it."""
     lane_buffers: int | None = None
     """The most flat float32 gradients that a GPU holds; lanes beyond that wait in the host's
     memory. None: those of a whole set of replicas, so that one that takes over lanes of a lost
@@ -288,6 +293,7 @@ class TrainConfig:
             ("global_batch", self.global_batch),
             ("lanes", lanes),
             ("eval_samples", self.eval_samples),
+            ("gather_ahead", self.gather_ahead),
             ("lane_buffers", 1 if self.lane_buffers is None else self.lane_buffers),
             ("eval_every", 1 if self.eval_every is None else self.eval_every),
             ("recompute", self.recompute if isinstance(self.recompute, int) else 1),

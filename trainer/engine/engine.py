@@ -92,6 +92,7 @@ class Engine:
             compute_dtype=getattr(torch, train.precision),
             recompute=train.recompute,
             compiled=train.compile,
+            gather_ahead=train.gather_ahead,
         )
         self._slices = local_slices(self.model, slot)
         materialize(self.model, self.device, None if heir_of is None else heir_of.memory())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,6 +133,29 @@ def test_half_the_bytes_in_bfloat16() -> None:
     )
     for kind in ("all_to_all", "all_gather"):
         assert sent[kind] == before[kind] / 2
+
+
+def test_blocks_that_are_gathered_ahead_take_memory() -> None:
+    """Whole ones, in the format of the computation. What is sent is the same."""
+
+    def needs(ahead: int) -> RankNeeds:
+        train = small_train(shard=64, global_batch=64, recompute="full", gather_ahead=ahead)
+        return dry_run(replace(train, precision="bfloat16"), replicas=1, device="cuda")
+
+    two, three = needs(2), needs(3)
+    more = three.peak_bytes - two.peak_bytes
+    assert more == pytest.approx(2 * BLOCK, rel=0.1)
+    assert two.collectives == three.collectives == needs(1).collectives
+
+
+def test_bfloat16_masters_take_half_of_the_parameters() -> None:
+    def needs(**changes: Any) -> dict[str, int]:
+        train = small_train(recompute="full", optimizer=OptimizerConfig(**changes))
+        return dry_run(train, replicas=1, device="cuda").components
+
+    wide, narrow = needs(), needs(master_dtype="bfloat16")
+    assert narrow["parameters"] == pytest.approx(wide["parameters"] / 2, rel=0.01)
+    assert narrow["gradients"] == wide["gradients"] and narrow["optimizer"] == wide["optimizer"]
 
 
 def test_nothing_is_left_behind(sharded: RankNeeds) -> None:
