@@ -5,6 +5,10 @@ from __future__ import annotations
 from trainer.backend.groups import Device
 from trainer.replication.lanes import deal_lanes, lane_buffers
 
+_STAGED = 3
+"""Buckets at once for a lane that comes back from the host: as it was there, beside the other lanes
+to be sent, and as more that arrives."""
+
 
 def spare_buffers(lanes: int, replicas: int, device: Device, most: int | None) -> int:
     """Gradient buffers that the first worker of a replica may need when another replica is lost in
@@ -31,3 +35,19 @@ def spare_buffers(lanes: int, replicas: int, device: Device, most: int | None) -
         for replica in left:
             spare = max(spare, min(limit, lane_buffers(dealt[replica], lanes)) - held)
     return spare + (device == "cpu")
+
+
+def staged_bytes(
+    lanes: int, replicas: int, device: Device, most: int | None, bucket_bytes: int
+) -> int:
+    """What lanes of a lost replica take on the device where they wait on the host.
+
+    Args:
+        lanes: of the run.
+        replicas: that there are.
+        device: of the workers.
+        most: buffers on the device; None: as many as are needed.
+        bucket_bytes: the most that is reduced at once.
+    """
+    needed, held = (spare_buffers(lanes, replicas, device, limit) for limit in (None, most))
+    return (needed - held) * _STAGED * bucket_bytes

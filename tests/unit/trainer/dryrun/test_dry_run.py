@@ -103,19 +103,21 @@ def test_one_lane_among_replicas_takes_one_gradient_and_a_bucket_or_two() -> Non
     for needs in (alone, among):
         assert needs.components["gradients"] == pytest.approx(gradient, rel=0.01)
     assert among.peak_bytes <= alone.peak_bytes + 2 * bucket
-    assert among.fault_reserve_bytes == 0
+    assert among.fault_reserve_bytes == 3 * bucket
 
 
 def test_lanes_that_wait_on_the_host_do_not_count() -> None:
     def needs(most: int | None) -> RankNeeds:
-        train = small_train(lanes=8, global_batch=16, micro_batch=1, lane_buffers=most)
+        train = small_train(
+            lanes=8, global_batch=16, micro_batch=1, lane_buffers=most, bucket_bytes=2**14
+        )
         return dry_run(train, replicas=2, device="cuda")
 
     gradient = 4 * PARAMETERS
     for most, held, reserve in ((None, 3, 0), (1, 1, 0), (4, 3, 1)):
         found = needs(most)
         assert found.components["gradients"] == pytest.approx(held * gradient, rel=0.01)
-        assert found.fault_reserve_bytes == pytest.approx(reserve * gradient, rel=0.01)
+        assert found.fault_reserve_bytes == pytest.approx(reserve * gradient, abs=2**16, rel=0.01)
 
 
 def test_half_the_bytes_in_bfloat16() -> None:
