@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,6 @@ def test_bfloat16_state_goes_into_another_layout_and_out(
 
     (tmp_path / "config.json").write_text(json.dumps(task.config))
     export_hf(reader, tmp_path / "hf", config_path=tmp_path / "config.json")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     for name, param in loaded.named_parameters():
         assert param.dtype == torch.bfloat16 and torch.equal(param.float(), full[name]), name
