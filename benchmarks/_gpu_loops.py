@@ -26,6 +26,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
 from trainer.loop.link import Link, LoopConfig, NoLink, Progress
 from trainer.loop.steps import TrainLoop
+from trainer.parallel.compiled import keep_compiled
 from trainer.parallel.layout import ParallelDims, Slot
 from trainer.replication.step_commit import Commit
 
@@ -60,6 +61,8 @@ class OurLoop:
     def __init__(self, work: Workload, steps: int) -> None:
         self.train = replace(work.train(steps), task=prepared(work.train(steps)))
         determinism.settle(self.train.determinism, work.device, os.environ)
+        if work.compile != "off":
+            keep_compiled(os.environ, torch.get_num_threads())
         self._fabric = NCCL if work.device == "cuda" else GLOO
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._meet = Rendezvous(host="127.0.0.1", port=self._store.port, timeout_s=60)

@@ -78,6 +78,10 @@ class Workload:
     """See TrainConfig."""
     loss_chunk: int | None = None
     """See CausalLM."""
+    compile: Literal["off", "on"] = "off"
+    """See TrainConfig."""
+    state: Literal["float32", "bfloat16"] = "float32"
+    """Of parameters and moments; see OptimizerConfig."""
 
     @property
     def tokens(self) -> int:
@@ -98,9 +102,12 @@ class Workload:
             global_batch=self.samples,
             micro_batch=self.micro,
             lanes=1,
-            optimizer=OptimizerConfig(warmup_steps=1),
+            optimizer=OptimizerConfig(
+                warmup_steps=1, master_dtype=self.state, moment_dtype=self.state
+            ),
             precision="bfloat16" if self.device == "cuda" else "float32",
             recompute=self.recompute,
+            compile=self.compile,
         )
 
 

@@ -2,7 +2,8 @@
 
     1, 2, 3   Llama of 1, 3 and 8 billion parameters, samples of 4,096 and 8,192 tokens: a plain
               FSDP2 loop, transformers' Trainer, ours; ours with the loss in chunks, with
-              activations recomputed, and with both. Peak memory beside the dry run's estimate.
+              activations recomputed, with both, compiled, with all three, and with both and
+              parameters and moments in bfloat16. Peak memory beside the dry run's estimate.
     4         on 1B: what commit, heartbeat and a snapshot after each step add
     5         two ranks, of which one is killed: when the other is out, and has its next step
 
@@ -52,6 +53,12 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "ours, chunked loss": ("ours", {"loss_chunk": 1024}),
     "ours, recomputed": ("ours", {"recompute": "full"}),
     "ours, both": ("ours", {"recompute": "full", "loss_chunk": 1024}),
+    "ours, compiled": ("ours", {"compile": "on"}),
+    "ours, all three": ("ours", {"compile": "on", "recompute": "full", "loss_chunk": 1024}),
+    "ours, both, bfloat16 state": (
+        "ours",
+        {"recompute": "full", "loss_chunk": 1024, "state": "bfloat16"},
+    ),
 }
 """Row -> the system, and what is changed of the workload."""
 

@@ -6,7 +6,8 @@ float32 gradients that are held; the buckets under way and what a fault may add,
 and the peak of a step, without and with that reserve, against the plain one's.
 
 The model is a Llama of 0.44 billion parameters; its blocks are recomputed, its state is replicated.
-Nothing is allocated: the tensors are fake.
+Nothing is allocated: the tensors are fake. What plain FSDP2 takes has float32 parameters and
+moments, whatever ours have.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> None:
     """Runs the benchmark; the last line on stdout is one JSON object."""
     options = parse()
     train = settings(options)
-    plain = needs(train, 1, 1)
+    plain = needs(replace(train, optimizer=OptimizerConfig()), 1, 1)
     gradient = 4 * plain.parameters
     rows = []
     for lanes in LANES:
@@ -61,8 +62,9 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
-    for name in ("reduce-dtype", "moment-dtype"):
+    for name in ("reduce-dtype", "moment-dtype", "master-dtype"):
         parser.add_argument(f"--{name}", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--lane-buffers", type=int, help="gradients on the GPU at most")
     return parser.parse_args()
 
 
@@ -74,7 +76,10 @@ def settings(options: argparse.Namespace) -> TrainConfig:
         micro_batch=1,
         loss_chunk=128,
         reduce_dtype=options.reduce_dtype,
-        optimizer=OptimizerConfig(moment_dtype=options.moment_dtype),
+        lane_buffers=options.lane_buffers,
+        optimizer=OptimizerConfig(
+            moment_dtype=options.moment_dtype, master_dtype=options.master_dtype
+        ),
     )
     model = replace(train.task.model, settings=SETTINGS)
     return replace(train, task=replace(train.task, model=model))

@@ -57,6 +57,10 @@ class OptimizerConfig:
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the moments. `bfloat16`: four bytes a parameter less; an update is computed
     in float32 and rounded up or down at random, the same way on all replicas."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the parameters that the optimizer updates and that checkpoints hold.
+    `bfloat16`: two bytes a parameter less; they are rounded as such moments are. Gradients stay
+    float32."""
     schedule: Schedule | None = None
     """The learning rate by step, in place of `lr`, `min_lr_ratio` and `warmup_steps`; None: warm-up
     and cosine by these three."""
@@ -73,11 +77,12 @@ class OptimizerConfig:
 
     @property
     def info(self) -> dict[str, Any]:
-        """See Optimizer. With float32 moments and without a schedule of one's own it is what it was
-        before there were any: exports of old checkpoints read it."""
+        """See Optimizer. With float32 throughout and without a schedule of one's own it is what it
+        was before there was anything else: exports of old checkpoints read it."""
         info = asdict(self)
-        if self.moment_dtype == "float32":
-            del info["moment_dtype"]
+        for name in ("moment_dtype", "master_dtype"):
+            if info[name] == "float32":
+                del info[name]
         fields = info.pop("schedule")
         if self.schedule is None:
             return info
@@ -111,10 +116,13 @@ class OptimizerConfig:
             {"params": decayed, "weight_decay": self.weight_decay},
             {"params": plain, "weight_decay": 0.0},
         ]
-        if self.moment_dtype == "bfloat16":
+        if "bfloat16" in (self.moment_dtype, self.master_dtype):
             from trainer.rounded_adamw import RoundedAdamW
 
-            return RoundedAdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps)
+            dtype = getattr(torch, self.moment_dtype)
+            return RoundedAdamW(
+                groups, lr=self.lr, betas=self.betas, eps=self.eps, moment_dtype=dtype
+            )
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 
     @cached_property
@@ -217,7 +225,8 @@ class TrainConfig:
     `trainer.models.converter`."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Number format of the computation. Parameters stay float32, and so do sums inside a replica;
-    for those over replicas see `reduce_dtype`, for the moments `OptimizerConfig.moment_dtype`."""
+    for those over replicas see `reduce_dtype`, for parameters and moments `master_dtype` and
+    `moment_dtype` of `OptimizerConfig`."""
     recompute: Literal["full", "selective"] | int | None = None
     """Activations that backward computes again instead of keeping them: `full`, all inside each
     block; a number n, all inside each n-th block; `selective`, all but attention and every second
@@ -238,6 +247,15 @@ class TrainConfig:
     bucket_bytes: int | None = None
     """The most bytes of float32 gradient that are reduced over replicas at once; None: 16 MiB on a
     CPU, 64 MiB on a GPU. No bit depends on it."""
+    gather_ahead: int = 1
+    """Blocks whose whole parameters are gathered ahead of the one at work, where `shard` is above
+    1. 1: the next one, in FSDP2's own way. More take as many blocks' parameters in memory (in
+    `precision`), and help where a block takes longer to gather than to compute. No bit depends on
+    it."""
+    lane_buffers: int | None = None
+    """The most flat float32 gradients that a GPU holds; lanes beyond that wait in the host's
+    memory. None: those of a whole set of replicas, so that one that takes over lanes of a lost
+    one needs no more. More are quicker while replicas are missing. No bit depends on it."""
     seed: int = 0
     """Seeds the weights, the order of the samples and dropout."""
     eval_every: int | None = None
@@ -275,6 +293,8 @@ class TrainConfig:
             ("global_batch", self.global_batch),
             ("lanes", lanes),
             ("eval_samples", self.eval_samples),
+            ("gather_ahead", self.gather_ahead),
+            ("lane_buffers", 1 if self.lane_buffers is None else self.lane_buffers),
             ("eval_every", 1 if self.eval_every is None else self.eval_every),
             ("recompute", self.recompute if isinstance(self.recompute, int) else 1),
         ]:

@@ -54,8 +54,9 @@ class Optimizer(Schedule, Protocol):
     def moments(self) -> tuple[str, ...]:
         """Names of the state tensors that `make`'s optimizer keeps for each parameter, as keys of
         its `state`. They have the parameter's shape and type, begin at zero and are updated in
-        place. A checkpoint has them as `NAME/PARAMETER`. An optimizer that keeps them in bfloat16
-        says so: it has `moment_dtype = "bfloat16"`."""
+        place. A checkpoint has them as `NAME/PARAMETER`. An optimizer that keeps them in another
+        type says so: `moment_dtype = "bfloat16"`, or "float32". One that can update bfloat16
+        parameters by float32 gradients, and is to have such, has `master_dtype = "bfloat16"`."""
         ...
 
     @property
@@ -123,7 +124,13 @@ class WarmupCosine:
 
 def moment_dtype(optimizer: Optimizer, like: str) -> str:
     """Number format of the moments of a parameter whose own is `like`."""
-    return "bfloat16" if getattr(optimizer, "moment_dtype", None) == "bfloat16" else like
+    said = getattr(optimizer, "moment_dtype", None)
+    return said if said in ("float32", "bfloat16") else like
+
+
+def master_dtype(optimizer: Optimizer) -> str:
+    """Number format of the parameters that the optimizer updates."""
+    return "bfloat16" if getattr(optimizer, "master_dtype", None) == "bfloat16" else "float32"
 
 
 def check_ranges(where: str, ranges: Sequence[Range]) -> None:

@@ -1,17 +1,17 @@
-"""AdamW whose moments are kept in bfloat16, at two bytes a number instead of four.
+"""AdamW whose parameters or moments are kept in bfloat16, at two bytes a number instead of four.
 
 An update is far smaller than what a bfloat16 can tell apart (one part in 256), so the nearest one
-would often be the old one, and the second moment would stand still. Here it is rounded up or down,
-with the chance that makes it right on average. What decides is a hash of the numbers themselves and
-of the step, not a generator: so replicas round alike, a copy of the state goes on alike, and a part
-of a parameter comes out as in the whole, whichever worker has it.
+would often be the old one: the second moment would stand still, and weights would not learn. Here
+it is rounded up or down, with the chance that makes it right on average. What decides is a hash of
+the numbers themselves and of the step, not a generator: so replicas round alike, a copy of the
+state goes on alike, and a part of a parameter comes out as in the whole, whichever worker has it.
 
 Source: Gupta et al., Deep Learning with Limited Numerical Precision, 2015.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 _AT_ONCE = 1 << 24
-"""Numbers that are updated at once, with twelve bytes of memory for each meanwhile. Vector
+"""Numbers that are updated at once, with up to twenty bytes of memory for each meanwhile. Vector
 instructions divide it: the tail of a kernel may round otherwise."""
 
 _LOW_BITS = 0xFFFF
@@ -34,15 +34,23 @@ class RoundedAdamW(torch.optim.Optimizer):
     """See above.
 
     Args:
-        params: float32 parameters, or groups of them.
+        params: float32 or bfloat16 parameters with float32 gradients, or groups of them.
         lr: learning rate.
         betas: decay rates of the moments.
         eps: of the denominator.
+        moment_dtype: float32 or bfloat16.
     """
 
     def __init__(
-        self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        moment_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        self._moment_dtype = moment_dtype
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -63,7 +71,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         state = self.state[param]
         state["step"] = torch.zeros((), device=param.device)
         for moment in MOMENTS:
-            state[moment] = torch.zeros_like(param, dtype=torch.bfloat16)
+            state[moment] = torch.zeros_like(param, dtype=self._moment_dtype)
 
     def _batches(self, params: list[nn.Parameter]) -> Iterator[list[Piece]]:
         """All numbers, `_AT_ONCE` of them at most in each."""
@@ -83,20 +91,36 @@ class RoundedAdamW(torch.optim.Optimizer):
             yield batch
 
 
+class _Wide:
+    """Numbers in float32, beside where they are kept if they are kept in bfloat16."""
+
+    def __init__(self, kept: list[torch.Tensor]) -> None:
+        self._kept, self.parts = kept, kept
+        self.narrow = kept[0].dtype != torch.float32
+        if self.narrow:
+            self._flat = _flat_copy(kept)
+            self.parts = list(self._flat.split([tensor.numel() for tensor in kept]))
+
+    @property
+    def bits(self) -> torch.Tensor:
+        """Those of all the numbers, one after another."""
+        return self._flat.view(torch.int32)
+
+    def keep(self, bits: torch.Tensor) -> None:
+        """Rounds the numbers by the low 16 of their `bits`, and puts them where they are kept."""
+        round_by(self._flat, bits)
+        torch._foreach_copy_(self._kept, self.parts)
+
+
 def _update(pieces: list[Piece], group: dict[str, Any]) -> None:
-    """AdamW in float32, with the moments beside where they are kept."""
+    """AdamW in float32, then what is kept in bfloat16 is rounded."""
     params, grads, firsts, seconds, steps = (list(column) for column in zip(*pieces, strict=True))
-    sizes = [param.numel() for param in params]
-    first, second, noise = (
-        torch.empty(sum(sizes), dtype=torch.float32, device=params[0].device) for _ in range(3)
-    )
-    torch._foreach_copy_(list(first.split(sizes)), firsts)
-    torch._foreach_copy_(list(second.split(sizes)), seconds)
+    weights, first, second = _Wide(params), _Wide(firsts), _Wide(seconds)
     torch._fused_adamw_(
-        params,
+        weights.parts,
         grads,
-        list(first.split(sizes)),
-        list(second.split(sizes)),
+        first.parts,
+        second.parts,
         [],
         steps,
         lr=group["lr"],
@@ -107,12 +131,21 @@ def _update(pieces: list[Piece], group: dict[str, Any]) -> None:
         amsgrad=False,
         maximize=False,
     )
-    torch._foreach_copy_(list(noise.split(sizes)), grads)
-    bits = hash_bits(noise.view(torch.int32), second.view(torch.int32), steps[0])
-    round_by(first, bits)
-    round_by(second, bits >> 16)
-    torch._foreach_copy_(firsts, list(first.split(sizes)))
-    torch._foreach_copy_(seconds, list(second.split(sizes)))
+    bits = _flat_copy(grads).view(torch.int32)
+    if first.narrow:
+        hash_bits(bits, second.bits, steps[0])
+        first.keep(bits)
+        second.keep(bits >> 16)
+    if weights.narrow:
+        weights.keep(hash_bits(bits, weights.bits, steps[0]))
+
+
+def _flat_copy(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their numbers in float32, one after another."""
+    sizes = [tensor.numel() for tensor in tensors]
+    flat = torch.empty(sum(sizes), dtype=torch.float32, device=tensors[0].device)
+    torch._foreach_copy_(list(flat.split(sizes)), list(tensors))
+    return flat
 
 
 def hash_bits(one: torch.Tensor, other: torch.Tensor, step: torch.Tensor) -> torch.Tensor:

@@ -209,7 +209,8 @@ def check_found(paths: RunPaths, resume: Resume, origin: Origin) -> None:
             "run_config.name",
             paths.root.name,
             f"what was saved under it is of another model or another run: {origin.passed}",
-            f"Use the same model and moments (optimizer.moment_dtype), or {_to_begin_anew(paths)}",
+            f"Use the same model, and optimizer.master_dtype and moment_dtype as they were, or "
+            f"{_to_begin_anew(paths)}",
         )
     if resume != "never" and (unreadable := _unreadable(paths)):
         raise ConfigError(

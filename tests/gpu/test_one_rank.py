@@ -76,15 +76,18 @@ def test_a_group_is_made_anew_after_an_abort(meet: Rendezvous, fabric: Fabric) -
         assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("most", [None, 1], ids=["on the device", "on the host"])
 @on(GLOO, NCCL)
-def test_lanes_are_added_up_beside_the_current_stream(meet: Rendezvous, fabric: Fabric) -> None:
+def test_lanes_are_added_up_beside_the_current_stream(
+    meet: Rendezvous, fabric: Fabric, most: int | None
+) -> None:
     """In the order of the tree, not before the gradients are there, and with no wait in
-    backward."""
+    backward; also where lanes wait on the host."""
     gradients, device = lane_gradients(3), torch_device(fabric.device)
     expected = (gradients[0] + gradients[1]) + gradients[2]
     ready = [gradient.to(device) for gradient in gradients]
     cross = whole_cross_group(meet, fabric, lanes=3)
-    sums = LaneSums(3, COUNT + PADDING, device)
+    sums = LaneSums(3, COUNT + PADDING, device, most=most)
     into = torch.full((COUNT + PADDING,), torch.nan, device=device)
 
     def begin(step: int) -> Reduction:

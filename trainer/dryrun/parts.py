@@ -83,6 +83,10 @@ class DrySums(LaneSums):
         with self._watcher.labelled("gradients"):
             return super()._new()
 
+    def _new_on_host(self) -> torch.Tensor:
+        """See LaneSums. What is not on the device does not count."""
+        return torch.empty(1, dtype=torch.float32).expand(self._length)
+
 
 class DryReduction(Reduction):
     """A reduction whose memory is counted as buckets."""

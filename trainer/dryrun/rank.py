@@ -22,7 +22,7 @@ from trainer.backend.groups import Device, leave_replica_group
 from trainer.config import TrainConfig
 from trainer.dryrun.kernels import BESIDE
 from trainer.dryrun.parts import REPLICAS, DryCross, DryEngine, DryLoop
-from trainer.dryrun.reserve import spare_buffers
+from trainer.dryrun.reserve import spare_buffers, staged_bytes
 from trainer.dryrun.shape import prepare_shape
 from trainer.dryrun.watch import Watch
 from trainer.engine.optimizer import try_optimizer
@@ -30,7 +30,7 @@ from trainer.loop.link import LoopConfig, NoLink, Progress
 from trainer.parallel.layout import ParallelDims, Slot
 from trainer.parallel.mesh import ReplicaMesh
 from trainer.replication.buckets import BUCKET_BYTES
-from trainer.replication.lanes import deal_lanes
+from trainer.replication.lanes import deal_lanes, plan_lane_buffers
 from trainer.replication.step_commit import LaneStats
 from trainer.tasks.task import PreparedTask
 
@@ -94,12 +94,15 @@ def dry_run(train: TrainConfig, *, replicas: int, device: Device) -> RankNeeds:
     task, counter = prepare_shape(train), try_optimizer(train.optimizer)
     of_lane = train.lane_samples(lanes) // train.micro_samples(lanes)
     shown = min(of_lane, _MICRO_BATCHES)
+    most = plan_lane_buffers(train.lane_buffers, lanes, replicas, device)
+    bucket_bytes = train.bucket_bytes or BUCKET_BYTES[device]
     short = replace(
         train,
+        lane_buffers=most,
         global_batch=lanes * train.parallel.shard * train.micro_samples(lanes) * shown,
         micro_batch=train.micro_samples(lanes),
         compile="off",
-        bucket_bytes=train.bucket_bytes or BUCKET_BYTES[device],
+        bucket_bytes=bucket_bytes,
     )
     watch = Watch(
         vocabulary=_vocabulary(task, train),
@@ -119,7 +122,8 @@ def dry_run(train: TrainConfig, *, replicas: int, device: Device) -> RankNeeds:
         del loop
     return RankNeeds(
         components=watch.peak,
-        fault_reserve_bytes=spare_buffers(lanes, replicas, device) * flat_bytes,
+        fault_reserve_bytes=spare_buffers(lanes, replicas, device, most) * flat_bytes
+        + staged_bytes(lanes, replicas, device, most, min(bucket_bytes, flat_bytes)),
         parameters=parameters,
         collectives=_collectives(watch, train.parallel.dims, replicas),
         host_syncs=watch.host_syncs,

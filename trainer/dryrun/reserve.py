@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from trainer.backend.groups import Device
-from trainer.replication.lanes import blocks_of, deal_lanes
+from trainer.replication.lanes import deal_lanes, lane_buffers
+
+_STAGED = 3
+"""Buckets at once for a lane that comes back from the host: as it was there, beside the other lanes
+to be sent, and as more that arrives."""
 
 
-def spare_buffers(lanes: int, replicas: int, device: Device) -> int:
+def spare_buffers(lanes: int, replicas: int, device: Device, most: int | None) -> int:
     """Gradient buffers that the first worker of a replica may need when another replica is lost in
     a step, beyond those of an undisturbed one.
 
@@ -19,23 +21,33 @@ def spare_buffers(lanes: int, replicas: int, device: Device) -> int:
         lanes: of the run.
         replicas: that there are.
         device: of the workers.
+        most: buffers on the device; None: as many as are needed.
     """
     if replicas == 1:
         return 0
+    limit = lanes + 1 if most is None else most
     before = deal_lanes(lanes, tuple(range(replicas)))
-    most = 0
+    held = min(limit, lane_buffers(before[0], lanes))
+    spare = 0
     for lost in range(replicas):
         left = tuple(replica for replica in range(replicas) if replica != lost)
         dealt = deal_lanes(lanes, left, {replica: before[replica] for replica in left})
         for replica in left:
-            more = lane_buffers(dealt[replica], lanes) - lane_buffers(before[0], lanes)
-            most = max(most, more)
-    return most + (device == "cpu")
+            spare = max(spare, min(limit, lane_buffers(dealt[replica], lanes)) - held)
+    return spare + (device == "cpu")
 
 
-def lane_buffers(dealt: Iterable[int], lanes: int) -> int:
-    """The most buffers that a replica needs at once, its lanes computed in their order: those of
-    the whole subtrees before, and one for the lane that is open. One of them is the reduced
-    gradient's, which it has without a lane, too."""
-    order = list(dealt)
-    return max((len(blocks_of(order[:done], lanes)) + 1 for done in range(len(order))), default=1)
+def staged_bytes(
+    lanes: int, replicas: int, device: Device, most: int | None, bucket_bytes: int
+) -> int:
+    """What lanes of a lost replica take on the device where they wait on the host.
+
+    Args:
+        lanes: of the run.
+        replicas: that there are.
+        device: of the workers.
+        most: buffers on the device; None: as many as are needed.
+        bucket_bytes: the most that is reduced at once.
+    """
+    needed, held = (spare_buffers(lanes, replicas, device, limit) for limit in (None, most))
+    return (needed - held) * _STAGED * bucket_bytes

@@ -1,13 +1,16 @@
-"""The model to train: what the task builds, after the run's converters."""
+"""The model to train: what the task builds, after the run's converters, in the number format that
+its optimizer updates."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.models.family import HUGGING_FACE, ModelFamily
 from trainer.models.init import WeightSource
+from trainer.optimizer import master_dtype
 from trainer.tasks.task import PreparedTask
 
 
@@ -29,6 +32,9 @@ def build_model(task: PreparedTask, train: TrainConfig) -> tuple[nn.Module, Weig
             "they leave no trainable parameters",
             "Keep some trainable",
         )
+    dtype = getattr(torch, master_dtype(train.optimizer))
+    if dtype != torch.float32:
+        _cast(model, dtype)
     asked = [
         ("train.recompute", train.recompute, None),
         ("train.compile", train.compile, "off"),
@@ -39,6 +45,17 @@ def build_model(task: PreparedTask, train: TrainConfig) -> tuple[nn.Module, Weig
                 field, value, "the model has no ModuleList of repeated blocks", f"Use {off!r}"
             )
     return model, source
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives parameters on meta another number format, those that are not trained, too: FSDP2 wants
+    one in a group. Tied ones stay tied, and buffers what they are."""
+    cast: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param.is_floating_point():
+                made = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
+                module.register_parameter(name, cast.setdefault(id(param), made))
 
 
 def family_of_task(task: PreparedTask) -> ModelFamily:

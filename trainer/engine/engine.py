@@ -27,7 +27,7 @@ from trainer.engine.batches import to_device
 from trainer.engine.build import build_model, family_of_task
 from trainer.engine.flat_layout import FlatLayout
 from trainer.engine.names import PARAMETERS
-from trainer.engine.optimizer import SliceOptimizer, make_optimizer
+from trainer.engine.optimizer import SliceOptimizer, as_leaf, make_optimizer
 from trainer.engine.state import WorkerState
 from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
@@ -43,6 +43,7 @@ from trainer.parallel.layout import Slot
 from trainer.parallel.mesh import ReplicaMesh
 from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lane_sums import LaneSums
+from trainer.replication.lanes import plan_lane_buffers
 from trainer.tasks.task import PreparedTask
 
 _NORM_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -91,6 +92,7 @@ class Engine:
             compute_dtype=getattr(torch, train.precision),
             recompute=train.recompute,
             compiled=train.compile,
+            gather_ahead=train.gather_ahead,
         )
         self._slices = local_slices(self.model, slot)
         materialize(self.model, self.device, None if heir_of is None else heir_of.memory())
@@ -107,12 +109,12 @@ class Engine:
             counted_elsewhere=self._elsewhere,
             bucket_bytes=train.bucket_bytes or BUCKET_BYTES[device],
         )
-        self._watch = BackwardWatch(self.model, slot.dims.fsdp)
+        self._watch = BackwardWatch(self.model, slot.dims.fsdp, self.layout.wide)
         self.compiles_next = train.compile != "off"
         """Whether the next micro-batch is the model's first, in which its blocks are compiled."""
         self._lane, self._lane_views = torch.empty(0), list[torch.Tensor]()
         if heir_of is None:
-            self._leaves = [nn.Parameter(local) for local in self.layout.locals]
+            self._leaves = [as_leaf(local) for local in self.layout.locals]
             self.replace_gradient()
             self.optimizer = self._make_optimizer()
             self.state = self._make_state()
@@ -154,9 +156,11 @@ class Engine:
         """Buffers for this worker's gradients, of a run with so many lanes."""
         return LaneSums(*self._sums_of(lanes))
 
-    def _sums_of(self, lanes: int) -> tuple[int, int, torch.device, torch.dtype]:
-        dtype = getattr(torch, self.train_config.reduce_dtype)
-        return lanes, self.gradient.numel(), self.device, dtype
+    def _sums_of(self, lanes: int) -> tuple[int, int, torch.device, torch.dtype, int | None]:
+        train = self.train_config
+        dtype = getattr(torch, train.reduce_dtype)
+        most = plan_lane_buffers(train.lane_buffers, lanes, self._padding, self.device.type)
+        return lanes, self.gradient.numel(), self.device, dtype, most
 
     def initialize(self) -> None:
         """Fills the weights from the seed or the pretrained files; the optimizer starts empty.
@@ -200,6 +204,7 @@ class Engine:
             self.replace_gradient()
             self.gradient.copy_(gradient)
         self.layout.params.clear()
+        self.layout.wide.clear()
         self._lane, self._lane_views = torch.empty(0), []
         del self.model, self.mesh, self._watch
 
@@ -296,6 +301,9 @@ class Engine:
             AssertionError: they are there in another order, which a copy within one memory would
                 spoil.
         """
+        if self.layout.wide:
+            self.layout.wide[group].finish()
+            return
         layout, params = self.layout, slice(*self.layout.group_params[group : group + 2])
         views = self._lane_views[params]
         grads = [

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError
-from trainer.optimizer import Optimizer, moment_dtype
+from trainer.optimizer import Optimizer, master_dtype, moment_dtype
 
 _SHAPES = {"matrix": (32, 32), "vector": (64,), "other": (16,)}
 """Of the trial's parameters. Vector instructions divide them and their parts: the tail of a kernel
@@ -72,6 +72,13 @@ class SliceOptimizer:
         self._steps += 1
 
 
+def as_leaf(local: torch.Tensor) -> nn.Parameter:
+    """A local slice as an optimizer gets it: its gradient is float32, whatever it is itself."""
+    leaf = nn.Parameter(local)
+    leaf.grad_dtype = torch.float32
+    return leaf
+
+
 def _empty_moment(config: Optimizer, param: torch.Tensor) -> torch.Tensor:
     dtype = moment_dtype(config, dtype_name(param.dtype))
     return torch.zeros_like(param, dtype=getattr(torch, dtype))
@@ -124,10 +131,14 @@ class _Trial:
         self._config = config
         generator = torch.Generator().manual_seed(1)
 
-        def random() -> _Tensors:
-            return {n: torch.randn(s, generator=generator).to(device) for n, s in _SHAPES.items()}
+        def random(dtype: torch.dtype) -> _Tensors:
+            return {
+                name: torch.randn(shape, generator=generator).to(device, dtype)
+                for name, shape in _SHAPES.items()
+            }
 
-        self._weights, self._gradients = random(), [random() for _ in _RATES]
+        self._weights = random(getattr(torch, master_dtype(config)))
+        self._gradients = [random(torch.float32) for _ in _RATES]
         self._counter: torch.Tensor | None = None
 
     def run(self) -> torch.Tensor | None:
@@ -262,7 +273,7 @@ class _Steps:
 
 
 def _parameters(weights: _Tensors) -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(weights[name].clone()) for name in _SHAPES}
+    return {name: as_leaf(weights[name].clone()) for name in _SHAPES}
 
 
 def _set_gradients(params: Mapping[str, nn.Parameter], gradients: _Tensors) -> None:

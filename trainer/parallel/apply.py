@@ -8,6 +8,7 @@ their initial values. All degrees 1 take the same road: FSDP2 over one rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -43,6 +44,7 @@ def parallelize(
     compute_dtype: torch.dtype,
     recompute: Recompute | None = None,
     compiled: Compile = "off",
+    gather_ahead: int = 1,
 ) -> nn.Module:
     """Makes `model` (parameters on meta) parallel over the replica's mesh, in place: what `others`
     do to it, then tensor parallel, then recomputation and compilation, then fully sharded.
@@ -58,6 +60,7 @@ def parallelize(
         compute_dtype: number format of forward and backward; reductions stay float32.
         recompute: what its blocks compute again in backward; None: nothing.
         compiled: whether its blocks are compiled.
+        gather_ahead: blocks whose parameters are gathered ahead of the one at work.
     """
     for dim in others:
         dim.convert(model, mesh.others[dim.name])
@@ -77,7 +80,18 @@ def parallelize(
             module.set_force_sum_reduction_for_comms(True)
             if mesh.fsdp.size() > 1:  # else the factor is 1, and setting it costs a copy
                 module.set_gradient_divide_factor(1.0)
+    if gather_ahead > 1 and mesh.fsdp.size() > 1:
+        _gather_ahead([model.get_submodule(name) for name in blocks], gather_ahead)
     return model
+
+
+def _gather_ahead(blocks: Sequence[nn.Module], ahead: int) -> None:
+    """Has FSDP2 begin to gather so many blocks when one begins, in place of the one that follows by
+    itself: that order is the model's forward, and the other way round its backward."""
+    for index, block in enumerate(blocks):
+        fsdp, before = cast(FSDPModule, block), blocks[max(0, index - ahead) : index]
+        fsdp.set_modules_to_forward_prefetch(cast(Any, blocks[index + 1 :][:ahead]))
+        fsdp.set_modules_to_backward_prefetch(cast(Any, before[::-1]))
 
 
 def local_slices(model: nn.Module, slot: Slot) -> dict[str, TensorSlice]:

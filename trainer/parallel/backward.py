@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from trainer.parallel.wide_gradients import WideGradients
+
 
 def groups_in_backward_order(model: nn.Module) -> list[list[nn.Parameter]]:
     """The trainable parameters of each FSDP module, the last layer first and the root last. Within
@@ -104,10 +106,12 @@ class BackwardWatch:
     Args:
         model: the whole model; its modules' all-reduce hooks and reduce-scatters are taken.
         ranks: that it is sharded over.
+        wide: of each group, where the parameters are narrower than their gradients; else none.
     """
 
-    def __init__(self, model: nn.Module, ranks: int) -> None:
+    def __init__(self, model: nn.Module, ranks: int, wide: Sequence[WideGradients] = ()) -> None:
         modules = _watched(model)
+        self._wide, self._undropped = wide, list[WideGradients]()
         self._memories = [_GroupMemory(ranks) for _ in modules]
         self._due = [0] * len(modules)
         self._done = [False] * len(modules)
@@ -131,6 +135,8 @@ class BackwardWatch:
         """
         for memory, part in zip(self._memories, parts, strict=True):
             memory.offer(part)
+        for group, part in zip(self._wide, parts, strict=bool(self._wide)):
+            group.begin(part)
 
     @contextmanager
     def backward(self, finish: Callable[[int], None] | None = None) -> Iterator[None]:
@@ -143,6 +149,7 @@ class BackwardWatch:
         self._finish, self._running = finish, True
         try:
             yield
+            self._drop()
         finally:
             self._due, self._done = [0] * len(self._due), [False] * len(self._due)
             self._finished, self._finish, self._running = 0, None, False
@@ -153,11 +160,16 @@ class BackwardWatch:
 
     def _reduced(self, index: int, reduced: torch.Tensor) -> None:
         memory = self._memories[index]
-        if reduced.is_cuda and reduced is not memory.offered:
+        in_place = reduced is memory.offered
+        if reduced.is_cuda and not in_place:
             # FSDP2 adds it to the gradient on this stream after the hook, and lets go of it, but
             # took its memory on another one.
             reduced.record_stream(torch.cuda.current_stream())
         memory.offer(None)
+        if self._wide:
+            self._drop()
+            self._wide[index].add(reduced, in_place=in_place)
+            self._undropped.append(self._wide[index])
         before = self._finished
         while self._finished < len(self._done) and self._done[self._finished]:
             self._finished += 1
@@ -165,3 +177,8 @@ class BackwardWatch:
             self._finish(self._finished)
         self._due[index] -= 1
         self._done[index] = self._due[index] == 0
+
+    def _drop(self) -> None:
+        """Of the last group, whose gradients FSDP2 has set since."""
+        while self._undropped:
+            self._undropped.pop().drop()

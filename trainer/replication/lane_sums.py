@@ -10,16 +10,23 @@ of all replicas follows. Where nothing can be added up, as with a single lane, t
 over what is there. So 2**n lanes take n + 1 buffers in all, and no order of the same sums takes
 fewer: when the last lane comes, each of the n subtrees beside its way to the root is somewhere, and
 none of them can have been added to another.
+
+Where the device is to hold fewer, what is whole waits in the host's memory meanwhile, the oldest
+first, and is read from there, a piece at a time, when it is added up or sent. So the lanes of a
+lost replica need no more of the device than those of an undisturbed step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from trainer.replication.lanes import Node, blocks_of, split
 from trainer.replication.step_commit import LaneStats
+
+_PIECE = 1 << 24
+"""Numbers that are brought back from the host at once."""
 
 
 class LaneSums:
@@ -30,6 +37,7 @@ class LaneSums:
         length: numbers in a gradient buffer, padding included.
         device: where the buffers live.
         dtype: that each lane's gradient and each sum are rounded to. The buffers are float32.
+        most: buffers on the device, home among them; None: as many as are needed.
     """
 
     def __init__(
@@ -38,13 +46,18 @@ class LaneSums:
         length: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        most: int | None = None,
     ) -> None:
         self._total, self._length, self._device = total_lanes, length, device
         self._dtype, self._open = dtype, torch.empty(0)
+        self._most, self._made = most, 1
         self._free: list[torch.Tensor] = []
+        self._free_on_host: list[torch.Tensor] = []
+        self._waiting: dict[Node, torch.Tensor] = {}
         self._home: torch.Tensor | None = None
         self._alone = False
         self.blocks: dict[Node, torch.Tensor] = {}
+        """Subtree -> its sum, on the device or on the host."""
         self.stats: dict[int, LaneStats] = {}
         self.losses: dict[int, torch.Tensor] = {}
         """Lane -> the sum of its losses, a float64 where it was computed."""
@@ -101,27 +114,51 @@ class LaneSums:
         assert self._home is not None
         if not any(block is self._home for block in self.blocks.values()):
             return self._home
-        return self._free.pop() if self._free else self._new()
+        if self._free:
+            return self._free.pop()
+        if self._most is not None and self._made >= self._most:
+            return self._send_to_host()
+        self._made += 1
+        return self._new()
 
     def _new(self) -> torch.Tensor:
         return torch.zeros(self._length, device=self._device)
 
+    def _new_on_host(self) -> torch.Tensor:
+        return torch.empty(self._length, pin_memory=self._device.type == "cuda")
+
+    def _send_to_host(self) -> torch.Tensor:
+        """The buffer of the subtree that has been whole for longest, which waits elsewhere now."""
+        node = next(node for node in self.blocks if node not in self._waiting)
+        buffer = self.blocks[node]
+        there = self._free_on_host.pop() if self._free_on_host else self._new_on_host()
+        there.copy_(buffer, non_blocking=True)
+        self.blocks[node] = self._waiting[node] = there
+        return buffer
+
+    def _let_go(self, node: Node, into: torch.Tensor | None = None) -> None:
+        """Forgets a subtree. Its buffer is free, unless that is home, or `into`."""
+        block = self.blocks.pop(node)
+        if self._waiting.pop(node, None) is not None:
+            self._free_on_host.append(block)
+        elif block is not self._home and block is not into:
+            self._free.append(block)
+
     def _merge(self, node: Node) -> torch.Tensor:
         """Puts the sum of a whole subtree where one of its parts is, but leaves `home` free for the
-        sum of all replicas."""
+        sum of all replicas, if it can. One part has the open lane, so it is on the device."""
         if node in self.blocks:
             return self.blocks[node]
-        left, right = (self._merge(child) for child in split(node))
-        for child in split(node):
-            del self.blocks[child]
-        into = right if left is self._home else left
+        children = split(node)
+        left, right = (self._merge(child) for child in children)
+        left_waits, right_waits = (child in self._waiting for child in children)
+        into = right if left_waits or (left is self._home and not right_waits) else left
         if self._alone and node == (0, self._total):
             assert self._home is not None
             into = self._home
         self._additions.append((left, right, into))
-        self._free += [
-            part for part in (left, right) if part is not into and part is not self._home
-        ]
+        for child in children:
+            self._let_go(child, into)
         self.blocks[node] = into
         return into
 
@@ -131,7 +168,8 @@ class LaneSums:
         part = slice(self._settled, stop)
         self._round(self._open[part])
         for left, right, into in self._additions:
-            torch.add(left[part], right[part], out=into[part])
+            for one, other, out in _pieces(left[part], right[part], into[part]):
+                torch.add(_on(out, one), _on(out, other), out=out)
             self._round(into[part])
         self._settled = stop
 
@@ -145,8 +183,20 @@ class LaneSums:
 
     def clear(self) -> None:
         """Forgets everything; the buffers are kept for the next step."""
-        self._free.extend(block for block in self.blocks.values() if block is not self._home)
-        self.blocks.clear()
+        for node in list(self.blocks):
+            self._let_go(node)
         self.stats.clear()
         self.losses.clear()
         self.overwritten = False
+
+
+def _pieces(*ranges: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Equal ranges, a piece of each at a time where one of them comes from the host."""
+    if len({numbers.device for numbers in ranges}) == 1:
+        return iter([ranges])
+    return zip(*(numbers.split(_PIECE) for numbers in ranges), strict=True)
+
+
+def _on(like: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """`numbers` on the device of another tensor."""
+    return numbers.to(like.device, non_blocking=True)

@@ -55,6 +55,28 @@ def sum_tree(parts: Mapping[Node, T], root: Node, add: Callable[[T, T], T]) -> T
     return add(sum_tree(parts, left, add), sum_tree(parts, right, add))
 
 
+def lane_buffers(dealt: Iterable[int], lanes: int) -> int:
+    """The most buffers that a replica needs at once, its lanes computed in their order: those of
+    the whole subtrees before, and one for the lane that is open. One of them is the reduced
+    gradient's, which it has without a lane, too."""
+    order = list(dealt)
+    return max((len(blocks_of(order[:done], lanes)) + 1 for done in range(len(order))), default=1)
+
+
+def plan_lane_buffers(asked: int | None, lanes: int, replicas: int, device: str) -> int | None:
+    """The most buffers that a worker's device holds; None: no limit.
+
+    Args:
+        asked: `TrainConfig.lane_buffers`.
+        lanes: of the run.
+        replicas: that it has at most.
+        device: of the workers.
+    """
+    if asked is not None or device == "cpu":
+        return asked
+    return lane_buffers(deal_lanes(lanes, tuple(range(replicas)))[0], lanes)
+
+
 def deal_lanes(
     total: int, replicas: tuple[int, ...], before: Mapping[int, tuple[int, ...]] | None = None
 ) -> dict[int, tuple[int, ...]]:

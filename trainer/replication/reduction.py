@@ -50,8 +50,8 @@ class Reduction:
 
     Args:
         cross: the group across replicas.
-        mine: this replica's subtrees -> flat gradients. Complete once the last lane is open, and
-            read only, but for one that is `into`.
+        mine: this replica's subtrees -> flat gradients, on the device or on the host. Complete
+            once the last lane is open, and read only, but for one that is `into`.
         into: gets the sum, bucket by bucket, each once it has been read. Its padding makes it long
             enough for equal pieces.
         ends: where the buckets end.
@@ -167,7 +167,7 @@ class Reduction:
         if len(others) == len(self._mine):
             whole.copy_(others.pop(0)) if others else whole.zero_()
         for block in others:
-            whole.add_(block)
+            whole.add_(block.to(whole.device))
         if self._cross.size > 1:
             place = self._place(bucket)
             if self._dtype != torch.float32:
@@ -180,7 +180,8 @@ class Reduction:
         is free."""
         cross, place = self._cross, self._place(bucket)
         piece = place.numel() // cross.size
-        held = [self._mine[node][bucket].to(self._dtype) for node in cross.blocks[cross.rank]]
+        blocks = [self._mine[node] for node in cross.blocks[cross.rank]]
+        held = [b[bucket].to(place.device, self._dtype, non_blocking=True) for b in blocks]
         outgoing = pack(held, cross.size, place)
         sends = [len(held) * piece] * cross.size
         receives = [len(blocks) * piece for blocks in cross.blocks]

@@ -142,12 +142,17 @@ def test_machines_may_be_corrected() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments", ["on_p4d --instance p4d --nodes 128", "on_p5 --instance p5 --nodes 16"]
+    "arguments",
+    [
+        "llama_8b.py:in_float32 --instance p5e",
+        "llama_70b.py:on_p4d --instance p4d --nodes 128",
+        "llama_70b.py:on_p5 --instance p5 --nodes 16",
+    ],
 )
-def test_the_manual_shows_70_billion_parameters(
+def test_the_manual_shows_what_large_models_need(
     arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     name, *options = arguments.split()
-    assert main(["dryrun", f"{ROOT / 'examples' / 'llama_70b.py'}:{name}", *options]) == 0
+    assert main(["dryrun", f"{ROOT / 'examples' / name}", *options]) == 0
     assert capsys.readouterr().out.strip() in (ROOT / "docs" / "dryrun.md").read_text("utf-8")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from trainer.dryrun.kernels import attention_backward_bytes
 from trainer.dryrun.machines import MACHINES
 from trainer.dryrun.rank import RankNeeds, dry_run
 from trainer.dryrun.report import Report
-from trainer.dryrun.reserve import lane_buffers, spare_buffers
+from trainer.dryrun.reserve import spare_buffers
 from trainer.errors import ConfigError
 from trainer.replication.lane_sums import LaneSums
+from trainer.replication.lanes import lane_buffers, plan_lane_buffers
 from trainer.replication.step_commit import LaneStats
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.custom import CustomTask
@@ -101,7 +103,21 @@ def test_one_lane_among_replicas_takes_one_gradient_and_a_bucket_or_two() -> Non
     for needs in (alone, among):
         assert needs.components["gradients"] == pytest.approx(gradient, rel=0.01)
     assert among.peak_bytes <= alone.peak_bytes + 2 * bucket
-    assert among.fault_reserve_bytes == pytest.approx(gradient, rel=0.01)
+    assert among.fault_reserve_bytes == 3 * bucket
+
+
+def test_lanes_that_wait_on_the_host_do_not_count() -> None:
+    def needs(most: int | None) -> RankNeeds:
+        train = small_train(
+            lanes=8, global_batch=16, micro_batch=1, lane_buffers=most, bucket_bytes=2**14
+        )
+        return dry_run(train, replicas=2, device="cuda")
+
+    gradient = 4 * PARAMETERS
+    for most, held, reserve in ((None, 3, 0), (1, 1, 0), (4, 3, 1)):
+        found = needs(most)
+        assert found.components["gradients"] == pytest.approx(held * gradient, rel=0.01)
+        assert found.fault_reserve_bytes == pytest.approx(reserve * gradient, abs=2**16, rel=0.01)
 
 
 def test_half_the_bytes_in_bfloat16() -> None:
@@ -119,6 +135,29 @@ def test_half_the_bytes_in_bfloat16() -> None:
     )
     for kind in ("all_to_all", "all_gather"):
         assert sent[kind] == before[kind] / 2
+
+
+def test_blocks_that_are_gathered_ahead_take_memory() -> None:
+    """Whole ones, in the format of the computation. What is sent is the same."""
+
+    def needs(ahead: int) -> RankNeeds:
+        train = small_train(shard=64, global_batch=64, recompute="full", gather_ahead=ahead)
+        return dry_run(replace(train, precision="bfloat16"), replicas=1, device="cuda")
+
+    two, three = needs(2), needs(3)
+    more = three.peak_bytes - two.peak_bytes
+    assert more == pytest.approx(2 * BLOCK, rel=0.1)
+    assert two.collectives == three.collectives == needs(1).collectives
+
+
+def test_bfloat16_masters_take_half_of_the_parameters() -> None:
+    def needs(**changes: Any) -> dict[str, int]:
+        train = small_train(recompute="full", optimizer=OptimizerConfig(**changes))
+        return dry_run(train, replicas=1, device="cuda").components
+
+    wide, narrow = needs(), needs(master_dtype="bfloat16")
+    assert narrow["parameters"] == pytest.approx(wide["parameters"] / 2, rel=0.01)
+    assert narrow["gradients"] == wide["gradients"] and narrow["optimizer"] == wide["optimizer"]
 
 
 def test_nothing_is_left_behind(sharded: RankNeeds) -> None:
@@ -176,12 +215,21 @@ def test_lane_buffers_are_those_that_are_made(lanes: set[int], total: int) -> No
 
 
 def test_a_lost_replica_costs_buffers() -> None:
-    assert spare_buffers(4, 1, "cpu") == 0
+    assert spare_buffers(4, 1, "cpu", None) == 0
     # The other's lane comes beside the own one; on Gloo the gradient moves, too.
-    assert spare_buffers(2, 2, "cuda") == 1
-    assert spare_buffers(2, 2, "cpu") == 2
+    assert spare_buffers(2, 2, "cuda", None) == 1
+    assert spare_buffers(2, 2, "cpu", None) == 2
     # The lanes of the lost one are no neighbours of those that take them.
-    assert spare_buffers(8, 4, "cuda") == 1
+    assert spare_buffers(8, 4, "cuda", None) == 1
+
+
+@pytest.mark.parametrize(("lanes", "replicas"), [(2, 2), (8, 4), (8, 2), (9, 4)])
+def test_on_a_gpu_the_lanes_of_a_lost_replica_wait_on_the_host(lanes: int, replicas: int) -> None:
+    most = plan_lane_buffers(None, lanes, replicas, "cuda")
+    assert most == lane_buffers(range(-(-lanes // replicas)), lanes)
+    assert spare_buffers(lanes, replicas, "cuda", most) == 0
+    assert plan_lane_buffers(None, lanes, replicas, "cpu") is None
+    assert spare_buffers(lanes, replicas, "cuda", plan_lane_buffers(5, lanes, replicas, "cuda")) > 0
 
 
 def needs_of(size: int) -> RankNeeds:

@@ -25,6 +25,17 @@ LAYOUTS = {
         small_train(optimizer=OptimizerConfig(moment_dtype="bfloat16"), recompute="full"),
         1,
     ),
+    "bfloat16 masters, gathered ahead": (
+        small_train(
+            shard=2,
+            global_batch=8,
+            micro_batch=1,
+            precision="bfloat16",
+            gather_ahead=3,
+            optimizer=OptimizerConfig(master_dtype="bfloat16", moment_dtype="bfloat16"),
+        ),
+        1,
+    ),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.support.data_plane import make_engine
 from tests.support.tiny import tiny_train, write_text
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous
-from trainer.config import ParallelConfig, TrainConfig
+from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.engine import flat_layout
 from trainer.engine.engine import Engine
 from trainer.parallel import backward
@@ -70,9 +71,11 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
-def task_of(kind: str) -> tuple[CustomTask, TrainConfig]:
+def task_of(kind: str, narrow: bool = False) -> tuple[CustomTask, TrainConfig]:
+    """`narrow`: parameters are bfloat16, gradients float32 nevertheless."""
     task = CustomTask(build_model=MODELS[kind], loss_function=loss_of, dataset=[0])
-    return task, TrainConfig(task=task, steps=1, global_batch=1, seed=0)
+    optimizer = OptimizerConfig(master_dtype="bfloat16" if narrow else "float32")
+    return task, TrainConfig(task=task, steps=1, global_batch=1, seed=0, optimizer=optimizer)
 
 
 def meet(port: int) -> Rendezvous:
@@ -91,7 +94,7 @@ def lane(engine: Engine, flat: torch.Tensor, batches: list[torch.Tensor]) -> lis
 
     Returns:
         Of each parameter with a gradient, in the layout's order: whether the first micro-batch put
-        it where it belongs.
+        it where it belongs. None has one of its own where the parameters are narrower.
     """
     engine.collect_in(flat)
     for batch in batches[:-1]:
@@ -108,10 +111,14 @@ def lane(engine: Engine, flat: torch.Tensor, batches: list[torch.Tensor]) -> lis
     return in_place
 
 
-def expected(make: Callable[[], nn.Module], batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gradients that autograd gives without FSDP."""
+def expected(
+    make: Callable[[], nn.Module], batches: list[torch.Tensor], narrow: bool = False
+) -> dict[str, torch.Tensor]:
+    """The gradients that autograd gives without FSDP, in float32 throughout."""
     torch.manual_seed(0)
     model = make()
+    if narrow:
+        model = model.bfloat16().float()
     for batch in batches:
         loss_of(model, batch)[0].backward()
     return {
@@ -120,21 +127,22 @@ def expected(make: Callable[[], nn.Module], batches: list[torch.Tensor]) -> dict
     }
 
 
+@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_lane_holds_what_autograd_gives(kind: str, port: int) -> None:
+def test_a_lane_holds_what_autograd_gives(kind: str, narrow: bool, port: int) -> None:
     """Two lanes of three micro-batches, in buffers with rubbish in them; the second lane leaves the
     first one's alone."""
-    engine = make_engine(0, meet(port), *task_of(kind))
+    engine = make_engine(0, meet(port), *task_of(kind, narrow))
     draw = torch.Generator().manual_seed(1)
     lanes = [[torch.randn(4, 5, generator=draw) for _ in range(3)] for _ in range(2)]
     flats = [torch.full((engine.layout.count + 7,), 9.0) for _ in lanes]
     for flat, batches in zip(flats, lanes, strict=True):
         in_place = lane(engine, flat, batches)
         assert all(in_place) or kind == "unused parameters"
-        assert any(in_place) and len(in_place) > 4
+        assert in_place == [] if narrow else any(in_place) and len(in_place) > 4
     for flat, batches in zip(flats, lanes, strict=True):
         gradients = dict(zip(engine.layout.names, engine.layout.views(flat), strict=True))
-        for name, value in expected(MODELS[kind], batches).items():
+        for name, value in expected(MODELS[kind], batches, narrow).items():
             message = f"{name}: {{}}".format
             torch.testing.assert_close(gradients[name], value, msg=message)
         assert (flat[engine.layout.count :] == 9.0).all()
@@ -177,19 +185,19 @@ class Halves(nn.Module):
         return self.first(x) if len(x) == 1 else self.first(x) + self.second(x)
 
 
-def use_a_half(rank: int, port: int, rows: int, batches: list[torch.Tensor]) -> None:
+def use_a_half(rank: int, port: int, rows: int, batches: list[torch.Tensor], narrow: bool) -> None:
     """Either of two ranks, which have the same batches."""
     torch.set_num_threads(1)
     make = functools.partial(Halves, rows)
     task = CustomTask(build_model=make, loss_function=loss_of, dataset=[0])
-    train = TrainConfig(
-        task=task, steps=1, global_batch=2, seed=0, parallel=ParallelConfig(shard=2)
+    train = replace(
+        task_of("all", narrow)[1], task=task, global_batch=2, parallel=ParallelConfig(shard=2)
     )
     engine = make_engine(rank, meet(port), task, train)
     flat = torch.zeros(engine.layout.count)
     assert not any(lane(engine, flat, batches))
     views = dict(zip(engine.layout.names, engine.layout.views(flat), strict=True))
-    for name, value in expected(make, batches).items():
+    for name, value in expected(make, batches, narrow).items():
         part = torch.chunk(2 * value, 2)[rank] if rank == 0 or rows > 1 else value[:0]
         torch.testing.assert_close(views[name], part)
     assert flat.count_nonzero() == sum(int(view.count_nonzero()) for view in views.values())
@@ -197,21 +205,28 @@ def use_a_half(rank: int, port: int, rows: int, batches: list[torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize("rows", [3, 1])
-@pytest.mark.parametrize("sizes", [(1,), (1, 2)])
+@pytest.mark.parametrize(
+    ("sizes", "narrow"), [((1,), False), ((1, 2), False), ((1, 2), True), ((2, 1), True)]
+)
 def test_no_rubbish_beside_slices_that_are_not_in_place(
-    port: int, rows: int, sizes: tuple[int, ...]
+    port: int, rows: int, sizes: tuple[int, ...], narrow: bool
 ) -> None:
     """Three rows are two and one, with room for two; of one row rank 1 has only the room."""
     batches = [torch.ones(size, 5) for size in sizes]
-    mp.start_processes(use_a_half, args=(port, rows, batches), nprocs=2, start_method="forkserver")
+    mp.start_processes(
+        use_a_half, args=(port, rows, batches, narrow), nprocs=2, start_method="forkserver"
+    )
 
 
-def test_gradients_in_another_order_are_not_taken(port: int, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
+def test_gradients_in_another_order_are_not_taken(
+    port: int, narrow: bool, monkeypatch: Any
+) -> None:
     """As a later torch might lay them out: copied within one memory they would be wrong."""
     groups = backward.groups_in_backward_order
     monkeypatch.setattr(
         flat_layout, "groups_in_backward_order", lambda model: [g[::-1] for g in groups(model)]
     )
-    engine = make_engine(0, meet(port), *task_of("all"))
+    engine = make_engine(0, meet(port), *task_of("all", narrow))
     with pytest.raises(AssertionError, match="another order"):
         lane(engine, torch.zeros(engine.layout.count), [torch.ones(4, 5)])

@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from checkpointing import IncompatibleError, Reader, check_compatible, open_store
+from checkpointing import IncompatibleError, Reader, TensorInfo, check_compatible, open_store
 from tests.support.data_plane import WorkerResult, full_parameters, run_layout
 from tests.support.lion import InverseRoot, Lion
 from tests.support.tiny_checkpoint import commit_shares
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.data import sample_ids
+from trainer.engine.build import build_model as build_model_of_run
 from trainer.engine.engine import Engine
 from trainer.engine.optimizer import try_optimizer
 from trainer.engine.state import state_table
@@ -36,6 +37,8 @@ from trainer.tasks.custom import CustomTask
 
 STEPS, BATCH, SAMPLES, SEED = 4, 4, 16, 3
 ROUNDED = OptimizerConfig(lr=0.1, moment_dtype="bfloat16")
+NARROW = replace(ROUNDED, master_dtype="bfloat16")
+WIDE_MOMENTS = OptimizerConfig(lr=0.1, master_dtype="bfloat16")
 LION = Lion(schedule=InverseRoot(lr=0.02), weight_decay=0.1, clip_norm=0.5)
 
 
@@ -103,9 +106,10 @@ def test_lion_does_what_its_paper_says_in_each_layout() -> None:
             assert torch.equal(value, whole[0].local[name][2])
 
 
-def test_rounded_moments_are_alike_at_any_number_of_replicas() -> None:
-    (alone,) = run(1, optimizer=ROUNDED)
-    for worker in run(2, optimizer=ROUNDED):
+@pytest.mark.parametrize("optimizer", [ROUNDED, NARROW])
+def test_rounded_numbers_are_alike_at_any_number_of_replicas(optimizer: Optimizer) -> None:
+    (alone,) = run(1, optimizer=optimizer)
+    for worker in run(2, optimizer=optimizer):
         assert worker.losses == alone.losses
         for name, (_, _, value) in worker.local.items():
             assert torch.equal(value, alone.local[name][2])
@@ -119,9 +123,14 @@ def test_other_moments_are_another_state(
     share = make_engine(replica[1], ROUNDED).state.share(0, 1)
     parts = list(zip(share.slices, share.tensors, strict=True))
     manifest = commit_shares(store, [parts], segment_bytes=4096, block_bytes=512)
-    table = state_table(TASK.build(SEED)[0], OptimizerConfig())
     with pytest.raises(IncompatibleError, match=r"exp_avg.*bfloat16 .* float32"):
-        check_compatible(manifest, table)
+        check_compatible(manifest, table_of(OptimizerConfig()))
+    with pytest.raises(IncompatibleError, match=r"param/.*float32 .* bfloat16"):
+        check_compatible(manifest, table_of(NARROW))
+
+
+def table_of(optimizer: Optimizer) -> dict[str, TensorInfo]:
+    return state_table(build_model_of_run(TASK, train_with(optimizer))[0], optimizer)
 
 
 def make_engine(mesh: ReplicaMesh, optimizer: Optimizer) -> Engine:
@@ -136,7 +145,8 @@ def train_on(engine: Engine, steps: range) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [LION, OptimizerConfig(schedule=InverseRoot(lr=0.1)), ROUNDED]
+    "optimizer",
+    [LION, OptimizerConfig(schedule=InverseRoot(lr=0.1)), ROUNDED, NARROW, WIDE_MOMENTS],
 )
 def test_a_saved_state_goes_on_with_the_same_bits(
     replica: tuple[Rendezvous, ReplicaMesh], tmp_path: Path, optimizer: Optimizer
@@ -148,7 +158,7 @@ def test_a_saved_state_goes_on_with_the_same_bits(
     share = whole.state.share(0, 1)
     parts = list(zip(share.slices, share.tensors, strict=True))
     manifest = commit_shares(store, [parts], segment_bytes=4096, block_bytes=512)
-    assert manifest.tensors == state_table(TASK.build(SEED)[0], optimizer)
+    assert manifest.tensors == table_of(optimizer)
     reader = Reader(store, manifest)
     values = {p.name: reader.read(p.name, p.offsets, p.sizes) for p in restored.state.to_read()}
     assert any(values[f"{optimizer.moments[0]}/0.weight"].flatten() != 0)
@@ -159,7 +169,9 @@ def test_a_saved_state_goes_on_with_the_same_bits(
     assert restored.state.optimizer_steps == whole.state.optimizer_steps == 5
 
 
-@pytest.mark.parametrize("optimizer", [LION, replace(ROUNDED, clip_norm=LION.clip_norm)])
+@pytest.mark.parametrize(
+    "optimizer", [LION, *(replace(each, clip_norm=LION.clip_norm) for each in (ROUNDED, NARROW))]
+)
 def test_a_newcomer_goes_on_with_the_same_bits(
     replica: tuple[Rendezvous, ReplicaMesh], optimizer: Optimizer
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -117,8 +117,9 @@ def group(
     )
 
 
-def engine_at(meet: Rendezvous) -> Engine:
-    return make_engine(0, meet, small_task(), small_train(4), replicas=2)
+def engine_at(meet: Rendezvous, lane_buffers: int | None = None) -> Engine:
+    train = replace(small_train(4), lane_buffers=lane_buffers)
+    return make_engine(0, meet, small_task(), train, replicas=2)
 
 
 def loop_of(
@@ -133,10 +134,10 @@ def loop_of(
 
 
 def lose_the_other(
-    meet: Rendezvous, dealt: Sequence[tuple[int, ...]]
+    meet: Rendezvous, dealt: Sequence[tuple[int, ...]], lane_buffers: int | None = None
 ) -> tuple[Engine, LaneSums, Absent, Survivor]:
     """A step whose reduce the other replica does not come to."""
-    engine, link = engine_at(meet), Survivor()
+    engine, link = engine_at(meet, lane_buffers), Survivor()
     sums = engine.make_sums(LANES)
     absent = Absent(meet, dealt, engine.gradient.numel(), engine.layout.buckets)
     cross = group(meet, dealt, 0, link.leave_now)
@@ -187,6 +188,15 @@ def test_what_an_abandoned_collective_of_gloo_writes_is_in_nobodys_way(meet: Ren
     assert set(sums.stats) == {0, 1}
     assert torch.equal(go_on_alone(meet, engine, sums), total)
     assert engine.gradient is new
+
+
+def test_lanes_of_the_lost_replica_wait_on_the_host(meet: Rendezvous) -> None:
+    """As on a GPU: the worker takes no more buffers on the device than it had."""
+    total = expected(meet)
+    engine, sums, absent, _ = lose_the_other(meet, FIRST_ALONE, lane_buffers=1)
+    absent.come()
+    assert torch.equal(go_on_alone(meet, engine, sums), total)
+    assert not sums._free and len(sums._free_on_host) == 2
 
 
 def test_a_lane_that_nothing_was_written_over_stays(meet: Rendezvous) -> None:

@@ -16,8 +16,8 @@ from trainer.replication.step_commit import LaneStats
 LENGTH = 4
 
 
-def make(total: int = 4) -> LaneSums:
-    return LaneSums(total, LENGTH, torch.device("cpu"))
+def make(total: int = 4, most: int | None = None) -> LaneSums:
+    return LaneSums(total, LENGTH, torch.device("cpu"), most=most)
 
 
 def begin(
@@ -151,6 +151,54 @@ def test_buffers_of_a_replica_with_the_reduced_gradient_among_them(
         in_home = [block for block in sums.blocks.values() if block is home]
         assert bool(in_home) == (alone or lanes in (1, 3, 7)), "only what cannot be added up"
     assert len(held) == expected
+
+
+def on_device(sums: LaneSums, home: torch.Tensor) -> set[int]:
+    held = (block for node, block in sums.blocks.items() if node not in sums._waiting)
+    return {block.data_ptr() for block in (home, *held, *sums._free)}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("lanes", [1, 3, 7, 8])
+def test_lanes_beyond_the_limit_wait_on_the_host(lanes: int, most: int, alone: bool) -> None:
+    home, sums = torch.zeros(LENGTH), make(lanes if alone else 16, most)
+    on_host: list[set[int]] = []
+    for step in range(3):
+        assert begin(sums, step, range(lanes), home, alone=alone) == list(range(lanes))
+        for lane in range(lanes):
+            add(sums, lane)
+            assert len(on_device(sums, home)) <= most
+        assert sum(values(sums).values()) == sum(10.0**lane for lane in range(lanes))
+        assert not alone or (sums.blocks[0, lanes] is home and not sums._waiting)
+        there = (*sums._waiting.values(), *sums._free_on_host)
+        on_host.append({block.data_ptr() for block in there})
+    assert on_host[0] == on_host[2], "the host's memory is used again"
+    needed = {1: 1, 3: 2, 7: 3, 8: 4}[lanes]
+    assert bool(on_host[0]) == (needed > most)
+
+
+def test_a_lane_that_waits_on_the_host_is_not_written_over() -> None:
+    home, sums = torch.zeros(LENGTH), make(4, 1)
+    begin(sums, 3, (0,), home)
+    add(sums, 0)
+    assert begin(sums, 3, (0, 3), home) == [3]  # of a replica that was lost before the sum came
+    add(sums, 3)
+    assert values(sums) == {(0, 1): 1, (3, 4): 1000} and set(sums._waiting) == {(0, 1)}
+    home[:3] = -1
+    sums.overwritten = True
+    assert begin(sums, 3, (0, 3), home) == [3]
+    add(sums, 3)
+    assert values(sums) == {(0, 1): 1, (3, 4): 1000}
+
+
+def test_lanes_that_were_added_up_in_home_are_computed_again() -> None:
+    home, sums = torch.zeros(LENGTH), make(4, 1)
+    begin(sums, 3, (0, 1), home)
+    add(sums, 0, 1)
+    assert sums.blocks[0, 2] is home
+    sums.overwritten = True
+    assert begin(sums, 3, (0, 1), home) == [0, 1]
 
 
 def fewest_buffers(lanes: int) -> int:

@@ -69,9 +69,13 @@ def partitions(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @settings(deadline=None)
-@given(partition=partitions(), seed=st.integers(0, 2**32))
+@given(
+    partition=partitions(),
+    seed=st.integers(0, 2**32),
+    most=st.sampled_from([None, 1, 2]),
+)
 def test_any_partition_in_any_order_gives_the_same_bits(
-    partition: tuple[list[int], list[int]], seed: int
+    partition: tuple[list[int], list[int]], seed: int, most: int | None
 ) -> None:
     owners, order = partition
     total = len(owners)
@@ -79,7 +83,7 @@ def test_any_partition_in_any_order_gives_the_same_bits(
     parts: dict[Node, torch.Tensor] = {}
     for replica in set(owners):
         mine = [lane for lane in order if owners[lane] == replica]
-        sums = LaneSums(total, LENGTH, torch.device("cpu"))
+        sums = LaneSums(total, LENGTH, torch.device("cpu"), most=most)
         assert sums.begin(0, mine, torch.zeros(LENGTH), alone=False) == mine
         for lane in mine:
             sums.open(lane).copy_(torch.from_numpy(vectors[lane]))
