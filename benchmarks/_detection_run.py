@@ -8,7 +8,9 @@ It ends by SIGINT, which saves.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import random
 import time
 from pathlib import Path
 
@@ -28,10 +30,14 @@ from elastic import (
 from tests.support.black_hole_run import build_wide_model
 from tests.support.partition_run import join_cluster
 
-STEPS, BATCH, LANES, SAMPLES = 100_000, 8, 2, 4096
+STEPS, BATCH, LANES, SAMPLES, EVAL_EVERY = 100_000, 8, 2, 4096, 200
+SAMPLES_OF_WORKER = BATCH // 4
 PACE_S = 0.02
 """A sample takes so long: a step of two replicas of two workers some 0.1 s."""
 SLOW = 3.0
+NOISE = "noise"
+"""A file: while it stands, a step in twenty takes five times as long on one worker or another, and
+some collect garbage."""
 
 
 class Tasks:
@@ -40,12 +46,18 @@ class Tasks:
     def __init__(self, storage: Path) -> None:
         self._storage = storage
         self.pace_s = PACE_S
+        self._random = random.Random(os.getpid())
 
     def sample(self) -> None:
         """Reads a sample, which takes its time."""
-        time.sleep(self.pace_s)
+        slow = (self._storage / NOISE).exists() and self._random.random() < 0.05 / SAMPLES_OF_WORKER
+        time.sleep(self.pace_s * (1 + 4 * SAMPLES_OF_WORKER * slow))
+        if slow:
+            gc.collect()
         if self._takes("slow"):
             self.pace_s = SLOW * PACE_S
+        if self._takes("fast"):
+            self.pace_s = PACE_S
         if self._takes("mount"):
             (self._storage / "mount").open().close()  # a FIFO without a writer
 
@@ -112,9 +124,14 @@ def main() -> None:
     ElasticTrainer(
         TrainConfig(
             task=CustomTask(
-                build_model=build_wide_model, loss_function=Loss(tasks), dataset=Data(tasks)
+                build_model=build_wide_model,
+                loss_function=Loss(tasks),
+                dataset=Data(tasks),
+                eval_dataset=Data(tasks),
             ),
             steps=STEPS,
+            eval_every=EVAL_EVERY,
+            eval_samples=BATCH,
             global_batch=BATCH,
             lanes=LANES,
             parallel=ParallelConfig(shard=shard),

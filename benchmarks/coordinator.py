@@ -323,7 +323,7 @@ class Beats:
         """Takes datagrams from now on. Returns the address to send them to."""
         listening, by_name = open_beats("127.0.0.1"), {name_of(token): token for token in tokens}
         await asyncio.get_running_loop().create_datagram_endpoint(
-            lambda: BeatListener(by_name, self.renew), sock=listening
+            lambda: BeatListener(by_name, self.renew, lambda token, paces: None), sock=listening
         )
         return listening.getsockname()
 

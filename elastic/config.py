@@ -132,6 +132,10 @@ class HealthConfig:
     `LocalNodes`. With one of them the run takes the other steps of the ladder, too: it lets workers
     go, gives them other seats, and ends where nothing helps. "tell": nobody; the records say what
     would have been done."""
+    move_slow: bool = False
+    """Whether the run acts on workers that stay slower than the others, as `replace_nodes` has it
+    act on verdicts: they get seats on other machines, or their machine is replaced. False: it is
+    told, in records and report."""
     max_replacements_per_hour: int = 4
     """Replacements that may begin within an hour. None begins either while more than one machine,
     and more than a fifth of them, became suspect within an hour."""
@@ -142,7 +146,8 @@ class HealthConfig:
     def check(self) -> None:
         """Raises ConfigError where a bound is not positive, or two contradict each other."""
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and value <= 0:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if number and value <= 0:
                 raise ConfigError(f"health.{name}", value, "not positive", "Use a positive number")
         if self.node_timeout_s <= 2 * self.node_beat_s:
             raise ConfigError(

@@ -328,8 +328,12 @@ def _verdict_of_peer(node: str, said: Sequence[Sign], signs: Sequence[Sign]) -> 
 
 
 def _of_slow(signs: Sequence[Sign], facts: Facts) -> list[Verdict]:
-    """The one replica that waits for nobody while most others wait much. Where its machine shows
-    why, only the workers there."""
+    """The stragglers that were found by their own time. Where there are none: the one replica that
+    waits for nobody while most others wait much; where its machine shows why, only the workers
+    there."""
+    found = [sign for sign in signs if sign.name == "straggler"]
+    if found:
+        return _of_stragglers(found, signs)
     does = {s.worker: s for s in signs if s.name in ("waits_little", "waits_much") and s.worker}
     little = [worker for worker, sign in does.items() if sign.name == "waits_little"]
     groups = {facts.replicas.get(worker, worker) for worker in little}
@@ -350,6 +354,36 @@ def _of_slow(signs: Sequence[Sign], facts: Facts) -> list[Verdict]:
             confidence="likely",
             signs=("waits_little",),
         )
+    ]
+
+
+def _of_stragglers(found: Sequence[Sign], signs: Sequence[Sign]) -> list[Verdict]:
+    """A verdict for those that belong together: of one machine, or a replica that cannot be told
+    from its slow worker. What else a machine shows of slowness, and of its storage, is evidence."""
+    groups: dict[str, list[Sign]] = defaultdict(list)
+    for sign in found:
+        groups[sign.of].append(sign)
+    return [
+        Verdict(
+            cause="slow",
+            workers=tuple(sign.worker for sign in group if sign.worker),
+            nodes=tuple({sign.node: None for sign in group if sign.node}),
+            evidence=_words([*group, *_beside(group, signs)]),
+            confidence="likely",
+            signs=("straggler",),
+        )
+        for group in groups.values()
+    ]
+
+
+def _beside(group: Sequence[Sign], signs: Sequence[Sign]) -> list[Sign]:
+    nodes = {sign.node for sign in group}
+    return [
+        sign
+        for sign in signs
+        if sign.node in nodes
+        and sign.name != "straggler"
+        and ((sign.cause == "slow" and sign.subject == "gpu") or sign.subject == "storage")
     ]
 
 

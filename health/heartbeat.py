@@ -6,7 +6,7 @@ memory, no call to the system, no lock. A thread beats ten times a second, for a
 process runs and somebody else gets the interpreter's lock (GIL) now and then. So a beat that does
 not change means a process that is stopped, stuck in the kernel, or stuck with the lock held. With
 each beat it writes how many collectives the worker has begun: of several that stand still, the one
-that has begun fewer is the one that its peers wait for.
+that has begun fewer is the one that its peers wait for. Every few seconds the loop writes its pace.
 
 The memory is a file without a name (memfd): who knows the process and the descriptor's number can
 open it under /proc, and the kernel frees it with its last user. Nothing is left behind, however the
@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from health.pace import Pace, pace_of
+
 BEAT_INTERVAL_S = 0.1
 """Between two beats of the thread."""
 
@@ -37,6 +39,11 @@ _MARK = struct.Struct("@qqqd")
 _BEAT = struct.Struct("@dq")
 _NUMBER = struct.Struct("@q")
 _RECORD = struct.Struct("@qqqddqqq")
+_PACE = struct.Struct("@q7d")
+_LEFT_AT, _PACE_AT = _RECORD.size - _NUMBER.size, _RECORD.size
+_PACED_AT = _PACE_AT + _PACE.size
+"""Here stands the number of the pace once more, written last."""
+_SIZE = _PACED_AT + _NUMBER.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +67,13 @@ class Record:
     """Id, in the kernel, of the thread that trains."""
     left: int
     """How often it has left its steps, called away or because a peer was lost."""
+    pace: Pace | None = None
+    """Its pace in the latest window; None: there was none, or it is just being written."""
 
 
 def parse_record(data: bytes) -> Record:
     """The record in `data`, which has the size of one."""
-    serial, step, phase, phase_s, beat_s, collectives, thread, left = _RECORD.unpack(data)
+    serial, step, phase, phase_s, beat_s, collectives, thread, left = _RECORD.unpack_from(data)
     return Record(
         serial=serial,
         step=step,
@@ -74,7 +83,14 @@ def parse_record(data: bytes) -> Record:
         collectives=collectives,
         thread=thread,
         left=left,
+        pace=_parse_pace(data),
     )
+
+
+def _parse_pace(data: bytes) -> Pace | None:
+    number, *times = _PACE.unpack_from(data, _PACE_AT)
+    (last,) = _NUMBER.unpack_from(data, _PACED_AT)
+    return None if number == 0 or number != last else pace_of(number, times)
 
 
 class Heartbeat:
@@ -88,8 +104,8 @@ class Heartbeat:
     def __init__(self, count: Callable[[], int] = lambda: 0) -> None:
         self._count = count
         self.fd = os.memfd_create("elastictrainer-heartbeat")
-        os.ftruncate(self.fd, _RECORD.size)
-        self._memory = mmap.mmap(self.fd, _RECORD.size)
+        os.ftruncate(self.fd, _SIZE)
+        self._memory = mmap.mmap(self.fd, _SIZE)
         self._serial = self._left = 0
         self._beat()
         _NUMBER.pack_into(self._memory, _MARK.size + _BEAT.size, threading.get_native_id())
@@ -103,7 +119,12 @@ class Heartbeat:
     def leave(self) -> None:
         """The worker leaves its steps: the phase that it was in may have been broken off."""
         self._left += 1
-        _NUMBER.pack_into(self._memory, _RECORD.size - _NUMBER.size, self._left)
+        _NUMBER.pack_into(self._memory, _LEFT_AT, self._left)
+
+    def show(self, pace: Pace) -> None:
+        """The pace of a window that is full. Its number is written first and last."""
+        _PACE.pack_into(self._memory, _PACE_AT, *vars(pace).values())
+        _NUMBER.pack_into(self._memory, _PACED_AT, pace.number)
 
     def _beat(self) -> None:
         _BEAT.pack_into(self._memory, _MARK.size, time.monotonic(), self._count())
@@ -130,7 +151,7 @@ class HeartbeatReader:
 
     def read(self) -> Record:
         """The record now."""
-        return parse_record(os.pread(self._file, _RECORD.size, 0))
+        return parse_record(os.pread(self._file, _SIZE, 0))
 
     def close(self) -> None:
         """Lets go of the memory."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from statistics import median
 
 from health.reading import Kind, Reading
 from health.verdict import Role, Sign, Step, Subject
@@ -57,6 +58,11 @@ _SLOWED_SHARE = 0.6
 _ASKED_READINGS = 3
 """In a row: a driver that asks for so long means it. Invented."""
 
+_STORAGE_HUNG_S = 15.0
+"""Source: nvidia-resiliency-ext."""
+_STORAGE_SLOW_S, _STORAGE_READINGS = 1.0, 12
+"""A file system that takes so long to say how much room it has, over so many readings. Invented."""
+
 _STILL_S = 30.0
 """A worker in one phase for so long has stopped, or its step is a long one. Invented."""
 _IDLE, _BUSY = 0.02, 0.9
@@ -94,6 +100,8 @@ def judge(
             found += _judge_nic(series, say)
         elif kind == "mount":
             found += _judge_mount(series, say)
+        elif kind == "storage":
+            found += _judge_storage(series, say)
         else:
             gpus = [gpu_of[pid] for pid in series[-1].pids if pid in gpu_of]
             found += _judge_worker(series, gpus[0] if gpus else None, say)
@@ -208,6 +216,28 @@ def _judge_mount(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
             subject="storage",
             remedy="replace_node",
             decisive=True,
+        )
+
+
+def _judge_storage(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
+    """A suspect and no more: a file server that all share is no machine's fault."""
+    latest = series[-1].values
+    if not latest["answered"] and latest["answer_s"] >= _STORAGE_HUNG_S:
+        yield say(
+            "storage_hung",
+            f"it has not answered for {latest['answer_s']:.0f} s",
+            role="confirmation",
+            cause="hang",
+            subject="storage",
+        )
+    took = [reading.values["answer_s"] for reading in series if reading.values["answered"]]
+    if len(took) >= _STORAGE_READINGS and median(took) >= _STORAGE_SLOW_S:
+        yield say(
+            "storage_slow",
+            f"it takes {median(took):.1f} s to answer",
+            role="confirmation",
+            cause="slow",
+            subject="storage",
         )
 
 

@@ -1,7 +1,8 @@
 """What instruments show, in one form: names and numbers, with what they belong to.
 
-Instruments are `gpu.py`, `efa.py`, `nic.py`, `mounts.py` and `worker_load.py`. They only read;
-`judgement.py` says what follows. So what was recorded on one machine can be judged on another.
+Instruments are `gpu.py`, `efa.py`, `nic.py`, `mounts.py`, `storage.py` and `worker_load.py`. They
+only read; `judgement.py` says what follows. So what was recorded on one machine can be judged on
+another.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["gpu", "efa", "nic", "mount", "worker"]
+Kind = Literal["gpu", "efa", "nic", "mount", "storage", "worker"]
 """What was read."""
 
 

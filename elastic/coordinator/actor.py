@@ -13,6 +13,7 @@ step path. All methods run on one event loop, so none needs a lock.
       Remedies ──── verdicts, and the rung of the ladder that each calls for
       Replacements ─ machines that are suspect, and who replaces them
       StandstillWatch ── who keeps the others, where no step is committed
+      SlowWatch ── who is slower than the others, and stays so
       LinkTests ─── whose connections fail, where collectives do and nobody is lost
       Failover ── the run after a restart of the coordinator
       HealNews, Receipts, Restores, Snapshots, Injections ── what the workers tell of each
@@ -48,6 +49,7 @@ from elastic.coordinator.replacements import Replacements
 from elastic.coordinator.replay import replay
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.slow_watch import SlowWatch
 from elastic.coordinator.snapshots import Snapshots, start_holder
 from elastic.coordinator.standstill import StandstillWatch
 from elastic.coordinator.store_keys import Past, sweep_store
@@ -167,6 +169,15 @@ class Coordinator(CoordinatorApi):
             aside,
         )
         self._standstill = self._watch_for_standstill()
+        self._slow_watch = SlowWatch(
+            config.paths.incidents,
+            self._membership,
+            self._workers,
+            self._agents,
+            self._records,
+            aside,
+            self._remedies.meet if config.health.move_slow else None,
+        )
         self._supervised = Supervised(config, self._dispatcher, self._records)
         self._failover: Failover | None = None
         if anew:

@@ -26,7 +26,7 @@ from ray.exceptions import (
 from elastic.config import HealthConfig
 from elastic.coordinator.listening import open_beats
 from elastic.node.agent import NodeAgent, find_reach
-from elastic.node.beats import BeatListener, name_of
+from elastic.node.beats import BeatListener, Paces, name_of
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.messages import Helper, Identity
 from elastic.protocol.rpc import RETRY_S, Remote
@@ -86,6 +86,8 @@ class NodeAgents:
         self._tokens: dict[bytes, str] = {}  # by name of an agent, those of the forgotten too
         self._nodes: dict[str, str] = {}  # by token
         self._socket = open_beats(address[0])
+        self.pace_followers: list[Callable[[str, Paces], None]] = []
+        """Told of each node's paces, with its beats."""
         self.check_interval_s = health.node_beat_s / 2
         """How often to call `overdue`."""
         self._clock = AwakeClock(self.check_interval_s)
@@ -93,8 +95,13 @@ class NodeAgents:
     async def listen(self) -> None:
         """Takes beats that come as datagrams from now on. Called once, on the event loop."""
         await asyncio.get_running_loop().create_datagram_endpoint(
-            lambda: BeatListener(self._tokens, self.renew_by_token), sock=self._socket
+            lambda: BeatListener(self._tokens, self.renew_by_token, self._hear_paces),
+            sock=self._socket,
         )
+
+    def _hear_paces(self, token: str, paces: Paces) -> None:
+        for follower in self.pace_followers:
+            follower(self._nodes[token], paces)
 
     # -- agents that start and end -----------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """One actor per node: it watches the node's workers, and it is the node's word that it is there.
 
-It renews the node's lease with a datagram every `health.node_beat_s` (`beats.py`). It tells the
+It renews the node's lease with a datagram every `health.node_beat_s` (`beats.py`), in which the
+paces of its workers go along. It tells the
 coordinator of every worker that ended or froze (`process_watch.py`), at once, in a call that renews
 the lease too; what was not acknowledged is told again. Where datagrams are not answered, be it that
 a firewall drops them, the call is made for the renewal alone. It kills frozen helpers as well.
@@ -190,7 +191,7 @@ class NodeAgent:
         self._take_answer()
         beat = now_s - self._beat_s >= self._health.node_beat_s
         if beat:
-            self._beats.send(now_s)
+            self._beats.send(now_s, self._processes.paces())
             self._beat_s = now_s
         unheard = beat and self._beats.unanswered > _MOST_UNANSWERED
         if self._call is None and (self._deaths or unheard):

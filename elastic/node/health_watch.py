@@ -28,6 +28,7 @@ from health.nic import read_nics
 from health.reading import Kind, Reading
 from health.signatures import find_sign
 from health.standing import Standing
+from health.storage import StorageWatch
 from health.verdict import Sign
 from health.worker_load import WorkerState, read_worker
 
@@ -78,6 +79,7 @@ class HealthWatch:
         nvml = open_nvml()
         self._gpus = None if nvml is None else Gpus(nvml)
         self._histories: dict[tuple[Kind, str], deque[Reading]] = defaultdict(deque)
+        self._storage = StorageWatch()
         self._standing = Standing()
 
     def look(self, now_s: float, at_s: float) -> None:
@@ -105,6 +107,7 @@ class HealthWatch:
             *read_efa(now_s),
             *read_nics(now_s),
             *read_mounts(now_s),
+            *self._storage.look(now_s),
         ]
 
     def _keep(self, readings: Iterable[Reading], now_s: float) -> None:

@@ -23,6 +23,7 @@ from elastic.protocol.messages import Death
 from health.frozen import STOPPED, History, Sample, decide_frozen, observe
 from health.heartbeat import NO_STEP, HeartbeatReader, Record
 from health.laggards import Position
+from health.pace import Pace
 from health.process import read_born_ticks, read_starved_s, read_state
 from health.progress import Place
 from health.stacks import read_kernel_stacks, read_stacks
@@ -185,6 +186,12 @@ class ProcessWatch:
                 if process.heartbeat is not None
                 for record in [process.heartbeat.read()]
             ]
+
+    def paces(self) -> dict[int, Pace]:
+        """The latest pace of each process that has one, as it was sampled last."""
+        with self._lock:
+            seen = ((p.pid, p.seen) for p in self._processes.values())
+            return {pid: r.pace for pid, r in seen if r is not None and r.pace is not None}
 
     def _of(self, worker: str) -> list[tuple[int, _Process]]:
         """The process of `worker`, with its pidfd; none where it has ended, or is not watched."""

@@ -180,6 +180,6 @@ CORRUPTION = register_cause(
 )
 SLOW = register_cause(
     "slow",
-    CauseEntry(text="it was slower than all others", budget="max_hangs", color="#708090"),
+    CauseEntry(text="it was slower than the others", budget="max_hangs", color="#708090"),
 )
 """Of verdicts only: nobody is ended for it."""

@@ -377,6 +377,25 @@ class SignsChanged(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StragglersFound(Event):
+    """Workers were slower than the others for several rounds running (`health/stragglers.py`)."""
+
+    step: int
+    """Steps that the run had committed."""
+    workers: list[str]
+    """They; of one machine, or of one replica."""
+    nodes: list[str]
+    """Their machine; none: they are on several, and it cannot be told which one is slow."""
+    score: float
+    """Of the slowest, in the latest round: the time that its own part of a step takes at the
+    others' pace, over the time that it takes."""
+    part: str
+    """Where it loses most: `data`, `compute` or `optimizer`."""
+    detail: str
+    """The evidence, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeReplacement(Event):
     """What becomes of a machine that is suspect: the last of these for a node is how it ended."""
 

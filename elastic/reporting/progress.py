@@ -44,6 +44,7 @@ from elastic.protocol.events import (
     StepRecord,
     StepSkipped,
     StopRequested,
+    StragglersFound,
     VerdictReached,
     WorkerJoined,
     WorkerLost,
@@ -141,6 +142,9 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
         case SignsChanged() if event.signs:
             roots = [sign["detail"] for sign in event.signs if sign["role"] == "root"]
             return f"node {event.node} shows: {'; '.join(roots)}" if roots else None
+        case StragglersFound():
+            where = f" on node {event.nodes[0]}" if event.nodes else ""
+            return f"SLOW: {', '.join(event.workers)}{where}: {event.detail}"
         case StopRequested():
             return f"stopping after this step, with a checkpoint ({event.reason})"
         case Draining():

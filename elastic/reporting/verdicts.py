@@ -18,6 +18,7 @@ from elastic.protocol.events import (
     ReplicaForming,
     SignsChanged,
     StepRecord,
+    StragglersFound,
     WorkerJoined,
     WorkerLost,
 )
@@ -52,7 +53,8 @@ class Advice:
 def find_verdicts(
     events: Sequence[Event], steps: Sequence[StepRecord], incidents: Sequence[Incident]
 ) -> list[Advice]:
-    """What was wrong at each incident, in order, and what machines show at the end.
+    """What was wrong at each incident and where stragglers were found, in order, and what machines
+    show at the end.
 
     Args:
         events: all of the run.
@@ -73,10 +75,13 @@ def find_verdicts(
             ledger = ledger.with_try(verdict.fingerprint, committed)
             found.append(Advice(time=time, step=step, verdict=verdict, remedy=remedy))
 
-    for incident in incidents:
-        begin, end = incident.span
-        of = facts.between(begin - BEFORE_S, end + AFTER_S, incident.workers)
-        add(incident.time, incident.step, of)
+    found_at: list[Incident | StragglersFound] = [*incidents, *facts.stragglers]
+    for one in sorted(found_at, key=lambda one: one.time):
+        if isinstance(one, StragglersFound):
+            add(one.time, one.step, facts.of_stragglers(one))
+            continue
+        begin, end = one.span
+        add(one.time, one.step, facts.between(begin - BEFORE_S, end + AFTER_S, one.workers))
     if facts.shown_s is not None:
         add(facts.shown_s, steps[-1].step + 1 if steps else 0, facts.standing(), at_end=True)
     return found
@@ -96,6 +101,8 @@ class EventFacts:
         self._names: dict[str, str] = {}
         self._lost: dict[str, WorkerLost] = {}
         self._groups: list[CrossGroupLost] = []
+        self.stragglers: list[StragglersFound] = []
+        """That were found, in order of time."""
         self._told: list[SignsChanged] = []
         """In order of time."""
         self._passed = 0
@@ -125,11 +132,14 @@ class EventFacts:
             insort(self._told, event, key=_time)
         elif isinstance(event, CrossGroupLost):
             insort(self._groups, event, key=_time)
+        elif isinstance(event, StragglersFound):
+            insort(self.stragglers, event, key=_time)
 
     def forget_before(self, time: float) -> None:
         """Drops what no incident after `time`, in seconds since the epoch, needs."""
         self._stand_at(time)
         del self._told[: self._passed], self._groups[: bisect_left(self._groups, time, key=_time)]
+        del self.stragglers[: bisect_left(self.stragglers, time, key=_time)]
         self._passed, self._base = 0, dict(self._stood)
         for worker in [w for w, event in self._lost.items() if event.time < time]:
             del self._lost[worker], self._nodes[worker]
@@ -157,6 +167,23 @@ class EventFacts:
             ],
             nodes=self._nodes,
             replicas={e.worker: e.slot.split(" shard")[0] for e in losses if e.slot},
+            names=self._names,
+        )
+
+    def of_stragglers(self, event: StragglersFound) -> Facts:
+        """What shows that workers are slow, and what their machines show that may be why."""
+        nodes = {self._nodes[worker] for worker in event.workers if worker in self._nodes}
+        self._stand_at(event.time - BEFORE_S)
+        upto = bisect_right(self._told, event.time + AFTER_S, key=_time)
+        told = [*self._stood.values(), *self._told[self._passed : upto]]
+        shown = _signs_of_nodes(one for one in told if one.node in nodes)
+        return Facts(
+            signs=[
+                *_signs_of_stragglers(event),
+                *(sign for sign in shown if sign.role == "confirmation"),
+            ],
+            nodes=self._nodes,
+            replicas=self._replicas,
             names=self._names,
         )
 
@@ -223,6 +250,23 @@ def _signs_of_group(event: CrossGroupLost) -> Iterator[Sign]:
         at_s=event.time,
     )
     yield from find_signs(event.reason.splitlines(), "worker", where, event.time)
+
+
+def _signs_of_stragglers(event: StragglersFound) -> Iterator[Sign]:
+    for worker in event.workers:
+        yield Sign(
+            name="straggler",
+            source="reading",
+            role="root",
+            cause=causes.SLOW,
+            subject="worker",
+            detail=event.detail,
+            of=", ".join(event.workers),
+            worker=worker,
+            node=event.nodes[0] if event.nodes else None,
+            at_s=event.time,
+            decisive=True,
+        )
 
 
 def _signs_of_nodes(told: Iterable[SignsChanged]) -> list[Sign]:

@@ -40,9 +40,10 @@ from elastic.worker.save_schedule import SaveSchedule
 from elastic.worker.saver import Saver
 from health.corruption import compare_checksums
 from health.heartbeat import NO_PHASE, NO_STEP, Heartbeat
+from health.pace import PaceWindow
 from trainer.backend.groups import abort_groups
 from trainer.engine.engine import Engine
-from trainer.loop.clock import StepTimes
+from trainer.loop.clock import OwnTimes, StepTimes
 from trainer.loop.phases import PHASES, Phase
 from trainer.loop.profiling import Profile
 from trainer.recovery.heal import Newcomer
@@ -79,6 +80,7 @@ class CoordinatorLink:
         self.outbox = Outbox(job.coordinator, self._save_schedule.ask)
         self.saves = Saver(job, identity, self.outbox, self._save_schedule, self.leave_now)
         self.injection = Injection(job, identity.worker)
+        self._paces = PaceWindow()
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
@@ -195,6 +197,11 @@ class CoordinatorLink:
                     seconds={str(part): seconds for part, seconds in times.seconds.items()},
                 )
             )
+
+    def worked(self, own: OwnTimes) -> None:
+        """See Link."""
+        if (pace := self._paces.add(**vars(own))) is not None:
+            self._heartbeat.show(pace)
 
     def profiled(self, profile: Profile) -> None:
         """The profile of this worker's steps has ended."""

@@ -162,7 +162,9 @@ class Through(asyncio.DatagramTransport):
 
 def test_a_node_whose_datagrams_are_not_answered_calls_until_they_are(cluster: None) -> None:
     node, health = ray.get_runtime_context().get_node_id(), HealthConfig(node_beat_s=0.5)
-    listener = BeatListener({name_of("token"): "token"}, lambda token: True)
+    listener = BeatListener(
+        {name_of("token"): "token"}, lambda token: True, lambda token, paces: None
+    )
     with socket.socket(type=socket.SOCK_DGRAM) as mailbox:
         mailbox.bind(("127.0.0.1", 0))
         mailbox.settimeout(DEADLINE_S)

@@ -35,6 +35,13 @@ def machines() -> Iterator[Cluster]:
         cluster.shutdown()
 
 
+def end_node(cluster: Cluster, node: str) -> None:
+    """Ends a node that the cluster has not started."""
+    internals: Any = _raylet
+    gcs = internals.GcsClient(address=cluster.address)
+    gcs.drain_nodes([bytes.fromhex(node)], timeout=PATIENCE_S)
+
+
 def trains_on(all_: list[Event], node: str) -> bool:
     """Whether three replicas stand, and the one with a worker of `node` has lanes."""
     here = {e.worker for e in joined(all_) if e.node == node}
@@ -56,7 +63,6 @@ def replacements(all_: list[Event]) -> list[events.NodeReplacement]:
 def test_a_machine_with_a_wrong_state_is_replaced(machines: Cluster, tmp_path: Path) -> None:
     before = {node.node_id: node for node in machines.worker_nodes}
     run = GrowingRun(machines, tmp_path, "local", program=PROGRAM)
-    internals: Any = _raylet
     fresh: set[str] = set()
     try:
         run.wait_for(lambda all_: any(e.outcome == "replaced" for e in replacements(all_)))
@@ -74,8 +80,7 @@ def test_a_machine_with_a_wrong_state_is_replaced(machines: Cluster, tmp_path: P
     finally:
         run.close()
         for node in fresh:  # the others are the cluster's to end
-            gcs = internals.GcsClient(address=machines.address)
-            gcs.drain_nodes([bytes.fromhex(node)], timeout=PATIENCE_S)
+            end_node(machines, node)
 
 
 @pytest.mark.slow

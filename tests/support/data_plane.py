@@ -30,7 +30,7 @@ from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.engine.host_copy import HostBuffer
 from trainer.engine.shared_copy import open_copy
-from trainer.loop.clock import StepTimes
+from trainer.loop.clock import OwnTimes, StepTimes
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.compiled import keep_compiled
@@ -58,6 +58,7 @@ class SavingLink(QuietLink):
     commits: list[Commit] = field(default_factory=list)
     evaluations: list[tuple[int, float, int]] = field(default_factory=list)
     times: list[StepTimes] = field(default_factory=list)
+    own: list[OwnTimes] = field(default_factory=list)
     replicas: int = 0
     """Share the writing of saves; 0: nothing is saved."""
     saved: tuple[Receipt, dict[str, bytes]] | None = None
@@ -67,6 +68,9 @@ class SavingLink(QuietLink):
 
     def timed(self, times: StepTimes) -> None:
         self.times.append(times)
+
+    def worked(self, own: OwnTimes) -> None:
+        self.own.append(own)
 
     def save(
         self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
@@ -99,6 +103,7 @@ class WorkerResult:
     digests: list[list[int]]
     evaluations: list[tuple[int, float, int]]
     times: list[StepTimes]
+    own: list[OwnTimes]
     local: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]
     """Parameter name -> (offsets, sizes, this worker's slice) at the end."""
     saved: tuple[Receipt, dict[str, bytes]] | None
@@ -238,6 +243,7 @@ def train_at(
         digests=[c.sample_digests for c in link.commits],
         evaluations=link.evaluations,
         times=link.times,
+        own=link.own,
         local=local,
         saved=link.saved,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainer.engine.engine import Engine
-from trainer.loop.clock import StepTimes
+from trainer.loop.clock import OwnTimes, StepTimes
 from trainer.loop.phases import Phase
 from trainer.recovery.heal import Newcomer
 from trainer.replication.step_commit import Commit, Place, Saving
@@ -78,6 +78,10 @@ class Link(Protocol):
         """Where the time of some steps went, on this worker."""
         ...
 
+    def worked(self, own: OwnTimes) -> None:
+        """What a step took of this worker itself."""
+        ...
+
     def caught_up(self, newcomer: Newcomer) -> None:
         """This worker, which had joined without state, has it now."""
         ...
@@ -132,6 +136,9 @@ class NoLink(Link):
         """See Link."""
 
     def timed(self, times: StepTimes) -> None:
+        """See Link."""
+
+    def worked(self, own: OwnTimes) -> None:
         """See Link."""
 
     def caught_up(self, newcomer: Newcomer) -> None:

@@ -11,6 +11,7 @@ be others. Decision: docs/decisions/042.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,7 +48,9 @@ class Loader:
 
     def __init__(self, data: SampleSource, due: Iterator[Ids], *, ahead: int, pin: bool) -> None:
         self._data, self._due, self._ahead, self._pin = data, due, ahead, pin
-        self._reads: deque[Future[tuple[Ids, Any]]] = deque()
+        self.read_s = 0.0
+        """How long the dataset took for the micro-batch that was taken last, waited for or not."""
+        self._reads: deque[Future[tuple[Ids, Any, float]]] = deque()
         self._tried = False
 
     def take(self) -> tuple[Ids, Any]:
@@ -57,7 +60,7 @@ class Loader:
             Exception: what the dataset raised.
         """
         self._ask_for(1)
-        ids, batch = self._reads.popleft().result()
+        ids, batch, self.read_s = self._reads.popleft().result()
         self._ask_for(self._ahead)
         return ids, batch
 
@@ -71,14 +74,16 @@ class Loader:
             self._reads.append(_READER.submit(self._read if self._tried else self._read_first))
             self._tried = True
 
-    def _read(self) -> tuple[Ids, Any]:
+    def _read(self) -> tuple[Ids, Any, float]:
         ids = next(self._due, None)
         if ids is None:  # the run ends before
-            return np.empty(0, dtype=np.int64), None
+            return np.empty(0, dtype=np.int64), None, 0.0
+        began_s = time.perf_counter()
         batch = self._data.batch(ids)
-        return ids, pinned(batch) if self._pin else batch
+        read_s = time.perf_counter() - began_s
+        return ids, pinned(batch) if self._pin else batch, read_s
 
-    def _read_first(self) -> tuple[Ids, Any]:
+    def _read_first(self) -> tuple[Ids, Any, float]:
         before = torch.get_rng_state()
         taken = self._read()
         if not torch.equal(before, torch.get_rng_state()):

@@ -113,6 +113,7 @@ class TrainLoop:
             if self.loader is not None:
                 self.loader.close()
             self.tell_times(self.clock.take())
+            self.clock.close()
 
     def close(self) -> None:
         """Ends what looks at the steps. Called when the groups are closed: it waits for the device,
@@ -143,6 +144,8 @@ class TrainLoop:
             if commit is None:
                 return "fault"
             self.tell_times(self.clock.committed(commit.step))
+            if (own := self.clock.take_own()) is not None:
+                self.link.worked(own)
             self.finish_step(commit)
             self.due.compare(has_state=self.newcomer is None)
             self.save_and_evaluate()
@@ -232,6 +235,7 @@ class TrainLoop:
                 self.engine.backward_at_last(loss, take)
             # Nobody waits for the device here.
             loss_sum, tokens = loss_sum + loss.detach().reshape(()), tokens + count
+            self.clock.took(count, self.loader.read_s)
         # Tensor peers have the same loss, and all who share the samples the same ids.
         stats = LaneStats(tokens=0, digest=0)
         if slot.tensor == 0:

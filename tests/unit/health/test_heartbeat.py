@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from health.heartbeat import BEAT_INTERVAL_S, Heartbeat, HeartbeatReader
+from health.heartbeat import BEAT_INTERVAL_S, Heartbeat, HeartbeatReader, parse_record
+from health.pace import pace_of
 from health.process import parse_state, read_state
 from tests.support import ROOT
 from tests.support.watching import wait_until
@@ -86,6 +88,24 @@ def test_each_mark_has_a_serial_and_a_time() -> None:
     second = reader.read()
     assert (second.serial, second.step, second.phase) == (2, 2, 0)
     assert second.phase_s >= first.phase_s
+    reader.close()
+
+
+def test_a_pace_is_shown_whole_or_not_at_all() -> None:
+    heartbeat = Heartbeat()
+    reader = HeartbeatReader(os.getpid(), heartbeat.fd)
+    assert reader.read().pace is None
+    first = pace_of(1, [1.5, 4.0, 2048.0, 0.01, 0.02, 0.3, 0.1])
+    heartbeat.show(first)
+    heartbeat.mark(7, 3)
+    heartbeat.leave()
+    shown = reader.read()
+    assert (shown.pace, shown.step, shown.left) == (first, 7, 1)
+    data = os.pread(reader._file, 1000, 0)
+    half = data[:64] + (2).to_bytes(8, sys.byteorder) + data[72:]  # the next one has begun
+    assert parse_record(data).pace == first and parse_record(half).pace is None
+    heartbeat.show(replace(first, number=2))
+    assert reader.read().pace == replace(first, number=2)
     reader.close()
 
 

@@ -340,6 +340,28 @@ def test_a_slow_worker_takes_the_same_way_when_it_is_told_of(tmp_path: Path) -> 
     assert (drained.workers, drained.node, drained.reason) == (["b"], None, "slow: 3 times slower")
 
 
+def test_a_slow_machine_is_replaced_where_nobody_waits_for_its_place(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    slow = Verdict(
+        cause="slow",
+        workers=("b",),
+        nodes=("B",),
+        evidence=("3 times slower",),
+        confidence="likely",
+        signs=("straggler",),
+    )
+
+    async def story() -> None:
+        await desk.remedies.meet(slow)
+        await desk.until_met(("replace_node", "taken"))
+        while not desk.happened(events.NodeReplacement):
+            await asyncio.sleep(0.005)
+
+    desk.run(story)
+    begun, *_ = desk.happened(events.NodeReplacement)
+    assert (begun.outcome, begun.node, begun.reason) == ("begun", "B", "slow: 3 times slower")
+
+
 def test_too_many_at_once_are_held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replacements, "SETTLE_S", 0.5)
     desk = Desk(tmp_path)

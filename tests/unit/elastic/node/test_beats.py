@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from elastic.coordinator.listening import open_beats
-from elastic.node.beats import BeatListener, BeatSender, Heard, name_of
+from elastic.node.beats import MOST_PACES, BeatListener, BeatSender, Heard, Paces, name_of
+from health.pace import Pace
 
 HOST = "127.0.0.1"
 DEADLINE_S = 20.0
@@ -25,6 +26,10 @@ class Coordinator:
         self.leases = {kept: True, gone: False}
         self.tokens = {name_of(token): token for token in self.leases}
         self.heard: list[str] = []
+        self.paces: list[tuple[str, Paces]] = []
+
+    def paced(self, token: str, paces: Paces) -> None:
+        self.paces.append((token, paces))
 
     def renew(self, token: str) -> bool:
         self.heard.append(token)
@@ -37,12 +42,16 @@ class Coordinator:
             listening = open_beats(HOST)
             loop = asyncio.get_running_loop()
             transport, _ = await loop.create_datagram_endpoint(
-                lambda: BeatListener(self.tokens, self.renew), sock=listening
+                lambda: BeatListener(self.tokens, self.renew, self.paced), sock=listening
             )
             with closing(transport):
                 await asyncio.wait_for(agent(listening.getsockname()), DEADLINE_S)
 
         asyncio.run(both())
+
+
+def no_paces(token: str, paces: Paces) -> None:
+    raise AssertionError("nobody has told any")
 
 
 async def heard_by(sender: BeatSender) -> Heard:
@@ -115,7 +124,7 @@ def test_a_beat_counts_once_and_none_counts_after_a_later_one() -> None:
     """Else whoever reads the network could keep the lease of a node that is lost."""
     coordinator = Coordinator(kept="one")
     first, second, third = beats_of("one", 3)
-    listener = BeatListener(coordinator.tokens, coordinator.renew)
+    listener = BeatListener(coordinator.tokens, coordinator.renew, no_paces)
     with socket.socket(type=socket.SOCK_DGRAM) as answers:
         answers.bind((HOST, 0))
         answers.setblocking(False)
@@ -137,7 +146,7 @@ def test_beats_without_an_answer_are_counted_until_a_later_one_has_one() -> None
                 sender.send(now_s)
             beats = [coordinator.recvfrom(1000) for _ in range(3)]
             assert sender.unanswered == 3 and sender.hear() is None
-            listener = BeatListener({name_of("one"): "one"}, lambda token: True)
+            listener = BeatListener({name_of("one"): "one"}, lambda token: True, no_paces)
             listener.connection_made(Answering(coordinator))
             listener.datagram_received(*beats[1])  # the first is lost, the third still on its way
             assert heard_now(sender) == Heard(sent_s=2.0, kept=True)
@@ -167,7 +176,7 @@ def test_a_forged_answer_says_nothing() -> None:
     with socket.socket(type=socket.SOCK_DGRAM) as forger:
         forger.bind((HOST, 0))
         forger.settimeout(DEADLINE_S)
-        listener = BeatListener({name_of("one"): "one"}, lambda token: True)
+        listener = BeatListener({name_of("one"): "one"}, lambda token: True, no_paces)
         listener.connection_made(Answering(forger))
         with sending(forger.getsockname(), "one") as sender:
             sender.send(1.0)
@@ -193,3 +202,68 @@ def test_nobody_at_the_address_is_no_error() -> None:
             sender.send(float(now_s))
             assert sender.hear() is None
         assert 5 < sender.unanswered < 100, "what cannot count any more is forgotten"
+
+
+def pace(number: int) -> Pace:
+    """Figures that 32 bits hold exactly."""
+    return Pace(
+        number=number,
+        step_s=1.5,
+        micro_batches=2.0,
+        tokens=2048.0,
+        data_s=0.25,
+        read_s=0.75,
+        compute_s=0.5,
+        optimizer_s=0.125,
+    )
+
+
+@pytest.mark.parametrize("count", [1, MOST_PACES, MOST_PACES + 1, 60])
+def test_a_beat_carries_the_paces_of_the_workers_who_take_turns_where_they_are_many(
+    count: int,
+) -> None:
+    coordinator = Coordinator(kept="one")
+    sent = {1000 + index: pace(index + 1) for index in range(count)}
+    turns = -(-count // MOST_PACES)
+
+    async def agent(address: tuple[str, int]) -> None:
+        with sending(address, "one") as sender:
+            for _ in range(turns):
+                sender.send(1.0, sent)
+                assert (await heard_by(sender)).kept
+
+    coordinator.play(agent)
+    told = [paces for token, paces in coordinator.paces if token == "one"]
+    assert len(told) == turns and all(len(paces) <= MOST_PACES for paces in told)
+    assert {pid: one for paces in told for pid, one in paces.items()} == sent
+
+
+def test_paces_that_are_not_signed_or_cut_off_are_passed_by_with_their_beat() -> None:
+    coordinator = Coordinator(kept="one")
+    with socket.socket(type=socket.SOCK_DGRAM) as spy:
+        spy.bind((HOST, 0))
+        spy.settimeout(DEADLINE_S)
+        with sending(spy.getsockname(), "one") as sender:
+            sender.send(1.0, {7: pace(1), 8: pace(2)})
+            beat = spy.recv(2000)
+        assert len(beat) < 1000, "larger packets may not pass"
+        listener = BeatListener(coordinator.tokens, coordinator.renew, coordinator.paced)
+        listener.connection_made(Answering(spy))
+        cut = beat[:-40] + beat[-32:]
+        for datagram in (flipped(beat, 30), cut, beat[:60], beat[:28] + beat[64:], b""):
+            listener.datagram_received(datagram, spy.getsockname())
+        assert coordinator.heard == [] == coordinator.paces
+        listener.datagram_received(beat, spy.getsockname())
+        assert coordinator.paces == [("one", {7: pace(1), 8: pace(2)})]
+
+
+def test_what_an_agent_that_was_written_off_tells_does_not_count() -> None:
+    coordinator = Coordinator(gone="two")
+
+    async def agent(address: tuple[str, int]) -> None:
+        with sending(address, "two") as sender:
+            sender.send(1.0, {7: pace(1)})
+            assert not (await heard_by(sender)).kept
+
+    coordinator.play(agent)
+    assert coordinator.paces == []

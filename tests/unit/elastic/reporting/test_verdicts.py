@@ -14,6 +14,7 @@ from elastic.protocol.events import (
     ReplicaForming,
     SignsChanged,
     StepRecord,
+    StragglersFound,
     WorkerJoined,
     WorkerLost,
 )
@@ -236,3 +237,58 @@ def test_facts_of_many_incidents_look_at_no_machine_that_shows_nothing(
     for i in range(1000):
         facts.between(1000.0 * i, 1000.0 * i + 10, [])
     assert len(read) == 1000
+
+
+THROTTLED = Sign(
+    name="throttled",
+    source="reading",
+    role="confirmation",
+    cause="slow",
+    subject="gpu",
+    detail="the hardware slows its clocks 90% of the time",
+    node="n1",
+)
+HUNG = replace(THROTTLED, name="storage_hung", cause="hang", subject="storage", detail="hung")
+
+
+def slow(time: float, *workers: str, nodes: tuple[str, ...] = ()) -> StragglersFound:
+    return StragglersFound(
+        time=time,
+        step=7,
+        workers=list(workers),
+        nodes=list(nodes),
+        score=0.3,
+        part="compute",
+        detail="slow in 5 rounds running",
+    )
+
+
+JOINED = tuple(
+    WorkerJoined(time=0.0, worker=f"w{i}", node=f"n{i}", pid=i, born_ticks=None) for i in range(4)
+)
+
+
+def test_stragglers_have_a_verdict_with_what_their_machine_shows() -> None:
+    other = shows("n2", 100.0, replace(THROTTLED, node="n2", detail="another one"))
+    shown = shows("n1", 100.0, THROTTLED, HUNG)
+    one, *_ = found(*JOINED, shown, other, slow(110.0, "w1", nodes=("n1",)))
+    assert of(one) == ("slow", ("w1",), ("n1",), "other_seat")
+    assert (one.step, one.verdict.confidence) == (7, "likely")
+    assert one.verdict.evidence == ("slow in 5 rounds running", THROTTLED.detail, "hung")
+
+
+def test_of_stragglers_that_cannot_be_told_apart_no_machine_is_blamed() -> None:
+    (one,) = found(*JOINED, slow(110.0, "w1", "w2"))
+    assert of(one) == ("slow", ("w1", "w2"), (), "other_seat")
+
+
+def spare_lost(worker: str, time: float) -> WorkerLost:
+    """An incident of its own."""
+    return replace(lost(worker, time), slot=None)
+
+
+def test_stragglers_and_incidents_come_in_the_order_of_time() -> None:
+    advice = found(
+        *JOINED, spare_lost("w0", 50.0), slow(110.0, "w1", nodes=("n1",)), spare_lost("w2", 1000.0)
+    )
+    assert [one.verdict.cause for one in advice] == ["crash", "slow", "crash"]

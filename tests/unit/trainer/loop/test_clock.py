@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer.loop import clock as clocks
-from trainer.loop.clock import StepClock, StepTimes
+from trainer.loop.clock import OwnTimes, StepClock, StepTimes
 from trainer.loop.phases import STEP_PHASES
 
 CPU = torch.device("cpu")
@@ -113,3 +113,44 @@ def test_on_a_gpu_events_are_read_when_the_host_has_waited_for_them(
         clock.enter("optimizer")
     times = clock.take()
     assert times.seconds["compute"] == times.seconds["commit"] == times.seconds["optimizer"] == 1.0
+
+
+def test_a_worker_s_own_time_is_that_of_its_thread_and_of_one_step(
+    seconds: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compute counts while the thread is awake; here a quarter of the time."""
+    monkeypatch.setattr(clocks, "AwakeTime", lambda: Quarter(seconds))
+    clock = StepClock(CPU)
+    found = []
+    for step, phase_s in enumerate([9.0, 1.0, 2.0, 1.0]):
+        do_step(clock, step, seconds, phase_s)
+        clock.took(100, 0.5)
+        clock.took(60, 0.25)
+        found.append(clock.take_own())
+    clock.close()
+    assert found[:2] == [None, None], "the first step, and one that has no end yet"
+    # Of the second step: two micro-batches, forward and backward each.
+    assert found[2] == OwnTimes(
+        step_s=12.5,
+        micro_batches=2,
+        tokens=160,
+        data_s=2.0,
+        read_s=0.75,
+        compute_s=4.0 / 4,
+        optimizer_s=1.0,
+    )
+    assert found[3] is not None and (found[3].step_s, found[3].compute_s) == (24.5, 2.0)
+    assert clock.take_own() is None
+
+
+class Quarter:
+    """Of the time that passes."""
+
+    def __init__(self, now: list[float]) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now[0] / 4
+
+    def close(self) -> None:
+        pass
