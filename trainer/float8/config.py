@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.errors import ConfigError, check_types
 
@@ -66,7 +66,8 @@ class Float8:
 
         for name in self._layers(model):
             owner, _, leaf = name.rpartition(".")
-            layer = Float8Linear.of(model.get_submodule(name), self.recipe)  # type: ignore[arg-type]
+            layer = Float8Linear.of(cast(nn.Linear, model.get_submodule(name)))
+            layer.recipe = self.recipe
             if self.gather:
                 trained = layer.weight.requires_grad
                 layer.weight = nn.Parameter(Float8Shard(layer.weight.detach()), trained)
@@ -142,8 +143,9 @@ def check_gpu(converter: object, device: torch.device) -> None:
         ConfigError: it cannot.
     """
     import torch
+    from torch._guards import detect_fake_mode
 
-    if device.type != "cuda" or not torch.cuda.is_available():  # else a dry run
+    if device.type != "cuda" or detect_fake_mode() is not None:  # a dry run has another machine's
         return
     found = torch.cuda.get_device_capability(device)
     if found < _OLDEST_GPU:
