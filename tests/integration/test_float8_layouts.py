@@ -1,11 +1,12 @@
-"""8-bit products in every layout: the same bits at any number of replicas, gathered in 8 bits or not, with
-what backward computes again; and gradients near those of a float32 reference, tensor by tensor."""
+"""8-bit products in every layout: the same bits at any number of replicas, gathered in 8 bits or
+not, with what backward computes again; and gradients near those of a float32 reference, tensor by
+tensor."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 

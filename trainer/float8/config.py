@@ -25,8 +25,8 @@ _OLDEST_GPU = (8, 9)
 class Float8:
     """Linear layers of the blocks whose three matrix products are 8-bit, with current scaling.
 
-    Parameters, gradients, optimizer and checkpoints are as without it. The head, and layers of which
-    a side is no multiple of 16, stay as they are.
+    Parameters, gradients, optimizer and checkpoints are as without it. The head, and layers of
+    which a side is no multiple of 16, stay as they are.
     """
 
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
@@ -39,7 +39,8 @@ class Float8:
     """Names or patterns (`*.q_proj`) of layers that stay as they are."""
 
     def __post_init__(self) -> None:
-        if self.recipe == "delayed":
+        asked: str = self.recipe
+        if asked == "delayed":
             raise ConfigError(
                 "Float8.recipe",
                 self.recipe,
@@ -122,8 +123,8 @@ class Float8:
             raise ConfigError(
                 _FIELD,
                 self,
-                f"{name} is {sides[1]} x {sides[0]}, and over {dims.tensor} tensor ranks the sides of "
-                f"each part must be multiples of {_ALIGNED}",
+                f"{name} is {sides[1]} x {sides[0]}, and over {dims.tensor} tensor ranks the sides "
+                f"of each part must be multiples of {_ALIGNED}",
                 f"Use keep=({name!r},), or another tensor degree",
             )
         if self.gather and layer.out_features % (dims.tensor * dims.fsdp):
@@ -152,7 +153,7 @@ def check_gpu(converter: object, device: torch.device) -> None:
         raise ConfigError(
             _FIELD,
             converter,
-            f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, and "
-            "8-bit products need 8.9 or more (L4, H100, H200)",
+            f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, "
+            "and 8-bit products need 8.9 or more (L4, H100, H200)",
             "Leave it out on these machines",
         )

@@ -14,8 +14,8 @@ Recipes:
     rowwise      one scale for each row of each factor, along what is summed; all in e4m3. x and w
                  are rounded a second time for backward, along their other dimension.
 
-Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433); the recipes are those
-of torchao's `Float8LinearConfig`, but for tensorwise scales, which are powers of two here.
+Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433); the recipes are
+those of torchao's `Float8LinearConfig`, but for tensorwise scales, which are powers of two here.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) ->
 def _scaled_weight(w_NK: torch.Tensor) -> Scaled:
     """The weight in 8 bits: as it was gathered, or rounded here."""
     if isinstance(w_NK, Float8Weight):
-        return Scaled(w_NK.data8, w_NK.inverse)
+        return Scaled(w_NK.data8, w_NK.scale_inverse)
     return to_float8(w_NK, E4M3, by_row=False)
 
 

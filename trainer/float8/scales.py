@@ -1,9 +1,9 @@
 """From numbers to 8-bit floats and a scale that is a power of two.
 
-The scale follows from the largest magnitude alone, by integer arithmetic on its bits: no division or
-logarithm, whose last bit differs between kernels. Multiplying by a power of two is exact, so eager and
-compiled code agree, and a value is rounded once, when it becomes 8 bits. Nothing of an earlier step
-enters: the same tensor has the same scale on whichever replica it is computed.
+The scale follows from the largest magnitude alone, by integer arithmetic on its bits: no division
+or logarithm, whose last bit differs between kernels. Multiplying by a power of two is exact, so
+eager and compiled code agree, and a value is rounded once, when it becomes 8 bits. Nothing of an
+earlier step enters: the same tensor has the same scale on whichever replica it is computed.
 
 Shapes: x_MK is a matrix whose second dimension a product sums over.
 """

@@ -1,9 +1,9 @@
 """A weight's shard that is rounded to 8 bits before the all-gather: half the bytes of bfloat16.
 
-The scale of a whole weight is that of its largest number, which lies in any shard: an all-reduce of the
-maximum, which is exact in any order. The shard is rounded to the dtype of the computation first, so the 8
-bits are those of a weight that is gathered in that dtype and then scaled: gathering in 8 bits changes no
-bit of a run.
+The scale of a whole weight is that of its largest number, which lies in any shard: an all-reduce of
+the maximum, which is exact in any order. The shard is rounded to the dtype of the computation
+first, so the 8 bits are those of a weight that is gathered in that dtype and then scaled: gathering
+in 8 bits changes no bit of a run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -34,7 +35,8 @@ class Float8Shard(OwnGather):
         module: torch.nn.Module,
         policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor], torch.Tensor]:
-        """What is gathered, and the scale's inverse. Called by all workers that share the weight."""
+        """What is gathered, and the scale's inverse. Called by all workers that share the
+        weight."""
         shard = self.memory.to(policy.param_dtype or self.memory.dtype)
         amax = largest(shard, by_row=False).float()
         if mesh.size() > 1:
@@ -55,5 +57,7 @@ class Float8Shard(OwnGather):
         if out is None:
             return Float8Weight(data8, inverse, dtype), (data8,)
         weight: Any = out.to_local() if isinstance(out, DTensor) else out
-        weight.inverse.copy_(inverse)
+        # A compiled forward keeps this very tensor for backward; the value is the same by then.
+        with _unsafe_preserve_version_counter(weight.scale_inverse):
+            weight.scale_inverse.copy_(inverse)
         return None

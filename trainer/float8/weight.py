@@ -1,7 +1,7 @@
 """A whole weight in 8 bits, as FSDP2's all-gather leaves it.
 
-To autograd it is a parameter in the dtype of the computation, whose gradient has that dtype; what lies in
-memory is a byte for each number, and one scale.
+To autograd it is a parameter in the dtype of the computation, whose gradient has that dtype; what
+lies in memory is a byte for each number, and one scale.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class Float8Weight(torch.Tensor):
 
     Args:
         data8: the numbers.
-        inverse: what to multiply them by, one float32.
+        scale_inverse: what to multiply them by, one float32.
         dtype: that it has to others.
     """
 
     data8: torch.Tensor
-    inverse: torch.Tensor
+    scale_inverse: torch.Tensor
 
     @staticmethod
     def __new__(
-        cls, data8: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype
+        cls, data8: torch.Tensor, scale_inverse: torch.Tensor, dtype: torch.dtype
     ) -> Float8Weight:
         weight: Float8Weight = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -40,20 +40,20 @@ class Float8Weight(torch.Tensor):
             dtype=dtype,
             device=data8.device,
         )
-        weight.data8, weight.inverse = data8, inverse
+        weight.data8, weight.scale_inverse = data8, scale_inverse
         return weight
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["data8", "inverse"], self.dtype
+        return ["data8", "scale_inverse"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, torch.Tensor], dtype: torch.dtype, *_: Any
     ) -> Float8Weight:
-        return Float8Weight(inner["data8"], inner["inverse"], dtype)
+        return Float8Weight(inner["data8"], inner["scale_inverse"], dtype)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,
@@ -67,7 +67,7 @@ class Float8Weight(torch.Tensor):
                 "Use Float8(gather=False)"
             )
         data8 = func(weight.data8, *args[1:], **(kwargs or {}))
-        return Float8Weight(data8, weight.inverse, weight.dtype)
+        return Float8Weight(data8, weight.scale_inverse, weight.dtype)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Float8Weight({self.data8!r}, inverse={self.inverse!r})"
+        return f"Float8Weight({self.data8!r}, scale_inverse={self.scale_inverse!r})"

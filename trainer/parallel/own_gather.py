@@ -2,8 +2,8 @@
 
 FSDP2 asks the shard itself, by `fsdp_pre_all_gather` and `fsdp_post_all_gather`, so it must be a
 tensor of another class. This one is a shell round an ordinary tensor, `memory`, which is all that
-optimizer, heals and checkpoints see (`local_tensor`): names, shapes, dtypes and placements are as ever.
-Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, "Note: All-Gather Extensions".
+optimizer, heals and checkpoints see (`local_tensor`): names, shapes, dtypes and placements are as
+ever. Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, "Note: All-Gather Extensions".
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OwnGather(torch.Tensor):
         return type(self)(memory)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,

@@ -1,4 +1,5 @@
-"""A linear layer that computes its product in a way of its own, whole or split over tensor ranks."""
+"""A linear layer that computes its product in a way of its own, whole or split over tensor
+ranks."""
 
 from __future__ import annotations
 

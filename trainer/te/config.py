@@ -25,19 +25,21 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 class TransformerEngine:
     """Linear layers, norms and attention of Llama and Mistral by Transformer Engine.
 
-    Parameters keep their names, shapes and places, so a checkpoint goes with or without it. Embedding
-    and head stay as they are. Needs the extra `te` on the workers, and precision `bfloat16`.
+    Parameters keep their names, shapes and places, so a checkpoint goes with or without it.
+    Embedding and head stay as they are. Needs the extra `te` on the workers, and precision
+    `bfloat16`.
     """
 
     float8: Literal["current", "block"] | None = None
-    """How linear layers multiply in 8 bits: `current`, one scale for a tensor; `block`, one for each
-    128 numbers or 128 x 128 of a weight. None: in bfloat16."""
+    """How linear layers multiply in 8 bits: `current`, one scale for a tensor; `block`, one for
+    each 128 numbers or 128 x 128 of a weight. None: in bfloat16."""
 
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
     """Kinds of device that the library has kernels for."""
 
     def __post_init__(self) -> None:
-        if self.float8 == "delayed":
+        asked: str | None = self.float8
+        if asked == "delayed":
             raise ConfigError(
                 "TransformerEngine.float8",
                 self.float8,
@@ -82,8 +84,8 @@ class TransformerEngine:
             fact = f"the model's attention has a window of {config.sliding_window} tokens"
         elif config.attention_dropout:
             fact = (
-                f"the model's attention has dropout ({config.attention_dropout}), and the library's "
-                "random numbers are not those of a run that lost no worker"
+                f"the model's attention has dropout ({config.attention_dropout}), and the "
+                "library's random numbers are not those of a run that lost no worker"
             )
         if fact is not None:
             raise ConfigError(_FIELD, self, fact, "Leave it out, or change the model's settings")
@@ -116,13 +118,15 @@ class TransformerEngine:
         from trainer.te.layers import TeLinear
 
         for name, layer in model.named_modules():
-            sides = (layer.out_features, layer.in_features) if isinstance(layer, TeLinear) else ()
+            if not isinstance(layer, TeLinear):
+                continue
+            sides = layer.out_features, layer.in_features
             if any(side % (_ALIGNED * tensor) for side in sides):
                 raise ConfigError(
                     _FIELD,
                     self,
-                    f"{name} is {sides[0]} x {sides[1]}, and over {tensor} tensor ranks the sides of "
-                    f"each part must be multiples of {_ALIGNED}",
+                    f"{name} is {sides[0]} x {sides[1]}, and over {tensor} tensor ranks the sides "
+                    f"of each part must be multiples of {_ALIGNED}",
                     "Use float8=None, or another tensor degree",
                 )
 

@@ -1,9 +1,9 @@
 """Layers whose parameters are the model's own, and whose work is Transformer Engine's.
 
 The library's modules are made at the first call, without memory, and hang at ours without being
-registered: to FSDP2, tensor parallelism and checkpoints there are the model's parameters alone. Each
-call lends them the weight as it is then, whole or this tensor rank's part. What tensor ranks send each
-other is ours (`OwnLinear`): the library computes on local tensors.
+registered: to FSDP2, tensor parallelism and checkpoints there are the model's parameters alone.
+Each call lends them the weight as it is then, whole or this tensor rank's part. What tensor ranks
+send each other is ours (`OwnLinear`): the library computes on local tensors.
 
 In a dry run, on fake tensors, torch computes in its place.
 """

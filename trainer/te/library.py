@@ -40,8 +40,8 @@ def why_not(recipe: Recipe | None) -> str | None:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if not OLDEST <= numbers < TOO_NEW:
         return (
-            f"Transformer Engine is {version}, and {OLDEST[0]}.{OLDEST[1]} or more is needed, below "
-            f"{TOO_NEW[0]}.{TOO_NEW[1]}"
+            f"Transformer Engine is {version}, and {OLDEST[0]}.{OLDEST[1]} or more is needed, "
+            f"below {TOO_NEW[0]}.{TOO_NEW[1]}"
         )
     asked = {
         None: te.is_bf16_available,
