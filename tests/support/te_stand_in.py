@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from tests.support import ROOT
 from trainer.te.config import TransformerEngine
 
@@ -14,4 +12,4 @@ STAND_INS = str(ROOT / "tests/support/stand_ins")
 class OnCpu(TransformerEngine):
     """Takes the CPU for a device that the library has kernels for."""
 
-    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+    devices = ("cpu",)

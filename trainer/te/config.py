@@ -4,7 +4,7 @@ without torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.errors import ConfigError, check_types
 
@@ -34,8 +34,7 @@ class TransformerEngine:
     """How linear layers multiply in 8 bits: `current`, one scale for a tensor; `block`, one for
     each 128 numbers or 128 x 128 of a weight. None: in bfloat16."""
 
-    devices: ClassVar[tuple[str, ...]] = ("cuda",)
-    """Kinds of device that the library has kernels for."""
+    devices = ("cuda",)  # kinds that the library has kernels for
 
     def __post_init__(self) -> None:
         asked: str | None = self.float8
