@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from trainer.config import TrainConfig
     from trainer.models.init import WeightSource
 
 
@@ -36,12 +35,12 @@ class ModelConverter(Protocol):
 class CheckedConverter(ModelConverter, Protocol):
     """A converter that does not go with every run."""
 
-    def check(self, model: nn.Module, train: TrainConfig, device: torch.device | None) -> None:
+    def check(self, model: nn.Module, train: Any, device: torch.device | None) -> None:
         """Called on the driver and on every worker, after all converters.
 
         Args:
             model: converted, whole, parameters on the meta device.
-            train: the settings of the run.
+            train: the run's TrainConfig.
             device: the worker's; None on the driver, which may have another machine's.
 
         Raises:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic import Float8, ParallelConfig, TrainConfig
+from elastic import Float8, TrainConfig
 from tests.support.small_llama import small_train
 from trainer.dryrun.rank import RankNeeds, dry_run
 from trainer.dryrun.shape import prepare_shape
@@ -22,12 +22,9 @@ from trainer.float8.linear import Float8Linear
 from trainer.models.init import FullWeights
 
 
-def with_float8(*, parallel: ParallelConfig | None = None, **options: Any) -> TrainConfig:
-    return small_train(
-        converters=(Float8(**options),),
-        precision="bfloat16",
-        **({} if parallel is None else {"shard": parallel.shard, "tensor": parallel.tensor}),
-    )
+def with_float8(*, shard: int = 1, tensor: int = 1, **options: Any) -> TrainConfig:
+    converters = (Float8(**options),)
+    return small_train(shard=shard, tensor=tensor, converters=converters, precision="bfloat16")
 
 
 def converted(train: TrainConfig) -> nn.Module:
@@ -69,10 +66,10 @@ def test_delayed_scaling_is_refused_with_the_reason() -> None:
     ("train", "said"),
     [
         (
-            with_float8(parallel=ParallelConfig(shard=3), gather=True),
+            with_float8(shard=3, gather=True),
             "256 rows, which 1 tensor ranks x 3 shards do not divide",
         ),
-        (with_float8(parallel=ParallelConfig(tensor=16)), "over 16 tensor ranks the sides"),
+        (with_float8(tensor=16), "over 16 tensor ranks the sides"),
     ],
 )
 def test_layouts_that_cannot_have_it_are_refused(train: TrainConfig, said: str) -> None:
