@@ -35,8 +35,8 @@ class Scaled(NamedTuple):
 
 def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest power of two that keeps `amax` within `dtype`, and its inverse, in float32. Of an
-    amax that is infinite or no number the scale is no number, so that a product shows it: 8-bit
-    floats would saturate.
+    amax that is infinite or no number the scale is no number, so that a product shows it: a cast to
+    8 bits may make a finite number of an infinity.
 
     Args:
         amax: magnitudes, 0 or more; any shape.

@@ -50,6 +50,14 @@ def test_what_is_not_finite_shows_in_the_product(value: float, recipe: Recipe) -
     assert not linear(x, weight, recipe)[1].isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("amax", [math.inf, math.nan])
+def test_its_scale_is_no_number_whatever_a_cast_makes_of_it(
+    amax: float, dtype: torch.dtype
+) -> None:
+    assert scale_of(torch.tensor(amax), dtype)[0].isnan()
+
+
 def test_zeros_stay_zeros() -> None:
     made = to_float8(torch.zeros(4, 16), torch.float8_e4m3fn, by_row=True)
     assert made.data.float().eq(0).all() and made.inverse.isfinite().all()
