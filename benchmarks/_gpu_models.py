@@ -14,8 +14,11 @@ from torch import nn
 
 from trainer.config import OptimizerConfig, TrainConfig
 from trainer.data.config import DataConfig
+from trainer.float8.config import Float8
+from trainer.models.converter import ModelConverter
 from trainer.models.hf import ModelConfig
 from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
+from trainer.te.config import TransformerEngine
 
 _SAMPLES = 1 << 16
 _LLAMA = {"max_position_embeddings": 8192, "rope_theta": 500000.0, "vocab_size": 128256}
@@ -60,6 +63,17 @@ SIZES: dict[str, dict[str, Any]] = {
 """Settings of Llama 3.2 1B and 3B and of Llama 3.1 8B, but for the scaling of positions."""
 
 
+CONVERTERS: dict[str, tuple[ModelConverter, ...]] = {
+    "bf16": (),
+    "tensorwise": (Float8(recipe="tensorwise"),),
+    "tensorwise, gathered": (Float8(recipe="tensorwise", gather=True),),
+    "rowwise": (Float8(recipe="rowwise"),),
+    "library": (TransformerEngine(),),
+    "library, 8 bits": (TransformerEngine(float8="current"),),
+}
+"""How linear layers multiply, by the name that a workload has for it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """What a step has to do; the same for all systems."""
@@ -82,6 +96,8 @@ class Workload:
     """See TrainConfig."""
     state: Literal["float32", "bfloat16"] = "float32"
     """Of parameters and moments; see OptimizerConfig."""
+    products: str = "bf16"
+    """Of CONVERTERS."""
 
     @property
     def tokens(self) -> int:
@@ -105,8 +121,10 @@ class Workload:
             optimizer=OptimizerConfig(
                 warmup_steps=1, master_dtype=self.state, moment_dtype=self.state
             ),
-            precision="bfloat16" if self.device == "cuda" else "float32",
+            # By scales for each row, products come in bfloat16, on a CPU, too.
+            precision="bfloat16" if self.device == "cuda" or self.products != "bf16" else "float32",
             recompute=self.recompute,
+            converters=CONVERTERS[self.products],
             compile=self.compile,
         )
 

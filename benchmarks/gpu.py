@@ -6,6 +6,8 @@
               parameters and moments in bfloat16. Peak memory beside the dry run's estimate.
     4         on 1B: what commit, heartbeat and a snapshot after each step add
     5         two ranks, of which one is killed: when the other is out, and has its next step
+    6         on 1B: linear layers in 8 bits, with one scale for a tensor or for each row, as they
+              are and compiled, and Transformer Engine in bfloat16 and 8 bits, against bfloat16
 
 All of a step is the same for all systems, and theirs alone: each runs in a process of its own, with
 the whole GPU, one after the other; the next round has another order. Numbers are medians over the
@@ -39,6 +41,7 @@ from benchmarks._gpu_loops import SYSTEMS, Skipped
 from benchmarks._gpu_models import Workload, differences, flops_per_token
 from benchmarks._gpu_recovery import measure_recovery
 from trainer.dryrun.rank import dry_run
+from trainer.errors import ConfigError
 from trainer.peaks import peak_flops
 
 PART_SIZES = {1: "1B", 2: "3B", 3: "8B"}
@@ -63,6 +66,20 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
 """Row -> the system, and what is changed of the workload."""
 
 
+PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": ("ours", {}),
+    "bf16, compiled": ("ours", {"compile": "on"}),
+    "tensorwise": ("ours", {"products": "tensorwise"}),
+    "tensorwise, compiled": ("ours", {"products": "tensorwise", "compile": "on"}),
+    "tensorwise, gathered": ("ours", {"products": "tensorwise, gathered"}),
+    "rowwise": ("ours", {"products": "rowwise"}),
+    "rowwise, compiled": ("ours", {"products": "rowwise", "compile": "on"}),
+    "library": ("ours", {"products": "library"}),
+    "library, 8 bits": ("ours", {"products": "library, 8 bits"}),
+}
+"""Part 6's rows, as CHANGES has them; with `compile`, not on a CPU, where it takes minutes."""
+
+
 def plan_workloads(part: int, device: Any, tiny: bool) -> list[Workload]:
     """What a part trains, in order of the length of its samples."""
     if tiny:
@@ -75,7 +92,7 @@ def plan_workloads(part: int, device: Any, tiny: bool) -> list[Workload]:
             micro=MICRO_TOKENS // seq_len,
             device=device,
         )
-        for seq_len in (4096, 8192)
+        for seq_len in ((4096,) if part == 6 else (4096, 8192))
     ]
 
 
@@ -108,6 +125,8 @@ def _answer(line: Connection, call: Callable[..., dict[str, Any]], arguments: An
         found = call(*arguments)
     except Skipped as reason:
         found = {"skipped": str(reason)}
+    except ConfigError as error:  # a library is missing, or the GPU cannot
+        found = {"skipped": str(error)}
     except torch.OutOfMemoryError:
         found = {"skipped": "out of memory"}
     line.send(found)
@@ -125,18 +144,34 @@ def estimate(work: Workload) -> dict[str, Any]:
 def measure_steps(part: int, device: Any, tiny: bool, steps: int, rounds: int) -> dict[str, Any]:
     """All systems on the workloads of a part."""
     until_s = time.monotonic() + PART_S
+    works, rows = plan_workloads(part, device, tiny), plan_rows(part, device)
     return {
-        f"{work.size} at {work.seq_len}": measure_workload(work, steps, rounds, until_s)
-        for work in plan_workloads(part, device, tiny)
+        f"{work.size} at {work.seq_len}": measure_workload(work, rows, steps, rounds, until_s)
+        for work in works
     }
 
 
-def measure_workload(work: Workload, steps: int, rounds: int, until_s: float) -> dict[str, Any]:
+def plan_rows(part: int, device: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Row -> the system, and what is changed of the workload."""
+    if part != 6:
+        return CHANGES
+    return {
+        name: row for name, row in PRODUCTS.items() if device == "cuda" or "compile" not in row[1]
+    }
+
+
+def measure_workload(
+    work: Workload,
+    changed: dict[str, tuple[str, dict[str, Any]]],
+    steps: int,
+    rounds: int,
+    until_s: float,
+) -> dict[str, Any]:
     """All systems on one workload, in turns."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CHANGES}
-    for names in plan_turns(list(CHANGES), rounds):
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in changed}
+    for names in plan_turns(list(changed), rounds):
         for name in names:
-            system, changes = CHANGES[name]
+            system, changes = changed[name]
             say(f"{work.size} at {work.seq_len}: {name}")
             if any("skipped" in run for run in runs[name]):
                 continue
@@ -147,7 +182,7 @@ def measure_workload(work: Workload, steps: int, rounds: int, until_s: float) ->
     flops = flops_per_token(work)
     rows = {name: summarise(found, work, flops) for name, found in runs.items()}
     for name, row in rows.items():
-        system, changes = CHANGES[name]
+        system, changes = changed[name]
         if system == "ours":
             row["estimate_bytes"] = in_process(estimate, replace(work, **changes)).get("peak_bytes")
     show_table(f"{work.size} at {work.seq_len}", rows)
@@ -215,7 +250,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add, here = parser.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
-    add("--part", type=int, choices=range(1, 6), help="only this one (default: all)")
+    add("--part", type=int, choices=range(1, 7), help="only this one (default: all)")
     add("--device", choices=["cpu", "cuda"], default=here, help=f"(default {here})")
     add("--tiny", action="store_true", default=here == "cpu", help="a model of some thousand")
     add("--steps", type=int, default=8, help="of each system in a round (default 8)")
@@ -228,7 +263,7 @@ def main() -> None:
     """Runs the benchmark."""
     options = parse_arguments()
     end_properly()
-    parts = [options.part] if options.part else [1, 4, 5] if options.tiny else [1, 2, 3, 4, 5]
+    parts = [options.part] if options.part else [1, 4, 5, 6] if options.tiny else [1, 2, 3, 4, 5, 6]
     found = {str(part): measure_part(part, options) for part in parts}
     result = {"machine": machine(options.device), "parts": found}
     if options.results is not None:

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from trainer.config import OptimizerConfig, ParallelConfig, Steps, TrainConfig
     from trainer.data.config import DataConfig
     from trainer.errors import ConfigError, TrainerError
+    from trainer.float8.config import Float8
     from trainer.models.hf import ModelConfig
     from trainer.tasks.causal_lm import CausalLM
     from trainer.tasks.custom import CustomTask
+    from trainer.te.config import TransformerEngine
 
 _HOMES = {
     "Callback": "elastic.reporting.callback",
@@ -39,6 +41,7 @@ _HOMES = {
     "ElasticError": "elastic.errors",
     "ElasticTrainer": "elastic.api",
     "Fault": "elastic.protocol.faults",
+    "Float8": "trainer.float8.config",
     "HealthConfig": "elastic.config",
     "KubeNodes": "elastic.node_config",
     "LocalNodes": "elastic.node_config",
@@ -53,6 +56,7 @@ _HOMES = {
     "Steps": "trainer.config",
     "TrainConfig": "trainer.config",
     "TrainerError": "trainer.errors",
+    "TransformerEngine": "trainer.te.config",
     "parse_faults": "elastic.protocol.faults",
 }
 
@@ -69,6 +73,7 @@ __all__ = [
     "ElasticError",
     "ElasticTrainer",
     "Fault",
+    "Float8",
     "HealthConfig",
     "KubeNodes",
     "LocalNodes",
@@ -83,6 +88,7 @@ __all__ = [
     "Steps",
     "TrainConfig",
     "TrainerError",
+    "TransformerEngine",
     "parse_faults",
 ]
 

@@ -8,23 +8,34 @@ from torch import nn
 
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
+from trainer.models.converter import CheckedConverter
 from trainer.models.family import HUGGING_FACE, ModelFamily
 from trainer.models.init import WeightSource
 from trainer.optimizer import master_dtype
 from trainer.tasks.task import PreparedTask
 
 
-def build_model(task: PreparedTask, train: TrainConfig) -> tuple[nn.Module, WeightSource]:
+def build_model(
+    task: PreparedTask, train: TrainConfig, device: torch.device | None = None
+) -> tuple[nn.Module, WeightSource]:
     """The converted model with its parameters on the meta device, and where their values come from.
-    The driver and all workers call it with the same arguments.
+    The driver and all workers call it with the same task and settings.
+
+    Args:
+        task: what is learned.
+        train: the settings of the run.
+        device: the worker's; None on the driver.
 
     Raises:
-        ConfigError: the converters leave nothing to train, or there are no blocks to recompute
-            or to compile.
+        ConfigError: the converters leave nothing to train or do not go with the run, or there are
+            no blocks to recompute or to compile.
     """
     model, source = task.build(train.seed)
     for converter in train.converters:
         model, source = converter.convert(model, source)
+    for converter in train.converters:
+        if isinstance(converter, CheckedConverter):
+            converter.check(model, train, device)
     if train.converters and not any(param.requires_grad for param in model.parameters()):
         raise ConfigError(
             "train.converters",

@@ -82,7 +82,7 @@ class Engine:
         self._padding, self._workers = max_replicas, train.parallel.workers
         self.task, self.train_config, self.slot, self.mesh = task, train, slot, mesh
         self.device = torch_device(device)
-        model, source = build_model(task, train)
+        model, source = build_model(task, train, self.device)
         self._source: WeightSource | None = source
         self.model: nn.Module = parallelize(
             model,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from trainer.models.init import WeightSource
@@ -26,5 +27,23 @@ class ModelConverter(Protocol):
                 come later. It may be changed in place.
             source: gives the values of its parameters, by name. A converter that adds parameters
                 or renames them returns a source that knows the new names.
+        """
+        ...
+
+
+@runtime_checkable
+class CheckedConverter(ModelConverter, Protocol):
+    """A converter that does not go with every run."""
+
+    def check(self, model: nn.Module, train: Any, device: torch.device | None) -> None:
+        """Called on the driver and on every worker, after all converters.
+
+        Args:
+            model: converted, whole, parameters on the meta device.
+            train: the run's TrainConfig.
+            device: the worker's; None on the driver, which may have another machine's.
+
+        Raises:
+            ConfigError: the run cannot have it.
         """
         ...

@@ -23,6 +23,7 @@ from trainer.parallel.compiled import Compile, compile_blocks
 from trainer.parallel.dims import MeshDim
 from trainer.parallel.layout import Slot, local_box
 from trainer.parallel.mesh import ReplicaMesh
+from trainer.parallel.own_gather import OwnGather, memory_of
 from trainer.parallel.recompute import Recompute, recompute_blocks
 from trainer.parallel.tensor import apply_tensor_parallel
 
@@ -142,6 +143,9 @@ def materialize(
             return torch.empty_like(tensor, device=device)
         if not isinstance(tensor, DTensor):
             return local
+        shard = tensor.to_local()
+        if isinstance(shard, OwnGather):
+            local = shard.with_memory(local)
         return DTensor.from_local(
             local,
             tensor.device_mesh,
@@ -169,4 +173,4 @@ def fill(model: nn.Module, slices: dict[str, TensorSlice], source: WeightSource)
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a parameter or gradient that this worker holds, detached, sharing its memory."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return memory_of(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

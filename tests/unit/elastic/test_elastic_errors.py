@@ -52,6 +52,7 @@ def test_the_public_names_are_these() -> None:
         "ElasticError",
         "ElasticTrainer",
         "Fault",
+        "Float8",
         "HealthConfig",
         "KubeNodes",
         "LocalNodes",
@@ -66,6 +67,7 @@ def test_the_public_names_are_these() -> None:
         "Steps",
         "TrainConfig",
         "TrainerError",
+        "TransformerEngine",
         "parse_faults",
     ]
     for name in elastic.__all__:

@@ -1,0 +1,109 @@
+"""Reads the signatures of Transformer Engine's classes and functions that we call, without
+importing it: `python -m tests.support.te_signatures CHECKOUT >
+tests/unit/trainer/te/signatures.json`.
+
+CHECKOUT is a Git repository of NVIDIA/TransformerEngine. Only names of parameters, their kinds and
+whether they have a default are kept; the project is under the Apache License 2.0.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from typing import Any
+
+REVISIONS = {"2.18": "v2.18", "2.20.0.dev0": "d0067d0da6cb01811b8072a7d304f0e00344ce2b"}
+"""Version -> tag or commit."""
+
+_ROOT = "transformer_engine/"
+_PLACES = {
+    "Linear": ("pytorch/module/linear.py", "Linear", "__init__"),
+    "Linear.forward": ("pytorch/module/linear.py", "Linear", "forward"),
+    "RMSNorm": ("pytorch/module/rmsnorm.py", "RMSNorm", "__init__"),
+    "RMSNorm, its base": ("pytorch/ops/basic/rmsnorm.py", "RMSNorm", "__init__"),
+    "DotProductAttention": (
+        "pytorch/attention/dot_product_attention/dot_product_attention.py",
+        "DotProductAttention",
+        "__init__",
+    ),
+    "DotProductAttention.forward": (
+        "pytorch/attention/dot_product_attention/dot_product_attention.py",
+        "DotProductAttention",
+        "forward",
+    ),
+    "autocast": ("pytorch/quantization.py", "autocast", "__init__"),
+    "is_bf16_available": ("pytorch/utils.py", None, "is_bf16_available"),
+    "is_fp8_available": ("pytorch/quantization.py", None, "is_fp8_available"),
+    "is_fp8_block_scaling_available": (
+        "pytorch/quantization.py",
+        None,
+        "is_fp8_block_scaling_available",
+    ),
+}
+"""What we call -> file, class, function."""
+
+_RECIPES = "common/recipe/__init__.py"
+
+
+def signature_of(source: str, owner: str | None, function: str) -> list[list[Any]]:
+    """Parameters of a function in a module's text: [name, kind, whether it has a default].
+
+    Args:
+        source: the module.
+        owner: the class that it is a method of, without `self` then; None for none.
+        function: its name.
+    """
+    body = ast.parse(source).body
+    if owner is not None:
+        body = next(n for n in body if isinstance(n, ast.ClassDef) and n.name == owner).body
+    found = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == function)
+    arguments = found.args
+    plain = [*arguments.posonlyargs, *arguments.args]
+    first = len(plain) - len(arguments.defaults)
+    made: list[list[Any]] = [
+        [arg.arg, "POSITIONAL_OR_KEYWORD", place >= first] for place, arg in enumerate(plain)
+    ]
+    made += [
+        [arg.arg, "KEYWORD_ONLY", default is not None]
+        for arg, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    if arguments.kwarg is not None:
+        made.append([arguments.kwarg.arg, "VAR_KEYWORD", True])
+    return made[1:] if owner is not None else made
+
+
+def classes_in(source: str) -> list[str]:
+    """Names of the classes of a module's text."""
+    return [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+
+
+def main() -> None:
+    """Prints the signatures of all revisions as JSON."""
+    checkout = sys.argv[1]
+
+    def text(revision: str, path: str) -> str:
+        command = ["git", "-C", checkout, "show", f"{revision}:{_ROOT}{path}"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    found = {
+        version: {
+            "revision": revision,
+            "signatures": {
+                name: signature_of(text(revision, path), owner, function)
+                for name, (path, owner, function) in _PLACES.items()
+            },
+            "recipes": classes_in(text(revision, _RECIPES)),
+        }
+        for version, revision in REVISIONS.items()
+    }
+    note = (
+        "Signatures of NVIDIA/TransformerEngine (Copyright (c) 2022-2026, NVIDIA CORPORATION & "
+        "AFFILIATES; Apache License 2.0), read by tests/support/te_signatures.py; no code of it."
+    )
+    print(json.dumps({"note": note, "versions": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What `Float8` converts, what it refuses, and what a dry run sees of it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic import Float8, TrainConfig
+from tests.support.small_llama import small_train
+from trainer.dryrun.rank import RankNeeds, dry_run
+from trainer.dryrun.shape import prepare_shape
+from trainer.engine.build import build_model
+from trainer.engine.state import state_table
+from trainer.errors import ConfigError
+from trainer.float8.config import check_gpu
+from trainer.float8.linear import Float8Linear
+from trainer.models.init import FullWeights
+
+
+def with_float8(*, shard: int = 1, tensor: int = 1, **options: Any) -> TrainConfig:
+    converters = (Float8(**options),)
+    return small_train(shard=shard, tensor=tensor, converters=converters, precision="bfloat16")
+
+
+def converted(train: TrainConfig) -> nn.Module:
+    return build_model(prepare_shape(train), train)[0]
+
+
+def float8_layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
+
+
+def test_the_blocks_linear_layers_are_converted_and_the_head_is_not() -> None:
+    names = float8_layers(converted(with_float8()))
+    assert len(names) == 4 * 7 and "lm_head" not in names
+    kept = float8_layers(converted(with_float8(keep=("*.q_proj", "model.layers.0.*"))))
+    assert len(kept) == 3 * 6
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_the_state_is_that_of_the_plain_model(gather: bool) -> None:
+    plain = small_train(precision="bfloat16")
+    tables = [state_table(converted(t), t.optimizer) for t in (plain, with_float8(gather=gather))]
+    assert tables[0] == tables[1]
+
+
+def test_layers_with_odd_sides_stay_and_a_model_of_them_alone_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 10))
+    assert float8_layers(Float8().convert(model, FullWeights({}))[0]) == ["0"]
+    with pytest.raises(ConfigError, match="no linear layer beside the head"):
+        Float8().convert(nn.Sequential(nn.Linear(3, 3)), FullWeights({}))
+
+
+def test_delayed_scaling_is_refused_with_the_reason() -> None:
+    wrong: Any = "delayed"
+    with pytest.raises(ConfigError, match="depends on the lanes that a replica was dealt"):
+        Float8(recipe=wrong)
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        (
+            with_float8(shard=3, gather=True),
+            "256 rows, which 1 tensor ranks x 3 shards do not divide",
+        ),
+        (with_float8(tensor=16), "over 16 tensor ranks the sides"),
+    ],
+)
+def test_layouts_that_cannot_have_it_are_refused(train: TrainConfig, said: str) -> None:
+    model = converted(small_train(converters=train.converters, precision="bfloat16"))
+    with pytest.raises(ConfigError, match=said):
+        train.converters[0].check(model, train, None)  # type: ignore[attr-defined]
+
+
+def test_rows_are_not_gathered_in_8_bits_nor_computed_in_float32() -> None:
+    with pytest.raises(ConfigError, match="8 bits hold one of them"):
+        Float8(recipe="rowwise", gather=True)
+    with pytest.raises(ConfigError, match="Use precision='bfloat16'"):
+        converted(small_train(converters=(Float8(recipe="rowwise"),)))
+
+
+@pytest.mark.parametrize(("capability", "fine"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_a_gpu_that_is_too_old_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fine: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
+    if fine:
+        check_gpu(Float8(), torch.device("cuda"))
+    else:
+        with pytest.raises(ConfigError, match=r"A100-SXM4-40GB has compute capability 8\.0"):
+            check_gpu(Float8(), torch.device("cuda"))
+
+
+def test_a_converter_travels() -> None:
+    assert pickle.loads(pickle.dumps(Float8(gather=True))) == Float8(gather=True)
+
+
+@pytest.fixture(scope="module")
+def needs() -> Iterator[dict[str, RankNeeds]]:
+    """Dry runs of two shards, by what is asked for."""
+    asked: dict[str, tuple[Float8, ...]] = {"plain": (), "gathered": (Float8(gather=True),)}
+    yield {
+        name: dry_run(
+            small_train(shard=2, precision="bfloat16", converters=converters),
+            replicas=1,
+            device="cuda",
+        )
+        for name, converters in asked.items()
+    }
+
+
+def test_a_dry_run_sees_half_the_bytes_gathered(needs: dict[str, RankNeeds]) -> None:
+    """Of the weights that are gathered in 8 bits; the rest is bfloat16 as before."""
+    gathered = {
+        name: next(c for c in found.collectives if (c.group, c.kind) == ("shard", "all_gather"))
+        for name, found in needs.items()
+    }
+    assert gathered["plain"].count == gathered["gathered"].count
+    blocks = 4 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 256 * 512)
+    forward_and_backward, micro_batches = 2, gathered["plain"].count // (2 * 4 + 2 + 2 + 1)
+    saved = gathered["plain"].bytes - gathered["gathered"].bytes
+    assert saved == blocks * forward_and_backward * micro_batches
+    maxima = next(
+        c for c in needs["gathered"].collectives if (c.group, c.kind) == ("shard", "all_reduce")
+    )
+    assert maxima.bytes == 4 * maxima.count == 4 * 28 * forward_and_backward * micro_batches

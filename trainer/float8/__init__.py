@@ -1,0 +1,1 @@
+"""Linear layers whose matrix products are computed in 8-bit floating point."""

@@ -1,0 +1,159 @@
+"""`Float8`: the converter that has a model's linear layers multiply in 8 bits. Imports without
+torch."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from trainer.errors import ConfigError, check_types
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from trainer.config import TrainConfig
+    from trainer.models.init import WeightSource
+
+_FIELD = "train.converters"
+_ALIGNED = 16
+_OLDEST_GPU = (8, 9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8:
+    """Linear layers of the blocks whose three matrix products are 8-bit, with current scaling.
+
+    Parameters, gradients, optimizer and checkpoints are as without it. The head, and layers of
+    which a side is no multiple of 16, stay as they are.
+    """
+
+    recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """`tensorwise`: one scale for a tensor, the fastest. `rowwise`: one for each row, more exact;
+    only with precision `bfloat16`."""
+    gather: bool = False
+    """Whether FSDP2 gathers weights in 8 bits, with recipe `tensorwise`: half the bytes of
+    bfloat16, and the same bits of the run."""
+    keep: tuple[str, ...] = ()
+    """Names or patterns (`*.q_proj`) of layers that stay as they are."""
+
+    def __post_init__(self) -> None:
+        asked: str = self.recipe
+        if asked == "delayed":
+            raise ConfigError(
+                "Float8.recipe",
+                self.recipe,
+                "its scales come from the amax of earlier steps, which depends on the lanes that a "
+                "replica was dealt: the bits would change with each fault",
+                "Use 'tensorwise' or 'rowwise', whose scales come from the tensor itself",
+            )
+        check_types(self, "Float8")
+        if self.gather and self.recipe != "tensorwise":
+            raise ConfigError(
+                "Float8.gather",
+                True,
+                "a weight is scaled by rows for its output and by columns for the gradient of its "
+                "input, and 8 bits hold one of them",
+                "Use recipe='tensorwise', or gather=False",
+            )
+
+    def convert(self, model: nn.Module, source: WeightSource) -> tuple[nn.Module, WeightSource]:
+        """See ModelConverter."""
+        from torch import nn
+
+        from trainer.float8.linear import Float8Linear
+        from trainer.float8.shard import Float8Shard
+
+        for name in self._layers(model):
+            owner, _, leaf = name.rpartition(".")
+            layer = Float8Linear.of(cast(nn.Linear, model.get_submodule(name)))
+            layer.recipe = self.recipe
+            if self.gather:
+                trained = layer.weight.requires_grad
+                layer.weight = nn.Parameter(Float8Shard(layer.weight.detach()), trained)
+            setattr(model.get_submodule(owner), leaf, layer)
+        return model, source
+
+    def _layers(self, model: Any) -> list[str]:
+        """Names of the layers that are converted."""
+        from torch import nn
+
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        names = [
+            name
+            for name, module in model.named_modules()
+            if type(module) is nn.Linear
+            and name
+            and module is not head
+            and not (module.in_features % _ALIGNED or module.out_features % _ALIGNED)
+            and not any(fnmatch.fnmatch(name, pattern) for pattern in self.keep)
+        ]
+        if not names:
+            raise ConfigError(
+                _FIELD,
+                self,
+                "the model has no linear layer beside the head whose sides 16 divides",
+                "Leave it out, or name fewer layers in keep",
+            )
+        return names
+
+    def check(self, model: nn.Module, train: TrainConfig, device: torch.device | None) -> None:
+        """See CheckedConverter."""
+        from trainer.float8.linear import Float8Linear
+
+        if self.recipe == "rowwise" and train.precision != "bfloat16":
+            raise ConfigError(
+                _FIELD,
+                self,
+                f"products with a scale for each row come in bfloat16, and precision is "
+                f"{train.precision!r}",
+                "Use precision='bfloat16', or recipe='tensorwise'",
+            )
+        for name, layer in model.named_modules():
+            if isinstance(layer, Float8Linear):
+                self._check_parts(name, layer, train)
+        if device is not None:
+            check_gpu(self, device)
+
+    def _check_parts(self, name: str, layer: nn.Linear, train: TrainConfig) -> None:
+        """Raises ConfigError where the workers' parts of a layer are no matrices for 8 bits."""
+        dims, sides = train.parallel.dims, (layer.in_features, layer.out_features)
+        if any(side % (_ALIGNED * dims.tensor) for side in sides):
+            raise ConfigError(
+                _FIELD,
+                self,
+                f"{name} is {sides[1]} x {sides[0]}, and over {dims.tensor} tensor ranks the sides "
+                f"of each part must be multiples of {_ALIGNED}",
+                f"Use keep=({name!r},), or another tensor degree",
+            )
+        if self.gather and layer.out_features % (dims.tensor * dims.fsdp):
+            raise ConfigError(
+                _FIELD,
+                self,
+                f"{name} has {layer.out_features} rows, which {dims.tensor} tensor ranks x "
+                f"{dims.fsdp} shards do not divide: FSDP2 pads no shard that is gathered in 8 bits",
+                f"Use keep=({name!r},), gather=False, or another shard degree",
+            )
+
+
+def check_gpu(converter: object, device: torch.device) -> None:
+    """Checks on a worker that its GPU multiplies in 8 bits. A CPU does, slowly.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    import torch
+    from torch._guards import detect_fake_mode
+
+    if device.type != "cuda" or detect_fake_mode() is not None:  # a dry run has another machine's
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < _OLDEST_GPU:
+        raise ConfigError(
+            _FIELD,
+            converter,
+            f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, "
+            "and 8-bit products need 8.9 or more (L4, H100, H200)",
+            "Leave it out on these machines",
+        )
