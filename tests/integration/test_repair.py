@@ -53,7 +53,7 @@ def run(text: Path, storage: Path, layout: str, **changes: Any) -> Outcome:
         pytest.param("3x1", 0, 1, marks=SLOW),  # in parts of different length
         pytest.param("4x1", 2, 1, marks=SOAK),
         pytest.param("2x2", 0, 1, marks=SOAK),
-        pytest.param("4x1 in two levels", 1, 1, marks=SLOW),
+        pytest.param("4x1 in two levels", 1, 1, marks=SOAK),
     ],
 )
 def test_only_the_one_in_a_lost_workers_place_is_healed(
