@@ -8,7 +8,7 @@ checks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -146,6 +146,10 @@ class ParallelConfig:
     others: tuple[MeshDim, ...] = ()
     """Further dimensions, whose workers divide the work on the same samples; see
     `trainer.parallel.dims`."""
+    workers_per_node: int | None = None
+    """Workers of one replica on each of its nodes. Parameters are then gathered, and gradients
+    scattered, in two levels: across nodes and inside them. Gradients are summed in another order
+    than without, and in the same one wherever workers happen to be. None: in one level."""
 
     def __post_init__(self) -> None:
         check_types(self, "train.parallel")
@@ -153,13 +157,20 @@ class ParallelConfig:
     @property
     def dims(self) -> ParallelDims:
         """The mesh of one replica, as plain numbers."""
+        flat = self._flat
+        if self.workers_per_node is None:
+            return flat
+        return replace(flat, nodes=flat.workers // self.workers_per_node)
+
+    @property
+    def _flat(self) -> ParallelDims:
         others = tuple((dim.name, dim.degree) for dim in self.others)
         return ParallelDims(shard=self.shard, others=others, tensor=self.tensor)
 
     @property
     def workers(self) -> int:
         """Workers in one replica."""
-        return self.dims.workers
+        return self._flat.workers
 
     def check(self, train: TrainConfig) -> None:
         """Raises ConfigError where a degree is below 1, a name is taken, or a dimension does not go
@@ -172,8 +183,22 @@ class ParallelConfig:
                 raise ConfigError(field, degree, "must be at least 1", "Use 1 or more")
             if names.count(name) > 1:
                 raise ConfigError(field, name, "two dimensions have this name", "Use another")
+        self._check_nodes()
         for dim in self.others:
             dim.check(train)
+
+    def _check_nodes(self) -> None:
+        here, all_, unit = self.workers_per_node, self.workers, self.workers // self.shard
+        possible = [n for n in range(unit, all_, unit) if not all_ % n and n > self.tensor]
+        if here is not None and here not in possible:
+            raise ConfigError(
+                "train.parallel.workers_per_node",
+                here,
+                f"it does not cut the {all_} workers of a replica, in groups of {unit} that share "
+                "samples, over two nodes or more with two or more each that parameters are "
+                "sharded over",
+                f"Use {' or '.join(map(str, possible))}" if possible else "Use None",
+            )
 
 
 @dataclass(frozen=True)

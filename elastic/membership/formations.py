@@ -118,16 +118,17 @@ class Formations:
         return set(self._pool[lacking:]) if lacking else places.idle
 
     def _choose_from_pool(self) -> list[str]:
-        """Tensor groups are not split over nodes: where a node holds one at all, workers rather
-        wait for their like. But the run does not wait for that below `min_replicas`."""
-        config, places, tensor = self._config, self._places, self._config.dims.tensor
+        """Tensor groups, and what makes one level of two-level collectives, are not split over
+        nodes: where a node holds one at all, workers rather wait for their like. But the run does
+        not wait for that below `min_replicas`."""
+        config, places, together = self._config, self._places, self._config.dims.together
         pool = self._spare
-        seats = self._plan_seats(pool, tensor, self._room)
+        seats = self._plan_seats(pool, together, self._room)
         chosen = [worker for seat in seats for worker in seat]
         left = pool.difference(chosen)
-        if tensor > 1 and len(left) >= config.workers_per_replica:
+        if together > 1 and len(left) >= config.workers_per_replica:
             most = self._room - len(seats)
-            if holds_together(self._members.values(), tensor):
+            if holds_together(self._members.values(), together):
                 most = min(most, config.min_replicas - places.whole - len(seats))
             for seat in self._plan_seats(left, 1, most):
                 chosen.extend(seat)
@@ -144,8 +145,9 @@ class Formations:
 
     def _plan_seats(self, pool: Iterable[str], together: int, most: int) -> list[tuple[str, ...]]:
         free = [self._waiting[worker].identity for worker in pool]
-        size = self._config.workers_per_replica
-        return plan_seats(free, size=size, together=together, most=most)
+        dims = self._config.dims
+        seats = plan_seats(free, size=dims.workers, together=together, most=most)
+        return [dims.by_rank(seat) for seat in seats]
 
     @property
     def _pool(self) -> list[str]:

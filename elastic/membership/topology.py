@@ -40,7 +40,7 @@ def holds_together(members: Iterable[Identity], workers: int) -> bool:
 def plan_seats(
     pool: Iterable[Identity], *, size: int, together: int, most: int
 ) -> list[tuple[str, ...]]:
-    """The workers of up to `most` new replicas, each by rank in it.
+    """The workers of up to `most` new replicas, each node by node.
 
     Of the nodes that have room for a replica it takes the fullest, so that large pieces are left
     for others; where none has, one node after the other, the emptiest first. Of equals it takes

@@ -13,6 +13,7 @@ from checkpointing import tensors_sha256
 from tests.support.data_plane import WorkerResult, full_parameters, run_layout
 from tests.support.tiny import fit, tiny_task, tiny_train, tiny_trainer
 from tests.support.watching import events_of
+from trainer.config import ParallelConfig
 
 LANES, STEPS = 4, 4
 
@@ -39,6 +40,19 @@ def test_the_number_of_replicas_does_not_change_a_bit(text: Path, tmp_path: Path
     hashes = {tensors_sha256(sorted(full_parameters([worker]).items())) for worker in workers}
     assert len(hashes) == 1
     assert hashes != {tensors_sha256(sorted(full_parameters([expected]).items()))}
+
+
+def test_compiled_blocks_are_gathered_in_two_levels(text: Path, tmp_path: Path) -> None:
+    parallel = ParallelConfig(shard=4, workers_per_node=2)
+    plain, compiled = (
+        tiny_train(text, steps=STEPS, lanes=1, parallel=parallel, compile=compile)
+        for compile in ("off", "require")
+    )
+    task = tiny_task(text).prepare(plain, str(tmp_path))
+    expected, found = (run_layout(task, t, replicas=1, lanes=1) for t in (plain, compiled))
+    for worker in found:
+        assert isinstance(worker, WorkerResult), worker
+        np.testing.assert_allclose(worker.losses, expected[0].losses, rtol=1e-6)
 
 
 def test_faults_do_not_change_a_bit(cluster: None, text: Path, tmp_path: Path) -> None:

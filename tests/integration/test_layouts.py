@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from checkpointing import tensors_sha256
 from tests.support.data_plane import WorkerResult, full_parameters, run_formations, run_layout
 from tests.support.tiny import SEQ_LEN, tiny_task, tiny_train
-from trainer.config import OptimizerConfig, TrainConfig
+from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.data import sample_ids
 from trainer.errors import NonFiniteError
 from trainer.tasks.causal_lm import PreparedCausalLM
@@ -128,6 +128,43 @@ def test_layout_agrees_with_a_plain_loop(
     for name, value in parameters.items():
         message = f"{name}: {{}}".format
         torch.testing.assert_close(got[name], value, rtol=1e-3, atol=2e-4, msg=message)
+
+
+def test_two_levels_agree_with_a_plain_loop_at_any_number_of_replicas(lab: Lab) -> None:
+    """Two nodes with two workers; the sums are in an order of their own."""
+    train = lab.train(parallel=ParallelConfig(shard=4, workers_per_node=2), global_batch=16)
+    losses, parameters = single_process(lab.task(False), train)
+    one, two = (run_layout(lab.task(False), train, replicas=n, lanes=LANES) for n in (1, 2))
+    for worker in (*one, *two):
+        assert isinstance(worker, WorkerResult), worker
+        np.testing.assert_allclose(worker.losses, losses, rtol=2e-5)
+        assert (worker.losses, worker.norms) == (one[0].losses, one[0].norms)
+    for replica in (one, two[:4], two[4:]):
+        got = full_parameters(replica)
+        for name, value in parameters.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-3, atol=2e-4)
+            assert torch.equal(got[name], full_parameters(one)[name])
+
+
+@pytest.mark.slow
+def test_two_levels_beside_tensor_parallel_and_recomputation(lab: Lab) -> None:
+    """Recomputation and the tensor degree change nothing of what FSDP2 sends; parameters of both
+    cuts and of none are in one buffer."""
+    parallel = ParallelConfig(shard=4, tensor=2, workers_per_node=4)
+    train = lab.train(parallel=parallel, global_batch=16)
+    losses, parameters = single_process(lab.task(False), train)
+    plain, again = (
+        run_layout(lab.task(False), replace(train, recompute=what), replicas=1, lanes=LANES)
+        for what in (None, "selective")
+    )
+    got = full_parameters(plain)
+    for worker in (*plain, *again):
+        assert isinstance(worker, WorkerResult), worker
+        np.testing.assert_allclose(worker.losses, losses, rtol=2e-5)
+        assert worker.losses == plain[0].losses
+    for name, value in parameters.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-3, atol=2e-4)
+        assert torch.equal(got[name], full_parameters(again)[name])
 
 
 def test_the_number_of_replicas_does_not_change_a_bit(lab: Lab) -> None:

@@ -13,22 +13,31 @@ from checkpointing import Keys, newest, open_store
 from tests.support.paced import paced_task
 from tests.support.tiny import Outcome, fit, tiny_train, tiny_trainer
 from tests.support.watching import events_of
+from trainer.config import ParallelConfig
 
 STEPS, KILLED_AT = 40, 6
 SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 
-_whole: dict[tuple[int, int], Outcome] = {}
+LAYOUTS = {
+    "2x1": ParallelConfig(shard=2),
+    "1x2": ParallelConfig(tensor=2),
+    "3x1": ParallelConfig(shard=3),
+    "4x1": ParallelConfig(shard=4),
+    "2x2": ParallelConfig(shard=2, tensor=2),
+    "4x1 in two levels": ParallelConfig(shard=4, workers_per_node=2),
+}
+
+_whole: dict[str, Outcome] = {}
 
 
-def run(text: Path, storage: Path, shard: int, tensor: int, **changes: Any) -> Outcome:
+def run(text: Path, storage: Path, layout: str, **changes: Any) -> Outcome:
     """A run of two replicas, which is slow while one is not back."""
     task = paced_task(text, storage, "run", 2, patience_s=0.25)
     train = tiny_train(
         text,
         task=task,
         steps=STEPS,
-        shard=shard,
-        tensor=tensor,
+        parallel=LAYOUTS[layout],
         global_batch=24,
         prefetch=0,  # samples pace the steps
     )
@@ -36,22 +45,23 @@ def run(text: Path, storage: Path, shard: int, tensor: int, **changes: Any) -> O
 
 
 @pytest.mark.parametrize(
-    ("shard", "tensor", "killed", "spares"),
+    ("layout", "killed", "spares"),
     [
-        pytest.param(2, 1, 0, 1, id="2x1"),
-        pytest.param(2, 1, 1, 0, id="2x1 without a spare", marks=SOAK),
-        pytest.param(1, 2, 0, 1, id="1x2", marks=SOAK),
-        pytest.param(3, 1, 0, 1, id="3x1, in parts of different length", marks=SLOW),
-        pytest.param(4, 1, 2, 1, id="4x1", marks=SOAK),
-        pytest.param(2, 2, 0, 1, id="2x2", marks=SOAK),
+        pytest.param("2x1", 0, 1),
+        pytest.param("2x1", 1, 0, marks=SOAK),
+        pytest.param("1x2", 0, 1, marks=SOAK),
+        pytest.param("3x1", 0, 1, marks=SLOW),  # in parts of different length
+        pytest.param("4x1", 2, 1, marks=SOAK),
+        pytest.param("2x2", 0, 1, marks=SOAK),
+        pytest.param("4x1 in two levels", 1, 1, marks=SOAK),
     ],
 )
 def test_only_the_one_in_a_lost_workers_place_is_healed(
-    cluster: None, text: Path, tmp_path: Path, shard: int, tensor: int, killed: int, spares: int
+    cluster: None, text: Path, tmp_path: Path, layout: str, killed: int, spares: int
 ) -> None:
-    workers = shard * tensor
+    workers = LAYOUTS[layout].workers
     broken = run(
-        text, tmp_path / "broken", shard, tensor,
+        text, tmp_path / "broken", layout,
         spares=spares, faults=f"kill@{KILLED_AT}:{workers + killed}",
     )  # fmt: skip
     root = tmp_path / "broken" / "run"
@@ -63,9 +73,9 @@ def test_only_the_one_in_a_lost_workers_place_is_healed(
     assert lost == [formed[0][killed]]
     (healed,) = events_of(root, "replica_healed")
     assert healed["bytes"] <= 1.05 * state_bytes(root) / workers
-    if (shard, tensor) not in _whole:
-        _whole[shard, tensor] = run(text, tmp_path / "whole", shard, tensor)
-    whole = _whole[shard, tensor]
+    if layout not in _whole:
+        _whole[layout] = run(text, tmp_path / "whole", layout)
+    whole = _whole[layout]
     assert broken.report["lost_steps"] == 0 and broken.report["replicas_equal"] is True
     assert (broken.samples, broken.losses, broken.params) == (
         whole.samples,

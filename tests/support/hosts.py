@@ -11,6 +11,7 @@ packet passes, and no socket hears that it is closed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import shutil
@@ -32,6 +33,7 @@ HEAD_IP, PORT = "10.77.0.1", 6399
 OWN_IP = "ELASTIC_TEST_IP"
 """Environment variable: a program's own address. Ray cannot find it out where no route leads to the
 Internet, and takes the head's."""
+_CLONE_NEWNET = 0x40000000
 _START_S, _END_S = 300.0, 20.0
 _networks = itertools.count()
 
@@ -90,6 +92,11 @@ class Network:
     def namespace(self, host: int) -> str:
         """Name of the network namespace of a host."""
         return self._names[host]
+
+    @property
+    def hosts(self) -> list[str]:
+        """Names of the hosts' namespaces."""
+        return self._names[:-1]
 
     def cut(self, host: int) -> None:
         """Cuts a host off: its link is down."""
@@ -231,6 +238,13 @@ class Hosts(Network):
 
     def _log(self, host: int) -> Path:
         return self.folder / f"{host}.log"
+
+
+def enter(namespace: str) -> None:
+    """This thread goes into a network namespace, for good."""
+    with open(f"/run/netns/{namespace}", "rb") as there:
+        if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {namespace}")
 
 
 def ip_of(host: int) -> str:

@@ -33,6 +33,7 @@ from trainer.backend.silence import Connections, limit_silence
 from trainer.errors import GroupError
 from trainer.parallel.layout import ParallelDims
 from trainer.parallel.mesh import ReplicaMesh
+from trainer.parallel.two_level import batches_begun
 
 Device = Literal["cpu", "cuda"]
 
@@ -53,6 +54,9 @@ _connections = Connections()
 
 _aborted = threading.Event()
 """The replica's group was aborted, on NCCL."""
+
+_batches_before = 0
+"""Batches of sends and receives that had been begun when the replica's group was made."""
 
 _cross_groups: list[Any] = []
 """Across replicas, on NCCL: those that a call ends."""
@@ -89,8 +93,8 @@ def make_replica_group(
     """
     listen_towards(rendezvous.host, rendezvous.port)
     options: dict[str, Any] = {}
-    global _connections
-    _connections = Connections()
+    global _connections, _batches_before
+    _connections, _batches_before = Connections(), batches_begun()
     _aborted.clear()
     if device == "cuda":
         nccl_settings.settle(os.environ)
@@ -187,7 +191,8 @@ def _count_collectives() -> int:
             for mesh in _meshes
             for group in mesh.get_all_groups()
         }
-        return sum(backend._get_sequence_number_for_group() for backend in backends)
+        collectives = sum(each._get_sequence_number_for_group() for each in backends)
+        return collectives + batches_begun() - _batches_before  # of these NCCL keeps no number
     except (RuntimeError, AssertionError):  # in the making
         return 0
 

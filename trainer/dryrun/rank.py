@@ -24,11 +24,12 @@ from trainer.dryrun.kernels import BESIDE
 from trainer.dryrun.parts import REPLICAS, DryCross, DryEngine, DryLoop
 from trainer.dryrun.reserve import spare_buffers, staged_bytes
 from trainer.dryrun.shape import prepare_shape
-from trainer.dryrun.watch import Watch
+from trainer.dryrun.watch import NODE, NODES, Watch
 from trainer.engine.optimizer import try_optimizer
 from trainer.loop.link import LoopConfig, NoLink, Progress
 from trainer.parallel.layout import ParallelDims, Slot
 from trainer.parallel.mesh import ReplicaMesh
+from trainer.parallel.two_level import TwoLevels
 from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lanes import deal_lanes, plan_lane_buffers
 from trainer.replication.step_commit import LaneStats
@@ -46,7 +47,8 @@ class Collective:
     """Collectives of one kind in one group, in one step of one worker."""
 
     group: str
-    """`shard`, `tensor`, `replica` (all of one) or `replicas`."""
+    """`shard`, `tensor`, `replica` (all of one) or `replicas`; of two levels `nodes`, the same
+    place on all of a replica's nodes, and `node`."""
     ranks: int
     """Workers in the group."""
     kind: str
@@ -109,6 +111,7 @@ def dry_run(train: TrainConfig, *, replicas: int, device: Device) -> RankNeeds:
         granule=_GRANULE_BYTES[device],
         beside=BESIDE[device],
     )
+    watch.levels = TwoLevels.of(train.parallel.dims)
     with _no_peers(train.parallel.dims, watch) as mesh:
         with (
             torch.random.fork_rng(devices=[]),
@@ -237,7 +240,14 @@ def _multiply(watch: Watch, factor: float) -> None:
 
 
 def _collectives(watch: Watch, dims: ParallelDims, replicas: int) -> tuple[Collective, ...]:
-    ranks = {**dims.degrees, "shard": dims.fsdp, "replica": dims.workers, REPLICAS: replicas}
+    ranks = {
+        **dims.degrees,
+        "shard": dims.fsdp,
+        NODES: dims.nodes,
+        NODE: dims.fsdp // dims.nodes,
+        "replica": dims.workers,
+        REPLICAS: replicas,
+    }
     return tuple(
         Collective(
             group=call.group,

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from trainer.dryrun.machines import Machine, beside_tensors
 from trainer.dryrun.rank import RankNeeds
+from trainer.dryrun.watch import NODE, NODES
 
 _TIGHT = (0.9, 1.1)
 """Shares of the memory between which a dry run may be wrong."""
@@ -30,7 +31,8 @@ class Report:
     @property
     def components(self) -> dict[str, int]:
         """Bytes by what they are for. The last two are no part of a step's peak."""
-        groups = len({call.group for call in self.needs.collectives if call.ranks > 1})
+        called = {call.group for call in self.needs.collectives if call.ranks > 1}
+        groups = len({"shard" if group in (NODES, NODE) else group for group in called})
         beside = beside_tensors(self.needs.peak_bytes, groups) if self.machine else 0
         return {
             **self.needs.components,

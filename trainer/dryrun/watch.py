@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.dryrun.kernels import Beside
+from trainer.parallel.two_level import TwoLevels
 
 COMPONENTS = (
     "parameters",
@@ -56,6 +57,9 @@ _KINDS = {
 }
 """c10d's operations -> names that users know. Others keep their own."""
 
+
+NODES, NODE = "nodes", "node"
+"""What the levels of two-level collectives are called."""
 
 _MADE_HERE = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """What `torch.tensor` calls with the numbers it was given."""
@@ -96,6 +100,8 @@ class Watch(TorchDispatchMode):
         self._restore: list[Callable[[], None]] = []
         self.groups: dict[str, str] = {}
         """c10d's name of a group -> who is in it. Others are not counted."""
+        self.levels: TwoLevels | None = None
+        """Over which FSDP2's group sends."""
         self.peak = dict(self._now)
         """Bytes by component when most were alive."""
         self.calls, self.call_bytes = Counter[Call](), Counter[Call]()
@@ -245,6 +251,10 @@ class Watch(TorchDispatchMode):
         for tensor in given:
             self._relabel(tensor, "buckets")
         size = max((t.numel() * t.element_size() for t in (*given, *found)), default=0)
+        if name == "recv_":  # as much as is sent
+            return
+        if name == "send" and self.levels is not None:
+            group = NODES if self.levels.node_of(args[2]) else NODE  # of the first worker
         self.count(group, _KINDS.get(name, name.strip("_")), size)
 
 

@@ -41,6 +41,7 @@ from trainer.parallel.apply import (
 from trainer.parallel.backward import BackwardWatch
 from trainer.parallel.layout import Slot
 from trainer.parallel.mesh import ReplicaMesh
+from trainer.parallel.two_level import TwoLevels
 from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.lanes import plan_lane_buffers
@@ -93,6 +94,7 @@ class Engine:
             recompute=train.recompute,
             compiled=train.compile,
             gather_ahead=train.gather_ahead,
+            levels=TwoLevels.of(slot.dims),
         )
         self._slices = local_slices(self.model, slot)
         materialize(self.model, self.device, None if heir_of is None else heir_of.memory())
@@ -109,7 +111,9 @@ class Engine:
             counted_elsewhere=self._elsewhere,
             bucket_bytes=train.bucket_bytes or BUCKET_BYTES[device],
         )
-        self._watch = BackwardWatch(self.model, slot.dims.fsdp, self.layout.wide)
+        self._watch = BackwardWatch(
+            self.model, slot.dims.fsdp, self.layout.wide, TwoLevels.of(slot.dims)
+        )
         self.compiles_next = train.compile != "off"
         """Whether the next micro-batch is the model's first, in which its blocks are compiled."""
         self._lane, self._lane_views = torch.empty(0), list[torch.Tensor]()

@@ -26,6 +26,7 @@ from trainer.parallel.mesh import ReplicaMesh
 from trainer.parallel.own_gather import OwnGather, memory_of
 from trainer.parallel.recompute import Recompute, recompute_blocks
 from trainer.parallel.tensor import apply_tensor_parallel
+from trainer.parallel.two_level import Gather, TwoLevels
 
 
 def warm_up() -> None:
@@ -46,6 +47,7 @@ def parallelize(
     recompute: Recompute | None = None,
     compiled: Compile = "off",
     gather_ahead: int = 1,
+    levels: TwoLevels | None = None,
 ) -> nn.Module:
     """Makes `model` (parameters on meta) parallel over the replica's mesh, in place: what `others`
     do to it, then tensor parallel, then recomputation and compilation, then fully sharded.
@@ -62,6 +64,8 @@ def parallelize(
         recompute: what its blocks compute again in backward; None: nothing.
         compiled: whether its blocks are compiled.
         gather_ahead: blocks whose parameters are gathered ahead of the one at work.
+        levels: over which parameters are gathered; None: FSDP2's own, flat. Gradients are
+            `BackwardWatch`'s.
     """
     for dim in others:
         dim.convert(model, mesh.others[dim.name])
@@ -81,6 +85,8 @@ def parallelize(
             module.set_force_sum_reduction_for_comms(True)
             if mesh.fsdp.size() > 1:  # else the factor is 1, and setting it costs a copy
                 module.set_gradient_divide_factor(1.0)
+            if levels is not None:
+                module.set_custom_all_gather(cast(Any, Gather(levels)))
     if gather_ahead > 1 and mesh.fsdp.size() > 1:
         _gather_ahead([model.get_submodule(name) for name in blocks], gather_ahead)
     return model

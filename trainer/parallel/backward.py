@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from trainer.parallel.two_level import TwoLevels
 from trainer.parallel.wide_gradients import WideGradients
 
 
@@ -60,8 +61,8 @@ class _GroupMemory:
     too, and as they are the same tensor then, FSDP2's copy from one to the other does nothing.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, levels: TwoLevels | None) -> None:
+        self._ranks, self._levels = ranks, levels
         self._of_whole_group = False
         self.offered: torch.Tensor | None = None
 
@@ -86,11 +87,14 @@ class _GroupMemory:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
     ) -> dist.Work | None:
-        """The collective; `options` are its group, its operation, and whether to wait."""
-        return _reduce_scatter(output_tensor, input_tensor, **options)
+        """The collective; `options` are its group, its operation (a sum), and whether to wait."""
+        if self._levels is None:
+            return flat_reduce_scatter(output_tensor, input_tensor, **options)
+        self._levels.reduce_scatter(output_tensor, input_tensor, options["group"])
+        return None
 
 
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+flat_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Under its name since torch 2.13, or the one before."""
 
 
@@ -107,12 +111,19 @@ class BackwardWatch:
         model: the whole model; its modules' all-reduce hooks and reduce-scatters are taken.
         ranks: that it is sharded over.
         wide: of each group, where the parameters are narrower than their gradients; else none.
+        levels: over which gradients are scattered; None: in one.
     """
 
-    def __init__(self, model: nn.Module, ranks: int, wide: Sequence[WideGradients] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: int,
+        wide: Sequence[WideGradients] = (),
+        levels: TwoLevels | None = None,
+    ) -> None:
         modules = _watched(model)
         self._wide, self._undropped = wide, list[WideGradients]()
-        self._memories = [_GroupMemory(ranks) for _ in modules]
+        self._memories = [_GroupMemory(ranks, levels) for _ in modules]
         self._due = [0] * len(modules)
         self._done = [False] * len(modules)
         self._finished = 0

@@ -11,7 +11,11 @@ that a worker holds. Pure.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +28,9 @@ class ParallelDims:
     """Name and degree of the dimensions between shard and tensor."""
     tensor: int = 1
     """Tensor parallel degree; tensor peers have neighbouring ranks (one node's NVLink)."""
+    nodes: int = 1
+    """Nodes that one replica is meant to be on, a divisor of `shard`: what FSDP2 sends goes over
+    them in two levels. 1: flat. What counts is this number, never where workers happen to be."""
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -44,6 +51,28 @@ class ParallelDims:
     def parts(self) -> int:
         """Workers that one sample's work is divided over, tensor peers not counted."""
         return math.prod(degree for _, degree in self.others)
+
+    @property
+    def together(self) -> int:
+        """Workers, neighbours on the network, that should be on one node."""
+        return self.tensor if self.nodes == 1 else self.workers // self.nodes
+
+    def by_rank(self, seat: Sequence[_T]) -> tuple[_T, ...]:
+        """The workers of a replica by rank in it.
+
+        The shard positions of a node are no neighbours: position local * nodes + node is on `node`.
+        So what the workers of one local position hold is one stretch of a gathered buffer
+        (`two_level.py`). What shares samples or parameters stays together.
+
+        Args:
+            seat: they, node by node.
+        """
+        unit = self.parts * self.tensor
+        here = self.shard // self.nodes
+        starts = (
+            (node * here + local) * unit for local in range(here) for node in range(self.nodes)
+        )
+        return tuple(worker for start in starts for worker in seat[start : start + unit])
 
     def __str__(self) -> str:
         return " x ".join(f"{name} {degree}" for name, degree in self.degrees.items())

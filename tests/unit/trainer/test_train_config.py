@@ -43,6 +43,11 @@ def test_a_valid_configuration_passes() -> None:
     TrainConfig(task=None, steps=1, global_batch=1, eval_samples=1).check(1)
 
 
+def nodes_of(workers_per_node: int, *, shard: int, tensor: int = 1) -> dict[str, Any]:
+    parallel = ParallelConfig(shard=shard, tensor=tensor, workers_per_node=workers_per_node)
+    return {"parallel": parallel, "global_batch": 48}
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "value"),
     [
@@ -51,6 +56,12 @@ def test_a_valid_configuration_passes() -> None:
         ({"global_batch": 0}, "train.global_batch", 0),
         ({"parallel": ParallelConfig(shard=0)}, "train.parallel.shard", 0),
         ({"parallel": ParallelConfig(tensor=-1)}, "train.parallel.tensor", -1),
+        (nodes_of(0, shard=4), "train.parallel.workers_per_node", 0),
+        (nodes_of(3, shard=4), "train.parallel.workers_per_node", 3),
+        (nodes_of(4, shard=4), "train.parallel.workers_per_node", 4),  # all on one
+        (nodes_of(1, shard=4), "train.parallel.workers_per_node", 1),  # one on each
+        (nodes_of(2, shard=4, tensor=2), "train.parallel.workers_per_node", 2),  # a tensor group
+        (nodes_of(2, shard=2), "train.parallel.workers_per_node", 2),
         ({"eval_samples": 0}, "train.eval_samples", 0),
         ({"eval_every": 0}, "train.eval_every", 0),
         ({"eval_every": -5}, "train.eval_every", -5),

@@ -41,14 +41,16 @@ class Group:
         generation: int = 0,
         restore_step: int = 0,
         snapshot_step: int = 0,
+        dims: ParallelDims | None = None,
     ) -> None:
+        dims = dims or ParallelDims(tensor=each)
         config = GroupConfig(
             max_replicas=replicas,
             min_replicas=least,
-            dims=ParallelDims(tensor=each),
+            dims=dims,
             lanes=lanes or replicas,
             steps=STEPS,
-            start_workers=replicas * each if start is None else start,
+            start_workers=replicas * dims.workers if start is None else start,
             max_regroups_without_progress=IN_VAIN,
         )
         self.membership = Membership(
@@ -1124,6 +1126,17 @@ def test_where_no_node_holds_a_tensor_group_it_is_split() -> None:
         group.join(worker)
     effects = group.join("d3")
     assert [replica.workers for replica in effects.formed] == [("a0", "b1"), ("c2", "d3")]
+
+
+def test_in_two_levels_a_node_has_the_workers_that_the_layout_says() -> None:
+    """Shards of a node are not neighbours; the single worker on l is passed over."""
+    dims = ParallelDims(shard=4, nodes=2)
+    nodes = {"k": "a0 b1", "l": "c2", "m": "d3 e4"}
+    group = on_nodes(Group(replicas=1, dims=dims, start=5), **nodes)
+    for worker in ("a0", "b1", "c2", "d3"):
+        assert group.join(worker).formed == []
+    (formed,) = group.join("e4").formed
+    assert formed.workers == ("a0", "d3", "b1", "e4")
 
 
 def straddling_group() -> Group:

@@ -1,4 +1,4 @@
-"""One of a replica of 2 x 2 dies or raises in the middle of a step: all others notice, and keep
+"""One of a replica of four dies or raises in the middle of a step: all others notice, and keep
 nothing of the replica that would hold up one another."""
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from tests.support.data_plane import train_in_one_replica
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.origin import origin_of
 from trainer.backend.rendezvous import Rendezvous
-from trainer.config import TrainConfig
+from trainer.config import ParallelConfig, TrainConfig
 from trainer.tasks.causal_lm import PreparedCausalLM
 
 LOST, SURVIVORS = 3, (0, 1, 2)
 NOTICED_S, TIMEOUT_S = 5.0, 30.0
+FLAT = ParallelConfig(shard=2, tensor=2)
+TWO_LEVELS = ParallelConfig(shard=4, workers_per_node=2)
 
 
 def end_at(moment: str, store: dist.TCPStore, *, raises: bool) -> None:
@@ -82,16 +84,19 @@ def train_or_end(
 
 
 @pytest.mark.parametrize(
-    ("moment", "raises"),
+    ("moment", "raises", "layout"),
     [
-        ("LlamaDecoderLayer forward", False),  # the embeddings are not yet looked at
-        ("LlamaMLP backward", True),
+        ("LlamaDecoderLayer forward", False, FLAT),  # the embeddings are not yet looked at
+        ("LlamaMLP backward", True, FLAT),
+        ("LlamaMLP backward", False, TWO_LEVELS),
     ],
 )
-def test_all_notice_at_once(text: Path, tmp_path: Path, moment: str, raises: bool) -> None:
+def test_all_notice_at_once(
+    text: Path, tmp_path: Path, moment: str, raises: bool, layout: ParallelConfig
+) -> None:
     from tests.support.tiny import tiny_task, tiny_train  # not in the processes: it imports Ray
 
-    train = tiny_train(text, shard=2, tensor=2, steps=2, lanes=1)
+    train = tiny_train(text, parallel=layout, steps=2, lanes=1)
     task = tiny_task(text).prepare(train, str(tmp_path))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.start_processes(

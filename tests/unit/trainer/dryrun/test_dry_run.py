@@ -74,6 +74,27 @@ def test_collectives_are_those_of_a_whole_step(sharded: RankNeeds) -> None:
     assert found["replicas", "all_reduce"][0] == 1
 
 
+def test_two_levels_are_counted_apart() -> None:
+    """Three nodes with two workers: of each gathered or scattered buffer the first worker sends one
+    shard's sixth to each other node, and three of them to its neighbour."""
+    layout = ParallelConfig(shard=6, workers_per_node=2)
+    train = small_train(parallel=layout, lanes=2, global_batch=12, micro_batch=1)
+    found = {(c.group, c.kind): c for c in dry_run(train, replicas=2, device="cuda").collectives}
+    # As above, but padded to six shards.
+    gathers, scatters = 2 * (LAYERS + 2) + 1, LAYERS + 3
+    nodes, node = found["nodes", "send"], found["node", "send"]
+    assert (nodes.ranks, node.ranks) == (3, 2)
+    assert nodes.count == 2 * (gathers + scatters)
+    buffers = (3 * PARAMETERS - D) * 4
+    assert nodes.bytes == pytest.approx(2 / 6 * buffers, rel=0.02)
+    assert node.bytes == pytest.approx(3 / 6 * buffers, rel=0.02)
+    assert not [
+        c
+        for c in found.values()
+        if c.kind in ("all_gather", "reduce_scatter") and c.group == "shard"
+    ]
+
+
 def test_the_host_waits_in_the_commit_alone(sharded: RankNeeds) -> None:
     # What was counted, two sums inside the replica, one over the replicas.
     assert sharded.host_syncs == 4

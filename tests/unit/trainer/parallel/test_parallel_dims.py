@@ -82,7 +82,7 @@ def samples(seed: int) -> list[torch.Tensor]:
     return [torch.randn(TOKENS, 3, generator=generator) for _ in range(SAMPLES)]
 
 
-def train_with(shard: int, *others: MeshDim) -> TrainConfig:
+def train_with(shard: int, *others: MeshDim, workers_per_node: int | None = None) -> TrainConfig:
     task = CustomTask(
         build_model=Mixer,
         loss_function=loss_of,
@@ -93,13 +93,13 @@ def train_with(shard: int, *others: MeshDim) -> TrainConfig:
         task=task,
         steps=3,
         global_batch=4,
-        parallel=ParallelConfig(shard=shard, others=others),
+        parallel=ParallelConfig(shard=shard, others=others, workers_per_node=workers_per_node),
         seed=3,
     )
 
 
-def run(replicas: int, shard: int, *others: MeshDim) -> list[WorkerResult]:
-    train = train_with(shard, *others)
+def run(replicas: int, shard: int, *others: MeshDim, **changes: Any) -> list[WorkerResult]:
+    train = train_with(shard, *others, **changes)
     train.check(LANES)
     results = run_layout(train.task.prepare(train, ""), train, replicas=replicas, lanes=LANES)
     assert all(isinstance(result, WorkerResult) for result in results), results
@@ -133,6 +133,17 @@ def test_bits_do_not_depend_on_the_number_of_replicas() -> None:
     assert [worker.losses for worker in two] == [one[0].losses] * 4
     for index, worker in enumerate(two):
         for name, (_, _, value) in one[index % 2].local.items():
+            assert torch.equal(worker.local[name][2], value)
+
+
+def test_parts_of_a_sample_lie_on_one_of_two_nodes() -> None:
+    """Gathered and scattered in two levels, it trains as in one, but for the order of sums."""
+    flat = run(1, 2, Tokens(2))
+    one, two = run(1, 2, Tokens(2), workers_per_node=2), run(2, 2, Tokens(2), workers_per_node=2)
+    assert one[0].losses == pytest.approx(flat[0].losses, rel=1e-6)
+    assert [worker.losses for worker in two] == [one[0].losses] * 8
+    for index, worker in enumerate(two):
+        for name, (_, _, value) in one[index % 4].local.items():
             assert torch.equal(worker.local[name][2], value)
 
 

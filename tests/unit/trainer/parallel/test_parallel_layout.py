@@ -32,6 +32,25 @@ def test_positions_are_those_of_a_grid() -> None:
         assert slot.fsdp == shard * 6 + slot.part
 
 
+def test_two_levels_seat_what_shares_samples_together_and_shards_apart() -> None:
+    """Workers are named by node, then by place there."""
+    dims = ParallelDims(shard=6, tensor=2, nodes=3)
+    assert dims.together == 4
+    assert dims.by_rank([f"{node}{place}" for node in "abc" for place in range(4)]) == (
+        "a0", "a1", "b0", "b1", "c0", "c1", "a2", "a3", "b2", "b3", "c2", "c3",
+    )  # fmt: skip
+    parts = ParallelDims(shard=4, others=(("context", 2),), nodes=2)
+    assert parts.by_rank([f"{node}{place}" for node in "ab" for place in range(4)]) == (
+        "a0", "a1", "b0", "b1", "a2", "a3", "b2", "b3",
+    )  # fmt: skip
+
+
+def test_a_flat_layout_is_seated_node_by_node() -> None:
+    dims = ParallelDims(shard=4, tensor=2)
+    assert dims.together == 2
+    assert dims.by_rank("abcdefgh") == tuple("abcdefgh")
+
+
 def test_a_slot_reads_like_a_place() -> None:
     dims = ParallelDims(shard=3, tensor=4)
     assert str(Slot(replica=1, rank=11, dims=dims)) == "replica 1 shard 2 tensor 3"
