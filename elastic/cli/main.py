@@ -3,6 +3,7 @@
 0  done       1  `verify` or `doctor` found something wrong; `attach`: the run failed; `dryrun`: it
                  does not fit
 2  bad input, or what was asked cannot be done: one line on standard error says why
+3, 4, 5          `doctor` found something worse (`elastic/doctor/finding.py`)
 """
 
 from __future__ import annotations

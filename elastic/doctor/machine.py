@@ -26,6 +26,8 @@ class Machine:
     """Where runs write."""
     memlock_bytes: int | None
     """Memory that the process may lock; None: any."""
+    open_files: int | None
+    """Files that the process may have open; None: any number."""
     clock: Clock | None
     """What the kernel says of its clock; None: nothing."""
 
@@ -42,12 +44,17 @@ class Machine:
 
 def this_machine(environment: Mapping[str, str], folders: tuple[Path, ...]) -> Machine:
     """The one that this process runs on."""
-    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Machine(
         root=Path("/"),
         environment=environment,
         facts=read_efa(),
         folders=folders,
-        memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
+        memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        open_files=_limit(resource.RLIMIT_NOFILE),
         clock=read_clock(),
     )
+
+
+def _limit(of: int) -> int | None:
+    soft, _ = resource.getrlimit(of)
+    return None if soft == resource.RLIM_INFINITY else soft
