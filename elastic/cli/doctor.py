@@ -51,8 +51,8 @@ def add_to(commands: Any) -> None:
     verb.add_argument(
         "--full",
         action="store_true",
-        help="also load it: a matrix burn, memory, the group of its GPUs, disks, stores; not beside "
-        "a run",
+        help="also load it: a matrix burn, memory, the group of its GPUs, disks, stores; not "
+        "beside a run",
     )
     verb.add_argument(
         "--storage",

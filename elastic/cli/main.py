@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from checkpointing import CheckpointError
-from elastic.cli import checkpoints, doctor, dryrun, live, nodes
+from elastic.cli import checkpoints, doctor, dryrun, live, logs, nodes
 from elastic.errors import ElasticError
 from trainer.errors import TrainerError
 
@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
     checkpoints.add_to(commands)
     live.add_to(commands)
+    logs.add_to(commands)
     nodes.add_to(commands)
     dryrun.add_to(commands)
     doctor.add_to(commands)

@@ -94,6 +94,8 @@ class WorkerJoined(Event):
     """When that process was started, in clock ticks since the node was."""
     device: str = ""
     """Its GPU, as CUDA names it; empty on a CPU."""
+    logs: list[str] = field(default_factory=list)
+    """Files on the node that its output goes to."""
 
 
 @dataclass(frozen=True, kw_only=True)

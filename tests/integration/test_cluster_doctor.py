@@ -8,12 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from elastic.doctor.run import CHECKS
+from elastic.driver.examine_cluster import examine_cluster
 from tests.support.hosts import HEAD, Hosts, ip_of, requires_hosts, why_no_hosts
 
-PATIENCE_S = 250.0
+PATIENCE_S = 300.0
 
 
 @pytest.mark.slow
+def test_a_cluster_of_one_machine(cluster: None) -> None:
+    found = examine_cluster(full=False)
+    (machine,) = {one.node for one in found}
+    assert machine.count(".") == 3
+    assert [one.check for one in found] == [*CHECKS, "clock of the cluster"]
+    assert found[-1].severity == "OK"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2 * PATIENCE_S)
 @requires_hosts
 @pytest.mark.skipif(why_no_hosts(lossy=True) is not None, reason="loss needs nft")
 def test_the_host_that_no_other_reaches_is_named(tmp_path: Path) -> None:
