@@ -46,7 +46,7 @@ def count_gpus(root: Path) -> int:
     except ImportError:
         pynvml = None
     if pynvml is None or root != Path("/"):
-        return sum(1 for _ in (root / "proc/driver/nvidia/gpus").glob("*"))
+        return _at_driver_start(root)
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:  # no driver
@@ -72,12 +72,21 @@ def check_gpu_health(machine: Machine) -> Finding:
     nvml = open_nvml() if machine.root == Path("/") else None
     if nvml is None:
         return Finding(check="GPU errors", result="NVML tells nothing")
-    return judge_gpu_health(Gpus(nvml).read(at_s=0.0))
+    return judge_gpu_health(Gpus(nvml).read(at_s=0.0), _at_driver_start(machine.root))
 
 
-def judge_gpu_health(readings: Sequence[Reading]) -> Finding:
-    """As `check_gpu_health`, of readings of GPUs."""
+def _at_driver_start(root: Path) -> int:
+    """GPUs that the driver has found when it was loaded, of those that this container may see."""
+    return sum(1 for _ in (root / "proc/driver/nvidia/gpus").glob("*"))
+
+
+def judge_gpu_health(readings: Sequence[Reading], at_driver_start: int = 0) -> Finding:
+    """As `check_gpu_health`, of readings of GPUs, and how many there were when the driver was
+    loaded."""
     found = [(severity, f"{one.of}: {what}") for one in readings for severity, what in _ills(one)]
+    if len(readings) < at_driver_start:
+        gone = f"{at_driver_start - len(readings)} of {at_driver_start} GPUs have gone"
+        found.append(("ISOLATE", f"{gone} since the driver was loaded"))
     if not found:
         return Finding(check="GPU errors", result="none" if readings else "no GPU")
     worst = worst_severity(severity for severity, _ in found)

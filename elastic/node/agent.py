@@ -34,8 +34,10 @@ import ray
 from ray import ObjectRef
 
 from elastic.config import HealthConfig
+from elastic.doctor.finding import Finding
 from elastic.node.beats import BeatSender
 from elastic.node.health_watch import own_names, start_health_watch
+from elastic.node.preflight import start_preflight
 from elastic.node.process_watch import ProcessWatch
 from elastic.protocol.causes import HANG, NODE
 from elastic.protocol.coordinator_api import CoordinatorApi
@@ -108,7 +110,12 @@ class NodeAgent:
         self._readings: Sequence[Reading] = ()
         """The latest of this node's instruments."""
         start_health_watch(node, self._processes.states, self._tell_signs, self._keep_readings)
+        if health.preflight:
+            start_preflight(self._tell_findings)
         threading.Thread(target=self._run, name="node-agent", daemon=True).start()
+
+    def _tell_findings(self, findings: list[Finding]) -> None:
+        self._coordinator.send(CoordinatorApi.node_checked, self._node, findings)
 
     def _announce(self, node: str, deadline_s: float | None, reason: str) -> None:
         """This machine will be taken away: the run leaves it, and Ray looks for another one."""

@@ -395,6 +395,16 @@ class StragglersFound(Event):
     """Where it loses most: `data`, `compute` or `optimizer`."""
     detail: str
     """The evidence, in words."""
+class NodeChecked(Event):
+    """Something is out of order on a node, as the checks say that are made before its workers get a
+    place."""
+
+    node: str
+    """Ray's id of the node."""
+    findings: list[dict[str, str]]
+    """What is not as it should be (`elastic/doctor/finding.py`)."""
+    isolated: str
+    """Why no worker may work there; empty where they may."""
 
 
 @dataclass(frozen=True, kw_only=True)
