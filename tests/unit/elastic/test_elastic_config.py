@@ -55,6 +55,7 @@ def test_a_number_that_cannot_work_is_named(settings: dict[str, Any], message: s
 @pytest.mark.parametrize(
     "name",
     [f.name for f in fields(HealthConfig) if f.name not in ("replace_nodes", "move_slow")],
+    [one.name for one in fields(HealthConfig) if one.name not in ("replace_nodes", "preflight")],
 )
 @pytest.mark.parametrize("value", [0, -1])
 def test_every_bound_of_health_must_be_positive(name: str, value: int) -> None:
@@ -134,3 +135,7 @@ def test_replicas_come_before_spares(
 ) -> None:
     scaling = ScalingConfig(max_replicas=4, min_replicas=2, spares=2)
     assert plan_workers(scaling, parallel, fitting) == plan
+
+
+def test_the_preflight_can_be_left_out() -> None:
+    HealthConfig(preflight=False).check()
