@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from checkpointing import is_local
 from elastic.cli.show import table
 from elastic.doctor.finding import EXIT_STATUS, SEVERITIES, Finding, worst_severity
-from elastic.doctor.machine import Machine, this_machine
+from elastic.doctor.machine import Machine, machine_with
 from elastic.doctor.run import run_checks, run_full
 from trainer.backend.efa_settings import LEFT_ALONE, EfaPlan, plan_efa
 
@@ -76,21 +72,19 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """`doctor`"""
     if options.cluster:
-        return show(_examine_cluster(options.address, full=options.full), as_json=options.json)
-    folders = (Path(tempfile.gettempdir()), *map(Path, filter(is_local, options.storage)))
-    stores = tuple(one for one in options.storage if not is_local(one))
-    machine = this_machine(os.environ, folders)
+        return show(_examine_cluster(options), as_json=options.json)
+    machine, stores = machine_with(options.storage)
     findings = run_full(machine, stores) if options.full else run_checks(machine)
     return show(findings, as_json=options.json, explained=machine if options.explain else None)
 
 
-def _examine_cluster(address: str | None, *, full: bool) -> list[Finding]:
+def _examine_cluster(options: argparse.Namespace) -> list[Finding]:
     from elastic.cli.live import join  # seconds of imports
 
-    join(address)
+    join(options.address)
     from elastic.driver.examine_cluster import examine_cluster
 
-    return examine_cluster(full=full)
+    return examine_cluster(full=options.full, storage=options.storage)
 
 
 def show(findings: Sequence[Finding], *, as_json: bool, explained: Machine | None = None) -> int:

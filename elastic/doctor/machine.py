@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import resource
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpointing import is_local
 from elastic.doctor.clock import Clock, read_clock
 from trainer.backend.efa_facts import EfaFacts, read_efa
 from trainer.backend.efa_settings import INSTANCES, InstanceKind
@@ -53,6 +56,15 @@ def this_machine(environment: Mapping[str, str], folders: tuple[Path, ...]) -> M
         open_files=_limit(resource.RLIMIT_NOFILE),
         clock=read_clock(),
     )
+
+
+def machine_with(storage: Iterable[str]) -> tuple[Machine, tuple[str, ...]]:
+    """The one that this process runs on, with the directories of `storage`, and the folder of
+    temporary files; and what in `storage` are stores elsewhere."""
+    places = tuple(storage)
+    folders = (Path(tempfile.gettempdir()), *map(Path, filter(is_local, places)))
+    stores = tuple(place for place in places if not is_local(place))
+    return this_machine(os.environ, folders), stores
 
 
 def _limit(of: int) -> int | None:

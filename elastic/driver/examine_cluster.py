@@ -15,7 +15,7 @@ from elastic.coordinator.listening import host_store
 from elastic.doctor.bounded import run_programs
 from elastic.doctor.finding import Finding
 from elastic.doctor.load_checks import devices_of, ranks
-from elastic.doctor.machine import this_machine
+from elastic.doctor.machine import machine_with
 from elastic.doctor.pairs import Measured, Pair, count_rounds, judge_pairs, plan_round
 from elastic.doctor.run import run_checks, run_full
 from elastic.doctor.system_checks import LARGEST_OFFSET_S
@@ -41,11 +41,12 @@ class Look:
     """What would take part in a group."""
 
 
-def examine_cluster(*, full: bool) -> list[Finding]:
+def examine_cluster(*, full: bool, storage: Sequence[str] = ()) -> list[Finding]:
     """All that is found. This process has joined the cluster.
 
     Args:
         full: each machine does the checks that load it, too.
+        storage: directories and URLs of stores that each looks at.
     """
     nodes = nodes_with_room()
     gpus = {node: found.gpus for node, found in nodes.items()}
@@ -53,7 +54,7 @@ def examine_cluster(*, full: bool) -> list[Finding]:
     asked = time.time()
     looks = on_nodes(
         look_at_machine,
-        {node: (full,) for node in nodes},
+        {node: (full, tuple(storage)) for node in nodes},
         gpus=gpus if full else {},
         timeout_s=(_FULL_BOUND_S if full else _LOOK_BOUND_S) + _START_S,
     )
@@ -69,15 +70,11 @@ def examine_cluster(*, full: bool) -> list[Finding]:
     return found + judge_pairs(_run_rounds(whole, gpus, names))
 
 
-def look_at_machine(full: bool) -> Look:
+def look_at_machine(full: bool, storage: tuple[str, ...]) -> Look:
     """Runs on each machine."""
-    import os
-    import tempfile
-    from pathlib import Path
-
     began = time.time()
-    machine = this_machine(os.environ, (Path(tempfile.gettempdir()),))
-    findings = run_full(machine) if full else run_checks(machine)
+    machine, stores = machine_with(storage)
+    findings = run_full(machine, stores) if full else run_checks(machine)
     return Look(began=began, ended=time.time(), findings=findings, devices=devices_of(machine))
 
 

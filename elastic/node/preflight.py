@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from elastic.doctor.finding import Finding
-from elastic.doctor.machine import this_machine
+from elastic.doctor.machine import machine_with
 from elastic.doctor.run import run_checks
 
 
@@ -17,7 +14,7 @@ def start_preflight(tell: Callable[[list[Finding]], None]) -> None:
     """Looks at this node once. `tell` is called with all that was found, by a thread."""
 
     def run() -> None:
-        machine = this_machine(os.environ, (Path(tempfile.gettempdir()),))
+        machine, _ = machine_with(())
         tell(run_checks(machine))
 
     threading.Thread(target=run, name="preflight", daemon=True).start()
