@@ -54,13 +54,26 @@ def plan_round(machines: Sequence[str], so_far: Sequence[Measured]) -> list[Pair
     waiting = sorted(machines, key=lambda machine: best.get(machine, 0.0))
     if len(waiting) % 2:
         waiting.remove(max(reversed(waiting), key=lambda machine: len(met[machine])))
-    pairs = []
+    pairs: list[Pair] = []
     while waiting:
         slow = waiting.pop(0)
         fast = next((m for m in reversed(waiting) if m not in met[slow]), waiting[-1])
         waiting.remove(fast)
         pairs.append((slow, fast))
+        if fast in met[slow]:
+            _exchange(pairs, met)
     return pairs
+
+
+def _exchange(pairs: list[Pair], met: Mapping[str, Sequence[str]]) -> None:
+    """The last two have met: gives them the partners of another pair, where nobody of the four has
+    met its new one."""
+    first, second = pairs[-1]
+    for place, (third, fourth) in enumerate(pairs[:-1]):
+        for mine, yours in ((third, fourth), (fourth, third)):
+            if mine not in met[first] and yours not in met[second]:
+                pairs[place], pairs[-1] = (first, mine), (second, yours)
+                return
 
 
 def judge_pairs(measured: Sequence[Measured]) -> list[Finding]:
