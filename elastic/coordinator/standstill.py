@@ -173,8 +173,11 @@ class StandstillWatch:
         return [{worker: known.get(worker) for worker in group} for group in groups]
 
     async def _evidence(self, suspects: Sequence[str]) -> dict[str, Evidence]:
-        """Of the suspects, and of some who wait."""
-        waiters = [w for w in self._membership.roster.workers if w not in suspects][:_WAITERS]
+        """Of the suspects, and of some who wait: those who wait inside their replicas first."""
+        roster = self._membership.roster
+        near = [r.workers for r in roster.replicas if not set(suspects).isdisjoint(r.workers)]
+        nearest = dict.fromkeys([*(w for group in near for w in group), *roster.workers])
+        waiters = [w for w in nearest if w not in suspects][:_WAITERS]
         started = self._workers.started
         asked = [started[w] for w in (*suspects, *waiters) if w in started]
         return await self._agents.evidence(asked)
