@@ -266,6 +266,8 @@ def format_remedy(event: VerdictReached) -> str:
     done = event.outcome.replace("_", " ") + (f" ({event.detail})" if event.detail else "")
     shown = "".join(line.splitlines()[-1] for line in event.evidence[:1] if line)
     return f"{event.cause}, {whom}: {event.step.replace('_', ' ')}: {done}: {shown}"
+
+
 def format_checked(event: NodeChecked) -> list[str]:
     """What is out of order on a machine, a line each; what only slows is in the events."""
     lines = [
