@@ -152,7 +152,6 @@ class HealthConfig:
         for name, value in vars(self).items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if number and value <= 0:
-            if isinstance(value, int | float) and value <= 0 and not isinstance(value, bool):
                 raise ConfigError(f"health.{name}", value, "not positive", "Use a positive number")
         if self.node_timeout_s <= 2 * self.node_beat_s:
             raise ConfigError(

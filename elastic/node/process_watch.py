@@ -26,8 +26,8 @@ from health.flight import latest_of
 from health.frozen import STOPPED, History, Sample, decide_frozen, observe
 from health.heartbeat import NO_STEP, HeartbeatReader, Record
 from health.laggards import Position
-from health.pace import Pace
 from health.log_tail import read_last
+from health.pace import Pace
 from health.process import read_born_ticks, read_starved_s, read_state
 from health.progress import Place
 from health.stacks import read_kernel_stacks, read_stacks

@@ -395,6 +395,9 @@ class StragglersFound(Event):
     """Where it loses most: `data`, `compute` or `optimizer`."""
     detail: str
     """The evidence, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeChecked(Event):
     """Something is out of order on a node, as the checks say that are made before its workers get a
     place."""
