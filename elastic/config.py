@@ -127,6 +127,10 @@ class HealthConfig:
     supervisor_timeout_s: float = 600.0
     """A run whose supervisor was not heard for this long ends itself. Where it is lost, Ray starts
     another, once its head node is there to do it."""
+    preflight: bool = True
+    """Each machine is looked at before its workers get a place, while they start: the quick checks
+    of `elastic doctor`. On one with a GPU that has failed none gets any, and it is suspect; all
+    else is told in the report."""
     replace_nodes: Literal["tell"] | NodesConfig = "tell"
     """Who replaces a machine that is found at fault: `RayNodes`, `Ec2Nodes`, `KubeNodes` or
     `LocalNodes`. With one of them the run takes the other steps of the ladder, too: it lets workers

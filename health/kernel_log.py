@@ -1,4 +1,4 @@
-"""The kernel's log, line by line, from now on.
+"""The kernel's log, line by line: from now on, or what it still has of before.
 
 /dev/kmsg gives one record at a read: "priority,number,time,flags;text", with lines below it that
 begin with a blank, which are not needed. Source: Linux, Documentation/ABI/testing/dev-kmsg.
@@ -28,14 +28,16 @@ class KernelLog:
 
     Args:
         path: where it can be read.
+        past: reads first what the kernel has kept of before.
 
     Raises:
         OSError: it cannot, as in most containers.
     """
 
-    def __init__(self, path: Path = KMSG) -> None:
+    def __init__(self, path: Path = KMSG, *, past: bool = False) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        os.lseek(self._file, 0, os.SEEK_END)
+        if not past:
+            os.lseek(self._file, 0, os.SEEK_END)
 
     def read(self) -> list[str]:
         """The lines since the last call. Does not wait."""
@@ -57,9 +59,9 @@ class KernelLog:
         os.close(self._file)
 
 
-def open_kernel_log(path: Path = KMSG) -> KernelLog | None:
-    """The kernel's log; None where it may not be read."""
+def open_kernel_log(path: Path = KMSG, *, past: bool = False) -> KernelLog | None:
+    """The kernel's log; None where it may not be read. Arguments as for `KernelLog`."""
     try:
-        return KernelLog(path)
+        return KernelLog(path, past=past)
     except OSError:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -55,3 +56,10 @@ def read_stat(pid: int) -> str | None:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
+
+
+def output_files() -> tuple[str, ...]:
+    """The files that this process's standard output and error go to; none where that is a terminal
+    or a pipe."""
+    names = (os.readlink(f"/proc/self/fd/{number}") for number in (1, 2))
+    return tuple(name for name in dict.fromkeys(names) if os.path.isfile(name))

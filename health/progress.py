@@ -22,8 +22,7 @@ MEDIANS = 3.0
 LONGEST = 2.0
 """Times the longest that a worker has taken before."""
 SOON = 0.6
-"""Share of the bound at which one is suspected: its stacks are taken then, and again at the
-bound."""
+"""Share of the bound at which one is suspected: evidence is taken then, and again at the bound."""
 
 
 @dataclass(frozen=True, kw_only=True)

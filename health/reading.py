@@ -30,3 +30,7 @@ class Reading:
     """What was shown, by name; what cannot be had is left out."""
     pids: tuple[int, ...] = ()
     """Processes that use it, where that is known."""
+
+    def concerns(self, pid: int) -> bool:
+        """Whether it says anything of a process: not where it is about others alone."""
+        return not self.pids or pid in self.pids

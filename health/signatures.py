@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -71,7 +71,14 @@ def _of_log(log: Log) -> tuple[Signature, ...]:
     return tuple(s for s in known_signatures() if s.log == log)
 
 
-def find_sign(line: str, log: Log, node: str, at_s: float, pids: dict[int, str]) -> Sign | None:
+def find_sign(
+    line: str,
+    log: Log,
+    node: str,
+    at_s: float,
+    pids: dict[int, str],
+    writer: str | None = None,
+) -> Sign | None:
     """What a line of `log` says, if anything.
 
     Args:
@@ -80,12 +87,16 @@ def find_sign(line: str, log: Log, node: str, at_s: float, pids: dict[int, str])
         node: where it was written.
         at_s: when, in seconds since the epoch.
         pids: process -> worker, on that node. A line about another process says nothing.
+        writer: the worker that wrote it, which is blamed where the line blames its reporter.
     """
     line = line[:LINE_LENGTH]
     for signature in _of_log(log):
         found = signature.regex.search(line) if signature.needle in line else None
         if found is not None:
-            return _sign(signature, found, line, node, at_s, pids)
+            sign = _sign(signature, found, line, node, at_s, pids)
+            if sign is None or writer is None or signature.blames != "reporter":
+                return sign
+            return replace(sign, worker=writer)
     return None
 
 

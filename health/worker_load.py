@@ -26,6 +26,8 @@ class WorkerState:
     """It is in a phase in which it waits for other replicas."""
     works: bool
     """It is in a phase of a step in which it does not."""
+    logs: tuple[str, ...] = ()
+    """Files that it writes its output to."""
 
 
 def read_worker(state: WorkerState, at_s: float) -> Reading | None:

@@ -1,41 +1,41 @@
-"""`elastic doctor`: what is wrong with this machine."""
+"""`elastic doctor`: what is wrong with this machine, or with those of a cluster."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from elastic.cli.show import table
-from elastic.doctor.finding import SEVERITIES, Finding
-from elastic.doctor.machine import Machine, this_machine
-from elastic.doctor.run import run_checks
+from elastic.doctor.finding import EXIT_STATUS, SEVERITIES, Finding, worst_severity
+from elastic.doctor.machine import Machine, machine_with
+from elastic.doctor.run import run_checks, run_full
 from trainer.backend.efa_settings import LEFT_ALONE, EfaPlan, plan_efa
 
 _EPILOG = """\
 severity:
 {severities}
 
-exit status: 0 where nothing is to be done, 1 where something is
+exit status, by the worst of them:
+{statuses}
 
 Run it on each machine, in the environment that `ray start` has there: with its LD_LIBRARY_PATH and
-limits, and in the same container.
+limits, and in the same container. --cluster does that by itself.
 """
 
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parsers of `commands`."""
     meanings = "\n".join(f"  {name:<8} {meaning}" for name, meaning in SEVERITIES.items())
+    statuses = "  " + ", ".join(f"{status} {name}" for name, status in EXIT_STATUS.items())
     verb = commands.add_parser(
         "doctor",
         help="what is wrong with this machine: GPUs, EFA, versions, limits",
         description="Looks at this machine for at most 30 s, beside a run if there is one. Sends "
-        "nothing, and changes nothing.",
-        epilog=_EPILOG.format(severities=meanings),
+        "nothing, and changes nothing. With --full it also loads the machine, for a few minutes at "
+        "most where nothing hangs.",
+        epilog=_EPILOG.format(severities=meanings, statuses=statuses),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add_argument("--json", action="store_true", help="a JSON list, for scripts")
@@ -45,40 +45,70 @@ def add_to(commands: Any) -> None:
         help="also the environment that a worker on a GPU sets for EFA here, and why",
     )
     verb.add_argument(
+        "--full",
+        action="store_true",
+        help="also load it: a matrix burn, memory, the group of its GPUs, disks, stores; not "
+        "beside a run",
+    )
+    verb.add_argument(
         "--storage",
         action="append",
         default=[],
-        type=Path,
-        metavar="DIR",
-        help="a directory that runs write to (more than once for several); look for room there",
+        metavar="DIR|URL",
+        help="a directory that runs write to, where to look for room, or the URL of a store, which "
+        "--full tries (more than once for several)",
+    )
+    verb.add_argument(
+        "--cluster",
+        action="store_true",
+        help="all machines of the Ray cluster, and pairs of them; not beside a run",
+    )
+    verb.add_argument(
+        "--address", help="of that cluster (default: RAY_ADDRESS, else the one on this machine)"
     )
     verb.set_defaults(action=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """`doctor`"""
-    folders = (Path(tempfile.gettempdir()), *options.storage)
-    return examine(this_machine(os.environ, folders), as_json=options.json, explain=options.explain)
+    if options.cluster:
+        return show(_examine_cluster(options), as_json=options.json)
+    machine, stores = machine_with(options.storage)
+    findings = run_full(machine, stores) if options.full else run_checks(machine)
+    return show(findings, as_json=options.json, explained=machine if options.explain else None)
 
 
-def examine(machine: Machine, *, as_json: bool, explain: bool) -> int:
-    """Runs the checks and prints what they say; returns the exit status."""
-    findings = run_checks(machine)
-    plan = plan_efa(machine.facts, machine.environment)
+def _examine_cluster(options: argparse.Namespace) -> list[Finding]:
+    from elastic.cli.live import join  # seconds of imports
+
+    join(options.address)
+    from elastic.driver.examine_cluster import examine_cluster
+
+    return examine_cluster(full=options.full, storage=options.storage)
+
+
+def show(findings: Sequence[Finding], *, as_json: bool, explained: Machine | None = None) -> int:
+    """Prints what was found, and the environment of a machine; returns the exit status."""
+    plan = None if explained is None else plan_efa(explained.facts, explained.environment)
     if as_json:
-        print(_in_json(findings, plan if explain else None))
+        print(_in_json(findings, plan))
     else:
-        print("\n".join([table(_rows(findings)), *(_explain(machine, plan) if explain else ())]))
-    return int(any(found.severity != "OK" for found in findings))
+        print(table(_rows(findings)))
+        if explained is not None and plan is not None:
+            print("\n".join(_explain(explained, plan)))
+    return EXIT_STATUS[worst_severity(one.severity for one in findings)]
 
 
 def _rows(findings: Sequence[Finding]) -> list[tuple[str, ...]]:
     head = ("check", "severity", "result", "meaning", "fix")
-    cells = (
+    cells = [
         (one.check, one.severity, one.result, one.meaning or "-", one.fix or "-")
         for one in findings
-    )
-    return [head, *cells]
+    ]
+    if not any(one.node for one in findings):
+        return [head, *cells]
+    nodes = [one.node or "-" for one in findings]
+    return [("node", *head), *((node, *row) for node, row in zip(nodes, cells, strict=True))]
 
 
 def _explain(machine: Machine, plan: EfaPlan) -> Iterator[str]:

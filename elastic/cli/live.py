@@ -75,22 +75,10 @@ def _find(options: argparse.Namespace) -> Any:
     Raises:
         ConfigError: no such run is going on there.
     """
-    import ray
-
+    join(options.address)
     from elastic.driver.running import find_run
     from elastic.protocol.run_paths import RunPaths
 
-    try:
-        ray.init(
-            options.address or "auto",
-            ignore_reinit_error=True,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
-    except ConnectionError as error:
-        raise ConfigError(
-            "--address", options.address, f"there is no Ray cluster: {error}", "Name its address"
-        ) from error
     root = Path(options.run).expanduser().absolute()
     run = find_run(RunPaths(root=root))
     if run is None:
@@ -98,3 +86,24 @@ def _find(options: argparse.Namespace) -> Any:
             "RUN", options.run, f"no run is going on in {root}", "Name a run's directory"
         )
     return run
+
+
+def join(address: str | None) -> None:
+    """Joins a Ray cluster: that at `address`, of RAY_ADDRESS, or the one on this machine.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    import ray
+
+    try:
+        ray.init(
+            address or "auto",
+            ignore_reinit_error=True,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+    except ConnectionError as error:
+        raise ConfigError(
+            "--address", address, f"there is no Ray cluster: {error}", "Name its address"
+        ) from error

@@ -3,6 +3,7 @@
 0  done       1  `verify` or `doctor` found something wrong; `attach`: the run failed; `dryrun`: it
                  does not fit
 2  bad input, or what was asked cannot be done: one line on standard error says why
+3, 4, 5          `doctor` found something worse (`elastic/doctor/finding.py`)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from checkpointing import CheckpointError
-from elastic.cli import checkpoints, doctor, dryrun, live, nodes
+from elastic.cli import checkpoints, doctor, dryrun, live, logs, nodes
 from elastic.errors import ElasticError
 from trainer.errors import TrainerError
 
@@ -42,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
     checkpoints.add_to(commands)
     live.add_to(commands)
+    logs.add_to(commands)
     nodes.add_to(commands)
     dryrun.add_to(commands)
     doctor.add_to(commands)

@@ -9,6 +9,7 @@ step path. All methods run on one event loop, so none needs a lock.
       Dispatcher ── carries it out, wakes those who wait
       RunLog ── writes it down
       Arrivals, Workers, NodeAgents ── who has started, who will go, who is lost; leases
+      Preflight ─── machines that are looked at before their workers get a place
       Troubles ──── what an exception in a worker means
       Remedies ──── verdicts, and the rung of the ladder that each calls for
       Replacements ─ machines that are suspect, and who replaces them
@@ -43,6 +44,7 @@ from elastic.coordinator.fault_injection import Injections
 from elastic.coordinator.heal_news import HealNews
 from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.listening import host_store
+from elastic.coordinator.preflight import Preflight
 from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.remedies import Remedies
 from elastic.coordinator.replacements import Replacements
@@ -57,6 +59,7 @@ from elastic.coordinator.supervised import Supervised
 from elastic.coordinator.trouble import Troubles
 from elastic.coordinator.uploaders import Uploaders
 from elastic.coordinator.workers import Workers
+from elastic.doctor.finding import Finding
 from elastic.membership.decisions import Effects
 from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
@@ -168,6 +171,7 @@ class Coordinator(CoordinatorApi):
             self._replacements,
             aside,
         )
+        self._preflight = Preflight(config.health.preflight, self._workers, self._records)
         self._standstill = self._watch_for_standstill()
         self._slow_watch = SlowWatch(
             config.paths.incidents,
@@ -284,6 +288,7 @@ class Coordinator(CoordinatorApi):
     @_when_known
     async def join(self, report: Report) -> Answer:
         await self._workers.until_watched(report.identity.worker)
+        await self._preflight.until_checked(report)
         if report.recent:
             self._take_steps(report.recent)
         self._arrivals.put_off_start()
@@ -443,6 +448,10 @@ class Coordinator(CoordinatorApi):
         self._records.note(
             events.SignsChanged(time=time.time(), node=node, names=names, signs=found)
         )
+
+    @_when_known
+    async def node_checked(self, node: str, findings: list[Finding]) -> None:
+        await self._preflight.take(node, findings)
 
     @_when_known
     async def drain(self, node: str, deadline: float | None, reason: str) -> None:

@@ -28,7 +28,7 @@ from elastic.coordinator.listening import open_beats
 from elastic.node.agent import NodeAgent, find_reach
 from elastic.node.beats import BeatListener, Paces, name_of
 from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.messages import Helper, Identity
+from elastic.protocol.messages import Evidence, Helper, Identity
 from elastic.protocol.rpc import RETRY_S, Remote
 from elastic.ray_compat.cluster import raylet_of, start_actor
 from health.laggards import Position
@@ -201,13 +201,13 @@ class NodeAgents:
         """Where all workers of `nodes` are in their steps, as far as the agents say."""
         return await _all_of(self._ask(node, NodeAgent.places) for node in nodes)
 
-    async def stacks(self, identities: Iterable[Identity]) -> dict[str, str]:
-        """What workers are doing, as far as the agents say."""
+    async def evidence(self, identities: Iterable[Identity]) -> dict[str, Evidence]:
+        """What is found of workers, as far as the agents say."""
         by_node: dict[str, list[str]] = defaultdict(list)
         for identity in identities:
             by_node[identity.node].append(identity.worker)
         return await _all_of(
-            self._ask(node, NodeAgent.stacks, workers) for node, workers in by_node.items()
+            self._ask(node, NodeAgent.evidence, workers) for node, workers in by_node.items()
         )
 
     async def _ask(

@@ -51,6 +51,7 @@ class Arrivals:
                 pid=identity.pid,
                 born_ticks=identity.born_ticks,
                 device=identity.device,
+                logs=list(identity.logs),
             )
         )
         self.put_off_start()

@@ -1,7 +1,11 @@
 """What was found when workers stood still, kept for people to read.
 
-RUN/incidents/003/manifest.json      when, whom it accuses of what, and where all were
-RUN/incidents/003/w1-75dc53.txt      what the threads of a worker were doing
+RUN/incidents/003/manifest.json               when, whom it accuses of what, where all were, what
+                                              collectives had not ended, and what the files are
+RUN/incidents/003/w1-75dc53.txt               what the threads of a worker were doing
+RUN/incidents/003/w1-75dc53.log               the last lines of its output
+RUN/incidents/003/w1-75dc53.collectives.json  its flight recorder
+RUN/incidents/003/readings.json               what the instruments showed last of each
 """
 
 from __future__ import annotations
@@ -9,9 +13,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from elastic.protocol.messages import Evidence
+from health.flight import find_pending
 
 log = logging.getLogger(__name__)
 
@@ -20,14 +28,14 @@ MOST_FOLDERS = 100
 
 
 def keep_evidence(
-    incidents: Path, accused: Mapping[str, str], stacks: Mapping[str, str], **facts: Any
+    incidents: Path, accused: Mapping[str, str], found: Mapping[str, Evidence], **facts: Any
 ) -> None:
     """Writes a folder. A disk that is full costs the folder, not the run. Blocks.
 
     Args:
         incidents: where folders are.
         accused: worker -> what shows that it is at fault.
-        stacks: worker -> what its threads were doing, of the accused and of some who wait.
+        found: worker -> what was found of it, of the accused and of some who wait.
         facts: whatever else is known, as JSON has it.
     """
     try:
@@ -37,9 +45,37 @@ def keep_evidence(
             return
         folder = incidents / f"{number:03}"
         folder.mkdir()
-        for worker, text in stacks.items():
-            (folder / f"{worker}.txt").write_text(text)
-        manifest = {"time": time.time(), "accused": dict(accused), **facts}
+        files = {name: text for name, text in _files(found) if text}
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        manifest = {
+            "time": time.time(),
+            "accused": dict(accused),
+            **facts,
+            "pending_collectives": {w: find_pending(one.collectives) for w, one in found.items()},
+            "files": {name: _what(name) for name in sorted(files)},
+        }
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     except OSError as error:
         log.warning("what was found is not kept in %s: %s", incidents, error)
+
+
+_KINDS = {
+    ".txt": "what its threads were doing",
+    ".log": "the last lines of its output",
+    ".collectives.json": "what its flight recorder says",
+    "readings.json": "what the instruments showed last, by worker",
+}
+
+
+def _files(found: Mapping[str, Evidence]) -> Iterator[tuple[str, str]]:
+    for worker, one in found.items():
+        yield f"{worker}.txt", one.stacks
+        yield f"{worker}.log", one.log
+        yield f"{worker}.collectives.json", one.collectives
+    readings = {w: [asdict(r) for r in one.readings] for w, one in found.items() if one.readings}
+    yield "readings.json", json.dumps(readings, indent=1) if readings else ""
+
+
+def _what(name: str) -> str:
+    return next(meaning for ending, meaning in _KINDS.items() if name.endswith(ending))

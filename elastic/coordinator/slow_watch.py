@@ -157,13 +157,13 @@ class SlowWatch:
         started = self._workers.started
         others = [worker for worker in paces if worker not in accused][:_OTHERS]
         asked = [started[worker] for worker in (*accused, *others) if worker in started]
-        stacks = await self._agents.stacks(asked)
+        found = await self._agents.evidence(asked)
         facts = {"cause": "slow", "nodes": event.nodes, "part": event.part, "score": event.score}
         await asyncio.to_thread(
             keep_evidence,
             self._incidents,
             accused,
-            stacks,
+            found,
             step=event.step,
             generation=self._generation,
             **facts,

@@ -1,6 +1,6 @@
 """Watches that steps are committed, and finds out who keeps them where none is.
 
-    no step for 0.6 of the bound ──► where is everybody? who is suspect? their stacks are taken
+    no step for 0.6 of the bound ──► where is everybody? who is suspect? evidence is taken
     no step for the bound ─────────► those who have not moved since are killed; the rest is recovery
                                      where all wait for each other, they are called to regroup
 
@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
 from elastic.protocol.causes import HANG
 from elastic.protocol.events import StepRecord
+from elastic.protocol.messages import Evidence
 from health.progress import SOON, Place, bound_s, find_standstill
 
 _FEWEST_STEPS = 3
@@ -91,7 +92,7 @@ class StandstillWatch:
     async def _look(self, last: StepRecord) -> None:
         """No step has come for long. Whoever is suspect is looked at again before it is accused."""
         marks: dict[str, int] = {}
-        stacks: dict[str, str] = {}
+        found: dict[str, Evidence] = {}
         while not self._over(last):
             places = await self._places()
             soon, now = (
@@ -104,10 +105,10 @@ class StandstillWatch:
                 return
             accused = {s.worker: s.evidence for s in now.suspects if marks.get(s.worker) == s.mark}
             if accused or now.all_wait:
-                await self._act(last, accused, stacks, places)
+                await self._act(last, accused, found, places)
                 return
-            if any(suspect.worker not in stacks for suspect in soon.suspects):
-                stacks |= await self._stacks([suspect.worker for suspect in soon.suspects])
+            if any(suspect.worker not in found for suspect in soon.suspects):
+                found |= await self._evidence([suspect.worker for suspect in soon.suspects])
             marks = {suspect.worker: suspect.mark for suspect in soon.suspects}
             await asyncio.sleep(_LOOK_S)
 
@@ -115,12 +116,12 @@ class StandstillWatch:
         self,
         last: StepRecord,
         accused: Mapping[str, str],
-        stacks: Mapping[str, str],
+        found: Mapping[str, Evidence],
         places: Sequence[Mapping[str, Place | None]],
     ) -> None:
         """Keeps what was found, then ends those at fault."""
-        again = await self._stacks(list(accused))
-        both = {w: _twice(stacks.get(w, ""), again.get(w, "")) for w in {**stacks, **again}}
+        again = await self._evidence(list(accused))
+        both = {**found, **{w: _twice(found.get(w), second) for w, second in again.items()}}
         await asyncio.to_thread(
             keep_evidence,
             self._incidents,
@@ -171,15 +172,19 @@ class StandstillWatch:
         known = await self._agents.places(nodes)
         return [{worker: known.get(worker) for worker in group} for group in groups]
 
-    async def _stacks(self, suspects: Sequence[str]) -> dict[str, str]:
-        """Of the suspects, and of some who wait."""
-        waiters = [w for w in self._membership.roster.workers if w not in suspects][:_WAITERS]
+    async def _evidence(self, suspects: Sequence[str]) -> dict[str, Evidence]:
+        """Of the suspects, and of some who wait: those who wait inside their replicas first."""
+        roster = self._membership.roster
+        near = [r.workers for r in roster.replicas if not set(suspects).isdisjoint(r.workers)]
+        nearest = dict.fromkeys([*(w for group in near for w in group), *roster.workers])
+        waiters = [w for w in nearest if w not in suspects][:_WAITERS]
         started = self._workers.started
-        return await self._agents.stacks(started[w] for w in (*suspects, *waiters) if w in started)
+        asked = [started[w] for w in (*suspects, *waiters) if w in started]
+        return await self._agents.evidence(asked)
 
 
-def _twice(first: str, second: str) -> str:
-    """Two looks at one worker: what differs moves, what does not stands still."""
-    if not second:
-        return first
-    return f"When it was suspected:\n\n{first}\nBefore it was ended:\n\n{second}"
+def _twice(first: Evidence | None, second: Evidence) -> Evidence:
+    """Two looks at one worker: what differs in its stacks moves, what does not stands still."""
+    before = "" if first is None else first.stacks
+    stacks = f"When it was suspected:\n\n{before}\nBefore it was ended:\n\n{second.stacks}"
+    return replace(second, stacks=stacks)

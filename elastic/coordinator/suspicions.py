@@ -107,6 +107,8 @@ class Suspicions:
             weight = entry_of(event.cause).against_machine
             if weight:
                 self.accuse(event.node, event.cause, event.detail, weight)
+        elif isinstance(event, events.NodeChecked) and event.isolated:
+            self.accuse(event.node, "preflight", event.isolated, 1.0)
 
     def accuse(
         self, node: str, cause: str, detail: str, weight: float, step: Step = "replace_node"

@@ -202,9 +202,9 @@ class Workers:
     async def lose_all(self, deaths: Iterable[Death]) -> None:
         """Writes off workers of which an agent has told."""
         for death in deaths:
-            if death.stacks and death.worker in self.started:
-                accused, stacks = {death.worker: death.detail}, {death.worker: death.stacks}
-                await asyncio.to_thread(keep_evidence, self._incidents, accused, stacks)
+            if death.evidence is not None and death.worker in self.started:
+                accused, found = {death.worker: death.detail}, {death.worker: death.evidence}
+                await asyncio.to_thread(keep_evidence, self._incidents, accused, found)
             await self.lose(death.worker, death.cause, death.detail)
 
     def _count(self, loss: Loss) -> None:

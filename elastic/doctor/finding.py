@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,10 @@ SEVERITIES: dict[Severity, str] = {
 2.gpu-cluster-healthcheck."""
 
 
+EXIT_STATUS: dict[Severity, int] = {"ISOLATE": 5, "REBOOT": 4, "RESET": 3, "MONITOR": 1, "OK": 0}
+"""Of `elastic doctor`, by the worst severity. 2 is bad input, as of all its commands."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """The outcome of one check."""
@@ -32,12 +37,20 @@ class Finding:
     """What comes of it; empty where nothing does."""
     fix: str = ""
     """What to do; empty where there is nothing to."""
+    node: str = ""
+    """The machine that it is about, or the pair of them; "": the one that this runs on."""
 
     def to_json(self) -> dict[str, str]:
         """For scripts."""
         return {
+            **({"node": self.node} if self.node else {}),
             "check": self.check,
             "result": self.result,
             "severity": self.severity,
             "fix": self.fix,
         }
+
+
+def worst_severity(severities: Iterable[Severity]) -> Severity:
+    """The worst of them; "OK" of none."""
+    return min(severities, key=list(SEVERITIES).index, default="OK")

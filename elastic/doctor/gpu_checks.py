@@ -3,10 +3,15 @@ moment, beside a run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from elastic.doctor.finding import Finding
+from elastic.doctor.finding import Finding, Severity, worst_severity
 from elastic.doctor.machine import Machine
+from health.gpu import Gpus, open_nvml
+from health.reading import Reading
+from health.verdict import Step
+from health.xids import RECOVERY_ACTIONS
 
 
 def check_gpus(machine: Machine) -> Finding:
@@ -41,7 +46,7 @@ def count_gpus(root: Path) -> int:
     except ImportError:
         pynvml = None
     if pynvml is None or root != Path("/"):
-        return sum(1 for _ in (root / "proc/driver/nvidia/gpus").glob("*"))
+        return _at_driver_start(root)
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:  # no driver
@@ -50,3 +55,67 @@ def count_gpus(root: Path) -> int:
         return int(pynvml.nvmlDeviceGetCount())
     finally:
         pynvml.nvmlShutdown()
+
+
+_BY_STEP: dict[Step, Severity] = {
+    "other_seat": "RESET",
+    "reset_gpu": "RESET",
+    "reboot": "REBOOT",
+    "replace_node": "ISOLATE",
+}
+"""What the driver asks for, as a severity."""
+
+
+def check_gpu_health(machine: Machine) -> Finding:
+    """What NVML knows of errors: those that memory could not correct, rows that could not be
+    replaced, and the recovery that the driver asks for."""
+    nvml = open_nvml() if machine.root == Path("/") else None
+    if nvml is None:
+        return Finding(check="GPU errors", result="NVML tells nothing")
+    return judge_gpu_health(Gpus(nvml).read(at_s=0.0), _at_driver_start(machine.root))
+
+
+def _at_driver_start(root: Path) -> int:
+    """GPUs that the driver has found when it was loaded, of those that this container may see."""
+    return sum(1 for _ in (root / "proc/driver/nvidia/gpus").glob("*"))
+
+
+def judge_gpu_health(readings: Sequence[Reading], at_driver_start: int = 0) -> Finding:
+    """As `check_gpu_health`, of readings of GPUs, and how many there were when the driver was
+    loaded."""
+    found = [(severity, f"{one.of}: {what}") for one in readings for severity, what in _ills(one)]
+    if len(readings) < at_driver_start:
+        gone = f"{at_driver_start - len(readings)} of {at_driver_start} GPUs have gone"
+        found.append(("ISOLATE", f"{gone} since the driver was loaded"))
+    if not found:
+        return Finding(check="GPU errors", result="none" if readings else "no GPU")
+    worst = worst_severity(severity for severity, _ in found)
+    return Finding(
+        check="GPU errors",
+        result="; ".join(what for _, what in found),
+        severity=worst,
+        meaning="work on it fails, now or soon",
+        fix={
+            "ISOLATE": "Replace the machine",
+            "REBOOT": "Reboot the machine",
+            "RESET": "Reset the GPU (nvidia-smi --gpu-reset -i N), with nothing running on it",
+        }.get(worst, "Look again after the next run: nvidia-smi -q -d ECC,ROW_REMAPPER"),
+    )
+
+
+def _ills(gpu: Reading) -> Iterator[tuple[Severity, str]]:
+    values = gpu.values
+    if values.get("lost"):
+        yield "ISOLATE", "the driver cannot reach it"
+    if values.get("remap_failed"):
+        yield "ISOLATE", "rows of its memory could not be replaced"
+    if values.get("remap_pending"):
+        yield "RESET", "rows of its memory are replaced when it is reset"
+    names = list(RECOVERY_ACTIONS)
+    action = int(values.get("recovery_action", 0))
+    step = RECOVERY_ACTIONS[names[action]] if 0 <= action < len(names) else None
+    if step is not None:
+        yield _BY_STEP[step], f"the driver asks: {names[action]}"
+    for name, since in (("volatile", "since the driver was loaded"), ("aggregate", "ever")):
+        if errors := values.get(f"ecc_uncorrected_{name}"):
+            yield "MONITOR", f"{errors:.0f} errors of its memory not corrected {since}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import resource
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpointing import is_local
 from elastic.doctor.clock import Clock, read_clock
 from trainer.backend.efa_facts import EfaFacts, read_efa
 from trainer.backend.efa_settings import INSTANCES, InstanceKind
@@ -26,6 +29,8 @@ class Machine:
     """Where runs write."""
     memlock_bytes: int | None
     """Memory that the process may lock; None: any."""
+    open_files: int | None
+    """Files that the process may have open; None: any number."""
     clock: Clock | None
     """What the kernel says of its clock; None: nothing."""
 
@@ -42,12 +47,26 @@ class Machine:
 
 def this_machine(environment: Mapping[str, str], folders: tuple[Path, ...]) -> Machine:
     """The one that this process runs on."""
-    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Machine(
         root=Path("/"),
         environment=environment,
         facts=read_efa(),
         folders=folders,
-        memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
+        memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        open_files=_limit(resource.RLIMIT_NOFILE),
         clock=read_clock(),
     )
+
+
+def machine_with(storage: Iterable[str]) -> tuple[Machine, tuple[str, ...]]:
+    """The one that this process runs on, with the directories of `storage`, and the folder of
+    temporary files; and what in `storage` are stores elsewhere."""
+    places = tuple(storage)
+    folders = (Path(tempfile.gettempdir()), *map(Path, filter(is_local, places)))
+    stores = tuple(place for place in places if not is_local(place))
+    return this_machine(os.environ, folders), stores
+
+
+def _limit(of: int) -> int | None:
+    soft, _ = resource.getrlimit(of)
+    return None if soft == resource.RLIM_INFINITY else soft

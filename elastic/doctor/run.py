@@ -1,5 +1,6 @@
-"""Runs the checks, beside each other: a file system or a driver that does not answer holds up
-nobody else."""
+"""Runs the checks. Those of the quick tier beside each other: a file system or a driver that does
+not answer holds up nobody else. Those that load the machine one after the other; each has a bound
+of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from elastic.doctor import efa_checks, gpu_checks, system_checks
+from elastic.doctor import (
+    efa_checks,
+    gpu_checks,
+    load_checks,
+    storage_checks,
+    system_checks,
+)
 from elastic.doctor.finding import Finding
 from elastic.doctor.machine import Machine
 
@@ -19,6 +26,7 @@ BOUND_S = 30.0
 CHECKS: Mapping[str, Check] = {
     "instance": efa_checks.check_instance,
     "GPUs": gpu_checks.check_gpus,
+    "GPU errors": gpu_checks.check_gpu_health,
     "EFA devices": efa_checks.check_devices,
     "EFA provider": efa_checks.check_provider,
     "NCCL plugin": efa_checks.check_plugin,
@@ -29,8 +37,10 @@ CHECKS: Mapping[str, Check] = {
     "huge pages": system_checks.check_huge_pages,
     "clock": system_checks.check_clock,
     "disks": system_checks.check_disks,
+    "ports": system_checks.check_ports,
+    "kernel log": system_checks.check_kernel_log,
 }
-"""Name -> check, in the order in which they are shown."""
+"""Those of the quick tier: name -> check, in the order in which they are shown."""
 
 
 def run_checks(
@@ -41,10 +51,7 @@ def run_checks(
     found: dict[str, Finding] = {}
 
     def examine(name: str, check: Check) -> None:
-        try:
-            found[name] = check(machine)
-        except Exception as error:
-            found[name] = _failed(name, f"{type(error).__name__}: {error}")
+        found[name] = _try(name, check, machine)
 
     threads = [threading.Thread(target=examine, args=one, daemon=True) for one in checks.items()]
     end = time.monotonic() + bound_s
@@ -54,6 +61,29 @@ def run_checks(
         thread.join(max(0.0, end - time.monotonic()))
     done = dict(found)
     return [done.get(name) or _failed(name, f"no answer in {bound_s:g} s") for name in checks]
+
+
+def run_full(machine: Machine, stores: tuple[str, ...] = ()) -> list[Finding]:
+    """What the quick tier says, and then the checks that load the machine.
+
+    Args:
+        machine: it.
+        stores: URLs of those that are tried, besides the machine's folders.
+    """
+    loads: dict[str, Check] = {
+        **load_checks.LOAD_CHECKS,
+        "disk speed": storage_checks.check_folders,
+        **storage_checks.store_checks(stores),
+    }
+    quick = run_checks(machine)
+    return [*quick, *(_try(name, check, machine) for name, check in loads.items())]
+
+
+def _try(name: str, check: Check, machine: Machine) -> Finding:
+    try:
+        return check(machine)
+    except Exception as error:
+        return _failed(name, f"{type(error).__name__}: {error}")
 
 
 def _failed(name: str, what: str) -> Finding:

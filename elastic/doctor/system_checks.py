@@ -1,4 +1,4 @@
-"""Checks of the operating system: limits, memory, clock and disks."""
+"""Checks of the operating system: limits, memory, clock, disks, ports and the kernel's log."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from elastic.doctor.finding import Finding
 from elastic.doctor.gpu_checks import count_gpus
 from elastic.doctor.machine import Machine
+from health.kernel_log import open_kernel_log
+from health.signatures import find_signs
 from trainer.backend.efa_settings import plan_efa
 
 _GIB = 2**30
@@ -27,6 +29,11 @@ HUGE_PAGES_BYTES = 5120 * 2**20
 
 LARGEST_OFFSET_S = 0.1
 """The times in a run's records are compared across machines."""
+
+LEAST_PORTS = 10_000
+"""That the kernel hands out: every pair of workers has connections of its own. Invented."""
+LEAST_FILES = 65_536
+"""That a process may open. Source: Ray's guide for large clusters."""
 
 LEAST_FREE_BYTES, LEAST_FREE_SHARE = 500 * 10**6, 0.1
 """Of a disk. Source: leptonai/gpud."""
@@ -137,3 +144,62 @@ def judge_disks(spaces: Sequence[tuple[Path, int, int]]) -> Finding:
 def _space(folder: Path) -> tuple[int, int]:
     there = os.statvfs(folder)
     return there.f_frsize * there.f_bavail, there.f_frsize * there.f_blocks
+
+
+def check_ports(machine: Machine) -> Finding:
+    """Whether there are ports and descriptors enough for the connections of a large run."""
+    file = machine.root / "proc/sys/net/ipv4/ip_local_port_range"
+    try:
+        first, last = map(int, file.read_text(encoding="utf-8").split())
+    except FileNotFoundError:
+        return Finding(check="ports", result="not known")
+    return judge_ports(last - first + 1, machine.open_files)
+
+
+def judge_ports(ports: int, open_files: int | None) -> Finding:
+    """As `check_ports`. `open_files`: that the process may have; None: any number."""
+    files = "any number of" if open_files is None else open_files
+    result = f"room for {ports} connections, {files} open files"
+    if ports >= LEAST_PORTS and (open_files is None or open_files >= LEAST_FILES):
+        return Finding(check="ports", result=result)
+    return Finding(
+        check="ports",
+        result=result,
+        severity="MONITOR",
+        meaning="in a large run connections fail: 'Cannot assign requested address', or 'Too many "
+        "open files'",
+        fix=f"net.ipv4.ip_local_port_range with {LEAST_PORTS} at least; nofile {LEAST_FILES} in "
+        "/etc/security/limits.conf, or --ulimit nofile for a container",
+    )
+
+
+_MOST_LINES = 50_000
+"""Of the kernel's log."""
+
+
+def check_kernel_log(machine: Machine) -> Finding:
+    """What the kernel has said since the machine was booted: Xid errors, disks that failed."""
+    kernel_log = open_kernel_log(machine.root / "dev/kmsg", past=True)
+    if kernel_log is None:
+        return Finding(check="kernel log", result="may not be read")
+    lines: list[str] = []
+    while len(lines) < _MOST_LINES and (more := kernel_log.read()):
+        lines += more
+    kernel_log.close()
+    return judge_kernel_log(lines)
+
+
+def judge_kernel_log(lines: Sequence[str]) -> Finding:
+    """As `check_kernel_log`. Lines are evidence and no more: whoever can write some must not be
+    able to have a machine taken out (docs/decisions/047)."""
+    signs = [sign for sign in find_signs(lines, "kernel", "", 0.0) if sign.role == "root"]
+    if not signs:
+        return Finding(check="kernel log", result="no errors of hardware")
+    steps = dict.fromkeys(sign.remedy for sign in signs if sign.remedy is not None)
+    return Finding(
+        check="kernel log",
+        result="; ".join(f"{sign.name}: {sign.detail}" for sign in signs),
+        severity="MONITOR",
+        meaning="hardware has failed since the machine was booted",
+        fix=f"If it has not been done since: {', '.join(steps) or 'look at dmesg'}",
+    )

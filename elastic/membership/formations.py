@@ -64,7 +64,7 @@ class Formations:
     def lose(self, worker: str) -> None:
         """A worker is gone, and the replica that it had a place in with it. At the start, others no
         longer wait for it: its replacement may take long to come."""
-        self._start_workers -= 1
+        self._await_no_longer(worker)
         self._give_up(self._places.lose(worker))
         if self._room < 0 and self._places.remnants:  # its successor is there already
             *others, _ = self._places.remnants.values()
@@ -72,8 +72,13 @@ class Formations:
         self._reassembled = False
 
     def retire(self, worker: str) -> None:
-        """A worker is to get no place any more."""
+        """A worker is to get no place any more. At the start, others no longer wait for it."""
+        self._await_no_longer(worker)
         self._give_up(self._places.retire(worker))
+
+    def _await_no_longer(self, worker: str) -> None:
+        if worker not in self._places.retired:
+            self._start_workers -= 1
 
     def _give_up(self, formation: Replica | None) -> None:
         if formation is not None:

@@ -28,17 +28,20 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import ray
 from ray import ObjectRef
 
 from elastic.config import HealthConfig
+from elastic.doctor.finding import Finding
 from elastic.node.beats import BeatSender
 from elastic.node.health_watch import own_names, start_health_watch
+from elastic.node.preflight import start_preflight
 from elastic.node.process_watch import ProcessWatch
 from elastic.protocol.causes import HANG, NODE
 from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.messages import Death, Helper, Identity
+from elastic.protocol.messages import Death, Evidence, Helper, Identity
 from elastic.protocol.rpc import Remote
 from elastic.providers.node_watches import start_watches
 from elastic.providers.tell import tell_coordinator
@@ -46,6 +49,7 @@ from elastic.ray_compat.cluster import drain_node
 from health.laggards import Position
 from health.lease import AwakeClock, Reach, decide_cut_off
 from health.progress import Place
+from health.reading import Reading
 from health.verdict import Sign
 
 _SAMPLE_INTERVAL_S = 0.2
@@ -103,8 +107,15 @@ class NodeAgent:
             self.watch_helper(helper)
         self._watches = start_watches(node, self._announce)
         self._names = own_names()
-        start_health_watch(node, self._processes.states, self._tell_signs)
+        self._readings: Sequence[Reading] = ()
+        """The latest of this node's instruments."""
+        start_health_watch(node, self._processes.states, self._tell_signs, self._keep_readings)
+        if health.preflight:
+            start_preflight(self._tell_findings)
         threading.Thread(target=self._run, name="node-agent", daemon=True).start()
+
+    def _tell_findings(self, findings: list[Finding]) -> None:
+        self._coordinator.send(CoordinatorApi.node_checked, self._node, findings)
 
     def _announce(self, node: str, deadline_s: float | None, reason: str) -> None:
         """This machine will be taken away: the run leaves it, and Ray looks for another one."""
@@ -123,6 +134,8 @@ class NodeAgent:
             identity.heartbeat_fd,
             identity.born_ticks,
             identity.stacks_fd,
+            identity.recorder,
+            identity.logs,
         )
 
     def watch_helper(self, helper: Helper) -> None:
@@ -145,9 +158,23 @@ class NodeAgent:
         """Where the workers of this node are in their steps."""
         return self._processes.places()
 
-    def stacks(self, workers: Sequence[str]) -> dict[str, str]:
-        """What workers of this node are doing (`ProcessWatch.stacks`)."""
-        return {worker: self._processes.stacks(worker) for worker in workers}
+    def evidence(self, workers: Sequence[str]) -> dict[str, Evidence]:
+        """What is found of workers of this node."""
+        found = {worker: self._processes.evidence(worker) for worker in workers}
+        return {w: self._with_readings(w, one) for w, one in found.items() if one is not None}
+
+    def _with_readings(self, worker: str, found: Evidence) -> Evidence:
+        pid = self._processes.pid_of(worker)
+        readings = tuple(r for r in self._readings if pid is not None and r.concerns(pid))
+        return replace(found, readings=readings)
+
+    def _with_all(self, death: Death) -> Death:
+        if death.evidence is None:
+            return death
+        return replace(death, evidence=self._with_readings(death.worker, death.evidence))
+
+    def _keep_readings(self, readings: Sequence[Reading]) -> None:
+        self._readings = readings
 
     def wait(self) -> None:
         """Does not return before it is called again: a pending call to it fails when this agent is
@@ -171,7 +198,7 @@ class NodeAgent:
             self._deaths += self._processes.ended(pause_s)
             now_s = self._clock.tick(time.monotonic())
             if now_s - sampled_s >= _SAMPLE_INTERVAL_S:
-                self._deaths += self._processes.frozen(now_s)
+                self._deaths += map(self._with_all, self._processes.frozen(now_s))
                 self._end_frozen_helpers(now_s)
                 sampled_s = now_s
             if not self._run_over:

@@ -1,4 +1,5 @@
-"""What a node's instruments and its kernel's log show, told to the coordinator when it changes.
+"""What a node's instruments show, its kernel's log and its workers' output, told to the coordinator
+when it changes.
 
     every SAMPLE_S:  read ──► judge ──► what stands, with what was seen a while ago ──► tell changes
 
@@ -15,14 +16,16 @@ import threading
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from elastic.protocol.causes import OUT_OF_MEMORY, USER_ERROR
 from health.efa import read_efa
 from health.gpu import Gpus, open_nvml
 from health.judgement import WINDOW_S, judge
 from health.kernel_log import open_kernel_log
+from health.log_tail import LogTail
 from health.mounts import read_mounts
 from health.nic import read_nics
 from health.reading import Kind, Reading
@@ -35,12 +38,18 @@ from health.worker_load import WorkerState, read_worker
 SAMPLE_S = 5.0
 """Between two looks."""
 
+_RAISED = frozenset({USER_ERROR, OUT_OF_MEMORY})
+"""Causes that an exception's class tells."""
+
 _ASSET_TAG = Path("/sys/class/dmi/id/board_asset_tag")
 """On EC2 the instance's id; EFA's errors call machines by it."""
 
 
 def start_health_watch(
-    node: str, states: Callable[[], list[WorkerState]], tell: Callable[[list[Sign]], None]
+    node: str,
+    states: Callable[[], list[WorkerState]],
+    tell: Callable[[list[Sign]], None],
+    keep: Callable[[Sequence[Reading]], None],
 ) -> None:
     """Looks at this node every `SAMPLE_S`, on a thread, until the process ends. See `HealthWatch`.
 
@@ -49,7 +58,7 @@ def start_health_watch(
 
     def run() -> None:
         try:
-            watch = HealthWatch(node, states, tell)
+            watch = HealthWatch(node, states, tell, keep)
             while True:
                 watch.look(time.monotonic(), time.time())
                 time.sleep(SAMPLE_S)
@@ -66,6 +75,7 @@ class HealthWatch:
         node: Ray's id of this node.
         states: what is known of the workers on it.
         tell: takes all signs that stand, whenever they change.
+        keep: takes the readings of each look.
     """
 
     def __init__(
@@ -73,8 +83,10 @@ class HealthWatch:
         node: str,
         states: Callable[[], list[WorkerState]],
         tell: Callable[[list[Sign]], None],
+        keep: Callable[[Sequence[Reading]], None],
     ) -> None:
-        self._node, self._states, self._tell = node, states, tell
+        self._node, self._states, self._tell, self._keep_latest = node, states, tell, keep
+        self._tails: dict[str, LogTail] = {}
         self._kernel_log = open_kernel_log()
         nvml = open_nvml()
         self._gpus = None if nvml is None else Gpus(nvml)
@@ -90,11 +102,17 @@ class HealthWatch:
             at_s: now, in seconds since the epoch.
         """
         states = self._states()
-        self._keep(self._read(states, now_s), now_s)
+        readings = self._read(states, now_s)
+        self._keep_latest(readings)
+        self._keep(readings, now_s)
         histories = {key: list(series) for key, series in self._histories.items()}
         signs = judge(histories, self._node, at_s) + self._hear(states, at_s)
+        signs += self._hear_workers(states, at_s)
         users = self._gpu_users(states)
-        signs = [replace(s, worker=users.get(s.of)) if s.subject == "gpu" else s for s in signs]
+        signs = [
+            replace(s, worker=s.worker or users.get(s.of)) if s.subject == "gpu" else s
+            for s in signs
+        ]
         if self._standing.take(signs, now_s):
             self._tell(self._standing.signs)
 
@@ -134,6 +152,18 @@ class HealthWatch:
             find_sign(line, "kernel", self._node, at_s, pids) for line in self._kernel_log.read()
         )
         return [sign for sign in found if sign is not None]
+
+    def _hear_workers(self, states: Iterable[WorkerState], at_s: float) -> list[Sign]:
+        """Signs in what workers have written since the last look. What a worker raises is told with
+        its loss; a line about that may be of an exception that its code has caught."""
+        logs = {log: state.worker for state in states for log in state.logs}
+        self._tails = {log: self._tails.get(log) or LogTail(Path(log)) for log in logs}
+        found = (
+            find_sign(line, "worker", self._node, at_s, {}, writer=logs[log])
+            for log, tail in self._tails.items()
+            for line in tail.read()
+        )
+        return [sign for sign in found if sign is not None and sign.cause not in _RAISED]
 
 
 def own_names() -> list[str]:

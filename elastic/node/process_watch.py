@@ -17,12 +17,16 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from elastic.protocol.causes import CRASH, Cause
-from elastic.protocol.messages import Death
+from elastic.protocol.messages import Death, Evidence
+from health.answers import Doors, ask_process
+from health.flight import latest_of
 from health.frozen import STOPPED, History, Sample, decide_frozen, observe
 from health.heartbeat import NO_STEP, HeartbeatReader, Record
 from health.laggards import Position
+from health.log_tail import read_last
 from health.pace import Pace
 from health.process import read_born_ticks, read_starved_s, read_state
 from health.progress import Place
@@ -40,6 +44,9 @@ compiler, a trace that is written."""
 _LOCKED_TIMES = 10.0
 """A heartbeat may stand still so many times longer there."""
 
+_LAST_BYTES = 16 << 10
+"""Of a worker's output that are kept where it is ended."""
+
 _LONG_S = 1.0
 """Shorter stays in a phase are not remembered: no bound is below a few seconds."""
 _FIRST_STEPS = 2
@@ -54,6 +61,8 @@ class _Process:
     pid: int
     heartbeat: HeartbeatReader | None = None
     stacks_fd: int | None = None
+    recorder: Doors | None = None
+    logs: tuple[str, ...] = ()
     history: History | None = None
     reported: bool = False
     """Its death was reported already, before the process came to its end."""
@@ -128,6 +137,8 @@ class ProcessWatch:
         heartbeat_fd: int | None,
         born_ticks: int | None = None,
         stacks_fd: int | None = None,
+        recorder: Doors | None = None,
+        logs: tuple[str, ...] = (),
     ) -> None:
         """Watches process `pid`, which is `worker`, from now on; reports it where it has ended.
         Twice does no harm, and the second time may bring the heartbeat.
@@ -139,6 +150,8 @@ class ProcessWatch:
             born_ticks: when it was started (`health.process`), where that is known: a process of
                 the same id that was not is another one, and this one has ended.
             stacks_fd: descriptor that it writes its stacks to, if it does (`health.stacks`).
+            recorder: descriptors by which it tells of its collectives (`health.answers`).
+            logs: files that its output goes to.
         """
         with self._lock:
             watched = next(
@@ -149,7 +162,7 @@ class ProcessWatch:
             if watched is not None and watched.heartbeat is None and heartbeat_fd is not None:
                 with contextlib.suppress(OSError):
                     watched.heartbeat = HeartbeatReader(pid, heartbeat_fd)
-                watched.stacks_fd = stacks_fd
+                watched.stacks_fd, watched.recorder, watched.logs = stacks_fd, recorder, logs
 
     def _open(self, worker: str, pid: int, born_ticks: int | None) -> _Process | None:
         """Begins to watch a process; None where it has ended."""
@@ -181,6 +194,7 @@ class ProcessWatch:
                     record=record,
                     waits=record.phase in _WAITING,
                     works=record.phase in _STEP - _WAITING,
+                    logs=process.logs,
                 )
                 for process in self._processes.values()
                 if process.heartbeat is not None
@@ -215,11 +229,23 @@ class ProcessWatch:
         with self._lock:
             return {p.worker: p.place() for p in self._processes.values()}
 
-    def stacks(self, worker: str) -> str:
-        """What a worker is doing: the stacks of its threads, by Python and by the kernel. It may
-        take a quarter of a second."""
+    def evidence(self, worker: str) -> Evidence | None:
+        """What a worker is doing, by its stacks, its output and its collectives; None of one that
+        is not watched. It may take three quarters of a second."""
         with self._lock:
-            return "".join(_stacks_of(*found) for found in self._of(worker))
+            found = self._of(worker)
+            stacks = "".join(_stacks_of(*one) for one in found)
+        if not found:
+            return None
+        _, process = found[0]
+        recorder, pid = process.recorder, process.pid
+        recorded = "" if recorder is None else latest_of(ask_process(pid, recorder))
+        return Evidence(stacks=stacks, log=_last_words(process), collectives=recorded)
+
+    def pid_of(self, worker: str) -> int | None:
+        """The process of a worker, where it is watched."""
+        with self._lock:
+            return next((process.pid for _, process in self._of(worker)), None)
 
     def kill_all(self, cause: Cause, detail: str) -> list[Death]:
         """Ends all processes. Returns the deaths that are news."""
@@ -271,7 +297,8 @@ class ProcessWatch:
                 detail = f"process {process.pid} is frozen: {verdict.evidence[0]}{_where(record)}"
                 stopped = state == STOPPED  # it would not answer, and its peers wait
                 stacks = read_kernel_stacks(process.pid) if stopped else _stacks_of(pidfd, process)
-                deaths += _kill_and_report(pidfd, process, Cause(verdict.cause), detail, stacks)
+                found = Evidence(stacks=stacks, log=_last_words(process))
+                deaths += _kill_and_report(pidfd, process, Cause(verdict.cause), detail, found)
         return deaths
 
 
@@ -287,15 +314,21 @@ def _stacks_of(pidfd: int, process: _Process) -> str:
     return read_stacks(process.pid, process.stacks_fd, lambda number: _send(pidfd, number)) + kernel
 
 
+def _last_words(process: _Process) -> str:
+    """The end of its output, file by file."""
+    found = {name: read_last(Path(name), _LAST_BYTES) for name in process.logs}
+    return "".join(f"==> {name} <==\n{text}\n" for name, text in found.items() if text)
+
+
 def _kill_and_report(
-    pidfd: int, process: _Process, cause: Cause, detail: str, stacks: str = ""
+    pidfd: int, process: _Process, cause: Cause, detail: str, found: Evidence | None = None
 ) -> list[Death]:
     """Kills a process and reports it at once: one that is stuck in the kernel may take its time."""
     _send(pidfd, signal.SIGKILL)
     if process.reported:
         return []
     process.reported = True
-    return [Death(worker=process.worker, cause=cause, detail=detail, stacks=stacks)]
+    return [Death(worker=process.worker, cause=cause, detail=detail, evidence=found)]
 
 
 def _where(record: Record | None) -> str:

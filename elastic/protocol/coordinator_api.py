@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from checkpointing import Receipt
+from elastic.doctor.finding import Finding
 from elastic.protocol.causes import Cause
 from elastic.protocol.events import Event, RunOutcome, StepRecord
 from elastic.protocol.messages import (
@@ -154,6 +155,9 @@ class NodeCalls(Protocol):
     async def signs_changed(self, node: str, names: list[str], signs: list[Sign]) -> None:
         """All that the instruments of a node and its kernel's log show now. `names`: what other
         machines may call it."""
+
+    async def node_checked(self, node: str, findings: list[Finding]) -> None:
+        """The checks that are made before the workers of a node get a place are done."""
 
     async def drain(self, node: str, deadline: float | None, reason: str) -> None:
         """A machine will go, by `deadline` in seconds since the epoch: its workers leave training

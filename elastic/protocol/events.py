@@ -94,6 +94,8 @@ class WorkerJoined(Event):
     """When that process was started, in clock ticks since the node was."""
     device: str = ""
     """Its GPU, as CUDA names it; empty on a CPU."""
+    logs: list[str] = field(default_factory=list)
+    """Files on the node that its output goes to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,6 +395,19 @@ class StragglersFound(Event):
     """Where it loses most: `data`, `compute` or `optimizer`."""
     detail: str
     """The evidence, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeChecked(Event):
+    """Something is out of order on a node, as the checks say that are made before its workers get a
+    place."""
+
+    node: str
+    """Ray's id of the node."""
+    findings: list[dict[str, str]]
+    """What is not as it should be (`elastic/doctor/finding.py`)."""
+    isolated: str
+    """Why no worker may work there; empty where they may."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from elastic.protocol.causes import Cause
 from elastic.protocol.events import StepRecord
 from elastic.protocol.roster import Heal
+from health.reading import Reading
 from trainer.replication.step_commit import Commit
 
 Source = Literal["store", "memory"]
@@ -38,6 +39,10 @@ class Identity:
     """Its GPU, as CUDA names it; empty on a CPU."""
     stacks_fd: int | None = None
     """Descriptor that it writes its stacks to (`health.stacks`)."""
+    recorder: tuple[int, int] | None = None
+    """Descriptors by which it tells of its collectives (`health.answers`)."""
+    logs: tuple[str, ...] = ()
+    """Files on its node that its output goes to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,20 @@ class Helper:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What was found of a worker that stands still, or of one that waits for it."""
+
+    stacks: str = ""
+    """What its threads were doing."""
+    log: str = ""
+    """The last lines of its output."""
+    collectives: str = ""
+    """What its flight recorder says, as JSON; empty where it does not answer."""
+    readings: tuple[Reading, ...] = ()
+    """What the instruments of its node showed last of it, and of what is not others'."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Death:
     """A worker's process that ended, or that was killed because it was as good as dead."""
 
@@ -62,8 +81,8 @@ class Death:
     """What happened to it."""
     detail: str
     """The evidence in one line."""
-    stacks: str = ""
-    """What its threads were doing, where it was killed for doing nothing."""
+    evidence: Evidence | None = None
+    """What was found of it, where it was killed for doing nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import ray
@@ -23,6 +24,7 @@ _GCS_TIMEOUT_S = 30.0
 
 _Args = ParamSpec("_Args")
 _Actor = TypeVar("_Actor")
+_Answer = TypeVar("_Answer")
 
 
 def connect() -> None:
@@ -125,27 +127,83 @@ def live_nodes() -> list[str]:
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """No answer of a node."""
+
+    why: str
+    """In words."""
+
+
+def on_nodes(
+    function: Callable[..., _Answer],
+    arguments: Mapping[str, tuple[Any, ...]],
+    *,
+    gpus: Mapping[str, float] = MappingProxyType({}),
+    timeout_s: float,
+) -> dict[str, _Answer | Failed]:
+    """Calls `function` on nodes, in a process of each.
+
+    Args:
+        function: importable there.
+        arguments: node (Ray's id) -> what it is called with.
+        gpus: node -> GPUs that must be free there, and belong to the call while it lasts.
+        timeout_s: bound on all of them together; a call that has not begun by then never does.
+    """
+    task = ray.remote(num_cpus=0, max_retries=0)(function)
+    calls = {
+        task.options(scheduling_strategy=on_node(node), num_gpus=gpus.get(node, 0)).remote(
+            *given
+        ): (node)
+        for node, given in arguments.items()
+    }
+    done, late = ray.wait(list(calls), num_returns=max(1, len(calls)), timeout=timeout_s)
+    answers: dict[str, _Answer | Failed] = {}
+    for call in done:
+        try:
+            answers[calls[call]] = ray.get(call)
+        except ray.exceptions.RayError as error:
+            answers[calls[call]] = Failed(why=str(error))
+    for call in late:
+        ray.cancel(call)
+        answers[calls[call]] = Failed(why=f"no answer in {timeout_s:g} s")
+    return answers
+
+
 def on_every_node(function: Callable[..., Any], *args: Any, timeout_s: float) -> dict[str, Any]:
     """Calls `function(*args, node)` on each live node, in a process of that node.
 
     Returns:
         What each node answered; nodes that failed or took longer than `timeout_s` are left out.
     """
-    task = ray.remote(num_cpus=0, max_retries=0)(function)
-    calls = {
-        task.options(scheduling_strategy=on_node(node)).remote(*args, node): node
-        for node in live_nodes()
+    answers = on_nodes(
+        function, {node: (*args, node) for node in live_nodes()}, timeout_s=timeout_s
+    )
+    for node, answer in answers.items():
+        if isinstance(answer, Failed):
+            log.warning("%s on node %s: %s", function.__name__, node, answer.why)
+    return {node: one for node, one in answers.items() if not isinstance(one, Failed)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """A node that work can be placed on."""
+
+    address: str
+    """IP address by which the cluster knows it."""
+    gpus: float
+    """GPUs that Ray counts there."""
+
+
+def nodes_with_room() -> dict[str, Room]:
+    """The live nodes with any CPU or GPU, by Ray's id: a head without either trains nothing."""
+    return {
+        node["NodeID"]: Room(
+            address=node["NodeManagerAddress"], gpus=node["Resources"].get("GPU", 0.0)
+        )
+        for node in ray.nodes()
+        if node["Alive"] and {"CPU", "GPU"} & node["Resources"].keys()
     }
-    done, late = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
-    answers = {}
-    for call in done:
-        try:
-            answers[calls[call]] = ray.get(call)
-        except ray.exceptions.RayError as error:
-            log.warning("%s on node %s: %s", function.__name__, calls[call], error)
-    for call in late:
-        log.warning("%s on node %s: no answer in %g s", function.__name__, calls[call], timeout_s)
-    return answers
 
 
 def started_anew() -> bool:

@@ -31,6 +31,7 @@ from elastic.protocol.events import (
     FaultFired,
     HealFailed,
     HelperKilled,
+    NodeChecked,
     NodeReplacement,
     Profiled,
     RegroupDone,
@@ -50,7 +51,13 @@ from elastic.protocol.events import (
     WorkerLost,
 )
 from elastic.reporting.callback import Callback
-from elastic.reporting.report import Report, format_remedy, format_replacement, report_text
+from elastic.reporting.report import (
+    Report,
+    format_checked,
+    format_remedy,
+    format_replacement,
+    report_text,
+)
 
 TTY_INTERVAL_S = 0.1
 """Least time between two progress lines in a terminal: as fast as an eye can follow."""
@@ -162,6 +169,8 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return f"snapshot of {event.step} steps cannot be read: {event.reason}"
         case VerdictReached() if event.step not in ("retry", "new_process"):
             return format_remedy(event)
+        case NodeChecked():
+            return "\n".join(format_checked(event)) or None
         case NodeReplacement():
             return format_replacement(event)
         case ReplicasCompared(equal=False):

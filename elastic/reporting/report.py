@@ -21,6 +21,7 @@ from elastic.protocol.events import (
     Event,
     FaultFired,
     LedgerChecked,
+    NodeChecked,
     NodeReplacement,
     Profiled,
     RegroupCalled,
@@ -131,6 +132,8 @@ class Report:
     """All losses of workers, in order."""
     verdicts: tuple[Advice, ...]
     """What was wrong at each of them, and what helps."""
+    checked: tuple[NodeChecked, ...]
+    """What was out of order on machines before their workers got a place: the last word on each."""
     replacements: tuple[NodeReplacement, ...]
     """How it ended with each machine that was suspect, in the order in which they became so."""
     remedies: tuple[VerdictReached, ...]
@@ -195,6 +198,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         ledger_steps=ledgers[-1].steps if ledgers else None,
         incidents=tuple(incidents),
         verdicts=tuple(find_verdicts(events, steps, incidents)),
+        checked=tuple({e.node: e for e in _of(events, NodeChecked)}.values()),
         replacements=tuple({e.node: e for e in _of(events, NodeReplacement)}.values()),
         remedies=tuple(_of(events, VerdictReached)),
         layout=started[-1].layout if started else {},
@@ -223,6 +227,8 @@ def report_text(report: Report) -> str:
     beyond = [one for one in report.remedies if one.step not in ("retry", "new_process")]
     if beyond:
         lines += ["", *(format_remedy(one) for one in beyond)]
+    if found := [line for one in report.checked for line in format_checked(one)]:
+        lines += ["", *found]
     if report.replacements:
         lines += ["", *(format_replacement(one) for one in report.replacements)]
     return "\n".join(lines) + "\n"
@@ -260,6 +266,18 @@ def format_remedy(event: VerdictReached) -> str:
     done = event.outcome.replace("_", " ") + (f" ({event.detail})" if event.detail else "")
     shown = "".join(line.splitlines()[-1] for line in event.evidence[:1] if line)
     return f"{event.cause}, {whom}: {event.step.replace('_', ' ')}: {done}: {shown}"
+
+
+def format_checked(event: NodeChecked) -> list[str]:
+    """What is out of order on a machine, a line each; what only slows is in the events."""
+    lines = [
+        f"node {event.node}: {one['severity']}: {one['check']}: {one['result']}; {one['fix']}"
+        for one in event.findings
+        if one["severity"] != "MONITOR"
+    ]
+    if event.isolated:
+        lines.append(f"node {event.node}: no worker works there: {event.isolated}")
+    return lines
 
 
 def format_replacement(event: NodeReplacement) -> str:

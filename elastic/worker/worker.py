@@ -44,10 +44,12 @@ from elastic.providers.sigterm import on_sigterm
 from elastic.worker.coordinator_link import CoordinatorLink
 from elastic.worker.restoring import restore
 from elastic.worker.side_build import SideBuild
+from health.answers import offer_answers
 from health.heartbeat import Heartbeat
-from health.process import read_born_ticks
+from health.process import output_files, read_born_ticks
 from health.stacks import offer_stacks
 from trainer.backend import determinism
+from trainer.backend.flight_recorder import read_flight_recorder
 from trainer.backend.groups import (
     collectives_begun,
     device_name,
@@ -114,6 +116,8 @@ class Worker:
             heartbeat_fd=heartbeat.fd,
             device=device_name(job.scaling.device),
             stacks_fd=offer_stacks(),
+            recorder=offer_answers(read_flight_recorder),
+            logs=output_files(),
         )
         job.coordinator.call(CoordinatorApi.hello, self.identity)
         self.network = self.settle_on_gpu() if job.scaling.device == "cuda" else None

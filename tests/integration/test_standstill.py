@@ -44,6 +44,13 @@ def test_the_worker_that_loops_is_ended_and_no_other(
     stacks = (incident / f"{lost.worker}.txt").read_text()
     assert stacks.count("in _fire") == 2, "suspected, then accused"
     assert len(list(incident.glob("*.txt"))) == 3, "its stacks, and those of two who wait"
+    pending = manifest["pending_collectives"]
+    waiters = [worker for worker in pending if worker != lost.worker]
+    assert any(pending[worker] for worker in waiters), "what they wait in has not ended"
+    assert manifest["files"].keys() == {
+        path.name for path in incident.iterdir() if path.name != "manifest.json"
+    }
+    assert lost.worker in json.loads((incident / "readings.json").read_text())
 
 
 def test_nobody_is_accused_in_a_run_without_fault(

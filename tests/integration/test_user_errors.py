@@ -21,6 +21,7 @@ from elastic import (
     ScalingConfig,
     TrainConfig,
 )
+from elastic.cli.main import main
 from elastic.membership.failure import plan_pause_s
 from elastic.protocol.events import CrossGroupLost, LinksTested, RegroupDone, WorkerLost
 from elastic.reporting.event_log import read_events
@@ -63,7 +64,7 @@ def trainer(
 
 
 def test_a_bug_in_user_code_ends_the_run_with_the_users_traceback(
-    cluster: None, tmp_path: Path
+    cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RunFailedError) as caught:
         trainer(failing_loss, tmp_path).fit()
@@ -72,6 +73,11 @@ def test_a_bug_in_user_code_ends_the_run_with_the_users_traceback(
     assert "user code raised, 2 times at step" in str(caught.value)
     lost = [e for e in read_events(tmp_path / "run" / "events.jsonl") if isinstance(e, WorkerLost)]
     assert {event.cause for event in lost} == {"user_error"}
+    assert main(["logs", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    raised = [line for line in shown if "RuntimeError: gloo: sample 5" in line]
+    slots = {event.worker: f"r{event.slot.split()[1]}.0" for event in lost if event.slot}
+    assert {tuple(line.split(" ")[:2]) for line in raised} == {(s, w) for w, s in slots.items()}
 
 
 def test_an_operator_without_a_deterministic_way_ends_a_strict_run_by_its_name(

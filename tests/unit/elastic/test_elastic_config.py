@@ -52,10 +52,10 @@ def test_a_number_that_cannot_work_is_named(settings: dict[str, Any], message: s
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    "name",
-    [f.name for f in fields(HealthConfig) if f.name not in ("replace_nodes", "move_slow")],
-)
+NO_BOUNDS = ("replace_nodes", "move_slow", "preflight")
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(HealthConfig) if f.name not in NO_BOUNDS])
 @pytest.mark.parametrize("value", [0, -1])
 def test_every_bound_of_health_must_be_positive(name: str, value: int) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -134,3 +134,7 @@ def test_replicas_come_before_spares(
 ) -> None:
     scaling = ScalingConfig(max_replicas=4, min_replicas=2, spares=2)
     assert plan_workers(scaling, parallel, fitting) == plan
+
+
+def test_the_preflight_can_be_left_out() -> None:
+    HealthConfig(preflight=False).check()

@@ -9,16 +9,48 @@ import pytest
 
 from elastic.coordinator import evidence
 from elastic.coordinator.evidence import keep_evidence
+from elastic.protocol.messages import Evidence
+from health.reading import Reading
+
+PENDING = {
+    "process_group": ["3", "fsdp replica/1"],
+    "profiling_name": "gloo:all_reduce",
+    "collective_seq_id": 12,
+    "p2p_seq_id": 0,
+    "is_p2p": False,
+    "input_sizes": [[4]],
+    "retired": False,
+    "state": "scheduled",
+}
 
 
 def test_a_folder_an_incident(tmp_path: Path) -> None:
     incidents = tmp_path / "incidents"
     for step in (4, 9):
-        keep_evidence(incidents, {"w1": "it loops"}, {"w1": "in loop", "w0": "in wait"}, step=step)
+        found = {"w1": Evidence(stacks="in loop"), "w0": Evidence(stacks="in wait")}
+        keep_evidence(incidents, {"w1": "it loops"}, found, step=step)
     assert sorted(path.name for path in incidents.iterdir()) == ["001", "002"]
     manifest = json.loads((incidents / "002" / "manifest.json").read_text())
     assert (manifest["accused"], manifest["step"]) == ({"w1": "it loops"}, 9)
     assert (incidents / "002" / "w0.txt").read_text() == "in wait"
+    assert manifest["files"].keys() == {"w0.txt", "w1.txt"}
+
+
+def test_all_that_was_found_has_a_file_and_a_line_in_the_manifest(tmp_path: Path) -> None:
+    gpu = Reading(kind="gpu", of="0000:53:00", at_s=5.0, values={"power_w": 71.0}, pids=(7,))
+    trace = json.dumps({"entries": [{**PENDING, "retired": True}, PENDING]})
+    found = Evidence(stacks="in loop", log="last words", collectives=trace, readings=(gpu,))
+    keep_evidence(tmp_path, {"w1": "it loops"}, {"w1": found})
+    folder = tmp_path / "001"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    written = {path.name for path in folder.iterdir()} - {"manifest.json"}
+    assert manifest["files"].keys() == written
+    assert written == {"w1.txt", "w1.log", "w1.collectives.json", "readings.json"}
+    assert (folder / "w1.log").read_text() == "last words"
+    readings = json.loads((folder / "readings.json").read_text())
+    assert readings["w1"][0]["values"] == {"power_w": 71.0}
+    (pending,) = manifest["pending_collectives"]["w1"]
+    assert (pending["group"], pending["number"]) == ("3 fsdp replica/1", 12)
 
 
 def test_the_first_ones_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

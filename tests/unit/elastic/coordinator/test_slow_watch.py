@@ -14,7 +14,7 @@ import pytest
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.slow_watch import SlowWatch
 from elastic.protocol import events
-from elastic.protocol.messages import Identity
+from elastic.protocol.messages import Evidence, Identity
 from health.pace import Pace
 from health.stragglers import ROUNDS
 from health.verdict import Verdict
@@ -34,13 +34,13 @@ SLOW = replace(NORMAL, compute_s=0.15)
 
 
 class Agents:
-    """Tells stacks, and nothing by itself."""
+    """Tells evidence, and nothing by itself."""
 
     def __init__(self) -> None:
         self.pace_followers: list[Any] = []
 
-    async def stacks(self, identities: Iterable[Identity]) -> dict[str, str]:
-        return {identity.worker: f"stacks of {identity.worker}" for identity in identities}
+    async def evidence(self, identities: Iterable[Identity]) -> dict[str, Evidence]:
+        return {one.worker: Evidence(stacks=f"stacks of {one.worker}") for one in identities}
 
 
 class Desk(CoordinatorDesk):

@@ -12,13 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cli.doctor import examine
+from elastic.cli.doctor import show
 from elastic.cli.main import main
 from elastic.doctor.clock import Clock, read_clock
-from elastic.doctor.finding import SEVERITIES, Finding
+from elastic.doctor.finding import EXIT_STATUS, SEVERITIES, Finding, worst_severity
+from elastic.doctor.gpu_checks import judge_gpu_health
 from elastic.doctor.machine import Machine, this_machine
 from elastic.doctor.run import CHECKS, run_checks
-from elastic.doctor.system_checks import judge_disks, judge_shared_memory
+from elastic.doctor.system_checks import (
+    judge_disks,
+    judge_kernel_log,
+    judge_ports,
+    judge_shared_memory,
+)
+from health.reading import Reading
 from tests.support.aws_machine import PLUGIN_FOLDER, make_machine, write
 from trainer.backend.efa_facts import read_efa
 
@@ -33,6 +40,7 @@ def look_at(root: Path, **environment: str) -> Machine:
         facts=read_efa(root, packages=()),
         folders=(),
         memlock_bytes=None,
+        open_files=None,
         clock=KEPT,
     )
 
@@ -237,6 +245,48 @@ def test_disks() -> None:
     assert judge_disks([(full, 499 * 10**6, 10**9)]).severity == "MONITOR"
 
 
+@pytest.mark.parametrize(
+    ("values", "severity"),
+    [
+        ({}, "OK"),
+        ({"recovery_action": 0.0, "remap_pending": 0.0}, "OK"),
+        ({"ecc_uncorrected_aggregate": 2.0}, "MONITOR"),
+        ({"remap_pending": 1.0, "ecc_uncorrected_volatile": 1.0}, "RESET"),
+        ({"recovery_action": 1.0}, "RESET"),
+        ({"recovery_action": 2.0, "remap_pending": 1.0}, "REBOOT"),
+        ({"remap_failed": 1.0, "recovery_action": 2.0}, "ISOLATE"),
+        ({"lost": 1.0}, "ISOLATE"),
+    ],
+)
+def test_what_nvml_knows_of_errors(values: dict[str, float], severity: str) -> None:
+    well = Reading(kind="gpu", of="0000:53:00", at_s=0.0, values={"lost": 0.0})
+    found = judge_gpu_health([well, Reading(kind="gpu", of="0000:54:00", at_s=0.0, values=values)])
+    assert found.severity == severity
+    assert ("0000:54:00" in found.result) == (severity != "OK") and "0000:53" not in found.result
+
+
+def test_what_the_kernel_has_said_isolates_nobody() -> None:
+    xid = "NVRM: Xid (PCI:0000:05:00): 54, pid=1, external power cables"
+    harmless = "NVRM: Xid (PCI:0000:05:00): 43, pid=1, Ch 8"
+    assert judge_kernel_log(["a line", harmless]).severity == "OK"
+    found = judge_kernel_log(["a line", xid, "EXT4-fs: Remounting filesystem read-only"])
+    assert found.severity == "MONITOR" and "xid_54: " in found.result
+    assert found.fix.endswith("replace_node")
+
+
+@pytest.mark.parametrize(
+    ("ports", "files", "severity"),
+    [
+        (10_000, None, "OK"),
+        (28_232, 65_536, "OK"),
+        (9_999, None, "MONITOR"),
+        (28_232, 1024, "MONITOR"),
+    ],
+)
+def test_ports_and_files(ports: int, files: int | None, severity: str) -> None:
+    assert judge_ports(ports, files).severity == severity
+
+
 def test_a_folder_that_is_not_there_is_a_check_that_failed(root: Path) -> None:
     machine = replace(look_at(root), folders=(root / "missing",))
     (found,) = run_checks(machine, {"disks": CHECKS["disks"]})
@@ -269,7 +319,7 @@ def test_this_machine_can_be_examined() -> None:
 
 def test_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     remove("dev/infiniband")(root)
-    assert examine(look_at(root), as_json=True, explain=False) == 1
+    assert show(run_checks(look_at(root)), as_json=True) == EXIT_STATUS["RESET"] == 3
     found = json.loads(capsys.readouterr().out)
     assert [one["check"] for one in found] == list(CHECKS)
     assert all(one.keys() == {"check", "result", "severity", "fix"} for one in found)
@@ -278,7 +328,8 @@ def test_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_with_the_reasons(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    examine(look_at(root, NCCL_SOCKET_IFNAME="ens32"), as_json=True, explain=True)
+    machine = look_at(root, NCCL_SOCKET_IFNAME="ens32")
+    show(run_checks(machine), as_json=True, explained=machine)
     found = json.loads(capsys.readouterr().out)
     assert [one["check"] for one in found["checks"]] == list(CHECKS)
     yours = {one["name"]: one["yours"] for one in found["environment"]}
@@ -289,7 +340,7 @@ def test_json_with_the_reasons(root: Path, capsys: pytest.CaptureFixture[str]) -
 def test_the_table_and_the_reasons(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     remove("dev/infiniband")(root)
     machine = look_at(root, NCCL_SOCKET_IFNAME="lo")
-    assert examine(machine, as_json=False, explain=True) == 1
+    assert show(run_checks(machine), as_json=False, explained=machine) == 3
     shown = capsys.readouterr().out
     head, *rows = shown.splitlines()[: 1 + len(CHECKS)]
     assert head.split() == ["check", "severity", "result", "meaning", "fix"]
@@ -303,7 +354,7 @@ def test_the_table_and_the_reasons(root: Path, capsys: pytest.CaptureFixture[str
 def test_a_machine_with_nothing_to_do_ends_with_0(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert examine(look_at(root), as_json=False, explain=False) == 0
+    assert show(run_checks(look_at(root)), as_json=False) == 0
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) == 1 + len(CHECKS) and "environment for" not in shown
 
@@ -311,6 +362,6 @@ def test_a_machine_with_nothing_to_do_ends_with_0(
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status = main(["doctor", "--json", "--storage", str(tmp_path)])
     found = json.loads(capsys.readouterr().out)
-    assert status == int(any(one["severity"] != "OK" for one in found))
+    assert status == EXIT_STATUS[worst_severity(one["severity"] for one in found)]
     (disks,) = [one for one in found if one["check"] == "disks"]
     assert str(tmp_path) in disks["result"]

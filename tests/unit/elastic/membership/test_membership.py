@@ -173,6 +173,17 @@ def test_the_start_does_not_wait_for_one_that_is_lost() -> None:
     assert set(layout(group.build("a0", "b1")).values()) == {("a0",), ("b1",)}
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_start_does_not_wait_for_one_whose_machine_is_no_good(lost: bool) -> None:
+    group = Group(replicas=3)
+    assert group.join("a0") == Effects()
+    group.membership.drain("b1")
+    assert group.advance().formed == []
+    if lost:  # and then its machine is taken away: it does not count twice
+        assert group.lose("b1").formed == []
+    assert {r.workers for r in group.join("c2").formed} == {("a0",), ("c2",)}
+
+
 def test_the_start_does_not_wait_for_workers_that_no_machine_was_found_for() -> None:
     group = Group(replicas=3)
     group.membership.formations.expect(2)

@@ -6,6 +6,8 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +31,7 @@ def idle() -> Iterator[WorkerState]:
 def told_of(worker: WorkerState | None) -> tuple[HealthWatch, list[list[Sign]]]:
     told: list[list[Sign]] = []
     states = [] if worker is None else [worker]
-    return HealthWatch("n1", lambda: states, told.append), told
+    return HealthWatch("n1", lambda: states, told.append, lambda readings: None), told
 
 
 def about(told: list[list[Sign]], worker: str) -> list[set[str]]:
@@ -64,6 +66,20 @@ def test_a_line_of_the_kernel_is_told_of(idle: WorkerState) -> None:
     assert about(told, "w1") == [{"oom_killed"}]
 
 
+def test_a_line_of_a_workers_output_is_told_of(idle: WorkerState, tmp_path: Path) -> None:
+    log = tmp_path / "worker.err"
+    log.write_text("CUDA error: uncorrectable ECC error encountered, before its watch began\n")
+    watch, told = told_of(replace(idle, logs=(str(log),)))
+    watch.look(1000.0, 5000.0)
+    with log.open("a") as file:
+        file.write("ValueError: caught, and printed\nCUDA out of memory, caught as well\n")
+        file.write("RuntimeError: CUDA error: uncorrectable ECC error encountered\nhalf a li")
+    watch.look(1005.0, 5005.0)
+    assert about(told, "w1") == [{"cuda_ecc"}]
+    (sign,) = told[-1]
+    assert (sign.source, sign.worker, sign.node, sign.at_s) == ("log", "w1", "n1", 5005.0)
+
+
 def test_it_looks_on_a_thread_that_holds_nobody_up() -> None:
     asked = threading.Event()
 
@@ -71,7 +87,7 @@ def test_it_looks_on_a_thread_that_holds_nobody_up() -> None:
         asked.set()
         raise OSError("this ends the thread, and no more")
 
-    start_health_watch("n1", states, lambda signs: None)
+    start_health_watch("n1", states, lambda signs: None, lambda readings: None)
     assert asked.wait(30)
 
 

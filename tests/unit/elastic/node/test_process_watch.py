@@ -148,7 +148,8 @@ def test_a_stopped_process_is_killed_and_reported_with_what_it_did(
     assert death.detail == (
         f"process {process.pid} is frozen: stopped by a signal (state T in 2 samples){where}"
     )
-    assert f"{process.pid} python: T " in death.stacks
+    assert death.evidence is not None
+    assert f"{process.pid} python: T " in death.evidence.stacks
     assert process.wait(DEADLINE_S) == -signal.SIGKILL
     assert stays_quiet(watch, 0.3)
 

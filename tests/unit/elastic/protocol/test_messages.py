@@ -13,6 +13,7 @@ from elastic.protocol.events import StepRecord
 from elastic.protocol.messages import (
     Build,
     Death,
+    Evidence,
     Helper,
     Identity,
     Leave,
@@ -27,6 +28,7 @@ from elastic.protocol.messages import (
     shows_recent,
 )
 from elastic.protocol.roster import Heal
+from health.reading import Reading
 from trainer.replication.step_commit import Commit
 
 COMMIT = Commit(
@@ -37,6 +39,9 @@ RECORD = StepRecord(
     sample_digests=[2**40 - 1, 0],
 )  # fmt: skip
 IDENTITY = Identity(worker="w0-abc", rank=0, node="f00", pid=42)
+EVIDENCE = Evidence(
+    stacks="in loop", readings=(Reading(kind="gpu", of="0", at_s=1.0, values={"lost": 0.0}),)
+)
 ORDER = Order(
     generation=2, lanes=((0, 2), (1,), ()), step=5, commit=COMMIT, heals=(Heal(2, 0, (1, 2)),),
     followers=(0, 0, 1), restore=False, source="store", recorded=4, until=9, pause_s=0.5,
@@ -63,7 +68,8 @@ ALL = [
         source="store", recorded=4, until=9, pause_s=0.5, meet=("h", 1), serial=9, build=BUILD,
     ),
     ORDER,
-    Death(worker="w0-abc", cause=HANG, detail="stopped"),
+    Death(worker="w0-abc", cause=HANG, detail="stopped", evidence=EVIDENCE),
+    EVIDENCE,
     Stop(error=None),
     Stop(error="user code failed"),
     Signal(serial=1, kind="boundary"),

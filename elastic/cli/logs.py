@@ -1,0 +1,140 @@
+"""`elastic logs`: what all workers of a run have written, each line with its slot before it.
+
+Ray keeps a worker's output on its node, also when the worker has ended, until the node's files are
+removed. The run's records say who was where.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic.protocol.events import Event, ReplicaForming, WorkerJoined
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import read_events
+from health.log_tail import read_last
+from health.signatures import find_sign
+from trainer.errors import ConfigError
+
+_RAYS = re.compile(r"/logs/worker-[0-9a-f]+-[0-9a-f]+-\d+\.(?:out|err)$")
+"""The files that Ray has for workers. Nothing else is read, whatever the records say."""
+
+_NODE_S = 60.0
+"""How long a node may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where a worker's output lies."""
+
+    worker: str
+    """Its name."""
+    slot: str
+    """Replica and rank that it had last; "spare": none."""
+    node: str
+    """Ray's id of its node."""
+    files: tuple[str, ...]
+    """On that node."""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parsers of `commands`."""
+    verb = commands.add_parser(
+        "logs",
+        help="what all workers of a run have written, with their slots",
+        description="Shows the output of a run's workers, slot by slot, of those that have ended, "
+        "too, from the nodes of the Ray cluster. Of nodes that are gone nothing is left.",
+    )
+    verb.add_argument("run", metavar="RUN", help="the run's directory, storage_path/name")
+    verb.add_argument(
+        "--address", help="of the Ray cluster (default: RAY_ADDRESS, else the one on this machine)"
+    )
+    verb.add_argument("--worker", help="of this one alone, such as w3-75dc53")
+    verb.add_argument(
+        "--kib", type=int, default=64, help="the last so many KiB of each file (default: 64)"
+    )
+    verb.add_argument(
+        "--faults", action="store_true", help="only the lines that speak of faults we know"
+    )
+    verb.set_defaults(action=show_logs)
+
+
+def show_logs(options: argparse.Namespace) -> int:
+    """`logs`"""
+    paths = RunPaths(root=Path(options.run).expanduser().absolute())
+    outputs = find_outputs(read_events(paths.events))
+    if options.worker is not None:
+        outputs = [one for one in outputs if one.worker == options.worker]
+    if not outputs:
+        raise ConfigError(
+            "RUN", options.run, f"{paths.events} names no such worker", "Name a run's directory"
+        )
+    from elastic.cli.live import join
+
+    join(options.address)
+    for one, texts in _fetch(outputs, options.kib << 10):
+        for line in _lines(one, texts):
+            if not options.faults or find_sign(line, "worker", one.node, 0.0, {}) is not None:
+                print(f"{one.slot} {one.worker} | {line}")
+    return 0
+
+
+def find_outputs(events: Iterable[Event]) -> list[Output]:
+    """Where the output of a run's workers lies, in the order of their slots, spares last."""
+    joined: dict[str, WorkerJoined] = {}
+    slots: dict[str, tuple[int, int]] = {}
+    for event in events:
+        if isinstance(event, WorkerJoined):
+            joined[event.worker] = event
+        elif isinstance(event, ReplicaForming):
+            slots |= {w: (event.replica, rank) for rank, w in enumerate(event.workers)}
+    last = len(joined), 0
+    return [
+        Output(
+            worker=worker,
+            slot="r{}.{}".format(*slots[worker]) if worker in slots else "spare",
+            node=event.node,
+            files=tuple(name for name in event.logs if _RAYS.search(name)),
+        )
+        for worker, event in sorted(joined.items(), key=lambda one: slots.get(one[0], last))
+    ]
+
+
+def read_files(names: Sequence[str], most_bytes: int) -> dict[str, str]:
+    """The end of each file, with its name. Runs on the node."""
+    return {name: read_last(Path(name), most_bytes) for name in names if _RAYS.search(name)}
+
+
+def _fetch(
+    outputs: Sequence[Output], most_bytes: int
+) -> Iterator[tuple[Output, Mapping[str, str] | None]]:
+    """What is left of each; None where its node does not say."""
+    from elastic.ray_compat.cluster import Failed, live_nodes, on_nodes
+
+    asked: dict[str, list[str]] = defaultdict(list)
+    for one in outputs:
+        asked[one.node] += one.files
+    alive = set(live_nodes())
+    calls = {node: (names, most_bytes) for node, names in asked.items() if node in alive}
+    answers = on_nodes(read_files, calls, timeout_s=_NODE_S)
+    for one in outputs:
+        told = answers.get(one.node)
+        yield one, None if told is None or isinstance(told, Failed) else told
+
+
+def _lines(one: Output, texts: Mapping[str, str] | None) -> Iterator[str]:
+    if texts is None:
+        yield f"(node {one.node[:6]} is gone, or does not answer)"
+        return
+    for name in one.files:
+        yield from (line for line in texts.get(name, "").splitlines() if not _is_rays(line))
+
+
+def _is_rays(line: str) -> bool:
+    """Ray marks the output of its jobs and actors."""
+    return line.startswith((":job_id:", ":actor_name:", ":task_name:"))

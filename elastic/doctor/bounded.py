@@ -1,0 +1,93 @@
+"""Programs with a bound: what each has printed as JSON, or why it has not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_LOOK_S = 0.02
+_END_S = 1.0
+"""How long to wait for the end of one that was killed. One that is stuck in the kernel stays."""
+_MOST_WORDS = 300
+"""Characters of what a program says that went wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A module that is run as a program."""
+
+    module: str
+    """Its name."""
+    arguments: tuple[str, ...] = ()
+    """Of its command line."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of its environment, beside this process's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a program."""
+
+    found: Mapping[str, Any]
+    """The object on its last line; empty where none came."""
+    trouble: str = ""
+    """Why none came."""
+    late: bool = False
+    """It was not done in time."""
+
+
+def run_programs(programs: Sequence[Program], bound_s: float) -> list[Outcome]:
+    """Runs programs beside each other, for `bound_s` at most; then those that are left are killed
+    with all that they have started."""
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+        files = [Path(folder) / str(number) for number in range(len(programs))]
+        running = [_start(one, file) for one, file in zip(programs, files, strict=True)]
+        try:
+            end = time.monotonic() + bound_s
+            while any(one.poll() is None for one in running) and time.monotonic() < end:
+                time.sleep(_LOOK_S)
+            codes = [one.poll() for one in running]
+        finally:
+            for one in running:
+                _end(one)
+        return [_outcome(*each, bound_s) for each in zip(programs, files, codes, strict=True)]
+
+
+def _start(program: Program, file: Path) -> subprocess.Popen[bytes]:
+    with file.open("wb") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", program.module, *program.arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **program.variables},
+            start_new_session=True,
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+
+
+def _outcome(program: Program, file: Path, code: int | None, bound_s: float) -> Outcome:
+    lines = file.read_text(errors="replace").strip().splitlines() or [""]
+    if code == 0:
+        with contextlib.suppress(ValueError):
+            return Outcome(found=json.loads(lines[-1]))
+    said = lines[-1].strip()[:_MOST_WORDS]
+    if code is None:
+        return Outcome(found={}, trouble=f"no answer in {bound_s:g} s", late=True)
+    return Outcome(found={}, trouble=said or f"{program.module} ended with status {code}")

@@ -1,0 +1,173 @@
+"""`elastic doctor --cluster`: each machine of a Ray cluster, and machines in pairs.
+
+The machines meet at a store in this process. A machine with GPUs takes part with all of them, which
+Ray must have free; on others one process takes part, on the CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from elastic.coordinator.listening import host_store
+from elastic.doctor.bounded import run_programs
+from elastic.doctor.finding import Finding
+from elastic.doctor.load_checks import devices_of, ranks
+from elastic.doctor.machine import machine_with
+from elastic.doctor.pairs import Measured, Pair, count_rounds, judge_pairs, plan_round
+from elastic.doctor.run import run_checks, run_full
+from elastic.doctor.system_checks import LARGEST_OFFSET_S
+from elastic.ray_compat.cluster import Failed, nodes_with_room, on_nodes, own_address
+
+_PAIR_BOUND_S = 120.0
+_LOOK_BOUND_S, _FULL_BOUND_S = 60.0, 600.0
+_START_S = 30.0
+"""What Ray may take to start a process on a node, beside what that does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What a machine has found of itself."""
+
+    began: float
+    """Seconds since the epoch, by its clock."""
+    ended: float
+    """The same."""
+    findings: list[Finding]
+    """Its checks'."""
+    devices: list[str]
+    """What would take part in a group."""
+
+
+def examine_cluster(*, full: bool, storage: Sequence[str] = ()) -> list[Finding]:
+    """All that is found. This process has joined the cluster.
+
+    Args:
+        full: each machine does the checks that load it, too.
+        storage: directories and URLs of stores that each looks at.
+    """
+    nodes = nodes_with_room()
+    gpus = {node: found.gpus for node, found in nodes.items()}
+    names = name_machines({node: found.address for node, found in nodes.items()})
+    asked = time.time()
+    looks = on_nodes(
+        look_at_machine,
+        {node: (full, tuple(storage)) for node in nodes},
+        gpus=gpus if full else {},
+        timeout_s=(_FULL_BOUND_S if full else _LOOK_BOUND_S) + _START_S,
+    )
+    answered = time.time()
+    found: list[Finding] = []
+    for node, look in looks.items():
+        if isinstance(look, Failed):
+            found.append(_silent(names[node], look))
+        else:
+            found += [replace(one, node=names[node]) for one in look.findings]
+            found.append(judge_clock(names[node], look, asked, answered))
+    whole = {node: look for node, look in looks.items() if not isinstance(look, Failed)}
+    return found + judge_pairs(_run_rounds(whole, gpus, names))
+
+
+def look_at_machine(full: bool, storage: tuple[str, ...]) -> Look:
+    """Runs on each machine."""
+    began = time.time()
+    machine, stores = machine_with(storage)
+    findings = run_full(machine, stores) if full else run_checks(machine)
+    return Look(began=began, ended=time.time(), findings=findings, devices=devices_of(machine))
+
+
+def name_machines(addresses: Mapping[str, str]) -> dict[str, str]:
+    """Node -> its address, with the node's id where several have the same."""
+    count = Counter(addresses.values())
+    return {
+        node: address if count[address] == 1 else f"{address}/{node[:6]}"
+        for node, address in addresses.items()
+    }
+
+
+def judge_clock(name: str, look: Look, asked: float, answered: float) -> Finding:
+    """Whether a machine's clock is that of this one: what it does lies between question and
+    answer."""
+    off = max(asked - look.began, look.ended - answered, 0.0)
+    if off <= LARGEST_OFFSET_S:
+        return Finding(check="clock of the cluster", node=name, result="fits")
+    return Finding(
+        check="clock of the cluster",
+        node=name,
+        result=f"off by {off:.3g} s at least",
+        severity="MONITOR",
+        meaning="times in the records of several machines do not fit together; S3 refuses requests "
+        "from 15 minutes on",
+        fix="Start chrony on all machines, with server 169.254.169.123 on AWS",
+    )
+
+
+def _silent(name: str, failed: Failed) -> Finding:
+    return Finding(
+        check="machine",
+        node=name,
+        result=failed.why,
+        severity="RESET",
+        meaning="nothing is known of it",
+        fix="Look at its raylet's log; where its GPUs are in use, wait for the run to end",
+    )
+
+
+def _run_rounds(
+    looks: Mapping[str, Look], gpus: Mapping[str, float], names: Mapping[str, str]
+) -> list[Measured]:
+    """Tries machines in pairs, those with GPUs where there are any."""
+    with_gpus = [node for node in looks if looks[node].devices != ["cpu"]]
+    machines = with_gpus or list(looks)
+    if len(machines) < 2:
+        return []
+    host = own_address()
+    store = host_store(host)
+    measured: list[Measured] = []
+    for number in range(count_rounds(len(machines))):
+        pairs = plan_round(machines, measured)
+        measured += _run_round(pairs, looks, gpus, f"{host}:{store.port}", number)
+    return [replace(one, pair=(names[one.pair[0]], names[one.pair[1]])) for one in measured]
+
+
+def _run_round(
+    pairs: Sequence[Pair],
+    looks: Mapping[str, Look],
+    gpus: Mapping[str, float],
+    meet: str,
+    number: int,
+) -> list[Measured]:
+    arguments = {}
+    for place, pair in enumerate(pairs):
+        each = min(len(looks[node].devices) for node in pair)
+        for first, node in zip((0, each), pair, strict=True):
+            store = f"tcp:{meet}/{number}/{place}"
+            arguments[node] = (store, looks[node].devices[:each], first, 2 * each)
+    answers = on_nodes(
+        take_part,
+        arguments,
+        gpus={node: gpus[node] for node in arguments if looks[node].devices != ["cpu"]},
+        timeout_s=_PAIR_BOUND_S + _START_S,
+    )
+    return [_measured(pair, [answers[node] for node in pair]) for pair in pairs]
+
+
+def take_part(store: str, devices: list[str], first: int, size: int) -> tuple[float, str]:
+    """Runs on each machine of a pair. Returns the bytes per second, and what went wrong."""
+    outcomes = run_programs(ranks(store, devices, first, size), _PAIR_BOUND_S)
+    troubles = [one.trouble for one in outcomes if one.trouble]
+    if troubles:
+        return 0.0, troubles[0]
+    if wrong := sum(int(one.found["wrong"]) for one in outcomes):
+        return 0.0, f"{wrong} wrong sums"
+    return min(float(one.found["bus"]) for one in outcomes), ""
+
+
+def _measured(pair: Pair, answers: Sequence[tuple[float, str] | Failed]) -> Measured:
+    told = [(0.0, one.why) if isinstance(one, Failed) else one for one in answers]
+    troubles = [trouble for _, trouble in told if trouble]
+    if troubles:
+        return Measured(pair=pair, trouble=troubles[0])
+    return Measured(pair=pair, bytes_per_s=min(speed for speed, _ in told))

@@ -1,0 +1,59 @@
+"""Whose output is where, by the run's records; and what is read on a node. A whole run's:
+`tests/integration/test_user_errors.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic.cli.logs import find_outputs, read_files
+from elastic.cli.main import main
+from elastic.protocol.events import Event, ReplicaForming, WorkerJoined
+
+LOG = "/tmp/ray/session_x/logs/worker-{}-ffffffff-12.err"
+
+
+def joined(worker: str, *logs: str) -> Event:
+    return WorkerJoined(
+        time=1.0, worker=worker, node=f"node-of-{worker}", pid=12, born_ticks=3, logs=list(logs)
+    )
+
+
+def forms(replica: int, *workers: str) -> Event:
+    return ReplicaForming(time=2.0, formed=1, replica=replica, workers=list(workers))
+
+
+def test_the_slot_that_each_had_last() -> None:
+    events = [
+        *(joined(worker, LOG.format("0a")) for worker in ("w0", "w1", "w2", "w3", "w4")),
+        forms(0, "w0", "w1"),
+        forms(1, "w2", "w3"),
+        forms(1, "w3", "w0"),
+    ]
+    found = [(one.slot, one.worker, one.node) for one in find_outputs(events)]
+    assert found == [
+        ("r0.1", "w1", "node-of-w1"),
+        ("r1.0", "w2", "node-of-w2"),
+        ("r1.0", "w3", "node-of-w3"),
+        ("r1.1", "w0", "node-of-w0"),
+        ("spare", "w4", "node-of-w4"),
+    ]
+
+
+def test_only_what_ray_has_written_is_read(tmp_path: Path) -> None:
+    """Whoever can write to the run directory must not be shown other files of the nodes."""
+    log = tmp_path / "logs" / "worker-0a-ffffffff-12.err"
+    log.parent.mkdir()
+    log.write_text("one\ntwo\n")
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    (one,) = find_outputs([joined("w0", str(log), str(secret), f"{log.parent}/../secret")])
+    assert one.files == (str(log),)
+    assert read_files([str(log), str(secret)], 100) == {str(log): "one\ntwo\n"}
+    assert read_files([str(log)], 5) == {str(log): "two\n"}
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", str(tmp_path)]) == 2
+    assert "names no such worker" in capsys.readouterr().err

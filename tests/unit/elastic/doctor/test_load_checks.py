@@ -1,0 +1,133 @@
+"""The checks that load the machine: the loads themselves on this machine's CPU, in a process of
+their own as `elastic doctor --full` does it, and what is said of numbers."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.doctor.bounded import Outcome, Program, run_programs
+from elastic.doctor.load_checks import (
+    check_all_reduce,
+    check_burn,
+    check_memory_speed,
+    judge_all_reduce,
+    judge_burn,
+    judge_host_link,
+)
+from elastic.doctor.loads.burn import burn
+from elastic.doctor.machine import Machine, this_machine
+
+CPU = torch.device("cpu")
+
+
+def found(**numbers: Any) -> Outcome:
+    return Outcome(found=numbers)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return this_machine({}, (tmp_path,))
+
+
+@pytest.mark.slow
+def test_the_burn_of_a_whole_machine(machine: Machine) -> None:
+    finding = check_burn(machine)
+    assert finding.severity == "OK" and finding.result.endswith("TFLOP/s")
+
+
+def test_one_wrong_bit_in_one_product_is_seen() -> None:
+    calls = []
+
+    def bent(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        product = left @ right
+        calls.append(1)
+        if len(calls) == 5:
+            product.view(torch.int32)[17, 3] ^= 1
+        return product
+
+    numbers = burn(CPU, 0.0, bent)
+    assert len(calls) == 9 and (numbers["products"], numbers["wrong"]) == (8, 1)
+    finding = judge_burn({"cuda:0": found(**numbers), "cuda:1": found(**burn(CPU, 0.0))})
+    assert (finding.severity, finding.result) == ("ISOLATE", "cuda:0: 1 of 8 products wrong")
+
+
+def test_a_gpu_that_is_slower_than_the_others_is_named() -> None:
+    whole = found(products=8, wrong=0, flops=600e12)
+    outcomes = {f"cuda:{n}": whole for n in range(8)}
+    assert judge_burn(outcomes).result == "at least 600 TFLOP/s"
+    outcomes["cuda:5"] = found(products=8, wrong=0, flops=569e12)
+    finding = judge_burn(outcomes)
+    assert (finding.severity, finding.result) == ("MONITOR", "cuda:5: 569 of 600 TFLOP/s")
+    outcomes["cuda:5"] = found(products=8, wrong=0, flops=571e12)
+    assert judge_burn(outcomes).severity == "OK"
+
+
+@pytest.mark.parametrize(("late", "severity"), [(False, "RESET"), (True, "REBOOT")])
+def test_a_gpu_that_does_not_do_it_is_named(late: bool, severity: str) -> None:
+    ill = Outcome(found={}, trouble="CUDA error: uncorrectable ECC error", late=late)
+    finding = judge_burn({"cuda:0": found(products=8, wrong=0, flops=1.0), "cuda:1": ill})
+    assert (finding.severity, finding.result) == (severity, f"cuda:1: {ill.trouble}")
+
+
+@pytest.mark.slow
+def test_memory_and_the_group_of_a_node(machine: Machine) -> None:
+    assert check_memory_speed(machine).result.endswith("GB/s")
+    finding = check_all_reduce(machine)
+    assert finding.severity == "OK" and finding.result.startswith("ranks: 2, bus ")
+
+
+def test_a_wrong_sum_isolates() -> None:
+    well = {f"rank {n}": found(wrong=0, bus=470e9) for n in range(8)}
+    assert judge_all_reduce(well, "p5.48xlarge").severity == "OK"
+    ill = {**well, "rank 3": found(wrong=1, bus=470e9)}
+    assert judge_all_reduce(ill, "p5.48xlarge").severity == "ISOLATE"
+    slow = {**well, "rank 3": found(wrong=0, bus=450e9)}
+    assert judge_all_reduce(slow, "p5.48xlarge").severity == "MONITOR"
+    assert judge_all_reduce(slow, "p4d.24xlarge").severity == "OK"
+
+
+def test_a_slow_link_to_the_host() -> None:
+    numbers = {"cuda:0": found(to_device=55e9, to_host=53e9)}
+    assert judge_host_link(numbers, "p5.48xlarge").severity == "OK"
+    numbers["cuda:1"] = found(to_device=55e9, to_host=26e9)
+    finding = judge_host_link(numbers, "p5.48xlarge")
+    assert (finding.severity, finding.result) == ("MONITOR", "cuda:1: 26 of 52 GB/s")
+
+
+def test_a_program_that_hangs_is_ended_with_what_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = tmp_path / "pids"
+    (tmp_path / "hangs.py").write_text(
+        "import os, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        f"open({str(ids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
+        "time.sleep(1000)\n"
+    )
+    (tmp_path / "fails.py").write_text("raise ValueError('no such thing')")
+    (tmp_path / "works.py").write_text("print('a line'); print('{\"a\": 1}')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    begin_s = time.monotonic()
+    hung, failed, worked = run_programs(
+        [Program(module=name) for name in ("hangs", "fails", "works")], 3.0
+    )
+    assert time.monotonic() - begin_s < 10
+    assert hung.late and hung.trouble == "no answer in 3 s"
+    assert failed.trouble == "ValueError: no such thing" and not failed.late
+    assert worked.found == {"a": 1}
+    for pid in map(int, ids.read_text().split()):
+        assert is_over(pid)
+
+
+def is_over(pid: int) -> bool:
+    """A child of the one that was killed is somebody else's to reap."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return not os.path.exists(f"/proc/{pid}")

@@ -1,0 +1,99 @@
+"""Pairs of machines, against made-up clusters with bad machines and bad ways in them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from elastic.doctor.finding import Finding
+from elastic.doctor.pairs import Measured, Pair, count_rounds, judge_pairs, plan_round
+
+USUAL = 10e9
+
+
+def run(machines: list[str], try_pair: Callable[[Pair], Measured]) -> list[Measured]:
+    measured: list[Measured] = []
+    for _ in range(count_rounds(len(machines))):
+        measured += [try_pair(pair) for pair in plan_round(machines, measured)]
+    return measured
+
+
+def cluster(count: int) -> list[str]:
+    return [f"m{number}" for number in range(count)]
+
+
+def speeds(slow: dict[str, float], rng: random.Random) -> Callable[[Pair], Measured]:
+    """A pair is as fast as its slower machine, within 5 %."""
+
+    def try_pair(pair: Pair) -> Measured:
+        speed = USUAL * min(slow.get(machine, 1.0) for machine in pair) * rng.uniform(0.95, 1)
+        trouble = "" if speed else "no answer in 60 s"
+        return Measured(pair=pair, bytes_per_s=speed, trouble=trouble)
+
+    return try_pair
+
+
+def ills(measured: list[Measured]) -> dict[str, str]:
+    found: list[Finding] = judge_pairs(measured)
+    return {one.node: one.severity for one in found if one.severity != "OK"}
+
+
+@pytest.mark.parametrize(
+    ("machines", "rounds"), [(1, 0), (2, 1), (3, 3), (4, 2), (5, 4), (8, 3), (64, 6), (1000, 10)]
+)
+def test_as_many_rounds_as_the_logarithm(machines: int, rounds: int) -> None:
+    assert count_rounds(machines) == rounds
+
+
+@given(st.integers(2, 70), st.integers(0, 2**32))
+@example(5, 4)  # the last two of a round had met already
+def test_everybody_takes_part_and_meets_others(count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    machines = cluster(count)
+    measured = run(machines, speeds({m: rng.uniform(0.1, 1) for m in machines}, rng))
+    taken = Counter(machine for one in measured for machine in one.pair)
+    rounds = count_rounds(count)
+    assert set(taken) == set(machines)
+    assert all(rounds - count % 2 <= taken[m] <= rounds for m in machines)
+    if count > 2:
+        partners = {m: {p for one in measured if m in one.pair for p in one.pair} for m in machines}
+        assert all(len(partners[m] - {m}) >= 2 for m in machines), "one alone tells nothing"
+
+
+@given(st.integers(4, 64), st.data())
+def test_the_slow_and_the_dead_are_named_and_no_others(count: int, data: st.DataObject) -> None:
+    """Of up to an eighth of the machines."""
+    machines = cluster(count)
+    rng = random.Random(data.draw(st.integers(0, 2**32)))
+    bad = data.draw(st.lists(st.sampled_from(machines), max_size=max(1, count // 8), unique=True))
+    slow = {machine: data.draw(st.sampled_from([0.0, 0.3, 0.6])) for machine in bad}
+    expected = {m: "MONITOR" if speed else "ISOLATE" for m, speed in slow.items()}
+    assert ills(run(machines, speeds(slow, rng))) == expected
+
+
+def test_of_two_nobody_can_say_which() -> None:
+    dead = [Measured(pair=("m0", "m1"), trouble="no answer in 60 s")]
+    assert ills(dead) == {"m0": "RESET", "m1": "RESET"}
+
+
+def test_one_of_three_is_named() -> None:
+    assert ills(run(cluster(3), speeds({"m1": 0.0}, random.Random(0)))) == {"m1": "ISOLATE"}
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.0, "RESET"), (0.2, "MONITOR")])
+def test_a_bad_way_between_two_good_machines(share: float, severity: str) -> None:
+    machines = cluster(8)
+    well = speeds({}, random.Random(0))
+    first = plan_round(machines, [])[0]
+
+    def try_pair(pair: Pair) -> Measured:
+        if set(pair) != set(first):
+            return well(pair)
+        return Measured(pair=pair, bytes_per_s=share * USUAL, trouble="" if share else "lost")
+
+    assert ills(run(machines, try_pair)) == {" - ".join(first): severity}
