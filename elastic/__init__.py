@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from elastic.node_config import Ec2Nodes, KubeNodes, LocalNodes, RayNodes
     from elastic.protocol.faults import Fault, parse_faults
     from elastic.reporting.callback import Callback
+    from elastic.training_config import TrainingHealthConfig
     from trainer.config import OptimizerConfig, ParallelConfig, Steps, TrainConfig
     from trainer.data.config import DataConfig
     from trainer.errors import ConfigError, TrainerError
@@ -56,6 +57,7 @@ _HOMES = {
     "Steps": "trainer.config",
     "TrainConfig": "trainer.config",
     "TrainerError": "trainer.errors",
+    "TrainingHealthConfig": "elastic.training_config",
     "TransformerEngine": "trainer.te.config",
     "parse_faults": "elastic.protocol.faults",
 }
@@ -88,6 +90,7 @@ __all__ = [
     "Steps",
     "TrainConfig",
     "TrainerError",
+    "TrainingHealthConfig",
     "TransformerEngine",
     "parse_faults",
 ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from elastic.node_config import NodesConfig
+from elastic.training_config import TrainingHealthConfig
 from trainer.config import ParallelConfig
 from trainer.errors import ConfigError, check_types
 
@@ -86,7 +87,10 @@ class HealthConfig:
     """A worker that does not follow a call to regroup within this time, and has been in one phase
     of its work for as long, is killed. It first ends its step, so this must be longer than one."""
     max_nonfinite_steps: int = 5
-    """Steps in a row with a non-finite loss or gradient that end the run; each one is skipped."""
+    """Steps in a row with a non-finite loss or gradient that end the run, or, as
+    `training.on_nonfinite` says, send it back; each one is skipped."""
+    training: TrainingHealthConfig = field(default_factory=TrainingHealthConfig)
+    """What counts as trouble in losses and gradient norms, and what is done then."""
     max_crashes: int = 50
     """Incidents of crashes, errors or lost nodes, with no step committed in between, that end the
     run. Workers lost within 10 s are one incident, here and below; spares count."""
@@ -108,6 +112,12 @@ class HealthConfig:
     the network from the steps; None: as much as they carry."""
     compare_every: int | None = 100
     """Steps between comparisons of the replicas' states, by a checksum; None: at the end only."""
+    witness_every: int | None = 250
+    """Steps from one lane, drawn by the seed, that one or two other replicas compute as well to the
+    next; the gradients are compared before the step counts. It takes as long as a lane, so 1 / 250
+    of the time where a replica has one lane, and less where it has more. Only with determinism
+    "strict"; None: none is. Use None where replicas run on GPUs of different kinds, whose bits
+    differ."""
     freeze_timeout_s: float = 10.0
     """A worker whose heartbeat stands still for this long is killed. It does so while code holds
     the interpreter's lock without a break, so this must be longer than any such code takes; ten
@@ -160,8 +170,14 @@ class HealthConfig:
                 f"one late beat of node_beat_s = {self.node_beat_s:g} would lose a node",
                 f"Use more than {2 * self.node_beat_s:g}",
             )
+        self.training.check(self.max_nonfinite_steps)
         if self.replace_nodes != "tell":
             self.replace_nodes.check()
+
+    @property
+    def fatal_nonfinite_steps(self) -> int | None:
+        """Steps in a row that are not finite with which a worker ends the run; None: none do."""
+        return self.max_nonfinite_steps if self.training.on_nonfinite == "stop" else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,3 +36,28 @@ def compare_checksums(checksums: Sequence[int | None]) -> Comparison:
         return Comparison(equal=False, outliers=())
     others = (p for p, c in enumerate(checksums) if c is not None and c != common)
     return Comparison(equal=False, outliers=tuple(others))
+
+
+def was_wrong(before: Sequence[int | None], position: int, confirmed: int | None) -> bool:
+    """Whether, in a comparison that nobody could decide, the replica at `position` was wrong.
+
+    Args:
+        before: checksums of that comparison.
+        position: of the replica.
+        confirmed: what all have come to, when the same steps were done again. Where nobody had it
+            before, the error had spread to all by then, and nobody can be told from another.
+    """
+    mine = before[position]
+    return confirmed in before and mine is not None and mine != confirmed
+
+
+def find_other_lanes(first: bytes, again: bytes) -> tuple[int, ...]:
+    """Lanes whose gradients differ between two times that a step was done.
+
+    Args:
+        first, again: digests, eight bytes for each lane (`Commit.gradients`).
+    """
+    size = 8
+    lanes = range(max(len(first), len(again)) // size)
+    places = {lane: slice(size * lane, size * (lane + 1)) for lane in lanes}
+    return tuple(lane for lane, place in places.items() if first[place] != again[place])

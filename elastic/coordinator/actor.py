@@ -17,6 +17,8 @@ step path. All methods run on one event loop, so none needs a lock.
       SlowWatch ── who is slower than the others, and stays so
       LinkTests ─── whose connections fail, where collectives do and nobody is lost
       Failover ── the run after a restart of the coordinator
+      TrainingWatch ── losses that stand out
+      Corruption ── whose state was wrong; Retreat ── back to a saved state
       HealNews, Receipts, Restores, Snapshots, Injections ── what the workers tell of each
       Uploaders ── who writes what the workers have copied
       Supervised ─ ends what a run without a supervisor would leave behind
@@ -38,6 +40,7 @@ from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.arrivals import Arrivals
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.corruption import Corruption
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.failover import Failover
 from elastic.coordinator.fault_injection import Injections
@@ -50,12 +53,14 @@ from elastic.coordinator.remedies import Remedies
 from elastic.coordinator.replacements import Replacements
 from elastic.coordinator.replay import replay
 from elastic.coordinator.restores import Restores
+from elastic.coordinator.retreat import Retreat
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.slow_watch import SlowWatch
 from elastic.coordinator.snapshots import Snapshots, start_holder
 from elastic.coordinator.standstill import StandstillWatch
 from elastic.coordinator.store_keys import Past, sweep_store
 from elastic.coordinator.supervised import Supervised
+from elastic.coordinator.training_watch import TrainingWatch
 from elastic.coordinator.trouble import Troubles
 from elastic.coordinator.uploaders import Uploaders
 from elastic.coordinator.workers import Workers
@@ -64,7 +69,7 @@ from elastic.membership.decisions import Effects
 from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
 from elastic.protocol import events
-from elastic.protocol.causes import CORRUPTION, Cause
+from elastic.protocol.causes import Cause
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.faults import FaultPlan
 from elastic.protocol.messages import (
@@ -135,6 +140,7 @@ class Coordinator(CoordinatorApi):
             ),
             meet=(host, self._store.port),
         )
+        self._membership.skips = config.ledger.skips
         self._records = RunLog(config, self._membership)
         self._dispatcher = Dispatcher(self._membership, self._records, self._carry_on)
         self._snapshots = self._make_snapshots()
@@ -151,6 +157,34 @@ class Coordinator(CoordinatorApi):
         self._uploaders = Uploaders(config.paths, config.checkpoint.segment_bytes)
         self._restores = Restores(
             config, self._membership, self._dispatcher, self._records, self._receipts
+        )
+        self._retreat = Retreat(
+            config,
+            self._membership,
+            self._dispatcher,
+            self._records,
+            self._receipts,
+            self._snapshots,
+        )
+        self._corruption = Corruption(
+            start_step=config.started.start_step,
+            compares=config.health.compare_every is not None,
+            repeats=(config.started.settings or {}).get("determinism") == "strict",
+            membership=self._membership,
+            dispatcher=self._dispatcher,
+            workers=self._workers,
+            records=self._records,
+            receipts=self._receipts,
+            retreat=self._retreat,
+        )
+        self._training = TrainingWatch(
+            config.health.training,
+            config.health.max_nonfinite_steps,
+            begins_at=config.started.start_step,
+            membership=self._membership,
+            dispatcher=self._dispatcher,
+            records=self._records,
+            retreat=self._retreat,
         )
         self._arrivals = Arrivals(
             self._membership,
@@ -225,6 +259,10 @@ class Coordinator(CoordinatorApi):
         self._receipts.replay(replayed.committed)
         self._replacements.replay(replayed.replacements)
         self._remedies.replay(replayed.happened)
+        self._membership.skips += replayed.skips
+        self._training.replay(replayed.recorded)
+        if replayed.going_back is not None:
+            self._retreat.give_up_after(replayed.going_back)
         snapshots = self._snapshots if self.config.in_memory else None
         return Failover(
             replayed,
@@ -328,7 +366,9 @@ class Coordinator(CoordinatorApi):
         )
 
     def _take_steps(self, steps: Sequence[events.StepRecord]) -> None:
-        self._records.take_steps(steps)
+        taken = self._records.take_steps(steps)
+        self._corruption.take(taken)
+        self._training.take(taken)
         if self._standstill is not None and steps:
             self._standstill.committed(steps)
         self._injections.hit_spares()
@@ -364,14 +404,20 @@ class Coordinator(CoordinatorApi):
         await self._link_tests.take(worker, test)
 
     async def compare(self, slot: str, digest: str) -> None:
+        if self._membership.progress.going_back:
+            return
         if not self._records.compare(slot, digest):
             await self._dispatcher.stop(
                 f"replicas differ at the end of the run in {slot}: this is a bug"
             )
 
     @_when_known
-    async def corrupt(self, worker: str, detail: str) -> None:
-        await self._workers.lose(worker, CORRUPTION, detail)
+    async def corrupt(self, worker: str, generation: int, detail: str, spread: bool) -> None:
+        await self._corruption.outlier(worker, generation, detail, spread=spread)
+
+    @_when_known
+    async def undecided(self, generation: int, step: int, detail: str) -> None:
+        await self._corruption.undecided(generation, step, detail)
 
     # -- saves -------------------------------------------------------------------------------------
 

@@ -123,6 +123,11 @@ class Failover:
             winding_down=replayed.winding_down,
             until=replayed.until,
         )
+        if replayed.going_back is not None:
+            self._membership.go_back(replayed.going_back)
+            if self._snapshots is not None:
+                since = self._membership.progress.since
+                self._snapshots.went_back(replayed.going_back, since)
         for worker in self._standings.keys() - living:
             self._membership.lose(worker)  # it was written off before
         self._workers.shun(replayed.shunned_nodes)

@@ -48,6 +48,8 @@ class Publisher:
         self._saved = {newest} if newest else set()
         self._untold = set[int]()
         self._newest: tuple[int, int] | None = None
+        self.sound_step: int | None = None
+        """The newest checkpoint of this step or before stays; None: by the rules alone."""
         self.lost: dict[int, int] = {}
         """Steps of attempts that were passed by a later checkpoint -> parts that were written."""
 
@@ -148,4 +150,5 @@ class Publisher:
             keep_last=self._config.keep_last,
             keep_every=self._config.keep_every,
             up_to_step=newest,
+            sound_step=self.sound_step,
         )

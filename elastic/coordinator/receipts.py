@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
-from checkpointing import Receipt
+from checkpointing import Keys, Receipt, open_store, set_aside
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.publisher import Publisher
@@ -33,6 +34,7 @@ class Receipts:
     ) -> None:
         self._membership = membership
         self._dispatcher, self._records = dispatcher, records
+        self._paths = config.paths
         self._publisher = Publisher(
             config.paths,
             config.checkpoint,
@@ -52,6 +54,10 @@ class Receipts:
         """Of a coordinator that was started anew: checkpoints that are in the records."""
         self._publisher.replay(committed)
 
+    def keep_sound(self, step: int) -> None:
+        """The newest checkpoint of `step` or before stays."""
+        self._publisher.sound_step = step
+
     def forget(self, step: int) -> None:
         """The checkpoint of `step` was set aside: another one may be committed."""
         self._publisher.forget(step)
@@ -64,8 +70,11 @@ class Receipts:
         After a restore the records lack the steps that were lost. A late checkpoint of those steps,
         by a worker that was cut off or slow, must not become one to restore from.
         """
-        ahead = self._membership.progress.ahead(receipt.step, receipt.generation)
+        progress = self._membership.progress
+        ahead = progress.ahead(receipt.step, receipt.generation)
         if ahead or receipt.generation < self._records.restored:
+            return
+        if progress.is_void(receipt.generation):
             return
         try:
             size = await self._publisher.take(receipt, training_state, writers)
@@ -73,6 +82,11 @@ class Receipts:
             await self.failed(receipt.step, f"{type(error).__name__}: {error}")
             return
         if size is None:
+            return
+        if progress.is_void(
+            receipt.generation
+        ):  # since it was begun: `Retreat` may not have seen it
+            await asyncio.to_thread(self._set_aside, receipt.step)
             return
         self._note_lost()
         now = time.time()
@@ -87,6 +101,10 @@ class Receipts:
             )
         )
         await self._dispatcher.advance()
+
+    def _set_aside(self, step: int) -> None:
+        set_aside(open_store(self._paths.checkpoints), Keys(), step)
+        self.forget(step)
 
     def _note_lost(self) -> None:
         """Writes down the checkpoints that a later one has passed: a writer of theirs was lost."""

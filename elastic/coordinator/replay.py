@@ -10,6 +10,7 @@ from elastic.protocol import events
 from elastic.protocol.causes import LINK
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import last_step, read_events
+from trainer.loop.samples import Skip, Skips
 
 _Event = TypeVar("_Event")
 
@@ -52,6 +53,10 @@ class Replay:
     """What became of suspect machines, in order."""
     happened: Sequence[events.Event]
     """All of it."""
+    skips: Skips
+    """Samples that were passed over since it began."""
+    going_back: int | None
+    """Step that it was going back to, where no roster has stood since."""
 
 
 def replay(paths: RunPaths, start_step: int) -> Replay:
@@ -91,7 +96,20 @@ def replay(paths: RunPaths, start_step: int) -> Replay:
         fired=tuple(e.fault for e in _all(happened, events.FaultFired)),
         replacements=tuple(_all(happened, events.NodeReplacement)),
         happened=happened,
+        skips=tuple(Skip(*e.skip) for e in _all(happened, events.WentBack) if e.skip),
+        going_back=_going_back(happened),
     )
+
+
+def _going_back(happened: Sequence[events.Event]) -> int | None:
+    """A roster that was being made when it was decided may have stood for a moment."""
+    back: int | None = None
+    for event in happened:
+        if isinstance(event, events.WentBack):
+            back = event.step if back is None else min(back, event.step)
+        elif isinstance(event, events.RegroupDone) and event.outcome == "restore":
+            back = None
+    return back
 
 
 def _all(happened: Sequence[events.Event], kind: type[_Event]) -> list[_Event]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.membership.decisions import Effects, Regrouped
@@ -45,20 +47,28 @@ class RunLog:
             self.note(self._config.started)
         self.note(events.CoordinatorStarted(time=time.time(), pid=os.getpid(), anew=anew))
 
+    @property
+    def steps_path(self) -> Path:
+        """The file of committed steps."""
+        return self._config.paths.steps
+
     def note(self, event: events.Event) -> None:
         """Writes an event down."""
         self._append(self._event_log, event)
         for follower in self.followers:
             follower(event)
 
-    def take_steps(self, steps: Sequence[events.StepRecord]) -> None:
-        """Writes committed steps down; those known already are passed by."""
-        membership = self._membership
-        for step in steps:
+    def take_steps(self, steps: Sequence[events.StepRecord]) -> list[events.StepRecord]:
+        """Writes committed steps down, and returns them. Those known already are passed by, and all
+        while the run goes back: they will be done again, perhaps with other samples."""
+        membership, taken = self._membership, list[events.StepRecord]()
+        for step in [] if membership.progress.going_back else steps:
             if membership.progress.awaits(step.step, step.generation):
                 self._check_ledger(step)
                 self._append(self._step_log, step)
                 membership.progress.record(step.step)
+                taken.append(step)
+        return taken
 
     def _append(self, log: EventLog, record: events.Event | events.StepRecord) -> None:
         try:
@@ -68,7 +78,8 @@ class RunLog:
 
     def _check_ledger(self, step: events.StepRecord) -> None:
         try:
-            self._config.ledger.check(step.step, step.sample_digests)
+            ledger = replace(self._config.ledger, skips=self._membership.skips)
+            ledger.check(step.step, step.sample_digests)
         except LedgerError as error:
             self._membership.stop(str(error))
 

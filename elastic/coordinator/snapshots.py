@@ -109,7 +109,9 @@ class Snapshots:
     ) -> None:
         """One of `writers` parts is written to the memory of `node`; returns when the part has its
         copy and, if it was the last one, the snapshot counts."""
-        if self._progress.ahead(receipt.step, receipt.generation):
+        progress = self._progress
+        void = progress.is_void(receipt.generation)
+        if void or progress.ahead(receipt.step, receipt.generation):
             return
         other = plan_other_node(node, self._nodes)
         nodes = {node}

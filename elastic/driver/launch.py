@@ -32,6 +32,7 @@ from elastic.driver.resume import (
     run_directory,
     run_root,
     set_others_aside,
+    skips_of,
     steps_done,
 )
 from elastic.driver.running import check_same, find_run, follow, is_over, may_be_going_on
@@ -286,6 +287,7 @@ class Launch:
                 global_batch=self.train.global_batch,
                 lanes=self.lanes,
                 samples=len(task.train_data()),
+                skips=skips_of(origin.manifest),
             ),
             restore_step=0 if stored is None else stored.step,
             snapshot=origin.snapshot,

@@ -49,6 +49,7 @@ from elastic.protocol.run_paths import RunPaths, hold_run
 from elastic.reporting.event_log import last_step, read_events
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
+from trainer.loop.samples import Skip, Skips
 from trainer.tasks.task import PreparedTask
 
 log = logging.getLogger(__name__)
@@ -322,6 +323,12 @@ def remove_orphans(paths: RunPaths, generation: int) -> None:
     removed = sweep_orphans(store, Keys(), generation)
     if removed:
         log.info("%d segments of checkpoints that were never committed removed", len(removed))
+
+
+def skips_of(manifest: Manifest | None) -> Skips:
+    """Samples that the run which wrote `manifest` has passed over."""
+    state = {} if manifest is None else manifest.training_state
+    return tuple(Skip(*map(int, skip)) for skip in state.get("skips", ()))
 
 
 def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask) -> None:

@@ -47,6 +47,7 @@ from elastic.protocol.messages import (
     Stop,
 )
 from elastic.protocol.roster import Replica, Roster, find_renumbered, next_roster, number_anew
+from trainer.loop.samples import Skips
 from trainer.parallel.layout import Slot
 
 Call = Literal["start", "fault", "boundary", "end"]
@@ -74,6 +75,8 @@ class Membership:
         """The run is to end with the next roster, which saves."""
         self.until = config.steps
         """Steps at which it ends."""
+        self.skips: Skips = ()
+        """Samples that it passes over."""
         self.calls, self.heals = Calls(), Heals()
         self.places = Places(self.waiting.keys(), self.members, config.dims.tensor)
         self.formations = Formations(config, progress, self.places, self.waiting, self.members)
@@ -163,6 +166,13 @@ class Membership:
             return False
         self._broke_off, self._cross_failure = True, reason
         return True
+
+    def go_back(self, step: int, skips: Skips = ()) -> None:
+        """The state that all hold is not what it should be: the next roster goes on from the
+        checkpoint of `step`, or from the seed, and passes over `skips` as well."""
+        self.progress.void(step)
+        self.skips = (*self.skips, *skips)
+        self._broke_off = True
 
     def caught_up(self, worker: str) -> Replica | None:
         """A newcomer's worker has the state. Returns its replica where it was the last of it."""
@@ -513,6 +523,7 @@ class Membership:
             source="memory" if restore and step > progress.restore_step else "store",
             recorded=progress.recorded,
             until=self.until,
+            skips=self.skips,
             pause_s=plan_pause_s(progress.in_vain) if self.call == "fault" else 0.0,
             meet=self._meet,
         )

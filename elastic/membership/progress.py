@@ -71,6 +71,13 @@ class Progress:
         """The newest snapshot that can be read is of `step`; 0: there is none (any more)."""
         self.snapshot_step = step
 
+    def void(self, step: int) -> None:
+        """What anybody holds now is of doubtful value, and so is what was saved of it: the next
+        roster goes on from the checkpoint of `step`, or from the seed."""
+        known = self.restore_step if self.going_back else step
+        self.restore_step, self.snapshot_step = min(step, known), 0
+        self.since = self.generation + 1
+
     def lost(self) -> None:
         """A worker was lost: that may explain the next regroup, and has a budget of its own."""
         self._explained = True
@@ -102,6 +109,15 @@ class Progress:
         if generation == self.generation:
             return step >= self.recorded
         return step == self.recorded < self.began and generation >= self.since
+
+    @property
+    def going_back(self) -> bool:
+        """Whether the next roster goes on from what is saved, whoever holds what."""
+        return self.since > self.generation
+
+    def is_void(self, generation: int) -> bool:
+        """Whether what workers of `generation` save does not count: the run has gone back since."""
+        return generation < self.since
 
     def ahead(self, step: int, generation: int) -> bool:
         """Whether a save of `step`, by workers of `generation`, holds steps that are in no record

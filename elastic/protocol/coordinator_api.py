@@ -86,8 +86,12 @@ class WorkerCalls(Protocol):
     async def compare(self, slot: str, digest: str) -> None:
         """A worker's state at the end: the workers in `slot` of all replicas must agree."""
 
-    async def corrupt(self, worker: str, detail: str) -> None:
-        """A worker's state is not that of most replicas: it leaves."""
+    async def corrupt(self, worker: str, generation: int, detail: str, spread: bool) -> None:
+        """A worker's state is, or was, not what it should be: it leaves. `spread`: gradients may
+        have been computed from it, and all replicas go back."""
+
+    async def undecided(self, generation: int, step: int, detail: str) -> None:
+        """The replicas differ before `step`, and no majority shows which is right."""
 
 
 class SaveCalls(Protocol):

@@ -23,6 +23,7 @@ ReplacementOutcome = Literal[
     "told", "held_back", "cleared", "begun", "rebooted", "replaced", "failed"
 ]
 RemedyOutcome = Literal["told", "taken", "held_back"]
+TroubleKind = Literal["nonfinite", "loss_spike", "norm_spike", "no_progress"]
 RunOutcome = Literal["finished", "stopped", "failed", "interrupted"]
 
 
@@ -522,6 +523,37 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WentBack(Event):
+    """What all replicas held was given up, and so was what was saved of it: the run goes back."""
+
+    step: int
+    """Step of the checkpoint that it goes back to; 0: the seed."""
+    before: int
+    """Steps that were recorded by then."""
+    reason: str
+    """Why."""
+    skip: list[int] = field(default_factory=list)
+    """Data that are passed over: the step that first takes others, and how many global batches;
+    none: the same data are taken again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTrouble(Event):
+    """The losses or gradient norms of some steps were not what they should be."""
+
+    trouble: TroubleKind
+    """What: `nonfinite`, `loss_spike`, `norm_spike` or `no_progress`."""
+    first: int
+    """The first step that shows it."""
+    last: int
+    """The last one."""
+    detail: str
+    """The evidence in one line."""
+    action: Literal["warn", "stop", "skip_data"]
+    """What is done about it (`health.training`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplicasCompared(Event):
     """The replicas' weights and optimizer states were compared."""
 
@@ -590,10 +622,14 @@ class StepRecord:
     """Replicas that took part."""
     sample_digests: list[int]
     """A digest of the samples used, one for each lane."""
+    gradients: bytes = b""
+    """See `Commit`; for the coordinator alone, and not in the files."""
 
     def to_json(self) -> dict[str, Any]:
         """The record as a plain JSON object."""
-        return _fields_to_json(self)
+        plain = _fields_to_json(self)
+        del plain["gradients"]
+        return plain
 
 
 def plain_number(value: float) -> float | str:

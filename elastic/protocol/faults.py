@@ -25,9 +25,13 @@ from trainer.loop.phases import PHASES, STEP_PHASES, Phase
 if TYPE_CHECKING:
     from trainer.engine.engine import Engine
 
-Kind = Literal["kill", "freeze", "raise", "flip", "loop"]
+Kind = Literal["kill", "freeze", "raise", "flip", "glitch", "loop"]
 """SIGKILL; SIGSTOP; an exception; one bit of the worker's weights changed, for the replicas to
-find; an endless loop."""
+find; the same for one micro-batch only, whose gradient is wrong then, and nothing else; an endless
+loop."""
+
+HARMLESS: frozenset[Kind] = frozenset({"flip", "glitch"})
+"""No worker is lost by it at once."""
 
 SPARE = "spare"
 
@@ -124,6 +128,10 @@ def check_faults(faults: Sequence[Fault], *, steps: int, slots: int) -> None:
         if not all(0 <= slot < slots for slot in fault.targets(slots)):
             raise ConfigError(
                 "fault", str(fault), f"the layout has workers 0 to {slots - 1}", "Name one of them"
+            )
+        if fault.kind == "glitch" and fault.phase != "forward":
+            raise ConfigError(
+                "fault", str(fault), "a glitch is of one forward and backward", "Use .forward"
             )
         if fault.phase == "wait":
             raise ConfigError(
@@ -242,7 +250,7 @@ class FaultPlan:
         others = {
             hit
             for i, other in enumerate(self.faults)
-            if i != index and other.phase in STEP_PHASES and other.kind != "flip"
+            if i != index and other.phase in STEP_PHASES and other.kind not in HARMLESS
             for hit in self._fired[i].values()
         }
         recovered = settled and generation not in others

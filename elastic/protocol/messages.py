@@ -12,6 +12,7 @@ from elastic.protocol.causes import Cause
 from elastic.protocol.events import StepRecord
 from elastic.protocol.roster import Heal
 from health.reading import Reading
+from trainer.loop.samples import Skips
 from trainer.replication.step_commit import Commit
 
 Source = Literal["store", "memory"]
@@ -248,6 +249,8 @@ class Order:
     """Steps that the coordinator has records of."""
     until: int
     """Steps at which the run ends: earlier than planned where it was asked to stop."""
+    skips: Skips
+    """Samples that the run passes over."""
     pause_s: float
     """How long to wait before the groups are made: those before have failed, with nobody lost."""
     meet: tuple[str, int]

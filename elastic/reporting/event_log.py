@@ -156,6 +156,22 @@ def last_step(
     return None
 
 
+def recent_steps(path: str | os.PathLike[str], before: int, count: int) -> list[StepRecord]:
+    """The last `count` steps that count and lie before step `before`, in order. Reads no further
+    back than that: of each step the last record stands first from the end."""
+    found: list[StepRecord] = []
+    for line in _lines_from_the_end(Path(path)):
+        if len(found) == count or before - len(found) == 0:
+            break
+        try:
+            record = step_from_json(object_of_line(line))
+        except ValueError:
+            record = None
+        if record is not None and record.step == before - len(found) - 1:
+            found.append(record)
+    return found[::-1]
+
+
 def _lines_from_the_end(path: Path) -> Iterator[bytes]:
     """Whole lines, the last one first."""
     if not path.exists():

@@ -46,7 +46,9 @@ from elastic.protocol.events import (
     StepSkipped,
     StopRequested,
     StragglersFound,
+    TrainingTrouble,
     VerdictReached,
+    WentBack,
     WorkerJoined,
     WorkerLost,
 )
@@ -175,6 +177,11 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return format_replacement(event)
         case ReplicasCompared(equal=False):
             return f"REPLICAS DIFFER after {event.step} steps"
+        case WentBack():
+            passed = "" if not event.skip else f", passing over {event.skip[1]} global batches"
+            return f"going back from step {event.before} to {event.step}{passed}: {event.reason}"
+        case TrainingTrouble():
+            return f"step {event.last}: {event.detail} ({event.action})"
         case Profiled():
             whole = "" if event.problem is None else f" ({event.problem})"
             return f"profile of steps {event.first} to {event.last}: {event.file}{whole}"

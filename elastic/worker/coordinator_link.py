@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -34,11 +34,11 @@ from elastic.protocol.messages import (
     shows_recent,
 )
 from elastic.protocol.rpc import until_answered
+from elastic.worker.disputes import Disputes
 from elastic.worker.fault_injection import Injection
 from elastic.worker.outbox import Outbox
 from elastic.worker.save_schedule import SaveSchedule
 from elastic.worker.saver import Saver
-from health.corruption import compare_checksums
 from health.heartbeat import NO_PHASE, NO_STEP, Heartbeat
 from health.pace import PaceWindow
 from trainer.backend.groups import abort_groups
@@ -50,11 +50,8 @@ from trainer.recovery.heal import Newcomer
 from trainer.replication.step_commit import Commit, Place, Saving
 
 _PHASE_NUMBERS: dict[str, int] = {phase: number for number, phase in enumerate(PHASES)}
-_MASK = 0xFFFFFFFFFFFFFFFF
 ORPHAN_EXIT_CODE = 72
 """Of a worker whose coordinator is gone for good."""
-
-CORRUPT_EXIT_CODE = 71
 
 
 class CoordinatorLink:
@@ -81,6 +78,7 @@ class CoordinatorLink:
         self.saves = Saver(job, identity, self.outbox, self._save_schedule, self.leave_now)
         self.injection = Injection(job, identity.worker)
         self._paces = PaceWindow()
+        self._disputes = Disputes(identity.worker, job.coordinator, self.outbox)
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
@@ -176,6 +174,7 @@ class CoordinatorLink:
                 generation=run.generation,
                 replicas=len(run.lanes),
                 sample_digests=commit.sample_digests,
+                gradients=commit.gradients,
             )
         )
         self.outbox.let_go(commit.recorded)
@@ -250,29 +249,14 @@ class CoordinatorLink:
         send()
 
     def compared(self, step: int, checksums: list[int | None]) -> None:
-        """See Link. A worker that differs from most leaves; its replica heals from another one."""
+        """See Link."""
         assert self._run is not None
-        found, worker = compare_checksums(checksums), self._identity.worker
-        shown = ", ".join("-" if c is None else f"{c & _MASK:016x}" for c in checksums)
-        # A difference is told by one whom nobody calls away meanwhile.
-        differs = self._run.position == min(found.outliers, default=0)
-        tells = self._run.lead if found.equal else differs
-        if tells:
-            self.outbox.event(
-                events.ReplicasCompared(time=time.time(), step=step, equal=found.equal)
-            )
-        if self._run.position in found.outliers:
-            detail = f"its state before step {step} differs from most replicas': {shown}"
-            self.outbox.flush()
-            self._coordinator.call(CoordinatorApi.corrupt, worker, detail)
-            os._exit(CORRUPT_EXIT_CODE)
-        if not found.decided and self._run.position == 0:
-            self.fail(
-                f"the replicas differ before step {step}, and no majority shows which is right: "
-                f"checksums {shown}. They were equal {self._job.health.compare_every} steps before "
-                f"(health.compare_every): delete the checkpoints since then, and run the same name "
-                f"again"
-            )
+        self._disputes.compared(self._run, step, checksums)
+
+    def witnessed(self, step: int, digests: Mapping[int, int]) -> bool:
+        """See Link."""
+        assert self._run is not None
+        return self._disputes.witnessed(self._run, step, digests)
 
     def evaluated(self, step: int, loss: float, tokens: int) -> None:
         """See Link."""

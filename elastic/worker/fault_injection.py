@@ -9,7 +9,7 @@ import os
 import signal
 
 from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.faults import InjectedError, flip_bit
+from elastic.protocol.faults import HARMLESS, InjectedError, flip_bit
 from elastic.protocol.job import Job
 from trainer.engine.engine import Engine
 from trainer.loop.phases import Phase
@@ -29,6 +29,8 @@ class Injection:
         """The number of this worker's slot; None as long as it has had none."""
         self.engine: Engine | None = None
         """What a fault may disturb."""
+        self._glitched = False
+        """A bit is changed, and will be changed back after this micro-batch."""
 
     def enter(self, step: int, phase: Phase) -> None:
         """The worker enters `phase` of `step`: fires what is due there.
@@ -38,6 +40,9 @@ class Injection:
         """
         if self.slot is None:
             return
+        if self._glitched and phase != "backward":
+            self._glitched = False
+            self._flip()
         for index, fault in enumerate(self._job.faults):
             if fault.due(step, phase) and self.slot in fault.targets(self._job.slots):
                 self._fire(index, step)
@@ -50,11 +55,15 @@ class Injection:
             return
         if fault.kind == "raise":
             raise InjectedError(str(fault))
-        if fault.kind == "flip":
-            assert self.engine is not None
-            flip_bit(self.engine)
+        if fault.kind in HARMLESS:
+            self._glitched = fault.kind == "glitch"
+            self._flip()
         elif fault.kind == "loop":
             while True:
                 pass
         else:
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+
+    def _flip(self) -> None:
+        assert self.engine is not None
+        flip_bit(self.engine)

@@ -467,8 +467,10 @@ class Worker:
                 save_every=self.job.checkpoint.fixed_steps,
                 snapshot_every=self.job.checkpoint.memory_every,
                 compare_every=self.job.health.compare_every,
-                max_nonfinite_steps=self.job.health.max_nonfinite_steps,
+                max_nonfinite_steps=self.job.health.fatal_nonfinite_steps,
+                skips=run.skips,
                 until=run.until,
+                witness_every=self.witness_every,
                 generation=run.generation,
             ),
             link=self.link,
@@ -478,6 +480,12 @@ class Worker:
             followed=run.followers[run.rank] > 0,
             profiler=self.make_profiler(run),
         )
+
+    @property
+    def witness_every(self) -> int | None:
+        """Steps between lanes that several replicas compute. They must come to the same bits."""
+        strict = self.job.train.determinism == "strict"
+        return self.job.health.witness_every if strict else None
 
     def make_profiler(self, run: Run) -> StepProfiler | None:
         """Looks at the steps that are to be profiled, on the lead."""

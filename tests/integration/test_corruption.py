@@ -1,4 +1,5 @@
-"""A bit that flips in one replica's weights is found by the comparison, and the worker leaves."""
+"""A bit that flips in one replica's weights is found by a comparison, its worker is named, and the
+run ends with the bits of one in which none did."""
 
 from __future__ import annotations
 
@@ -7,38 +8,99 @@ from typing import Any
 
 import pytest
 
+from checkpointing import CheckpointConfig
 from elastic import HealthConfig
-from elastic.protocol.events import ReplicasCompared, WorkerLost
+from elastic.protocol.events import (
+    CheckpointCommitted,
+    FaultFired,
+    ReplicaHealed,
+    ReplicasCompared,
+    WentBack,
+    WorkerLost,
+)
 from elastic.reporting.event_log import read_events
-from tests.support.tiny import fit, tiny_trainer
+from tests.support.tiny import Outcome, fit, tiny_trainer
 
-STEPS, EVERY = 60, 5
+STEPS, EVERY, SAVES = 60, 6, 4
+SIZES: dict[str, Any] = {"lanes": 3, "global_batch": 12, "steps": STEPS}
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The outcome without a fault, of one replica."""
+    return fit(tiny_trainer(text, tmp_path_factory.mktemp("whole"), replicas=1, **SIZES))
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_is_found_before_it_spreads(
-    cluster: None, text: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("replicas", "fault", "found_at"),
+    [
+        (3, "flip@8.forward:1", 12),  # in the gradients of steps 8 to 11, on all replicas
+        (2, "flip@8.forward:0", 12),  # no majority: the losses of step 8 show it, done again
+        (2, f"flip@{STEPS - 1}.optimizer:1", STEPS),  # in no gradient: the comparison shows it
+    ],
+)
+def test_a_flipped_bit_is_found_named_and_healed(
+    whole: Outcome,
+    text: Path,
+    tmp_path: Path,
+    replicas: int,
+    fault: str,
+    found_at: int,
 ) -> None:
-    """It flips between the reduction of a step and the comparison after it: no gradient is computed
-    with it, and the run ends with the same bits."""
-    sizes: dict[str, Any] = {"lanes": 3, "global_batch": 12, "steps": STEPS}
-    whole = fit(tiny_trainer(text, tmp_path, name="whole", replicas=1, **sizes))
     broken = fit(
         tiny_trainer(
             text,
             tmp_path,
-            replicas=3,
+            replicas=replicas,
             spares=1,
             health=HealthConfig(compare_every=EVERY),
-            faults=f"flip@{2 * EVERY - 1}.optimizer:1",
-            **sizes,
+            checkpoint=CheckpointConfig(every_steps=SAVES),
+            faults=fault,
+            **SIZES,
         )
     )
     happened = read_events(tmp_path / "run" / "events.jsonl")
-    (lost,) = [e for e in happened if isinstance(e, WorkerLost)]
-    assert (lost.cause, lost.slot) == ("corruption", "replica 1 shard 0 tensor 0")
+    culprit = fault[-1]
+    (fired,) = [e for e in happened if isinstance(e, FaultFired)]
+    (lost,) = [e for e in happened if isinstance(e, WorkerLost) and e.cause == "corruption"]
+    assert lost.slot == f"replica {culprit} shard 0 tensor 0"
+    assert lost.worker == fired.worker
     compared = [e for e in happened if isinstance(e, ReplicasCompared)]
-    assert [e.step for e in compared if not e.equal] == [2 * EVERY]
-    assert sum(e.equal for e in compared) >= STEPS // EVERY - 1
+    assert [e.step for e in compared if not e.equal] == [found_at]
+    (back,) = [e for e in happened if isinstance(e, WentBack)]
+    earlier = happened[: happened.index(back)]
+    saved = [e.step for e in earlier if isinstance(e, CheckpointCommitted)]
+    sound = [step for step in saved if step < found_at - EVERY]
+    assert back.step == max(sound, default=0)
+    assert found_at == STEPS or any(isinstance(e, ReplicaHealed) for e in happened)
+    assert (broken.params, broken.samples) == (whole.params, whole.samples)
+    assert broken.losses == whole.losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_gradient_that_is_wrong_before_the_sum_does_not_count(
+    whole: Outcome, text: Path, tmp_path: Path, replicas: int
+) -> None:
+    """Slot 1's first lane in step 9 is the one that is drawn, or its own."""
+    broken = fit(
+        tiny_trainer(
+            text,
+            tmp_path,
+            replicas=replicas,
+            spares=1,
+            health=HealthConfig(witness_every=5),
+            faults="glitch@9.forward:1",
+            **SIZES,
+        )
+    )
+    happened = read_events(tmp_path / "run" / "events.jsonl")
+    (fired,) = [e for e in happened if isinstance(e, FaultFired)]
+    (lost,) = [e for e in happened if isinstance(e, WorkerLost) and e.cause == "corruption"]
+    assert fired.step == 9 and lost.worker == fired.worker
+    assert "in step 9" in lost.detail
+    assert not [e for e in happened if isinstance(e, WentBack)], "nothing of it was applied"
+    assert any(isinstance(e, ReplicaHealed) for e in happened)
     assert (broken.params, broken.samples) == (whole.params, whole.samples)
     assert broken.losses == whole.losses

@@ -55,6 +55,8 @@ class Plan:
     """Workers that do not follow a call, and are written off before they are killed."""
     flakes: int
     """Collectives across replicas that fail, and heals that arrive damaged, with nobody dead."""
+    retreats: int
+    """Times that what all hold is given up for a checkpoint."""
     damages: int
     """Reads of a checkpoint that find it damaged, while there is an earlier one."""
     drains: int
@@ -97,6 +99,7 @@ class Plan:
             silent=rng.random() < 0.5,
             by_priority=rng.random() < 0.5,
             damages=rng.choice([0, 1, 3]),
+            retreats=random.Random(f"retreats of {seed}").choice([0, 0, 0, 1, 2]),
         )
         if seed % 5 == 1:
             return replace(
@@ -172,7 +175,8 @@ class World:
         self.parts: dict[tuple[int, int], dict[int, Applied]] = {}
         self.went_back_in = 0
         self.snapshots_read = self.snapshots_failed = self.checkpoints_failed = 0
-        self.damages = plan.damages
+        self.damages, self.retreats, self.went_back = plan.damages, plan.retreats, 0
+        self._retreating = random.Random(f"when {plan.seed} goes back")
         self.repairs = 0
         """Replicas that entered a roster with a part of their state."""
         self.receipts: dict[tuple[int, int], dict[int, Applied]] = {}
@@ -357,6 +361,8 @@ class World:
         if self.drains and self.rng.random() < 0.02 and self.membership.stopped is None:
             self.drains -= 1
             self._drain()
+        if self.retreats and self._retreating.random() < 0.02:
+            self._retreat()
         if self.snapshot is not None and self.rng.random() < 0.01:
             self.trace.append("LOSE THE SNAPSHOT")
             self._set_snapshot(None)
@@ -397,6 +403,9 @@ class World:
             recorded=before.progress.recorded,
             began=before.progress.began,
         )
+        if before.progress.going_back:
+            self.membership.go_back(before.progress.restore_step)
+            self._set_snapshot(self.snapshot)
         for name in self.lost:
             self.membership.lose(name)
         for name in self.drained - self.lost:
@@ -413,6 +422,21 @@ class World:
                 self.send_join(worker)
             if worker.cross_lost is not None:
                 self.send_cross_lost(worker)
+        self._advance()
+
+    def _retreat(self) -> None:
+        """All are to go back to some checkpoint: `Retreat`."""
+        membership = self.membership
+        if membership.stopped is not None or membership.progress.generation == 0:
+            return
+        self.retreats, self.went_back = self.retreats - 1, self.went_back + 1
+        step = self._retreating.choice(sorted(self.saved))
+        self.trace.append(f"GO BACK to {step}")
+        self.saved = {s: applied for s, applied in self.saved.items() if s <= step}
+        membership.go_back(step)
+        # What a worker of this generation still has, or saves, does not count.
+        self._went_back(step, membership.progress.since)
+        self._set_snapshot(self.snapshot)
         self._advance()
 
     def _lose_answers(self) -> None:
@@ -527,7 +551,7 @@ class World:
 
     def record(self, steps: list[tuple[int, int]]) -> None:
         """As `RunLog.take_steps`."""
-        for step, generation in steps:
+        for step, generation in [] if self.membership.progress.going_back else steps:
             if self.membership.progress.awaits(step, generation):
                 self.membership.progress.record(step)
                 self.log.append(step)

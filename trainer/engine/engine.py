@@ -32,6 +32,7 @@ from trainer.engine.state import WorkerState
 from trainer.models.init import WeightSource
 from trainer.parallel.apply import (
     fill,
+    forget_gathered,
     local_slices,
     local_tensor,
     materialize,
@@ -175,6 +176,7 @@ class Engine:
         source = self._source or build_model(self.task, self.train_config)[1]
         self.state.await_copy()
         fill(self.model, self._slices, source)
+        forget_gathered(self.model)
         for name, tensor in self.state.tensors().items():
             if not name.startswith(PARAMETERS):
                 tensor.zero_()
@@ -192,6 +194,7 @@ class Engine:
     def load(self, values: Mapping[str, torch.Tensor], *, optimizer_steps: int) -> None:
         """Fills the state with tensors by name; see `WorkerState.fill`."""
         self.state.fill(values, optimizer_steps=optimizer_steps)
+        forget_gathered(self.model)
         self.forget_initial_weights()
 
     # -- from one replica to the next --------------------------------------------------------------

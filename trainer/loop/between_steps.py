@@ -68,14 +68,14 @@ class BetweenSteps:
         self.train: TrainConfig = engine.train_config
 
     def compare(self, *, has_state: bool) -> None:
-        """From time to time: whether all replicas hold the same bits. A group that fails in it
-        fails the next step's reduce as well.
+        """From time to time, and at the end: whether all replicas hold the same bits. A group that
+        fails in it fails the next step's reduce as well.
 
         Args:
             has_state: whether this worker has anything to compare; a newcomer takes part without.
         """
         step, every = self.progress.step, self.config.compare_every
-        if not every or step % every:
+        if not every or (step % every and step != self.config.until):
             return
         checksum = self.engine.state.checksum() if has_state else None
         try:
@@ -107,6 +107,7 @@ class BetweenSteps:
             "lanes": self.config.lanes,
             "global_batch": self.train.global_batch,
             "samples": self.samples,
+            "skips": [list(skip) for skip in self.config.skips],
             "steps": self.train.steps,
             "optimizer": dict(self.train.optimizer.info),
             "task": dict(self.engine.task.info),

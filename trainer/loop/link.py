@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainer.engine.engine import Engine
 from trainer.loop.clock import OwnTimes, StepTimes
 from trainer.loop.phases import Phase
+from trainer.loop.samples import Skips
 from trainer.recovery.heal import Newcomer
 from trainer.replication.step_commit import Commit, Place, Saving
 
@@ -42,8 +43,12 @@ class LoopConfig:
     """Steps between snapshots in the nodes' memory."""
     compare_every: int | None
     """Steps between comparisons of the replicas."""
-    max_nonfinite_steps: int
-    """Skipped steps in a row that end the run."""
+    max_nonfinite_steps: int | None
+    """Skipped steps in a row that end the run; None: others see to it."""
+    skips: Skips = ()
+    """Samples that the run passes over."""
+    witness_every: int | None = None
+    """Steps from one lane that is computed by several replicas to the next; None: none is."""
     until: int
     """Steps at which the run ends."""
     generation: int = 0
@@ -113,6 +118,11 @@ class Link(Protocol):
         """The checksums of this worker's slot in all replicas, by position, before `step`."""
         ...
 
+    def witnessed(self, step: int, digests: Mapping[int, int]) -> bool:
+        """What the gradient of one lane was with each replica that computed it, by position. Asked
+        within the commit, the same on all workers. Returns whether the step may count."""
+        ...
+
     def evaluated(self, step: int, loss: float, tokens: int) -> None:
         """The mean loss on the held-out data before `step`."""
         ...
@@ -165,6 +175,10 @@ class NoLink(Link):
 
     def compared(self, step: int, checksums: list[int | None]) -> None:
         """See Link."""
+
+    def witnessed(self, step: int, digests: Mapping[int, int]) -> bool:
+        """See Link."""
+        return True
 
     def evaluated(self, step: int, loss: float, tokens: int) -> None:
         """See Link."""

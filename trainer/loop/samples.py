@@ -2,14 +2,16 @@
 into it.
 
 The samples of the run stand in one endless seeded order. A step takes the next `global_batch` of
-them, each lane an equal stretch of these, each shard rank an equal stretch of the lane's.
+them, after those that the run was told to pass over (`Skip`); each lane takes an equal stretch of
+these, each shard rank an equal stretch of the lane's.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,23 @@ from trainer.replication.step_commit import sample_digest
 _MASK = 0xFFFFFFFFFFFFFFFF
 
 Ids = NDArray[np.int64]
+
+
+class Skip(NamedTuple):
+    """Samples that the run passes over."""
+
+    step: int
+    """The first step that takes others."""
+    batches: int
+    """Global batches that are left out before it."""
+
+
+Skips = tuple[Skip, ...]
+
+
+def batch_of(step: int, skips: Skips) -> int:
+    """Which global batch of the endless order a step takes."""
+    return step + sum(skip.batches for skip in skips if skip.step <= step)
 
 
 class LedgerError(TrainerError):
@@ -38,14 +57,23 @@ class LedgerError(TrainerError):
         )
 
 
-def step_ids(train: TrainConfig, samples: int, step: int) -> Ids:
+def step_ids(train: TrainConfig, samples: int, step: int, skips: Skips = ()) -> Ids:
     """Ids of the samples of a step, in lane order. `samples`: how many there are in the data."""
-    return sample_ids(train.seed, step * train.global_batch, train.global_batch, samples)
+    first = batch_of(step, skips) * train.global_batch
+    return sample_ids(train.seed, first, train.global_batch, samples)
 
 
-def lane_ids(train: TrainConfig, lanes: int, samples: int, step: int, lane: int, shard: int) -> Ids:
+def lane_ids(
+    train: TrainConfig,
+    lanes: int,
+    samples: int,
+    step: int,
+    lane: int,
+    shard: int,
+    skips: Skips = (),
+) -> Ids:
     """Ids of the samples that one shard rank takes in one lane of a step."""
-    start = step * train.global_batch + lane_start(train, lanes, lane, shard)
+    start = batch_of(step, skips) * train.global_batch + lane_start(train, lanes, lane, shard)
     return sample_ids(train.seed, start, train.lane_samples(lanes), samples)
 
 
@@ -57,15 +85,16 @@ def micro_batches(
     *,
     steps: range,
     missing: Sequence[int],
-    dealt: Sequence[int],
+    dealt: Callable[[int], Sequence[int]],
+    skips: Skips = (),
 ) -> Iterator[Ids]:
     """Ids of the micro-batches that one shard rank takes in a generation, in order: of the
-    `missing` lanes in the first of `steps`, of all that are `dealt` to its replica in the
-    others."""
+    `missing` lanes in the first of `steps`, and in each of the others of those that its replica
+    computes there, which are `dealt`."""
     micro = train.micro_samples(lanes)
     for step in steps:
-        for lane in missing if step == steps.start else dealt:
-            ids = lane_ids(train, lanes, samples, step, lane, shard)
+        for lane in missing if step == steps.start else dealt(step):
+            ids = lane_ids(train, lanes, samples, step, lane, shard, skips)
             yield from (ids[start : start + micro] for start in range(0, len(ids), micro))
 
 
@@ -95,6 +124,8 @@ class Ledger:
     """Lanes of the run."""
     samples: int
     """Samples in the data."""
+    skips: Skips = ()
+    """Those that are passed over."""
 
     def check(self, step: int, digests: Sequence[int]) -> Ids:
         """Holds what a committed step took against what it should have taken.
@@ -122,7 +153,7 @@ class Ledger:
         return list(self._digests(self._ids(step)))
 
     def _ids(self, step: int) -> Ids:
-        first = step * self.global_batch
+        first = batch_of(step, self.skips) * self.global_batch
         return sample_ids(self.seed, first, self.global_batch, self.samples)
 
     def _digests(self, ids: Ids) -> Iterator[int]:
@@ -132,7 +163,11 @@ class Ledger:
 
 
 def samples_sha256(
-    train: TrainConfig, lanes: int, samples: int, committed: Iterable[tuple[int, list[int]]]
+    train: TrainConfig,
+    lanes: int,
+    samples: int,
+    committed: Iterable[tuple[int, list[int]]],
+    skips: Skips = (),
 ) -> str:
     """SHA-256 over the ids of the committed samples, in order, each held against the ledger.
 
@@ -142,12 +177,19 @@ def samples_sha256(
         samples: samples in the data.
         committed: (step, per lane the digest that the workers computed from the ids they read),
             every step of the run once and in order.
+        skips: samples that the run has passed over.
 
     Raises:
         LedgerError: a step is missing, or took other samples.
     """
     total, found = hashlib.sha256(), list(committed)
-    ledger = Ledger(seed=train.seed, global_batch=train.global_batch, lanes=lanes, samples=samples)
+    ledger = Ledger(
+        seed=train.seed,
+        global_batch=train.global_batch,
+        lanes=lanes,
+        samples=samples,
+        skips=skips,
+    )
     for step in range(train.steps):
         if step >= len(found) or found[step][0] != step:
             raise LedgerError(step, 0)

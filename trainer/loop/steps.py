@@ -37,10 +37,11 @@ from trainer.loop.samples import lane_start, micro_batches, micro_seed, step_ids
 from trainer.recovery.heal import Newcomer
 from trainer.recovery.heal_source import Source
 from trainer.replication import step_commit as commits
-from trainer.replication.lane_sums import LaneSums
+from trainer.replication.lane_sums import LaneSums, gradient_digests
 from trainer.replication.reduction import Reduction
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Commit, LaneStats
+from trainer.replication.witnesses import Drawn, plan_witnesses
 
 Outcome = Literal["finished", "boundary", "fault"]
 Part = Literal["whole", "joining", "remnant"]
@@ -169,9 +170,11 @@ class TrainLoop:
         if self.newcomer is not None:
             self.follow(self.newcomer)
         alone = self.cross.size == 1
+        witness = self.lanes_to_witness(step) if self.sums.is_new(step) else []
         missing = self.sums.begin(step, self.lanes, self.engine.gradient, alone=alone)
+        self.begin_reading(step, [*witness, *missing])
+        witnessed = [self.witness(step, lane) for lane in witness]
         reduction = self.make_reduction()
-        self.begin_reading(step, missing)
         for lane in missing:
             self.compute_lane(step, lane, reduction if lane == missing[-1] else None)
         self.enter(step, "reduce")
@@ -183,7 +186,28 @@ class TrainLoop:
                 self.engine.replace_gradient()
             failed = True
         self.enter(step, "before_commit")
-        return self.agree(step, failed, reduction.wrote)
+        return self.agree(step, failed, reduction.wrote, witnessed)
+
+    def drawn(self, step: int) -> Drawn | None:
+        """The lane of a step that several replicas compute."""
+        every = self.config.witness_every
+        return plan_witnesses(self.cross.lanes, seed=self.train.seed, step=step, every=every)
+
+    def lanes_to_witness(self, step: int) -> list[int]:
+        """The lane that this replica computes for another one, if there is one."""
+        drawn = self.drawn(step)
+        return [drawn.lane] if drawn is not None and self.cross.rank in drawn.witnesses else []
+
+    def witness(self, step: int, lane: int) -> torch.Tensor:
+        """Computes a lane before this replica's own, in memory that those do not need yet. Returns
+        its digest."""
+        gradient = self.engine.gradient
+        self.sums.begin(step, [lane], gradient, alone=False)
+        self.compute_lane(step, lane, None)
+        digest = self.sums.gradients[lane]
+        self.sums.clear()
+        self.sums.begin(step, self.lanes, gradient, alone=self.cross.size == 1)
+        return digest
 
     def begin_reading(self, step: int, missing: Sequence[int]) -> None:
         """In the generation's first step, which computes the `missing` lanes: begins to read."""
@@ -195,7 +219,8 @@ class TrainLoop:
                 self.engine.slot.shard,
                 steps=range(step, self.config.until),
                 missing=missing,
-                dealt=self.lanes,
+                dealt=lambda later: [*self.lanes_to_witness(later), *self.lanes],
+                skips=self.config.skips,
             )
             pin = self.engine.device.type == "cuda"
             self.loader = Loader(self.data, due, ahead=self.train.prefetch, pin=pin)
@@ -257,7 +282,9 @@ class TrainLoop:
             dtype=getattr(torch, self.train.reduce_dtype),
         )
 
-    def agree(self, step: int, failed: bool, overwritten: bool) -> Commit | None:
+    def agree(
+        self, step: int, failed: bool, overwritten: bool, witnessed: Sequence[torch.Tensor]
+    ) -> Commit | None:
         """The commit reduce; None: the step does not count (yet).
 
         Summed inside the replica, then over the replicas by their first workers alone, then handed
@@ -265,7 +292,8 @@ class TrainLoop:
         waits for one that left.
         """
         follows = self.part == "remnant"
-        norm_squared, losses = self.counted(without_norm=failed or follows)
+        norm_squared, losses, digests = self.counted(witnessed, without_norm=failed or follows)
+        drawn = self.drawn(step)
         vector = commits.pack(
             self.config.lanes,
             self.sums.stats,
@@ -276,6 +304,8 @@ class TrainLoop:
             saving=self.link.saving(),
             recorded=self.link.recorded(),
             overwritten=overwritten,
+            gradients=dict(zip(self.sums.gradients, digests, strict=False)),
+            witnessed=self.as_witness(drawn, digests[len(losses) :]),
         )
         if follows:
             total = self.sum_over_replicas(vector)
@@ -290,18 +320,33 @@ class TrainLoop:
             self.progress.in_step = not (follows and failed)
             self.sums.overwritten = total[5] > 0
             return None
+        if drawn is not None:
+            found = commits.read_drawn(total, drawn, self.config.lanes)
+            if not self.link.witnessed(step, found):
+                self.sums.clear()  # it may be one of these that was wrong
+                return None
         self.enter(step, "after_commit")
         config = self.config
         return commits.unpack(total, step=step, lanes=config.lanes, generation=config.generation)
 
-    def counted(self, *, without_norm: bool) -> tuple[float, dict[int, float]]:
-        """What this worker has counted on its device: its part of the squared norm, and the losses
-        of its lanes. Waits for the device once."""
+    def as_witness(self, drawn: Drawn | None, digests: Sequence[float]) -> tuple[int, float] | None:
+        """What this worker has to say of the lane that it witnessed, if it did."""
+        number = None if drawn is None else drawn.number_of(self.cross.rank)
+        return (number, digests[0]) if number is not None and digests else None
+
+    def counted(
+        self, witnessed: Sequence[torch.Tensor], *, without_norm: bool
+    ) -> tuple[float, dict[int, float], list[float]]:
+        """What this worker has counted on its device: its part of the squared norm, the losses of
+        its lanes, and digests of their gradients and of one it `witnessed`. Waits for the device
+        once."""
         engine, losses = self.engine, self.sums.losses
         zero = torch.zeros((), dtype=torch.float64, device=engine.device)
         norm = zero if without_norm else engine.norm_squared(engine.gradient)
-        norm_squared, *found = torch.stack([norm, *losses.values()]).tolist()
-        return norm_squared, dict(zip(losses, found, strict=True))
+        bits = [*self.sums.gradients.values(), *witnessed]
+        numbers = torch.stack([norm, *losses.values(), *gradient_digests(bits)]).tolist()
+        norm_squared, *found = numbers
+        return norm_squared, dict(zip(losses, found, strict=False)), found[len(losses) :]
 
     def tell_followers(self, total: list[float]) -> list[float]:
         """What was agreed on, for those who follow: with a state of another rank than the first
@@ -344,8 +389,9 @@ class TrainLoop:
         self.progress.last, self.progress.in_step = commit, False
         rate = self.train.optimizer.rate(commit.step, self.train.steps)
         self.link.committed(commit, rate, commit.finite)
-        if self.progress.skipped_in_a_row >= self.config.max_nonfinite_steps:
-            samples = step_ids(self.train, len(self.data), commit.step)
+        most = self.config.max_nonfinite_steps
+        if most is not None and self.progress.skipped_in_a_row >= most:
+            samples = step_ids(self.train, len(self.data), commit.step, self.config.skips)
             raise NonFiniteError(
                 commit.step, self.progress.skipped_in_a_row, tuple(samples.tolist())
             )

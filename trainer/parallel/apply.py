@@ -177,6 +177,14 @@ def fill(model: nn.Module, slices: dict[str, TensorSlice], source: WeightSource)
                 local.copy_(source.read(name, box.global_shape, box.offsets, box.sizes))
 
 
+def forget_gathered(model: nn.Module) -> None:
+    """Called where the local slices were filled anew. FSDP2 keeps the outermost group's parameters
+    gathered after a forward without a backward, as of an evaluation, and would use those next."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a parameter or gradient that this worker holds, detached, sharing its memory."""
     return memory_of(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

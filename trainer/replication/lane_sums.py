@@ -23,7 +23,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from trainer.replication.lanes import Node, blocks_of, split
-from trainer.replication.step_commit import LaneStats
+from trainer.replication.step_commit import DIGEST_BITS, LaneStats
+
+_LOW_BITS = 2**DIGEST_BITS - 1
 
 _PIECE = 1 << 24
 """Numbers that are brought back from the host at once."""
@@ -61,6 +63,9 @@ class LaneSums:
         self.stats: dict[int, LaneStats] = {}
         self.losses: dict[int, torch.Tensor] = {}
         """Lane -> the sum of its losses, a float64 where it was computed."""
+        self.gradients: dict[int, torch.Tensor] = {}
+        """Lane -> the sum of its gradient's bits, where it was computed."""
+        self._bits = torch.zeros((), dtype=torch.int64)
         self._additions: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._settled = 0
         self.step = -1
@@ -91,11 +96,15 @@ class LaneSums:
         self._home, self._alone, self.overwritten = home, alone, False
         return [lane for lane in lanes if lane not in self.stats]
 
+    def is_new(self, step: int) -> bool:
+        """Whether nothing of `step` is held."""
+        return step != self.step or not self.stats
+
     def _drop_home(self) -> None:
         for node in [node for node, block in self.blocks.items() if block is self._home]:
             del self.blocks[node]
             for lane in range(*node):
-                del self.stats[lane], self.losses[lane]
+                del self.stats[lane], self.losses[lane], self.gradients[lane]
 
     def open(self, lane: int) -> torch.Tensor:
         """Gives `lane` its place in the tree, and a flat float32 buffer to put its gradient in.
@@ -105,6 +114,7 @@ class LaneSums:
         gradient = self._open = self._buffer()
         self.blocks[(lane, lane + 1)] = gradient
         self._additions, self._settled = [], 0
+        self._bits = torch.zeros((), dtype=torch.int64, device=self._device)
         held = {lane for node in self.blocks for lane in range(*node)}
         for node in blocks_of(held, self._total):
             self._merge(node)
@@ -165,8 +175,11 @@ class LaneSums:
     def settle(self, stop: int) -> None:
         """Adds up every subtree that the open lane makes whole, in its first `stop` numbers: they
         are in its buffer."""
+        if stop == self._settled:
+            return
         part = slice(self._settled, stop)
         self._round(self._open[part])
+        self._bits += _sum_of_bits(self._open, self._settled, stop)
         for left, right, into in self._additions:
             for one, other, out in _pieces(left[part], right[part], into[part]):
                 torch.add(_on(out, one), _on(out, other), out=out)
@@ -179,7 +192,7 @@ class LaneSums:
 
     def close(self, lane: int, stats: LaneStats, loss: torch.Tensor) -> None:
         """The lane's whole gradient has been settled; its losses add up to `loss`."""
-        self.stats[lane], self.losses[lane] = stats, loss
+        self.stats[lane], self.losses[lane], self.gradients[lane] = stats, loss, self._bits
 
     def clear(self) -> None:
         """Forgets everything; the buffers are kept for the next step."""
@@ -187,6 +200,7 @@ class LaneSums:
             self._let_go(node)
         self.stats.clear()
         self.losses.clear()
+        self.gradients.clear()
         self.overwritten = False
 
 
@@ -200,3 +214,24 @@ def _pieces(*ranges: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 def _on(like: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """`numbers` on the device of another tensor."""
     return numbers.to(like.device, non_blocking=True)
+
+
+def _sum_of_bits(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The sum of float32s, two at a time as one int64, wherever they are cut; as int32s they would
+    be copied to int64s first."""
+    first, last = start + start % 2, stop - stop % 2
+    total = flat[first : max(first, last)].view(torch.int64).sum()
+    if first > start:
+        total = total + (flat[start:first].view(torch.int32).long().sum() << 32)
+    if stop > last:
+        total = total + (flat[last:stop].view(torch.int32).long().sum() & _LOW_BITS)
+    return total
+
+
+def gradient_digests(bits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Sums of bits (`LaneSums.gradients`) folded to what a float64 holds exactly, also when the
+    workers of a replica are added up: 32 bits, as float64s on their device."""
+    if not bits:
+        return []
+    whole = torch.stack(list(bits))
+    return list(((whole ^ (whole >> DIGEST_BITS)) & _LOW_BITS).double())

@@ -73,7 +73,7 @@ class CrossGroup:
         on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.rank, self.size = rank, len(lanes)
-        self.total_lanes = total_lanes
+        self.total_lanes, self.lanes = total_lanes, list(lanes)
         self.blocks = [blocks_of(held, total_lanes) for held in lanes]
         self._device = torch.device(device)
         self._leave_now, self._on_lost = leave_now, on_lost

@@ -3,7 +3,8 @@
 One float64 vector is summed over the replica (shard x tensor) and then over the replicas:
 
     [grad norm^2, failed, boundary, save, recorded, overwritten, busy per place ...,
-     loss per lane ..., tokens per lane ..., digest per lane ...]
+     loss per lane ..., tokens per lane ..., digest per lane ..., gradient per lane ...,
+     there and gradient per witness ...]
 
 Each lane's entries are set by the one replica that computed the lane and are zero elsewhere, so
 sums are exact and their order does not matter. The norm^2 is that of the already reduced gradient,
@@ -13,7 +14,9 @@ cross-replica reduce did not come through; `boundary` that a worker has heard of
 worker is still writing an earlier one. So all know what is saved, and what is skipped, with no word
 more. `recorded`, which the lead alone sets, is how many steps the run's records hold: nobody need
 keep its own of those. `overwritten` says of a step that failed that the sum has been written over a
-worker's lane: then all of its replica compute that lane again, for none can do it alone.
+worker's lane: then all of its replica compute that lane again, for none can do it alone. `gradient`
+is a digest of a lane's gradient, added up over the workers of a replica; that of a witness, and
+whether it is there, is of the lane that is drawn (`witnesses.py`).
 Design: docs/architecture.md, "A step and its commit".
 """
 
@@ -27,12 +30,16 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.replication.witnesses import WITNESSES, Drawn
+
 Place = Literal["store", "memory"]
 """Where copies of the state go: the checkpoint store, or the memory of the nodes."""
 
 PLACES: tuple[Place, ...] = ("store", "memory")
 
 HEADER = 6 + len(PLACES)
+ROWS, GRADIENTS = 4, 3
+"""Numbers of each lane, and which of them is its gradient's digest."""
 DIGEST_BITS = 32
 """Of one sample: a float64 holds the sum of up to 2**21 of them exactly."""
 
@@ -76,6 +83,9 @@ class Commit:
     last commit when it joins, and hundreds of numbers cost more to pickle than all else."""
     boundary: bool
     """Leave after this step: a planned regroup is due."""
+    gradients: bytes = b""
+    """Per lane, a digest of its gradient, as int64: what a step that is done again is held
+    against."""
     generation: int = 0
     """Of the roster that committed it: a gradient of an earlier attempt at the step is another."""
     saving: Saving = Saving()
@@ -133,24 +143,41 @@ def pack(
     saving: Saving,
     recorded: int,
     overwritten: bool,
+    gradients: Mapping[int, float],
+    witnessed: tuple[int, float] | None = None,
 ) -> list[float]:
-    """One worker's contribution to the commit vector, of length `HEADER` + 3 * `lanes`. `losses`
-    are sums, in nats, of the lanes in `stats`."""
+    """One worker's contribution to the commit vector, of length `HEADER` + `ROWS` * `lanes` +
+    2 * `WITNESSES`. `losses` are sums, in nats, and `gradients` digests, of the lanes in `stats`;
+    `witnessed` is which witness it is, and its digest."""
     vector = [norm_squared, float(failed), float(boundary), float(saving.wanted), float(recorded)]
     vector += [float(overwritten)]
     vector += [float(place in saving.busy) for place in PLACES]
-    vector += [0.0] * (3 * lanes)
+    vector += [0.0] * (ROWS * lanes)
     for lane, stat in stats.items():
-        for row, value in enumerate((losses[lane], stat.tokens, stat.digest)):
+        of_lane = losses[lane], stat.tokens, stat.digest, gradients[lane]
+        for row, value in enumerate(of_lane):
             vector[HEADER + row * lanes + lane] = float(value)
+    for number in range(WITNESSES):
+        there = witnessed is not None and witnessed[0] == number
+        vector += [float(there), witnessed[1] if witnessed is not None and there else 0.0]
     return vector
+
+
+def read_drawn(vector: Sequence[float], drawn: Drawn, lanes: int) -> dict[int, int]:
+    """Position -> digest, of those who computed the lane that was drawn, from a summed vector."""
+    found = {drawn.owner: int(vector[HEADER + GRADIENTS * lanes + drawn.lane])}
+    for number, position in enumerate(drawn.witnesses):
+        at = HEADER + ROWS * lanes + 2 * number
+        if vector[at] > 0:
+            found[position] = int(vector[at + 1])
+    return found
 
 
 def unpack(vector: Sequence[float], *, step: int, lanes: int, generation: int = 0) -> Commit:
     """Reads a summed vector. Losses are added in lane order, the same on every worker."""
     norm_squared = vector[0]
-    loss, tokens, digests = (
-        vector[HEADER + row * lanes : HEADER + (row + 1) * lanes] for row in range(3)
+    loss, tokens, digests, gradients = (
+        vector[HEADER + row * lanes : HEADER + (row + 1) * lanes] for row in range(ROWS)
     )
     total_tokens = int(sum(tokens))
     return Commit(
@@ -160,6 +187,7 @@ def unpack(vector: Sequence[float], *, step: int, lanes: int, generation: int = 
         tokens=total_tokens,
         digests=np.asarray(digests).astype(np.int64).tobytes(),
         boundary=vector[2] > 0,
+        gradients=np.asarray(gradients).astype(np.int64).tobytes(),
         generation=generation,
         saving=Saving(
             wanted=vector[3] > 0,

@@ -8,6 +8,7 @@ import pytest
 
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan, plan_workers
 from elastic.node_config import Ec2Nodes, KubeNodes, LocalNodes
+from elastic.training_config import TrainingHealthConfig
 from trainer.config import ParallelConfig
 from trainer.errors import ConfigError
 
@@ -52,7 +53,7 @@ def test_a_number_that_cannot_work_is_named(settings: dict[str, Any], message: s
     assert str(caught.value) == message
 
 
-NO_BOUNDS = ("replace_nodes", "move_slow", "preflight")
+NO_BOUNDS = ("replace_nodes", "move_slow", "preflight", "training")
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(HealthConfig) if f.name not in NO_BOUNDS])
@@ -61,6 +62,21 @@ def test_every_bound_of_health_must_be_positive(name: str, value: int) -> None:
     with pytest.raises(ConfigError) as caught:
         HealthConfig(**{name: value}).check()  # type: ignore[arg-type]
     assert str(caught.value) == f"health.{name} = {value}: not positive. Use a positive number."
+
+
+@pytest.mark.parametrize("name", ["window_steps", "spike_steps", "loss_sigmas", "max_skips"])
+def test_every_bound_of_training_must_be_positive(name: str) -> None:
+    settings: dict[str, Any] = {name: 0}
+    with pytest.raises(ConfigError, match=rf"health\.training\.{name} = 0: not positive"):
+        HealthConfig(training=TrainingHealthConfig(**settings)).check()
+
+
+def test_what_is_passed_over_is_longer_than_the_trouble() -> None:
+    training = TrainingHealthConfig(on_nonfinite="skip_data", skip_steps=4)
+    with pytest.raises(ConfigError, match="takes up to 5 steps, whose samples would come again"):
+        HealthConfig(training=training).check()
+    HealthConfig(training=training, max_nonfinite_steps=4).check()
+    HealthConfig(training=TrainingHealthConfig(skip_steps=4)).check()
 
 
 def test_one_late_beat_may_not_lose_a_node() -> None:

@@ -104,6 +104,8 @@ def replayed() -> Replay:
         until=None,
         fired=(),
         replacements=(),
+        skips=(),
+        going_back=None,
     )
 
 

@@ -8,6 +8,7 @@ from elastic.protocol import events
 from elastic.protocol.causes import CRASH, LINK, Cause
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog
+from trainer.loop.samples import Skip
 
 
 def step(number: int, generation: int, time: float) -> events.StepRecord:
@@ -112,3 +113,18 @@ def test_a_run_that_was_asked_to_end(tmp_path: Path) -> None:
 def test_before_the_first_roster_there_is_nothing(tmp_path: Path) -> None:
     known = replay(write(tmp_path, [started(0.0, 7), joined("a")], []), 7)
     assert (known.generation, known.recorded, known.formations) == (0, 7, 0)
+
+
+def test_what_was_given_up_and_passed_over(tmp_path: Path) -> None:
+    """Until a roster has gone back, the next coordinator has to see to it."""
+
+    def back(step: int, skip: list[int]) -> events.WentBack:
+        return events.WentBack(time=1.0, step=step, before=9, reason="", skip=skip)
+
+    earlier = [started(0.0), back(2, [1, 1])]  # the manifest that the next start read has these
+    happened = [*earlier, started(0.5), back(4, [6, 50]), regrouped(2.0, 2, 4, "restore")]
+    known = replay(write(tmp_path / "done", happened, []), 0)
+    assert (known.skips, known.going_back) == ((Skip(6, 50),), None)
+    happened += [back(4, []), back(3, [7, 50]), regrouped(3.0, 3, 8, "repeat")]
+    known = replay(write(tmp_path / "pending", happened, []), 0)
+    assert (known.skips, known.going_back) == ((Skip(6, 50), Skip(7, 50)), 3)

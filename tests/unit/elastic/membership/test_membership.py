@@ -1537,6 +1537,7 @@ TWO_BY_TWO = Plan(
     kills=0,
     write_offs=0,
     flakes=12,
+    retreats=0,
     damages=0,
     drains=0,
     crashes=0,
@@ -1557,6 +1558,11 @@ def test_these_schedules_read_saved_states_and_fail_to() -> None:
     worlds = [play(seed) for seed in range(BATCH, 4 * BATCH)]
     assert any(w.checkpoints_failed for w in worlds)
     assert any(w.snapshots_read for w in worlds) and any(w.snapshots_failed for w in worlds)
+
+
+def test_these_schedules_go_back() -> None:
+    worlds = [play(seed) for seed in range(BATCH)]
+    assert sum(world.went_back for world in worlds) > BATCH // 20
 
 
 def test_the_last_copies_go_with_the_last_replica_that_stays() -> None:

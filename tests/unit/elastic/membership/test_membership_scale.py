@@ -61,7 +61,7 @@ def test_an_order_is_pickled_once_and_each_part_of_it_arrives_whole() -> None:
     lanes = ((0, 1), (2,))
     order = Order(
         generation=1, lanes=lanes, step=0, commit=None, heals=(), followers=(0, 0),
-        restore=True, source="store", recorded=0, until=9, pause_s=0.0, meet=("", 0),
+        restore=True, source="store", recorded=0, until=9, skips=(), pause_s=0.0, meet=("", 0),
     )  # fmt: skip
     first = order.part(replica=0, rank=0, position=0, formed=1, serial=1)
     second = order.part(replica=4, rank=1, position=1, formed=2, serial=2)
@@ -71,5 +71,5 @@ def test_an_order_is_pickled_once_and_each_part_of_it_arrives_whole() -> None:
     assert there == second == Run(
         generation=1, replica=4, rank=1, position=1, formed=2, lanes=lanes, step=0, commit=None,
         heals=(), followers=(0, 0), restore=True, source="store", recorded=0, until=9,
-        pause_s=0.0, meet=("", 0), serial=2,
+        pause_s=0.0, meet=("", 0), serial=2, skips=(),
     )  # fmt: skip

@@ -58,7 +58,7 @@ def test_what_is_not_understood_is_quoted(text: str, part: str) -> None:
     assert str(caught.value) == (
         f"fault = {text!r}: {part} is not understood. Write none or "
         f"KIND@STEP[.PHASE][:WORKER[+WORKER] or :spare], with KIND one of kill, freeze, raise, "
-        f"flip, loop."
+        f"flip, glitch, loop."
     )
 
 

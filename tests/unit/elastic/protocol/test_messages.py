@@ -44,7 +44,7 @@ EVIDENCE = Evidence(
 )
 ORDER = Order(
     generation=2, lanes=((0, 2), (1,), ()), step=5, commit=COMMIT, heals=(Heal(2, 0, (1, 2)),),
-    followers=(0, 0, 1), restore=False, source="store", recorded=4, until=9, pause_s=0.5,
+    followers=(0, 0, 1), restore=False, source="store", recorded=4, until=9, skips=(), pause_s=0.5,
     meet=("h", 1),
 )  # fmt: skip
 BUILD = Build(
@@ -65,7 +65,8 @@ ALL = [
     Run(
         generation=2, replica=1, rank=0, position=3, formed=3, lanes=((0, 2), (1,), ()), step=5,
         commit=COMMIT, heals=(Heal(2, 0, (1, 2)),), followers=(0, 0, 1), restore=False,
-        source="store", recorded=4, until=9, pause_s=0.5, meet=("h", 1), serial=9, build=BUILD,
+        source="store", recorded=4, until=9, skips=(), pause_s=0.5, meet=("h", 1), serial=9,
+        build=BUILD,
     ),
     ORDER,
     Death(worker="w0-abc", cause=HANG, detail="stopped", evidence=EVIDENCE),

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from elastic.protocol.causes import CRASH
 from elastic.protocol.events import Event, RegroupDone, RunStarted, StepRecord, WorkerLost
 from elastic.reporting import event_log
-from elastic.reporting.event_log import EventLog, RecordError, last_step, read_steps
+from elastic.reporting.event_log import (
+    EventLog,
+    RecordError,
+    last_step,
+    read_steps,
+    recent_steps,
+)
 from elastic.reporting.report import build_report
 
 
@@ -137,3 +143,14 @@ def test_the_end_of_a_long_run_takes_no_more_than_its_length(tmp_path: Path) -> 
     path = tmp_path / "steps.jsonl"
     short, long = (min(seconds_of(path, steps) for _ in range(2)) for steps in (1_000, 16_000))
     assert long < 64 * short, f"16 times the steps took {long / short:.0f} times as long"
+
+
+@given(histories(), st.integers(1, 9))
+def test_the_latest_steps_before_one_are_those_that_count(
+    tmp_path_factory: pytest.TempPathFactory, records: list[StepRecord], count: int
+) -> None:
+    path = write(tmp_path_factory.getbasetemp() / "steps.jsonl", records)
+    newest = records[-1].step + 1 if records else 0
+    for before in range(newest + 1):
+        counting = [step for step in read_steps(path) if step.step < before]
+        assert recent_steps(path, before, count) == counting[-count:]

@@ -36,7 +36,7 @@ def run(*, position: int, recorded: int = 0, restore: bool = False) -> Run:
     return Run(
         generation=1, replica=position, rank=0, position=position, formed=position + 1,
         lanes=((0,), (1,)), step=recorded, commit=None, heals=(), followers=(0,), restore=restore,
-        source="store", recorded=recorded, until=9, pause_s=0.0, meet=("h", 1), serial=1,
+        source="store", recorded=recorded, until=9, skips=(), pause_s=0.0, meet=("h", 1), serial=1,
     )  # fmt: skip
 
 

@@ -63,6 +63,21 @@ def test_half_a_heal_leaves_no_trace(engine: Engine, arrived: bool) -> None:
     assert engine.state.optimizer_steps == 0
 
 
+def test_what_an_evaluation_has_gathered_is_not_used_after_a_restore(engine: Engine) -> None:
+    """A run that goes back restores in a process that has just evaluated, perhaps."""
+    x = torch.tensor([[1.0, 2.0, 3.0]])
+    engine.initialize()
+    with torch.no_grad():
+        engine.model(x)
+        values = {
+            name: tensor + 1 if name.startswith("param/") else tensor.clone()
+            for name, tensor in engine.state.tensors().items()
+        }
+        engine.load(values, optimizer_steps=0)
+        expected = x @ values["param/weight"].T + values["param/bias"]
+        assert torch.equal(engine.model(x), expected)
+
+
 FIRST = """
 import sys
 import torch.distributed as dist

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from trainer.config import ParallelConfig, TrainConfig
 from trainer.data import sample_ids
-from trainer.loop.samples import LedgerError, lane_ids, micro_seed, samples_sha256, step_ids
+from trainer.loop.samples import (
+    Ledger,
+    LedgerError,
+    Skip,
+    lane_ids,
+    micro_batches,
+    micro_seed,
+    samples_sha256,
+    step_ids,
+)
 from trainer.replication.step_commit import sample_digest
 
 SAMPLES = 50
@@ -129,3 +138,34 @@ def test_a_ledger_of_another_run_is_refused(changes: dict[str, int], lanes: int)
 def test_the_ledger_does_not_depend_on_the_shard_degree() -> None:
     one, two = (ledger(config_with(shard, steps=2), 3, 2) for shard in (1, 2))
     assert one == two
+
+
+def test_data_that_are_passed_over_are_taken_by_no_step() -> None:
+    train = config_with(1, global_batch=4, steps=12)
+    skips = (Skip(3, 2), Skip(3, 1), Skip(6, 4))
+    batches = [0, 1, 2, *(5 + 1, 6 + 1, 7 + 1), *(8 + 1 + 4, 9 + 1 + 4)]  # by hand, of steps 0 to 7
+    for step, batch in enumerate(batches):
+        expected = sample_ids(5, 4 * batch, 4, SAMPLES).tolist()
+        assert step_ids(train, SAMPLES, step, skips).tolist() == expected
+        parts = [lane_ids(train, 2, SAMPLES, step, lane, 0, skips) for lane in range(2)]
+        assert list(itertools.chain(*(part.tolist() for part in parts))) == expected
+        read = micro_batches(
+            train,
+            2,
+            SAMPLES,
+            0,
+            steps=range(step, step + 1),
+            missing=[0, 1],
+            dealt=lambda _: [0, 1],
+            skips=skips,
+        )
+        assert list(itertools.chain(*(ids.tolist() for ids in read))) == expected
+
+
+def test_the_ledger_knows_what_is_passed_over() -> None:
+    plain = Ledger(seed=5, global_batch=4, lanes=2, samples=SAMPLES)
+    skipping = Ledger(seed=5, global_batch=4, lanes=2, samples=SAMPLES, skips=(Skip(3, 2),))
+    assert skipping.digests(2) == plain.digests(2)
+    assert skipping.check(3, plain.digests(5)).tolist() == sample_ids(5, 20, 4, SAMPLES).tolist()
+    with pytest.raises(LedgerError, match="step 3, lane 0"):
+        skipping.check(3, plain.digests(3))

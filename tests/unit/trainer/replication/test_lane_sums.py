@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Sequence
 
 import pytest
 import torch
 
 from tests.support.lane_gradients import COUNT, lane_gradients
-from trainer.replication.lane_sums import LaneSums
+from trainer.replication.lane_sums import LaneSums, gradient_digests
 from trainer.replication.lanes import blocks_of, sum_tree
 from trainer.replication.step_commit import LaneStats
 
@@ -283,3 +284,29 @@ def test_each_lane_and_each_sum_is_rounded_to_what_is_sent() -> None:
         sums.settle(COUNT)
         sums.close(lane, LaneStats(tokens=1, digest=lane), torch.zeros(()))
     assert home.numpy().tobytes() == expected.numpy().tobytes()
+
+
+def test_a_lanes_digest_is_of_its_own_gradient_and_one_bit_changes_it() -> None:
+    def digest(lane_3: torch.Tensor, bounds: Sequence[int], others: Sequence[int]) -> float:
+        sums = make()
+        begin(sums, 0, (*others, 3))
+        add(sums, *others)
+        sums.open(3)[:3] = lane_3
+        for stop in bounds:
+            sums.settle(stop)
+        sums.close(3, LaneStats(tokens=1, digest=3), torch.zeros(()))
+        return gradient_digests([sums.gradients[3]])[0].item()
+
+    gradient = torch.tensor([1.5, -2.0, 3e-9])
+    low, high, last = struct.unpack("<3I", struct.pack("<3f", *gradient.tolist()))
+    bits = (low + (high << 32) + last) % 2**64
+    expected = bits & 0xFFFFFFFF ^ bits >> 32
+    assert digest(gradient, [3], []) == expected
+    assert digest(gradient, [1, 1, 2, 3, 3], [0, 1, 2]) == expected, (
+        "also where it is added up at once"
+    )
+    for place in range(3):
+        for bit in range(31):
+            other = gradient.clone()
+            other.view(torch.int32)[place] ^= 1 << bit
+            assert digest(other, [3], [2]) != expected

@@ -15,9 +15,11 @@ from trainer.replication.step_commit import (
     LaneStats,
     Saving,
     pack,
+    read_drawn,
     sample_digest,
     unpack,
 )
+from trainer.replication.witnesses import Drawn
 
 
 def test_the_layout_of_the_vector() -> None:
@@ -28,16 +30,20 @@ def test_the_layout_of_the_vector() -> None:
     losses = {0: 0.5, 2: 1.5}
     busy = Saving(wanted=True, busy=frozenset({"memory"}))
     rest: dict[str, Any] = {"saving": busy, "recorded": 9, "overwritten": False}
+    rest |= {"gradients": {0: 5.0, 2: 6.0}, "witnessed": (1, 8.0)}
     vector = pack(3, stats, losses, norm_squared=4.0, failed=False, boundary=True, **rest)
     head = [4.0, 0.0, 1.0, 1.0, 9.0, 0.0, 0.0, 1.0]
-    assert vector == [*head, 0.5, 0.0, 1.5, 3.0, 0.0, 7.0, 11.0, 0.0, 99.0]
-    rest = {"saving": Saving(), "recorded": 0, "overwritten": True}
+    lanes = [0.5, 0.0, 1.5, 3.0, 0.0, 7.0, 11.0, 0.0, 99.0, 5.0, 0.0, 6.0]
+    assert vector == [*head, *lanes, 0.0, 0.0, 1.0, 8.0]
+    rest = {"saving": Saving(), "recorded": 0, "overwritten": True, "gradients": {}}
     failed = pack(2, {}, {}, norm_squared=0.0, failed=True, boundary=False, **rest)
-    assert failed == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0, *[0.0] * 8]
+    assert failed == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0, *[0.0] * 14]
 
 
 def test_a_summed_vector_is_read() -> None:
-    sums = [36.0, 0.0, 0.0, 0.0, 15.0, 0.0, 3.0, 0.0, 2.0, 4.0, 1.0, 2.0, 8.0, 9.0]
+    sums = [36.0, 0.0, 0.0, 0.0, 15.0, 0.0, 3.0, 0.0, 2.0, 4.0, 1.0, 2.0, 8.0, 9.0, 6.0, 7.0]
+    sums += [2.0, 5.0, 0.0, 0.0]  # of the first witness's two workers
+    assert read_drawn(sums, Drawn(lane=1, owner=4, witnesses=(5, 0)), 2) == {4: 7, 5: 5}
     commit = unpack(sums, step=17, lanes=2)
     assert (commit.step, commit.tokens, commit.sample_digests) == (17, 3, [8, 9])
     assert commit.recorded == 15
@@ -76,6 +82,7 @@ def test_the_order_of_the_replicas_does_not_matter(
             saving=Saving(wanted=replica == 2),
             recorded=0,
             overwritten=False,
+            gradients={lane: 2.0**32 - 1 for lane in range(9)},
         )
         for replica in range(replicas)
     ]
@@ -102,6 +109,7 @@ def test_a_bad_loss_in_one_lane_makes_the_step_non_finite(loss: float) -> None:
             saving=Saving(),
             recorded=0,
             overwritten=False,
+            gradients={lane: 2.0**32 - 1 for lane in range(9)},
         )
         for lane, value in ((0, 1.0), (1, loss))
     ]
@@ -112,11 +120,11 @@ def test_a_bad_loss_in_one_lane_makes_the_step_non_finite(loss: float) -> None:
 
 @pytest.mark.parametrize("norm_squared", [math.nan, math.inf, -1.0])
 def test_a_bad_gradient_makes_the_step_non_finite(norm_squared: float) -> None:
-    assert not unpack([norm_squared, *[0] * 6, 1, 1, 1], step=0, lanes=1).finite
+    assert not unpack([norm_squared, *[0] * 6, 1, 1, 1, *[0] * 5], step=0, lanes=1).finite
 
 
 def test_a_step_without_tokens_has_a_loss_of_zero() -> None:
-    commit = unpack([0.0] * 11, step=0, lanes=1)
+    commit = unpack([0.0] * 16, step=0, lanes=1)
     assert (commit.loss, commit.grad_norm, commit.finite) == (0.0, 0.0, True)
 
 

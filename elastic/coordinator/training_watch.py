@@ -1,0 +1,129 @@
+"""Losses and gradient norms that stand out: warns, ends the run, or goes back and passes over data.
+
+Decided here, from the steps as they are recorded, and told to all workers by the next roster. So
+nobody need agree on anything, a newcomer needs no history, and no step waits. That the run is some
+steps further by then changes no bit: the finding depends on the steps before it alone, and those
+after it are done again. Decision: docs/decisions/052.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from elastic.coordinator.dispatcher import Dispatcher
+from elastic.coordinator.retreat import Retreat
+from elastic.coordinator.run_log import RunLog
+from elastic.membership.machine import Membership
+from elastic.protocol import events
+from elastic.reporting.event_log import recent_steps
+from elastic.training_config import Action, TrainingHealthConfig
+from health.training import Finding, StepFacts, find_trouble
+from trainer.loop.samples import Skip
+
+
+class TrainingWatch:
+    """Looks at each step that is recorded.
+
+    Args:
+        config: what counts as trouble, and what is done then.
+        max_nonfinite_steps: as in `HealthConfig`.
+        begins_at: steps that are recorded by now.
+        membership: told which data to pass over.
+        dispatcher: ends the run.
+        records: where it is written down.
+        retreat: takes the run back.
+    """
+
+    def __init__(
+        self,
+        config: TrainingHealthConfig,
+        max_nonfinite_steps: int,
+        *,
+        begins_at: int,
+        membership: Membership,
+        dispatcher: Dispatcher,
+        records: RunLog,
+        retreat: Retreat,
+    ) -> None:
+        self._config, self._limits = config, config.limits(max_nonfinite_steps)
+        self._membership, self._dispatcher = membership, dispatcher
+        self._records, self._retreat = records, retreat
+        self._goes_back = False
+        """What is recorded until then will be done again."""
+        self._history = self._read_up_to(begins_at)
+        records.followers.append(self._hear)
+
+    def replay(self, recorded: int) -> None:
+        """Of a coordinator that was started anew: so many steps are recorded."""
+        self._history = self._read_up_to(recorded)
+
+    def _read_up_to(self, step: int) -> list[StepFacts]:
+        steps = recent_steps(self._records.steps_path, step, self._limits.history_steps)
+        return [_facts(record) for record in steps]
+
+    def _hear(self, event: events.Event) -> None:
+        if isinstance(event, events.RegroupDone) and event.outcome == "restore":
+            self._history, self._goes_back = self._read_up_to(event.step), False
+
+    def take(self, steps: Sequence[events.StepRecord]) -> None:
+        """Steps were recorded."""
+        for record in steps:
+            if self._goes_back:
+                return
+            self._history = [*self._history, _facts(record)][-self._limits.history_steps :]
+            finding = find_trouble(self._history, self._limits)
+            if finding is not None:
+                self._meet(finding)
+
+    def _action(self, finding: Finding) -> Action:
+        config = self._config
+        actions: dict[str, Action] = {
+            "nonfinite": config.on_nonfinite,
+            "loss_spike": config.on_loss_spike,
+            "norm_spike": config.on_norm_spike,
+            "no_progress": config.on_no_progress,
+        }
+        return actions[finding.kind]
+
+    def _meet(self, finding: Finding) -> None:
+        action = self._action(finding)
+        self._records.note(
+            events.TrainingTrouble(
+                time=time.time(),
+                trouble=finding.kind,
+                first=finding.first,
+                last=finding.last,
+                detail=finding.detail,
+                action=action,
+            )
+        )
+        if finding.kind == "nonfinite" and action == "stop":
+            return  # the workers end it, and name the samples
+        error = f"step {finding.last}: {finding.detail}"
+        if action == "stop":
+            self._dispatcher.spawn(
+                self._dispatcher.stop(f"{error} (health.training.on_{finding.kind} is 'stop')")
+            )
+        elif action == "skip_data":
+            self._skip(finding, error)
+
+    def _skip(self, finding: Finding, error: str) -> None:
+        config, skips = self._config, self._membership.skips
+        if len(skips) >= config.max_skips:
+            self._dispatcher.spawn(
+                self._dispatcher.stop(
+                    f"{error}; data were passed over {len(skips)} times before "
+                    f"(health.training.max_skips). Lower train.optimizer.lr, or look at the data"
+                )
+            )
+            return
+        self._goes_back = True
+        skip = Skip(finding.first, config.skip_steps)
+        self._dispatcher.spawn(
+            self._retreat.go_back(at_most=finding.first, reason=error, skip=skip)
+        )
+
+
+def _facts(record: events.StepRecord) -> StepFacts:
+    return StepFacts(step=record.step, loss=record.loss, grad_norm=record.grad_norm)

@@ -1,0 +1,97 @@
+"""A run whose losses stand out goes back and passes over the samples, with the same bits whatever
+happens to it, and a later start knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ray.train import RunConfig
+
+from checkpointing import CheckpointConfig, Keys, Reader, newest, open_store, params_sha256
+from elastic import (
+    CustomTask,
+    ElasticTrainer,
+    HealthConfig,
+    OptimizerConfig,
+    ScalingConfig,
+    TrainConfig,
+    TrainingHealthConfig,
+    parse_faults,
+)
+from elastic.protocol.events import FaultFired, TrainingTrouble, WentBack
+from elastic.reporting.event_log import read_events, read_steps
+from tests.support.user_code import model, summed_loss
+from trainer.data import sample_ids
+from trainer.replication.step_commit import sample_digest
+
+SAMPLES, BATCH, SEED = 400, 2, 3
+BAD, SKIPPED = 20, 4
+"""The first of three steps whose samples are spoilt, and the global batches passed over."""
+SPOILT = set(sample_ids(SEED, BAD * BATCH, 3 * BATCH, SAMPLES).tolist())
+DATA = [torch.tensor([100.0 if i in SPOILT else 1.0 + 0.01 * (i % 3)]) for i in range(SAMPLES)]
+
+
+def trainer(storage: Path, *, replicas: int, steps: int, faults: str = "none") -> ElasticTrainer:
+    return ElasticTrainer(
+        TrainConfig(
+            task=CustomTask(build_model=model, loss_function=summed_loss, dataset=DATA),
+            steps=steps,
+            global_batch=BATCH,
+            lanes=2,
+            seed=SEED,
+            optimizer=OptimizerConfig(lr=1e-3, min_lr_ratio=1.0),  # at any number of steps
+        ),
+        scaling=ScalingConfig(max_replicas=replicas, spares=replicas - 1),
+        run_config=RunConfig(name="run", storage_path=str(storage)),
+        checkpoint=CheckpointConfig(every_steps=5),
+        health=HealthConfig(
+            max_nonfinite_steps=2,
+            training=TrainingHealthConfig(
+                on_loss_spike="skip_data", window_steps=8, spike_steps=2, skip_steps=SKIPPED
+            ),
+        ),
+        faults=parse_faults(faults),
+    )
+
+
+def outcome(storage: Path) -> tuple[str, list[float]]:
+    """The final parameters and the losses. Every step took the samples that it should have."""
+    root = storage / "run"
+    records = read_steps(root / "steps.jsonl")
+    for record in records:
+        batch = record.step if record.step < BAD else record.step + SKIPPED
+        ids = sample_ids(SEED, BATCH * batch, BATCH, SAMPLES)
+        expected = [sample_digest(np.array([number]), place) for place, number in enumerate(ids)]
+        assert record.sample_digests == expected, record.step
+    store = open_store(root / "checkpoints")
+    manifest = newest(store, Keys())
+    assert manifest is not None and manifest.step == len(records)
+    assert manifest.training_state["skips"] == [[BAD, SKIPPED]]
+    names = [name for name in manifest.tensors if name.startswith("param/")]
+    return params_sha256(Reader(store, manifest), names), [record.loss for record in records]
+
+
+def events(storage: Path, kind: type[Any]) -> list[Any]:
+    return [e for e in read_events(storage / "run" / "events.jsonl") if isinstance(e, kind)]
+
+
+@pytest.mark.slow
+def test_data_are_passed_over_with_the_same_bits_through_faults_and_a_later_start(
+    cluster: None, tmp_path: Path
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    trainer(whole, replicas=1, steps=40).fit()
+    trainer(broken, replicas=2, steps=34, faults="kill@22:1,kill@30:0").fit()
+    assert len(events(broken, FaultFired)) == 2
+    trainer(broken, replicas=1, steps=40).fit()  # goes on at step 34
+    assert outcome(broken) == outcome(whole)
+    assert max(outcome(whole)[1]) < 100.0, "no spoilt sample is in it"
+    for storage in (whole, broken):
+        (found,) = events(storage, TrainingTrouble)
+        assert (found.trouble, found.first, found.last) == ("loss_spike", BAD, BAD + 1)
+        (back,) = events(storage, WentBack)
+        assert back.step <= BAD and back.skip == [BAD, SKIPPED]

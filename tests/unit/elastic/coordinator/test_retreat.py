@@ -1,0 +1,343 @@
+"""The run goes back: where to, what counts no more, and what the next roster is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointing import Receipt, Snapshot, list_steps, open_store
+from elastic.config import HealthConfig
+from elastic.coordinator import dispatcher as dispatcher
+from elastic.coordinator.corruption import Corruption
+from elastic.coordinator.receipts import Receipts
+from elastic.coordinator.retreat import Retreat
+from elastic.coordinator.snapshots import Snapshots
+from elastic.coordinator.training_watch import TrainingWatch
+from elastic.protocol import events
+from elastic.protocol.messages import Report, Run
+from elastic.training_config import TrainingHealthConfig
+from tests.support.coordinator_desk import CoordinatorDesk
+from tests.support.tiny_checkpoint import KEYS, write_state
+from trainer.loop.samples import Skip
+from trainer.replication.step_commit import Commit
+
+
+def usual(step: int) -> float:
+    """The loss of each lane in a step."""
+    return 1.0 + 0.01 * (step * step % 7)
+
+
+class Desk(CoordinatorDesk):
+    """The parts that have to do with it: a, b and c train in generation 1, and there are
+    checkpoints of steps 4, 8 and 12."""
+
+    def __init__(self, root: Path, health: HealthConfig | None = None) -> None:
+        super().__init__(root, health=health)
+        self.store = open_store(self.paths.checkpoints)
+        for step in (4, 8, 12):
+            write_state(self.store, {"w": torch.randn(4, 4)}, step=step)
+            self.membership.progress.checkpointed(step)
+        self.receipts = Receipts(self.config, self.membership, self.dispatcher, self.records)
+        self.snapshots = Snapshots(
+            self.paths, self.membership.progress, _no_holder, self.records.note,
+            versions={}, found=_snapshot(14), timeout_s=1.0,
+        )  # fmt: skip
+        for node in "ABC":
+            self.snapshots.node_joined(node)
+        self.retreat = Retreat(
+            self.config,
+            self.membership,
+            self.dispatcher,
+            self.records,
+            self.receipts,
+            self.snapshots,
+        )
+        parts: dict[str, Any] = {
+            "membership": self.membership,
+            "dispatcher": self.dispatcher,
+            "records": self.records,
+            "retreat": self.retreat,
+        }
+        self.corruption = Corruption(
+            start_step=0,
+            compares=True,
+            repeats=True,
+            workers=self.workers,
+            receipts=self.receipts,
+            **parts,
+        )
+        training = self.config.health.training
+        self.training = TrainingWatch(training, 5, begins_at=0, **parts)
+        self.records.note(self.done)  # the roster that `CoordinatorDesk` made
+        self.take(0, 14)
+
+    def take(self, first: int, last: int, *, losses: dict[int, list[float]] | None = None) -> None:
+        """Steps are recorded; `losses` of single lanes are not 1.0 each."""
+        progress = self.membership.progress
+        records = [self.record(step, (losses or {}).get(step)) for step in range(first, last)]
+        taken = self.records.take_steps(records)
+        assert progress.going_back or [r.step for r in taken] == list(range(first, last))
+        self.corruption.take(taken)
+        self.training.take(taken)
+
+    def record(self, step: int, lanes: list[float] | None) -> events.StepRecord:
+        lanes = lanes or [usual(step)] * 3
+        return events.StepRecord(
+            step=step, loss=sum(lanes) / 3, grad_norm=1.0, lr=0.1, tokens=8, time=float(step),
+            generation=self.membership.progress.generation, replicas=3,
+            sample_digests=self.config.ledger.digests(step),
+            gradients=torch.tensor(lanes, dtype=torch.float64).numpy().tobytes(),
+        )  # fmt: skip
+
+    def regroup(self, step: int, generation: int) -> dict[str, Run]:
+        """All that live come, with the state of `step`, and are told what to do."""
+        last = Commit(step=step - 1, loss=1.0, grad_norm=1.0, tokens=8, digests=b"", boundary=False)
+        for worker, identity in self.workers.started.items():
+            self.membership.join(
+                Report(
+                    identity=identity,
+                    built=self.built[worker],
+                    step=step,
+                    generation=generation,
+                    last=last,
+                )
+            )
+        effects = self.membership.advance()
+        self.records.write_down(effects)
+        return {w: a for w, a in effects.answers.items() if isinstance(a, Run)}
+
+    @property
+    def done(self) -> events.RegroupDone:
+        lanes = {str(index): list(lanes) for index, lanes in self.membership.roster.lanes.items()}
+        return events.RegroupDone(
+            time=0.0, generation=1, step=0, replicas=3, lanes=lanes, renumbered={},
+            outcome="start", lost_steps=0, repeated_steps=0,
+        )  # fmt: skip
+
+
+Make = Callable[[HealthConfig], Desk]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes one with other bounds."""
+    # It would be put off until long after the loop of the test.
+    monkeypatch.setattr(dispatcher, "gc", SimpleNamespace(disable=lambda: None, enable=None))
+    made: list[Desk] = []
+
+    def one(health: HealthConfig) -> Desk:
+        made.append(Desk(tmp_path, health))
+        return made[-1]
+
+    yield one
+    for desk in made:
+        desk.records.end("interrupted", None)
+
+
+@pytest.fixture
+def desk(make: Make) -> Desk:
+    return make(HealthConfig())
+
+
+def _no_holder(node: str) -> Any:
+    """Nobody calls it."""
+
+
+def _snapshot(step: int) -> Snapshot:
+    manifest: Any = SimpleNamespace(step=step, generation=1, segments={})
+    return Snapshot(manifest=manifest, places={})
+
+
+async def settled(desk: Desk) -> None:
+    """What was begun in the background has ended."""
+    while desk.dispatcher._tasks:
+        await asyncio.gather(*desk.dispatcher._tasks)
+
+
+def test_all_go_back_to_a_checkpoint_and_what_was_saved_later_is_void(desk: Desk) -> None:
+    async def play() -> None:
+        await desk.retreat.go_back(at_most=9, reason="told", skip=Skip(10, 3))
+        await desk.receipts.take(_receipt(14, generation=1), {}, 0.0, 1)  # begun before it
+
+    asyncio.run(play())
+    assert list_steps(desk.store, KEYS) == [4, 8], "those after it are set aside"
+    assert desk.happened(events.CheckpointSkipped) == [], "nobody has looked at that receipt"
+    assert desk.membership.call == "fault"
+    desk.snapshots.node_joined("D")  # looks again for the newest snapshot, which is of step 14
+    desk.take(14, 16)  # by workers that have not heard of it yet
+    assert desk.membership.progress.recorded == 14, "what will be done again is not recorded"
+    runs = desk.regroup(16, generation=1)
+    assert set(runs) == {"a", "b", "c"}
+    for run in runs.values():
+        assert (run.restore, run.step, run.source) == (True, 8, "store")
+        assert run.skips == (Skip(10, 3),)
+    (back,) = desk.happened(events.WentBack)
+    assert (back.step, back.before, back.skip) == (8, 14, [10, 3])
+    (_, done) = desk.happened(events.RegroupDone)
+    assert (done.outcome, done.lost_steps) == ("restore", 8)
+    assert not desk.membership.progress.going_back
+
+
+def test_without_a_checkpoint_it_goes_back_to_the_seed(desk: Desk) -> None:
+    asyncio.run(desk.retreat.go_back(at_most=3, reason="told"))
+    runs = desk.regroup(14, generation=1)
+    assert {(run.restore, run.step) for run in runs.values()} == {(True, 0)}
+    assert list_steps(desk.store, KEYS) == []
+
+
+def test_two_that_go_back_at_once_go_to_the_earlier(desk: Desk) -> None:
+    async def play() -> None:
+        await asyncio.gather(
+            desk.retreat.go_back(at_most=5, reason="told"),
+            desk.retreat.go_back(at_most=9, reason="told"),
+        )
+
+    asyncio.run(play())
+    assert {run.step for run in desk.regroup(14, generation=1).values()} == {4}
+    assert list_steps(desk.store, KEYS) == [4]
+
+
+# -- who was wrong ---------------------------------------------------------------------------------
+
+
+def compared(desk: Desk, step: int) -> None:
+    desk.records.note(events.ReplicasCompared(time=0.0, step=step, equal=True))
+
+
+def test_whose_losses_were_others_the_first_time_is_named(desk: Desk) -> None:
+    """Lane 1 is the one of b, both times; from step 11 on the error is in everybody's weights."""
+
+    async def play() -> None:
+        compared(desk, 9)
+        wrong = {10 + n: [usual(10 + n) + n, 1.5, usual(10 + n) + n] for n in range(5)}
+        desk.take(14, 15, losses=wrong)
+        # Recorded before the desk was made: what step 10 came to the first time.
+        desk.corruption.take([desk.record(step, wrong[step]) for step in range(10, 15)])
+        await desk.corruption.undecided(1, 15, "they differ")
+        desk.regroup(15, generation=1)
+        assert desk.membership.progress.recorded == 8, "8 is before the equal comparison"
+        desk.take(8, 11)
+        await settled(desk)
+
+    asyncio.run(play())
+    (lost,) = desk.happened(events.WorkerLost)
+    assert (lost.worker, lost.cause) == ("b", "corruption")
+    assert "step 10 came to other gradients" in lost.detail
+    assert desk.agents.killed == ["b"]
+
+
+@pytest.mark.parametrize("wrong", [[1.5, 1.5, usual(10)], [1.5, 1.5, 1.5]])
+def test_nobody_is_named_where_lanes_of_several_differ(desk: Desk, wrong: list[float]) -> None:
+    async def play() -> None:
+        compared(desk, 9)
+        desk.corruption.take([desk.record(10, wrong)])
+        await desk.corruption.undecided(1, 14, "they differ")
+        desk.regroup(14, generation=1)
+        desk.take(8, 12)
+        await settled(desk)
+
+    asyncio.run(play())
+    assert desk.happened(events.WorkerLost) == []
+
+
+def test_a_second_dispute_over_the_same_steps_ends_the_run(desk: Desk) -> None:
+    async def play() -> None:
+        compared(desk, 9)
+        await desk.corruption.undecided(1, 14, "they differ")
+        await desk.corruption.undecided(1, 14, "another column says so, too")
+        assert desk.membership.stopped is None
+        desk.regroup(14, generation=1)
+        desk.take(8, 14)
+        await desk.corruption.undecided(2, 14, "they differ")
+
+    asyncio.run(play())
+    assert desk.membership.stopped is not None
+    assert "so they did before step 14" in str(desk.membership.stopped.error)
+
+
+def test_an_equal_comparison_settles_a_dispute(desk: Desk) -> None:
+    async def play() -> None:
+        await desk.corruption.undecided(1, 14, "they differ")
+        desk.regroup(14, generation=1)
+        desk.take(0, 14)
+        compared(desk, 14)
+        await desk.corruption.undecided(2, 14, "they differ")
+
+    asyncio.run(play())
+    assert desk.membership.stopped is None and len(desk.happened(events.WentBack)) == 2
+
+
+def test_an_outlier_is_lost_and_all_go_back_behind_the_last_equal_comparison(desk: Desk) -> None:
+    async def play() -> None:
+        compared(desk, 8)  # a copy made after it may hold the error: 8 itself is in doubt
+        await desk.corruption.outlier("b", 1, "it differs", spread=True)
+
+    asyncio.run(play())
+    (lost,) = desk.happened(events.WorkerLost)
+    assert (lost.worker, lost.cause) == ("b", "corruption")
+    assert {run.step for run in desk.regroup(14, generation=1).values()} == {4}
+
+
+# -- losses that stand out -------------------------------------------------------------------------
+
+TRAINING = TrainingHealthConfig(window_steps=8, spike_steps=2, skip_steps=5, max_skips=2)
+HIGH = [9.0, 9.0, 9.0]
+
+
+def health(**actions: Any) -> HealthConfig:
+    fields = {name: getattr(TRAINING, name) for name in vars(TRAINING)}
+    return HealthConfig(training=TrainingHealthConfig(**{**fields, **actions}))
+
+
+def test_a_spike_is_told_of_and_no_more_by_default(make: Make) -> None:
+    desk = make(health())
+    desk.take(14, 18, losses={15: HIGH, 16: HIGH})
+    (found,) = desk.happened(events.TrainingTrouble)
+    assert (found.trouble, found.first, found.last, found.action) == ("loss_spike", 15, 16, "warn")
+    assert desk.membership.call is None and desk.membership.stopped is None
+
+
+def test_a_spike_may_end_the_run(make: Make) -> None:
+    desk = make(health(on_loss_spike="stop"))
+
+    async def play() -> None:
+        desk.take(14, 17, losses={15: HIGH, 16: HIGH})
+        await settled(desk)
+
+    asyncio.run(play())
+    assert desk.membership.stopped is not None
+    assert "on_loss_spike is 'stop'" in str(desk.membership.stopped.error)
+
+
+def test_data_are_passed_over_so_often_and_no_oftener(make: Make) -> None:
+    desk = make(health(on_loss_spike="skip_data"))
+
+    async def play() -> None:
+        desk.take(14, 18, losses={15: HIGH, 16: HIGH})  # 17 is done before anybody hears
+        await settled(desk)
+        runs = desk.regroup(18, generation=1)
+        assert {(run.step, run.skips) for run in runs.values()} == {(12, (Skip(15, 5),))}
+        # The window is that of the steps before, although this coordinator went on to 18.
+        desk.take(12, 17, losses={15: HIGH, 16: HIGH})
+        await settled(desk)
+        runs = desk.regroup(17, generation=2)
+        assert runs["a"].skips == (Skip(15, 5), Skip(15, 5))
+        desk.take(12, 17, losses={15: HIGH, 16: HIGH})
+        await settled(desk)
+
+    asyncio.run(play())
+    first, *others = desk.happened(events.TrainingTrouble)
+    assert [e.detail for e in others] == [first.detail] * 2, "held against the same steps"
+    assert desk.membership.stopped is not None
+    assert "passed over 2 times before" in str(desk.membership.stopped.error)
+
+
+def _receipt(step: int, generation: int) -> Receipt:
+    slices: Any = None  # nobody looks at them
+    return Receipt(rank=0, step=step, generation=generation, attempt=1, slices=slices, segments=())
