@@ -23,6 +23,7 @@ from trainer.optimizer import (
     check_schedule,
     check_settings,
 )
+from trainer.parallel.context.dim import ContextParallel
 from trainer.parallel.layout import ParallelDims
 
 if TYPE_CHECKING:
@@ -136,13 +137,17 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How one replica is split over its workers: `shard` x `tensor` of them hold one copy, times
-    the degrees of `others`."""
+    """How one replica is split over its workers: `shard` x `context` x `tensor` of them hold one
+    copy, times the degrees of `others`."""
 
     shard: int = 1
-    """Fully sharded data parallel degree (FSDP2)."""
+    """Sharded data parallel degree (FSDP2)."""
+    context: int = 1
+    """Context parallel degree: so many workers share the tokens of each sample, and parameters are
+    sharded over them as well."""
     tensor: int = 1
-    """Tensor parallel degree, with sequence parallelism between the blocks."""
+    """Tensor parallel degree, with sequence parallelism between the blocks. The workers of a group
+    should be on one node."""
     others: tuple[MeshDim, ...] = ()
     """Further dimensions, whose workers divide the work on the same samples; see
     `trainer.parallel.dims`."""
@@ -155,6 +160,13 @@ class ParallelConfig:
         check_types(self, "train.parallel")
 
     @property
+    def dividing(self) -> tuple[MeshDim, ...]:
+        """The dimensions whose workers divide the work on the same samples, tensor apart."""
+        if self.context == 1:
+            return self.others
+        return (*self.others, ContextParallel(degree=self.context))
+
+    @property
     def dims(self) -> ParallelDims:
         """The mesh of one replica, as plain numbers."""
         flat = self._flat
@@ -164,7 +176,7 @@ class ParallelConfig:
 
     @property
     def _flat(self) -> ParallelDims:
-        others = tuple((dim.name, dim.degree) for dim in self.others)
+        others = tuple((dim.name, dim.degree) for dim in self.dividing)
         return ParallelDims(shard=self.shard, others=others, tensor=self.tensor)
 
     @property
@@ -175,8 +187,8 @@ class ParallelConfig:
     def check(self, train: TrainConfig) -> None:
         """Raises ConfigError where a degree is below 1, a name is taken, or a dimension does not go
         with the rest of `train`."""
-        names = ["shard", *(dim.name for dim in self.others), "tensor"]
-        degrees = [self.shard, *(dim.degree for dim in self.others), self.tensor]
+        names = ["shard", *(dim.name for dim in self.others), "context", "tensor"]
+        degrees = [self.shard, *(dim.degree for dim in self.others), self.context, self.tensor]
         for name, degree in zip(names, degrees, strict=True):
             field = f"train.parallel.{name}"
             if degree < 1:
@@ -184,7 +196,7 @@ class ParallelConfig:
             if names.count(name) > 1:
                 raise ConfigError(field, name, "two dimensions have this name", "Use another")
         self._check_nodes()
-        for dim in self.others:
+        for dim in self.dividing:
             dim.check(train)
 
     def _check_nodes(self) -> None:

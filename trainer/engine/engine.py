@@ -88,7 +88,7 @@ class Engine:
         self.model: nn.Module = parallelize(
             model,
             mesh,
-            others=train.parallel.others,
+            others=train.parallel.dividing,
             family=family_of_task(task),
             compute_dtype=getattr(torch, train.precision),
             recompute=train.recompute,
@@ -254,7 +254,7 @@ class Engine:
             batch: all of it, the same on the workers that share its samples.
         """
         batch = to_device(batch, self.device)
-        for dim in self.train_config.parallel.others:
+        for dim in self.train_config.parallel.dividing:
             batch = dim.part(batch, self.slot.coordinates[dim.name])
         return batch
 

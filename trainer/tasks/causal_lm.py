@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainer.data import SampleSource
+    from trainer.data.token_batch import TokenBatch
     from trainer.models.init import WeightSource
 
 _Own = TypeVar("_Own", bound="PreparedCausalLM")
@@ -200,9 +201,9 @@ class PreparedCausalLM:
 
         return flops_of_transformer(model, self.config, self.seq_len)
 
-    def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Cross-entropy summed over all targets; `batch` is int64 of shape (samples, seq_len +
-        1).
+    def loss(self, model: nn.Module, batch: torch.Tensor | TokenBatch) -> tuple[torch.Tensor, int]:
+        """Cross-entropy summed over all targets; `batch` is int64 of shape (samples, seq_len + 1),
+        or what a worker has of it.
 
         In training, the router's auxiliary loss of this micro-batch is added for each target, where
         the configuration asks for it. It depends on the micro-batch alone, so it is the same at any
@@ -210,16 +211,20 @@ class PreparedCausalLM:
         """
         from torch.nn.functional import cross_entropy
 
+        from trainer.data.token_batch import TokenBatch
         from trainer.models.chunked_head import with_losses
 
-        inputs, targets = batch[:, :-1], batch[:, 1:]
+        part = batch if isinstance(batch, TokenBatch) else TokenBatch.of(batch)
+        targets, given = part.targets, {"input_ids": part.inputs, "use_cache": False}
+        if part.positions is not None:
+            given["position_ids"] = part.positions
         with one_text_each():
             if self.loss_chunk is None:
-                output = model(input_ids=inputs, use_cache=False)
+                output = model(**given)
                 logits = output.logits.flatten(0, 1).float()
                 loss = cross_entropy(logits, targets.flatten(), reduction="sum")
             else:
-                output = with_losses(model, targets, input_ids=inputs, use_cache=False)
+                output = with_losses(model, targets, **given)
                 loss = output.logits
         if model.training and self.router_coefficient:
             loss = loss + self.router_coefficient * targets.numel() * output.aux_loss
