@@ -25,6 +25,7 @@ from trainer.optimizer import (
 )
 from trainer.parallel.context.dim import ContextParallel
 from trainer.parallel.layout import ParallelDims
+from trainer.parallel.strategy import Layout, Strategy, plan_regathered
 
 if TYPE_CHECKING:
     import torch
@@ -148,6 +149,14 @@ class ParallelConfig:
     tensor: int = 1
     """Tensor parallel degree, with sequence parallelism between the blocks. The workers of a group
     should be on one node."""
+    strategy: Strategy | None = None
+    """What the layout is meant to be: `NO_SHARD`, `SHARD_GRAD_OP`, `FULL_SHARD` (one replica) or
+    `HYBRID_SHARD` (several); one whose degrees come to something else is refused. None: whatever
+    they come to."""
+    reshard_after_forward: bool | int | None = None
+    """Whether a block's parameters are let go of after its forward and gathered again for its
+    backward; a number: they lie over so many workers in between, a divisor of those that they are
+    sharded over. None: yes, but with `SHARD_GRAD_OP`."""
     others: tuple[MeshDim, ...] = ()
     """Further dimensions, whose workers divide the work on the same samples; see
     `trainer.parallel.dims`."""
@@ -177,7 +186,19 @@ class ParallelConfig:
     @property
     def _flat(self) -> ParallelDims:
         others = tuple((dim.name, dim.degree) for dim in self.dividing)
-        return ParallelDims(shard=self.shard, others=others, tensor=self.tensor)
+        dims = ParallelDims(shard=self.shard, others=others, tensor=self.tensor)
+        between = plan_regathered(self.reshard_after_forward, self.strategy, dims.fsdp, self.tensor)
+        return replace(dims, regather=None if between == dims.fsdp else between)
+
+    def layout(self, replicas: int) -> Layout:
+        """That of a whole run.
+
+        Raises:
+            ConfigError: it is not the strategy that is wanted, or cannot be.
+        """
+        layout = Layout(dims=self.dims, replicas=replicas)
+        layout.check(self.strategy)
+        return layout
 
     @property
     def workers(self) -> int:

@@ -39,8 +39,8 @@ class TokenBatch(NamedTuple):
         positions = self.positions
         if positions is None:
             positions = torch.arange(tokens, device=device).unsqueeze(0)
-        picked = (
+        inputs, targets, positions = (
             torch.cat([tensor[:, start:end] for start, end in stretches], dim=1)
             for tensor in (self.inputs, self.targets, positions)
         )
-        return TokenBatch(*picked, documents=self.documents)
+        return TokenBatch(inputs, targets, positions, self.documents)

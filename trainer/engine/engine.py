@@ -95,6 +95,7 @@ class Engine:
             compiled=train.compile,
             gather_ahead=train.gather_ahead,
             levels=TwoLevels.of(slot.dims),
+            reshard=slot.dims.regathered > 1,
         )
         self._slices = local_slices(self.model, slot)
         materialize(self.model, self.device, None if heir_of is None else heir_of.memory())

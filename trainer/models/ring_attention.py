@@ -14,7 +14,7 @@ from trainer.errors import ConfigError
 from trainer.parallel.context.ring import Ring, ring_attention
 
 IMPLEMENTATION = "elastic_ring"
-"""Its name in the registry. transformers makes no mask for an implementation that has none there."""
+"""Its name in the registry. transformers makes no mask for one that has no maker of masks there."""
 
 _MORE = ("sliding_window", "softcap", "position_bias", "s_aux", "cache")
 """Arguments of an attention that is more than a softmax over the tokens before."""

@@ -1,1 +1,1 @@
-"""Context parallelism: the tokens of each sample divided over workers, whose attention is a ring."""
+"""Context parallelism: workers share the tokens of each sample, and attention is a ring."""

@@ -4,7 +4,7 @@ tokens."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.errors import ConfigError
 from trainer.parallel.context.head_tail import stretches

@@ -60,7 +60,8 @@ _rings: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)
+    c10d: Any = dist.distributed_c10d
+    return c10d._resolve_process_group(name)
 
 
 class _Passing:
@@ -160,7 +161,8 @@ def backward(
         of_these = torch.zeros(key.numel() + value.numel(), device=key.device)
         of_key, of_value = _unpacked(of_these, key, value)
         for block in place.blocks(round_, query.shape[2]):
-            piece = Piece(_of(block, query), *_keys_of(block, k, v), block.causal, scale)
+            its_k, its_v = _keys_of(block, k, v)
+            piece = Piece(_of(block, query), its_k, its_v, block.causal, scale)
             grad_, out_, lse_ = (_of(block, tensor).contiguous() for tensor in (grad, out, lse))
             of_q, of_k, of_v = kernel.backward(grad_, piece, out_, lse_)
             _of(block, of_query).add_(of_q)
