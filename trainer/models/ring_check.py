@@ -15,7 +15,7 @@ from typing import Any
 from trainer.errors import ConfigError
 from trainer.models.causal import smaller
 from trainer.models.family import ModelFamily, family_of
-from trainer.models.hf import text_configuration
+from trainer.models.hf import one_text_each, text_configuration
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def _difference(family: ModelFamily, config: Mapping[str, Any]) -> float:
     from trainer.models.ring_attention import put_ring_in
     from trainer.parallel.context.ring import Ring
 
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), one_text_each():
         torch.manual_seed(0)
         model = family.build_on_meta(config).eval()
         weights = {n: torch.randn(p.shape) * 0.2 for n, p in model.named_parameters()}

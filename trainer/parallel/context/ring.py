@@ -16,7 +16,7 @@ Shapes: q_BHSD, k_BGSD, v_BGSD (batch, heads, this worker's tokens, head dim); l
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -132,7 +132,7 @@ class _Sums:
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(result, lse) of all."""
         assert self._out is not None
-        return self._out.to(self._query.dtype), self._lse
+        return self._out.to(self._query.dtype).contiguous(), self._lse.contiguous()
 
 
 def backward(
@@ -257,7 +257,7 @@ def _gradients(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]
 
 ring_attention.register_autograd(_gradients, setup_context=_keep)
 
-COMPOSED = {
+COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.ops.elastic.ring_attention.default: forward,
     torch.ops.elastic.ring_attention_backward.default: backward,
 }
