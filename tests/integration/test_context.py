@@ -14,7 +14,7 @@ import torch
 
 from tests.support.data_plane import WorkerResult, run_layout
 from tests.support.gradients import Case, Found, gradients_of, plain_gradients
-from tests.support.tiny import SEQ_LEN, tiny_task, tiny_train
+from tests.support.tiny import SEQ_LEN, fit, tiny_task, tiny_train, tiny_trainer
 from trainer.config import ParallelConfig
 
 SAMPLES = 2
@@ -135,3 +135,39 @@ def test_bits_do_not_depend_on_the_number_of_replicas(make: Callable[..., Case])
     ((_, loss, tokens),) = one[0].evaluations
     assert 0 < loss < 10
     assert tokens == len(case.task.eval_data() or ()) * SEQ_LEN or tokens == 16 * SEQ_LEN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel", [{"context": 2}, {"shard": 4, "reshard_after_forward": 2}], ids=str
+)
+def test_killed_workers_leave_no_trace(
+    cluster: None, text: Path, tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    """In a ring's backward and in a forward: the replica breaks, is formed anew and healed. The
+    bits are those of one replica that nothing happened to."""
+    train = tiny_train(
+        text,
+        task=replace(tiny_task(text), texts="apart"),
+        parallel=ParallelConfig(**parallel),
+        steps=40,
+    )
+    size = train.parallel.workers
+    whole = fit(tiny_trainer(text, tmp_path, name="whole", train=train, replicas=1))
+    broken = fit(
+        tiny_trainer(
+            text,
+            tmp_path,
+            train=train,
+            replicas=2,
+            min_replicas=2,
+            faults=f"kill@8.backward:{size + 1},kill@20.forward:0",
+            spares=2,
+        )
+    )
+    assert broken.report["faults_fired"] == 2
+    assert broken.report["lost_steps"] == 0
+    assert broken.report["replicas_equal"] is True
+    assert broken.samples == whole.samples
+    assert broken.losses == whole.losses
+    assert broken.params == whole.params
