@@ -1,12 +1,12 @@
 """One long sequence on several workers: how much memory its activations take on each, by context
 and by tensor (and sequence) parallelism.
 
-A small Llama takes steps on the CPU, through the trainer's own loop, one process for each worker;
-a sample is one sequence of random tokens, 32,768 unless said otherwise. Of the last step the peak
-is read off the allocator's events: all that is not parameters, gradients and moments. Beside it
-stand what a dry run foretells, the seconds of a step, and the last loss, which is the same in all
-layouts but for the order of sums. The workers share this machine's processors, so the seconds say
-nothing of speed on several machines.
+A small Llama takes a step on the CPU, through the trainer's own loop, one process for each worker;
+its batch is one sequence of random tokens, 32,768 unless said otherwise. The peak of the step is
+read off the allocator's events: all that is not parameters, gradients and moments. Beside it stand
+what a dry run foretells, the seconds of the step, and its loss and gradient norm, which are the
+same in all layouts but for the order of sums. The workers share this machine's processors, so the
+seconds say nothing of speed on several machines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYOUTS = {
     "tensor 4": ParallelConfig(tensor=4),
     "context 2, tensor 2": ParallelConfig(context=2, tensor=2),
 }
-STEPS, VOCABULARY = 2, 512
+VOCABULARY = 512
 SETTINGS = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -72,7 +72,7 @@ def main() -> None:
 
 def settings(seq_len: int, parallel: ParallelConfig) -> TrainConfig:
     """Of one run."""
-    train = small_train(steps=STEPS, global_batch=1, optimizer=OptimizerConfig(lr=1e-2))
+    train = small_train(steps=1, global_batch=1, optimizer=OptimizerConfig(lr=1e-2))
     model = replace(train.task.model, settings={**SETTINGS, "max_position_embeddings": seq_len})
     chunk = min(1024, seq_len // 8)
     task = replace(train.task, model=model, seq_len=seq_len, loss_chunk=chunk)
@@ -80,7 +80,7 @@ def settings(seq_len: int, parallel: ParallelConfig) -> TrainConfig:
 
 
 def measure(train: TrainConfig) -> dict[str, Any]:
-    """Numbers of one layout: the worker with the most memory, the slowest last step."""
+    """Numbers of one layout: the worker with the most memory, the slowest one."""
     train.check(1)
     foretold = dry_run(train, replicas=1, device="cpu").components
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -90,12 +90,13 @@ def measure(train: TrainConfig) -> dict[str, Any]:
         mp.start_processes(
             _worker, args=(store.port, train, results), nprocs=workers, start_method="spawn"
         )
-        peaks, seconds, losses = zip(*(results[place] for place in range(workers)), strict=True)
+        peaks, seconds, commits = zip(*(results[place] for place in range(workers)), strict=True)
     return {
         "activations_mb": round(max(peaks) / 1e6, 1),
         "foretold_mb": round(sum(n for c, n in foretold.items() if c not in _STATE) / 1e6, 1),
         "step_s": round(max(seconds), 1),
-        "loss": round(losses[0], 5),
+        "loss": round(commits[0].loss, 5),
+        "grad_norm": round(commits[0].grad_norm, 5),
     }
 
 
@@ -103,15 +104,13 @@ def _worker(place: int, port: int, train: TrainConfig, results: Any) -> None:
     torch.set_num_threads(1)
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=3600)
     loop = make_loop(place, meet, _Random.without_text(train, 0), train, 1)
-    for _ in range(train.steps - 1):
-        take_step(loop)
     begun_s = time.monotonic()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         commit = take_step(loop)
     seconds = time.monotonic() - begun_s
     assert loop.loader is not None
     loop.loader.close()
-    results[place] = peak_of(seen), seconds, commit.loss
+    results[place] = peak_of(seen), seconds, commit
     del loop
     leave_replica_group()
 
