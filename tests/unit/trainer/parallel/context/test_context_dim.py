@@ -33,9 +33,10 @@ def test_a_worker_takes_head_and_tail() -> None:
 
 
 def test_texts_begin_after_their_end(tmp_path: Path) -> None:
-    with TokenWriter(tmp_path, vocab_size=16, file_tokens=64, tokenizer="", source="") as writer:
+    place = tmp_path / "tokens"
+    with TokenWriter(place, vocab_size=16, file_tokens=64, tokenizer="", source="") as writer:
         writer.write(np.array([5, 0, 6, 7, 0, 0, 8, 9, 0, 1, 2, 3, 4], dtype=np.uint32))
-    batch = TextDataset(tmp_path, 6, end_id=0).batch(np.array([0, 1]))
+    batch = TextDataset(place, 6, end_id=0).batch(np.array([0, 1]))
     assert batch.documents is not None
     assert [starts.tolist() for starts in batch.documents] == [[0, 2, 5], [0, 3]]
     assert batch.positions is not None
