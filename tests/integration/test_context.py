@@ -71,11 +71,10 @@ def make(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
                 (short / f"{index:02}.txt").write_text(f"{' '.join(words)} {index}")
         run = tiny_train(
             short,
-            steps=4,
             lanes=2,
             global_batch=16,
             parallel=ParallelConfig(**parallel),
-            **{"micro_batch": 2, **(train or {})},
+            **{"steps": 4, "micro_batch": 2, **(train or {})},
         )
         run.check(2)
         prepared = replace(tiny_task(short), **(task or {})).prepare(run, cache)

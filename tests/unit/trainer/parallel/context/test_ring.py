@@ -40,7 +40,10 @@ def test_it_is_attention_with_a_mask(
             text[sample, start:] += 1
     mask = (text[:, :, None] == text[:, None]).tril()[:, None]
     exact = [x.detach().double().requires_grad_() for x in given]
-    wanted = scaled_dot_product_attention(*exact, attn_mask=mask, scale=0.3, enable_gqa=True)
+    query, key, value = exact
+    wanted = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
+    )
     grad = torch.randn_like(out)
     found = torch.autograd.grad(out, given, grad)
     due = torch.autograd.grad(wanted, exact, grad.double())
