@@ -14,9 +14,9 @@ from trainer.errors import ConfigError, check_types
 from trainer.models.causal import check_causal
 from trainer.models.family import HUGGING_FACE, ModelFamily, family_of
 from trainer.models.hf import ModelConfig, check_positions, one_text_each, text_configuration
-from trainer.models.ring_check import check_ring
 from trainer.parallel.check import check_tensor_parallel
 from trainer.parallel.context.precision import check_kernel
+from trainer.parallel.context.trial import check_ring
 
 if TYPE_CHECKING:
     import torch
@@ -224,7 +224,7 @@ class PreparedCausalLM:
 
             chunk_head(model, self.loss_chunk)
         if self.end_id is not None:
-            from trainer.models.ring_attention import put_ring_in
+            from trainer.parallel.context.attention import put_ring_in
             from trainer.parallel.context.ring import Ring
 
             put_ring_in(model, Ring())
@@ -252,7 +252,7 @@ class PreparedCausalLM:
         part = batch if isinstance(batch, TokenBatch) else TokenBatch.of(batch)
         targets, given = part.targets, {"input_ids": part.inputs, "use_cache": False}
         if part.positions is not None:
-            from trainer.models.ring_attention import tell_documents
+            from trainer.parallel.context.attention import tell_documents
 
             given["position_ids"] = part.positions
             tell_documents(model, part.documents)

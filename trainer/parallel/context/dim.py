@@ -4,7 +4,7 @@ tokens."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
 from trainer.parallel.context.head_tail import stretches
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from trainer.config import TrainConfig
     from trainer.data.token_batch import TokenBatch
 
 
@@ -27,7 +26,7 @@ class ContextParallel:
     name: str = "context"
     """In messages and records."""
 
-    def check(self, train: TrainConfig) -> None:
+    def check(self, train: Any) -> None:
         """See MeshDim. The model is looked at when the task is prepared
         (`trainer.parallel.check`)."""
         if self.degree == 1:
@@ -52,7 +51,7 @@ class ContextParallel:
 
     def convert(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """See MeshDim."""
-        from trainer.models.ring_attention import put_ring_in
+        from trainer.parallel.context.attention import put_ring_in
         from trainer.parallel.context.ring import Ring
 
         put_ring_in(model, Ring(mesh.get_group().group_name))

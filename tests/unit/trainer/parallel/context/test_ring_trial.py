@@ -8,7 +8,7 @@ import pytest
 
 from trainer.errors import ConfigError
 from trainer.models.hf import ModelConfig
-from trainer.models.ring_check import check_ring
+from trainer.parallel.context.trial import check_ring
 
 
 def config(architecture: str, **settings: Any) -> dict[str, Any]:
@@ -36,6 +36,6 @@ def test_another_is_refused(architecture: str, settings: dict[str, Any], fact: s
 
 
 def test_the_trial_sees_what_ignores_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.models.ring_attention.put_ring_in", lambda model, ring: None)
+    monkeypatch.setattr("trainer.parallel.context.attention.put_ring_in", lambda model, ring: None)
     with pytest.raises(ConfigError, match="others than those of their own text"):
         check_ring(config("llama"), 2)

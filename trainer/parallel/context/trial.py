@@ -80,7 +80,7 @@ def _difference(family: ModelFamily, config: Mapping[str, Any]) -> float:
     import torch
     from torch.func import functional_call
 
-    from trainer.models.ring_attention import put_ring_in
+    from trainer.parallel.context.attention import put_ring_in
     from trainer.parallel.context.ring import Ring
 
     with torch.random.fork_rng(devices=[]), torch.no_grad(), one_text_each():
