@@ -232,6 +232,14 @@ class ParallelConfig:
                 "sharded over",
                 f"Use {' or '.join(map(str, possible))}" if possible else "Use None",
             )
+        if here is not None and 1 < self._flat.regathered < self._flat.fsdp:
+            raise ConfigError(
+                "train.parallel.reshard_after_forward",
+                self.reshard_after_forward,
+                "parameters that lie over fewer workers are gathered by FSDP2 itself, not in two "
+                "levels",
+                "Use True or False, or workers_per_node = None",
+            )
 
 
 @dataclass(frozen=True)
