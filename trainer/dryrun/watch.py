@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.dryrun.kernels import Beside
-from trainer.parallel.two_level import TwoLevels
 from trainer.parallel.context.ring import COMPOSED
+from trainer.parallel.two_level import TwoLevels
 
 COMPONENTS = (
     "parameters",

@@ -41,11 +41,18 @@ def ring_of(model: nn.Module) -> Ring | None:
 
 def tell_documents(model: nn.Module, documents: Sequence[Any] | None) -> None:
     """Says where the texts begin in the micro-batch that the model is about to compute."""
-    ring = ring_of(model)
+    ring, network = ring_of(model), cast(Any, model)
     if ring is not None:
         ring.documents = documents
-    elif documents is not None:
-        raise AssertionError("a model without a ring would attend across texts")
+    if documents is not None and (
+        ring is None or network.config._attn_implementation != IMPLEMENTATION
+    ):
+        raise ConfigError(
+            "train.task.texts",
+            "apart",
+            "a converter has put another attention in the place of the one that keeps them apart",
+            "Use 'joined', or converters that leave attention as it is",
+        )
 
 
 def _attend(
