@@ -63,6 +63,7 @@ class ScalingConfig:
                 "a worker computes on one GPU, or shares one",
                 "Use more than 0, 1 at most",
             )
+        parallel.layout(self.max_replicas)
 
     def slots(self, parallel: ParallelConfig) -> int:
         """Workers of the full layout, spares not counted."""

@@ -1,6 +1,7 @@
 """Llama 3 70B on 1,024 GPUs: layouts to try with `elastic dryrun`, and to start from.
 
 elastic dryrun examples/llama_70b.py:on_p4d --instance p4d --nodes 128
+elastic dryrun examples/llama_70b.py:hybrid_on_p4d --instance p4d --nodes 128
 elastic dryrun examples/llama_70b.py:on_p5 --instance p5 --nodes 16
 """
 
@@ -32,13 +33,17 @@ MODEL = ModelConfig(
 """Llama 3 70B."""
 
 
-def trainer(replicas: int, *, shard: int, seq_len: int) -> ElasticTrainer:
-    """A run with 512 sequences in a step.
+def trainer(
+    replicas: int, *, shard: int, tensor: int = 8, seq_len: int, global_batch: int = 512
+) -> ElasticTrainer:
+    """A run.
 
     Args:
         replicas: at most.
-        shard: workers that share one copy of the state, times 8 that share each layer.
+        shard: workers that share one copy of the state, times those that share each layer.
+        tensor: workers that share each layer.
         seq_len: tokens in a sequence.
+        global_batch: sequences in a step.
     """
     return ElasticTrainer(
         TrainConfig(
@@ -49,9 +54,9 @@ def trainer(replicas: int, *, shard: int, seq_len: int) -> ElasticTrainer:
                 loss_chunk=1024,
             ),
             steps=100_000,
-            global_batch=512,
+            global_batch=global_batch,
             micro_batch=1,
-            parallel=ParallelConfig(shard=shard, tensor=8),
+            parallel=ParallelConfig(strategy="HYBRID_SHARD", shard=shard, tensor=tensor),
             precision="bfloat16",
             recompute="full",
         ),
@@ -61,6 +66,9 @@ def trainer(replicas: int, *, shard: int, seq_len: int) -> ElasticTrainer:
 
 on_p4d = trainer(8, shard=16, seq_len=4096)
 """128 machines: eight replicas of sixteen."""
+
+hybrid_on_p4d = trainer(8, shard=64, tensor=2, seq_len=4096, global_batch=1024)
+"""The same machines, with a tensor group of two: eight replicas, each sharded over 64 pairs."""
 
 on_p5 = trainer(2, shard=8, seq_len=8192)
 """16 machines: two replicas of eight."""

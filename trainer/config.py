@@ -23,7 +23,9 @@ from trainer.optimizer import (
     check_schedule,
     check_settings,
 )
+from trainer.parallel.context.dim import ContextParallel
 from trainer.parallel.layout import ParallelDims
+from trainer.parallel.strategy import Layout, Strategy, plan_regathered
 
 if TYPE_CHECKING:
     import torch
@@ -136,13 +138,25 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How one replica is split over its workers: `shard` x `tensor` of them hold one copy, times
-    the degrees of `others`."""
+    """How one replica is split over its workers: `shard` x `context` x `tensor` of them hold one
+    copy, times the degrees of `others`."""
 
     shard: int = 1
-    """Fully sharded data parallel degree (FSDP2)."""
+    """Sharded data parallel degree (FSDP2)."""
+    context: int = 1
+    """Context parallel degree: so many workers share the tokens of each sample, and parameters are
+    sharded over them as well."""
     tensor: int = 1
-    """Tensor parallel degree, with sequence parallelism between the blocks."""
+    """Tensor parallel degree, with sequence parallelism between the blocks. The workers of a group
+    should be on one node."""
+    strategy: Strategy | None = None
+    """What the layout is meant to be: `NO_SHARD`, `SHARD_GRAD_OP`, `FULL_SHARD` (one replica) or
+    `HYBRID_SHARD` (several); one whose degrees come to something else is refused. None: whatever
+    they come to."""
+    reshard_after_forward: bool | int | None = None
+    """Whether a block's parameters are let go of after its forward and gathered again for its
+    backward; a number: they lie over so many workers in between, a divisor of those that they are
+    sharded over. None: yes, but with `SHARD_GRAD_OP`."""
     others: tuple[MeshDim, ...] = ()
     """Further dimensions, whose workers divide the work on the same samples; see
     `trainer.parallel.dims`."""
@@ -155,6 +169,13 @@ class ParallelConfig:
         check_types(self, "train.parallel")
 
     @property
+    def dividing(self) -> tuple[MeshDim, ...]:
+        """The dimensions whose workers divide the work on the same samples, tensor apart."""
+        if self.context == 1:
+            return self.others
+        return (*self.others, ContextParallel(degree=self.context))
+
+    @property
     def dims(self) -> ParallelDims:
         """The mesh of one replica, as plain numbers."""
         flat = self._flat
@@ -164,8 +185,20 @@ class ParallelConfig:
 
     @property
     def _flat(self) -> ParallelDims:
-        others = tuple((dim.name, dim.degree) for dim in self.others)
-        return ParallelDims(shard=self.shard, others=others, tensor=self.tensor)
+        others = tuple((dim.name, dim.degree) for dim in self.dividing)
+        dims = ParallelDims(shard=self.shard, others=others, tensor=self.tensor)
+        between = plan_regathered(self.reshard_after_forward, self.strategy, dims.fsdp, self.tensor)
+        return replace(dims, regather=None if between == dims.fsdp else between)
+
+    def layout(self, replicas: int) -> Layout:
+        """That of a whole run.
+
+        Raises:
+            ConfigError: it is not the strategy that is wanted, or cannot be.
+        """
+        layout = Layout(dims=self.dims, replicas=replicas)
+        layout.check(self.strategy)
+        return layout
 
     @property
     def workers(self) -> int:
@@ -175,8 +208,8 @@ class ParallelConfig:
     def check(self, train: TrainConfig) -> None:
         """Raises ConfigError where a degree is below 1, a name is taken, or a dimension does not go
         with the rest of `train`."""
-        names = ["shard", *(dim.name for dim in self.others), "tensor"]
-        degrees = [self.shard, *(dim.degree for dim in self.others), self.tensor]
+        names = ["shard", *(dim.name for dim in self.others), "context", "tensor"]
+        degrees = [self.shard, *(dim.degree for dim in self.others), self.context, self.tensor]
         for name, degree in zip(names, degrees, strict=True):
             field = f"train.parallel.{name}"
             if degree < 1:
@@ -184,7 +217,7 @@ class ParallelConfig:
             if names.count(name) > 1:
                 raise ConfigError(field, name, "two dimensions have this name", "Use another")
         self._check_nodes()
-        for dim in self.others:
+        for dim in self.dividing:
             dim.check(train)
 
     def _check_nodes(self) -> None:
@@ -198,6 +231,14 @@ class ParallelConfig:
                 "samples, over two nodes or more with two or more each that parameters are "
                 "sharded over",
                 f"Use {' or '.join(map(str, possible))}" if possible else "Use None",
+            )
+        if here is not None and 1 < self._flat.regathered < self._flat.fsdp:
+            raise ConfigError(
+                "train.parallel.reshard_after_forward",
+                self.reshard_after_forward,
+                "parameters that lie over fewer workers are gathered by FSDP2 itself, not in two "
+                "levels",
+                "Use True or False, or workers_per_node = None",
             )
 
 

@@ -20,7 +20,7 @@ from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordinator.actor import MOST_CALLS, Coordinator
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.driver.observer import Observer
-from elastic.driver.resources import check_device, wait_for_workers
+from elastic.driver.resources import check_device, check_tensor_groups, wait_for_workers
 from elastic.driver.resume import (
     Origin,
     check_continues,
@@ -63,6 +63,7 @@ from trainer.engine.state import state_table
 from trainer.errors import ConfigError
 from trainer.loop.samples import Ledger
 from trainer.progress import tell
+from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.task import PreparedTask, default_cache_dir
 
 log = logging.getLogger(__name__)
@@ -139,6 +140,8 @@ class Launch:
         if self.scaling.device == "cuda":
             connect()
             check_device(self.scaling)
+            if isinstance(self.train.task, CausalLM):
+                self.train.task.check_gpu(self.train)
         identity, snapshot = identify(paths), self._find_snapshot(paths)
         tell(f"looking for a state to go on from in {paths.checkpoints}")
         self._find_origin(paths, identity, snapshot, None)  # before data is prepared for hours
@@ -176,6 +179,8 @@ class Launch:
                 "a run of this name has just been started",
                 "Run the same command again to attach to it, or use another name",
             )
+        check_tensor_groups(self.scaling, self.train.parallel)
+        self._say_layout()
         tell("waiting for the resources of the smallest layout")
         plan = wait_for_workers(self.scaling, self.train.parallel)
         tell("starting the run: coordinator, supervisor, workers")
@@ -219,6 +224,13 @@ class Launch:
             end_all(prefix)
             raise
         return run, observer
+
+    def _say_layout(self) -> None:
+        """What the layout is called, and what follows from it for a fault: a warning where one
+        worker's loss costs steps and nobody takes snapshots."""
+        layout = self.train.parallel.layout(self.scaling.max_replicas)
+        carried = layout.replicas > 1 or self.checkpoint.memory_every is not None
+        log.log(logging.INFO if carried else logging.WARNING, "layout: %s", layout)
 
     def _run_plan(self, job: Job, plan: WorkerPlan, prefix: str) -> RunPlan:
         return RunPlan(

@@ -8,7 +8,7 @@ import time
 
 from elastic.config import ScalingConfig, WorkerPlan, plan_workers
 from elastic.errors import ResourcesError
-from elastic.ray_compat.autoscaler import may_bring_nodes, most_on_a_node
+from elastic.ray_compat.autoscaler import may_bring_nodes, most_on_a_node, resources_per_node
 from elastic.ray_compat.cluster import available_per_node
 from trainer.config import ParallelConfig
 from trainer.errors import ConfigError
@@ -54,6 +54,38 @@ def check_device(scaling: ScalingConfig) -> None:
             "no node of the cluster has a GPU, and there is no autoscaler that could bring one",
             "Use 'cpu', or add nodes with GPUs (Ray counts them: `ray status`)",
         )
+
+
+def check_tensor_groups(scaling: ScalingConfig, parallel: ParallelConfig) -> None:
+    """Warns where no node has room for the workers of a tensor group, which talk in every layer.
+    This process has joined the cluster.
+
+    Raises:
+        ConfigError: there is none on GPUs, and no autoscaler that could bring one.
+    """
+    room = max((count_fitting(scaling, node) for node in resources_per_node()), default=0)
+    fact = plan_tensor_groups(parallel.tensor, room)
+    if fact is None:
+        return
+    fix = f"Use tensor = {max(1, room)} or less and a larger shard degree, or larger nodes"
+    if scaling.device == "cuda" and not may_bring_nodes():
+        raise ConfigError("train.parallel.tensor", parallel.tensor, fact, fix)
+    log.warning("train.parallel.tensor = %d: %s. %s", parallel.tensor, fact, fix)
+
+
+def plan_tensor_groups(tensor: int, room: int) -> str | None:
+    """Why a tensor group will be on several nodes; None where one holds it.
+
+    Args:
+        tensor: workers in it.
+        room: workers that the largest node holds.
+    """
+    if tensor <= max(1, room):
+        return None
+    return (
+        f"no node holds more than {room} workers, and those of a tensor group exchange activations "
+        "in every layer, over NVLink where they are on one node"
+    )
 
 
 def count_fitting(scaling: ScalingConfig, there: dict[str, float]) -> int:

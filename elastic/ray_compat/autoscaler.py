@@ -29,10 +29,14 @@ def may_bring_nodes() -> bool:
     )
 
 
+def resources_per_node() -> list[dict[str, float]]:
+    """What each live node has, free or not."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
 def most_on_a_node(resource: str) -> float:
     """What the live node with the most of a resource has of it, free or not."""
-    nodes = (node["Resources"] for node in ray.nodes() if node["Alive"])
-    return max((float(resources.get(resource, 0.0)) for resources in nodes), default=0.0)
+    return max((float(node.get(resource, 0.0)) for node in resources_per_node()), default=0.0)
 
 
 def decide_scaled(metadata: dict[str, Any], status: dict[str, Any]) -> bool:

@@ -46,6 +46,7 @@ from elastic.reporting.incidents import (
 )
 from elastic.reporting.speed import find_speed, mean_parts
 from elastic.reporting.verdicts import Advice, find_verdicts
+from trainer.parallel.strategy import after_a_loss
 
 REPORT_JSON = "report.json"
 REPORT_TEXT = "report.txt"
@@ -441,7 +442,7 @@ def _facts(report: Report) -> dict[str, str]:
         f"checkpoints {report.checkpoints}",
         "replicas": _EQUALITY[report.replicas_equal],
         "ledger": "-" if report.ledger_steps is None else f"{report.ledger_steps} steps exact",
-        "layout": layout or "-",
+        "layout": f"{layout}: {after_a_loss(report.layout.get('replicas', 1))}" if layout else "-",
         "versions": ", ".join(f"{k} {v}" for k, v in report.versions.items()) or "-",
         "bits": ", ".join(f"{k} {v}" for k, v in report.settings.items()) or "-",
     }

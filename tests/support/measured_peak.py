@@ -26,6 +26,8 @@ from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
 from trainer.replication.lanes import deal_lanes
 from trainer.replication.replicas import CrossGroup
+from trainer.replication.step_commit import Commit
+from trainer.tasks.task import PreparedTask
 
 STEPS = 2
 
@@ -59,8 +61,25 @@ def _process(place: int, port: int, train: TrainConfig, replicas: int, results: 
 
 
 def _train(place: int, meet: Rendezvous, train: TrainConfig, replicas: int) -> None:
+    loop = make_loop(place, meet, prepare_shape(train), train, replicas)
+    for _ in range(STEPS):
+        take_step(loop)
+
+
+def take_step(loop: TrainLoop) -> Commit:
+    """One step that nothing happens to."""
+    commit = loop.try_step()
+    assert commit is not None
+    loop.finish_step(commit)
+    return commit
+
+
+def make_loop(
+    place: int, meet: Rendezvous, task: PreparedTask, train: TrainConfig, replicas: int
+) -> TrainLoop:
+    """The loop of the worker at `place`; its caller takes the steps."""
     replica, rank = divmod(place, train.parallel.workers)
-    engine = make_engine(place, meet, prepare_shape(train), train, replicas=replicas)
+    engine = make_engine(place, meet, task, train, replicas=replicas)
     lanes = train.lanes or replicas
     dealt = deal_lanes(lanes, tuple(range(replicas)))
     cross = CrossGroup(
@@ -73,9 +92,9 @@ def _train(place: int, meet: Rendezvous, train: TrainConfig, replicas: int) -> N
         leave_now=lambda: False,
     )
     config = LoopConfig(
-        lanes=lanes, save_every=None, compare_every=None, max_nonfinite_steps=1, until=STEPS
+        lanes=lanes, save_every=None, compare_every=None, max_nonfinite_steps=1, until=train.steps
     )
-    loop = TrainLoop(
+    return TrainLoop(
         engine,
         cross,
         engine.make_sums(lanes),
@@ -84,10 +103,6 @@ def _train(place: int, meet: Rendezvous, train: TrainConfig, replicas: int) -> N
         config=config,
         link=QuietLink(),
     )
-    for _ in range(STEPS):
-        commit = loop.try_step()
-        assert commit is not None
-        loop.finish_step(commit)
 
 
 def peak_of(profiler: profile) -> int:

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -116,19 +117,43 @@ def make_replica_group(
             timeout=rendezvous.timeout,
             **options,
         )
-        mesh = _mesh(device, prefix, {"fsdp": dims.fsdp, "tensor": dims.tensor}, rendezvous)
-        others = _mesh(device, prefix, dims.degrees, rendezvous) if dims.others else {}
+        make = partial(_mesh, device, prefix, rendezvous=rendezvous)
+        return replica_mesh(dims, make)
+
+
+def replica_mesh(
+    dims: ParallelDims, make: Callable[[Mapping[str, int]], DeviceMesh]
+) -> ReplicaMesh:
+    """The default group along the dimensions of a replica.
+
+    Args:
+        dims: these.
+        make: gives the default group's ranks as a mesh with these degrees, by name.
+    """
+    mesh, size = make({"fsdp": dims.fsdp, "tensor": dims.tensor}), dims.regathered
+    fsdp, tensor = _each_of(mesh)
+    others = (
+        dict(zip(dims.degrees, _each_of(make(dims.degrees)), strict=True)) if dims.others else {}
+    )
+    cut = 1 < size < dims.fsdp  # then there are no tensor peers
     return ReplicaMesh(
-        fsdp=mesh["fsdp"],
-        tensor=mesh["tensor"],
+        fsdp=fsdp,
+        tensor=tensor,
         others={name: others[name] for name, _ in dims.others},
+        regather=make({"apart": dims.fsdp // size, "regather": size}) if cut else None,
     )
 
 
+def _each_of(mesh: DeviceMesh) -> list[DeviceMesh]:
+    """What it is along each dimension."""
+    assert mesh.mesh_dim_names is not None
+    return [mesh[name] for name in mesh.mesh_dim_names]
+
+
 def _mesh(
-    device: Device, prefix: str, degrees: Mapping[str, int], rendezvous: Rendezvous
-) -> dict[str, DeviceMesh]:
-    """The default group's ranks as a mesh; what it is along each dimension."""
+    device: Device, prefix: str, degrees: Mapping[str, int], *, rendezvous: Rendezvous
+) -> DeviceMesh:
+    """The default group's ranks as a mesh."""
     # DTensor's caches take meshes of the same shape and names for the same mesh, and would apply
     # this process's old place in its old replica (docs/decisions/007).
     named = {name: f"{name} {prefix}" for name in degrees}
@@ -137,7 +162,7 @@ def _mesh(
     if device == "cuda":  # those on Gloo were made with it
         for name in named.values():
             dist.distributed_c10d._set_pg_timeout(rendezvous.timeout, mesh.get_group(name))
-    return {name: mesh[long] for name, long in named.items()}
+    return mesh
 
 
 @contextlib.contextmanager

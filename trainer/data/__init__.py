@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainer.data.config import DataConfig
-    from trainer.data.dataset import MapDataset, SampleSource, TokenDataset
+    from trainer.data.dataset import MapDataset, SampleSource, TextDataset, TokenDataset
     from trainer.data.index import TokensCorruptError
     from trainer.data.order import sample_ids
     from trainer.data.prepare import PreparedData
@@ -27,6 +27,7 @@ __all__ = [
     "MapDataset",
     "PreparedData",
     "SampleSource",
+    "TextDataset",
     "TokenDataset",
     "TokenSet",
     "TokensCorruptError",
@@ -39,6 +40,7 @@ _HOMES = {
     "MapDataset": "dataset",
     "PreparedData": "prepare",
     "SampleSource": "dataset",
+    "TextDataset": "dataset",
     "TokenDataset": "dataset",
     "TokenSet": "tokens",
     "TokensCorruptError": "index",

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 from trainer.data.order import Ids
+from trainer.data.token_batch import TokenBatch
 from trainer.data.tokens import TokenSet
 from trainer.errors import ConfigError
 
@@ -60,7 +61,7 @@ class TokenDataset:
     def __len__(self) -> int:
         return max(0, len(self.tokens) - 1) // self.seq_len
 
-    def batch(self, ids: Ids) -> torch.Tensor:
+    def batch(self, ids: Ids) -> Any:
         """Read the windows `ids`.
 
         Shapes: returns int64 (len(ids), seq_len + 1) on the CPU.
@@ -74,6 +75,36 @@ class TokenDataset:
         for row, number in enumerate(ids):
             windows[row] = self.tokens.read(int(number) * self.seq_len, self.seq_len + 1)
         return torch.from_numpy(windows)
+
+
+class TextDataset(TokenDataset):
+    """The same windows, with word of where their texts begin: positions count from there.
+
+    The last token of a text still has the first one of the next as its target: what a sample counts
+    does not depend on its texts.
+
+    Args:
+        path: directory of the token set.
+        seq_len: inputs per sample, in tokens.
+        end_id: the token that ends each text.
+    """
+
+    def __init__(self, path: str | Path, seq_len: int, end_id: int) -> None:
+        super().__init__(path, seq_len)
+        self._end_id = end_id
+
+    def batch(self, ids: Ids) -> TokenBatch:
+        """See TokenDataset."""
+        whole = TokenBatch.of(super().batch(ids))
+        starts = [
+            np.append(0, 1 + np.flatnonzero(row[:-1] == self._end_id))
+            for row in whole.inputs.numpy()
+        ]
+        places = np.arange(self.seq_len)
+        positions = [
+            places - np.repeat(begin, np.diff(begin, append=self.seq_len)) for begin in starts
+        ]
+        return whole._replace(positions=torch.from_numpy(np.stack(positions)), documents=starts)
 
 
 class MapStyle(Protocol):

@@ -8,17 +8,17 @@ multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainer.backend.groups import Device, leave_replica_group
+from trainer.backend.groups import Device, leave_replica_group, replica_mesh
 from trainer.config import TrainConfig
 from trainer.dryrun.kernels import BESIDE
 from trainer.dryrun.parts import REPLICAS, DryCross, DryEngine, DryLoop
@@ -47,8 +47,8 @@ class Collective:
     """Collectives of one kind in one group, in one step of one worker."""
 
     group: str
-    """`shard`, `tensor`, `replica` (all of one) or `replicas`; of two levels `nodes`, the same
-    place on all of a replica's nodes, and `node`."""
+    """`shard`, `context`, `tensor`, `regather` (a number to reshard to), `replica` (all of one) or
+    `replicas`; of two levels `nodes`, the same place on all of a replica's nodes, and `node`."""
     ranks: int
     """Workers in the group."""
     kind: str
@@ -144,21 +144,19 @@ def _no_peers(dims: ParallelDims, watch: Watch) -> Iterator[ReplicaMesh]:
     """The replica's group on c10d's fake backend."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.workers)
     try:
-        mesh = init_device_mesh("cpu", (dims.fsdp, dims.tensor), mesh_dim_names=("fsdp", "tensor"))
-        others = init_device_mesh(
-            "cpu", tuple(dims.degrees.values()), mesh_dim_names=tuple(dims.degrees)
-        )
-        made = ReplicaMesh(
-            fsdp=mesh["fsdp"],
-            tensor=mesh["tensor"],
-            others={name: others[name] for name, _ in dims.others},
-        )
+        made = replica_mesh(dims, _fake_mesh)
         named = {"shard": made.fsdp, "tensor": made.tensor, **made.others}
+        if made.regather is not None:
+            named["regather"] = made.regather["regather"]
         watch.groups = {dist.distributed_c10d._get_default_group().group_name: "replica"}
         watch.groups |= {m.get_group().group_name: n for n, m in named.items() if m.size() > 1}
         yield made
     finally:
         leave_replica_group()
+
+
+def _fake_mesh(degrees: Mapping[str, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
 
 def _build(
@@ -245,6 +243,7 @@ def _collectives(watch: Watch, dims: ParallelDims, replicas: int) -> tuple[Colle
         "shard": dims.fsdp,
         NODES: dims.nodes,
         NODE: dims.fsdp // dims.nodes,
+        "regather": dims.regathered,
         "replica": dims.workers,
         REPLICAS: replicas,
     }

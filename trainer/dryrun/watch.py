@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.dryrun.kernels import Beside
+from trainer.parallel.context.ring import COMPOSED
 from trainer.parallel.two_level import TwoLevels
 
 COMPONENTS = (
@@ -151,6 +152,9 @@ class Watch(TorchDispatchMode):
         if _real(args) and func not in _MADE_HERE:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if func in COMPOSED:
+            with self._again():
+                return COMPOSED[func](*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._wait_for(args[0])
         if func is torch.ops.aten.equal.default:
@@ -170,6 +174,15 @@ class Watch(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             self._note(func, args, kwargs, found)
         return result
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Sees, in the block, the operations that one is composed of."""
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
 
     def _wait_for(self, tensor: torch.Tensor) -> float | int:
         """The host reads a number: 0. Numbers of one tensor, one after the other, are one wait."""

@@ -9,7 +9,7 @@ import torch
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Moves a tensor, or each tensor in a list, tuple or dict, to `device`."""
+    """Moves a tensor, or each tensor in a list, (named) tuple or dict, to `device`."""
     return _each(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
@@ -24,5 +24,6 @@ def _each(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, dict):
         return {key: _each(value, change) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_each(value, change) for value in batch)
+        values = [_each(value, change) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch

@@ -89,13 +89,14 @@ class Engine:
         self.model: nn.Module = parallelize(
             model,
             mesh,
-            others=train.parallel.others,
+            others=train.parallel.dividing,
             family=family_of_task(task),
             compute_dtype=getattr(torch, train.precision),
             recompute=train.recompute,
             compiled=train.compile,
             gather_ahead=train.gather_ahead,
             levels=TwoLevels.of(slot.dims),
+            reshard=slot.dims.regathered > 1,
         )
         self._slices = local_slices(self.model, slot)
         materialize(self.model, self.device, None if heir_of is None else heir_of.memory())
@@ -257,7 +258,7 @@ class Engine:
             batch: all of it, the same on the workers that share its samples.
         """
         batch = to_device(batch, self.device)
-        for dim in self.train_config.parallel.others:
+        for dim in self.train_config.parallel.dividing:
             batch = dim.part(batch, self.slot.coordinates[dim.name])
         return batch
 

@@ -54,7 +54,7 @@ def check_causal(config: Mapping[str, Any], seq_len: int) -> None:
     if seq_len == 1:
         return
     family = family_of(config["model_type"])
-    for candidate in _smaller(config):
+    for candidate in smaller(config):
         try:
             leak = _leak(family, candidate, min(seq_len, _TOKENS))
         except Exception as error:  # not every configuration can be made smaller
@@ -95,7 +95,7 @@ def _leak(family: ModelFamily, config: Mapping[str, Any], tokens: int) -> float 
     return None if math.isnan(leak) else leak
 
 
-def _smaller(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def smaller(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The same model with everything small, and for where that does not build, with two layers."""
     small = dict(config)
     for name, most in _SMALL.items():

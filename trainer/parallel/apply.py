@@ -25,6 +25,7 @@ from trainer.parallel.layout import Slot, local_box
 from trainer.parallel.mesh import ReplicaMesh
 from trainer.parallel.own_gather import OwnGather, memory_of
 from trainer.parallel.recompute import Recompute, recompute_blocks
+from trainer.parallel.reshard import resharded
 from trainer.parallel.tensor import apply_tensor_parallel
 from trainer.parallel.two_level import Gather, TwoLevels
 
@@ -48,6 +49,7 @@ def parallelize(
     compiled: Compile = "off",
     gather_ahead: int = 1,
     levels: TwoLevels | None = None,
+    reshard: bool = True,
 ) -> nn.Module:
     """Makes `model` (parameters on meta) parallel over the replica's mesh, in place: what `others`
     do to it, then tensor parallel, then recomputation and compilation, then fully sharded.
@@ -66,6 +68,7 @@ def parallelize(
         gather_ahead: blocks whose parameters are gathered ahead of the one at work.
         levels: over which parameters are gathered; None: FSDP2's own, flat. Gradients are
             `BackwardWatch`'s.
+        reshard: whether a block's parameters are let go of between its forward and its backward.
     """
     for dim in others:
         dim.convert(model, mesh.others[dim.name])
@@ -77,8 +80,14 @@ def parallelize(
         recompute_blocks(model, blocks, recompute)
     if compiled != "off":
         compile_blocks(model, blocks, required=compiled == "require")
-    for name in (*blocks, *family.ends(model)):
-        fully_shard(model.get_submodule(name), mesh=mesh.fsdp, mp_policy=policy)
+    with resharded(mesh, reshard) as after_forward:
+        for name in (*blocks, *family.ends(model)):
+            fully_shard(
+                model.get_submodule(name),
+                mesh=mesh.fsdp,
+                mp_policy=policy,
+                reshard_after_forward=after_forward,
+            )
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -31,6 +31,9 @@ class ParallelDims:
     nodes: int = 1
     """Nodes that one replica is meant to be on, a divisor of `shard`: what FSDP2 sends goes over
     them in two levels. 1: flat. What counts is this number, never where workers happen to be."""
+    regather: int | None = None
+    """Workers, neighbours, over which parameters lie from a block's forward to its backward; None:
+    all that they are sharded over."""
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -46,6 +49,11 @@ class ParallelDims:
     def fsdp(self) -> int:
         """Workers that FSDP2 shards parameters over: all but tensor peers."""
         return self.shard * self.parts
+
+    @property
+    def regathered(self) -> int:
+        """Workers over which parameters lie from a block's forward to its backward."""
+        return self.regather or self.fsdp
 
     @property
     def parts(self) -> int:

@@ -18,3 +18,6 @@ class ReplicaMesh:
     """Tensor peers; of one root mesh with `fsdp`, as DTensor wants it."""
     others: Mapping[str, DeviceMesh]
     """The peers along each dimension beside shard and tensor, by its name."""
+    regather: DeviceMesh | None = None
+    """2-D: `fsdp` cut into neighbours, over which parameters lie from a block's forward to its
+    backward; None where there is no such cut. The one mesh here that is not 1-D."""

@@ -22,11 +22,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import trainer.parallel.context.ring  # noqa: F401  its operators
+
 Recompute = Literal["full", "selective"] | int
 """See `TrainConfig.recompute`."""
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _KEPT = (
+    torch.ops.elastic.ring_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,

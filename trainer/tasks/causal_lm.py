@@ -6,21 +6,24 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trainer.config import TrainConfig
 from trainer.data.config import DataConfig
 from trainer.errors import ConfigError, check_types
 from trainer.models.causal import check_causal
 from trainer.models.family import HUGGING_FACE, ModelFamily, family_of
-from trainer.models.hf import ModelConfig, check_positions, one_text_each
+from trainer.models.hf import ModelConfig, check_positions, one_text_each, text_configuration
 from trainer.parallel.check import check_tensor_parallel
+from trainer.parallel.context.precision import check_kernel
+from trainer.parallel.context.trial import check_ring
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from trainer.data import SampleSource
+    from trainer.data.token_batch import TokenBatch
     from trainer.models.init import WeightSource
 
 _Own = TypeVar("_Own", bound="PreparedCausalLM")
@@ -44,6 +47,9 @@ class CausalLM:
     loss_chunk: int | None = None
     """Tokens whose logits exist at once; the others' are computed before or after. It changes the
     order of a sum, and so the last bits. None: all tokens of a micro-batch."""
+    texts: Literal["joined", "apart"] = "joined"
+    """Of a sample with several: `joined`, a token sees all before it; `apart`, those of its own
+    text, and positions begin anew with each."""
 
     def __post_init__(self) -> None:
         check_types(self, "train.task")
@@ -68,6 +74,7 @@ class CausalLM:
             train_path=data.train,
             eval_path=data.val,
             pretrained=pretrained,
+            end_id=self._end_id(data.tokenizer, text.tokenizer),
             family=family,
             info={
                 "tokenizer": data.tokenizer,
@@ -120,8 +127,30 @@ class CausalLM:
         config = self.model.resolve(vocab_size)
         family = family_of(config["model_type"])
         model = family.build_on_meta(config)
-        check_tensor_parallel(config, model, train.parallel.tensor, self.seq_len)
+        parallel = train.parallel
+        check_tensor_parallel(config, model, parallel.tensor, self.seq_len // parallel.context)
+        if self.texts == "apart" or parallel.context > 1:
+            check_ring(config, parallel.context)
         return config, family, model
+
+    def check_gpu(self, train: TrainConfig) -> None:
+        """Raises ConfigError where a GPU has no kernel for this attention."""
+        if self.texts == "apart" or train.parallel.context > 1:
+            config = text_configuration(self.model.resolve(0))
+            check_kernel("cuda", train.precision, getattr(config, "head_dim", None))
+
+    def _end_id(self, tokenizer: str, given: str | None) -> int | None:
+        """The token that ends each text, where they are apart.
+
+        Args:
+            tokenizer: path of the one that made the tokens.
+            given: where the user had it from, if anywhere.
+        """
+        if self.texts == "joined":
+            return None
+        from trainer.data.tokenizer import end_of_text_id, load_tokenizer
+
+        return end_of_text_id(load_tokenizer(tokenizer), given)
 
     def _text(self) -> DataConfig:
         """The data, with the tokenizer of a pretrained model: to its weights, the numbers of
@@ -154,6 +183,8 @@ class PreparedCausalLM:
     """Directory of the initial weights; None: seeded ones."""
     loss_chunk: int | None = None
     """See `CausalLM.loss_chunk`."""
+    end_id: int | None = None
+    """The token that ends each text, where a sample's texts are apart; None: they are joined."""
     info: Mapping[str, Any]
     """Facts for the run's records."""
     family: ModelFamily = HUGGING_FACE
@@ -192,6 +223,11 @@ class PreparedCausalLM:
             from trainer.models.chunked_head import chunk_head
 
             chunk_head(model, self.loss_chunk)
+        if self.end_id is not None:
+            from trainer.parallel.context.attention import put_ring_in
+            from trainer.parallel.context.ring import Ring
+
+            put_ring_in(model, Ring())
         return model, self.family.weights(self.config, model, seed, self.pretrained)
 
     def flops_per_token(self, model: nn.Module) -> dict[str, float]:
@@ -200,9 +236,9 @@ class PreparedCausalLM:
 
         return flops_of_transformer(model, self.config, self.seq_len)
 
-    def loss(self, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Cross-entropy summed over all targets; `batch` is int64 of shape (samples, seq_len +
-        1).
+    def loss(self, model: nn.Module, batch: torch.Tensor | TokenBatch) -> tuple[torch.Tensor, int]:
+        """Cross-entropy summed over all targets; `batch` is int64 of shape (samples, seq_len + 1),
+        or what a worker has of it.
 
         In training, the router's auxiliary loss of this micro-batch is added for each target, where
         the configuration asks for it. It depends on the micro-batch alone, so it is the same at any
@@ -210,16 +246,23 @@ class PreparedCausalLM:
         """
         from torch.nn.functional import cross_entropy
 
+        from trainer.data.token_batch import TokenBatch
         from trainer.models.chunked_head import with_losses
 
-        inputs, targets = batch[:, :-1], batch[:, 1:]
+        part = batch if isinstance(batch, TokenBatch) else TokenBatch.of(batch)
+        targets, given = part.targets, {"input_ids": part.inputs, "use_cache": False}
+        if part.positions is not None:
+            from trainer.parallel.context.attention import tell_documents
+
+            given["position_ids"] = part.positions
+            tell_documents(model, part.documents)
         with one_text_each():
             if self.loss_chunk is None:
-                output = model(input_ids=inputs, use_cache=False)
+                output = model(**given)
                 logits = output.logits.flatten(0, 1).float()
                 loss = cross_entropy(logits, targets.flatten(), reduction="sum")
             else:
-                output = with_losses(model, targets, input_ids=inputs, use_cache=False)
+                output = with_losses(model, targets, **given)
                 loss = output.logits
         if model.training and self.router_coefficient:
             loss = loss + self.router_coefficient * targets.numel() * output.aux_loss
@@ -233,14 +276,19 @@ class PreparedCausalLM:
 
     def train_data(self) -> SampleSource:
         """See PreparedTask."""
-        from trainer.data import TokenDataset
-
-        return TokenDataset(self.train_path, self.seq_len)
+        return self._samples(self.train_path)
 
     def eval_data(self) -> SampleSource | None:
         """See PreparedTask. None where the held-out text is shorter than one sample."""
-        from trainer.data import TokenDataset, TokenSet
+        from trainer.data import TokenSet
 
         if len(TokenSet.open(self.eval_path)) <= self.seq_len:
             return None
-        return TokenDataset(self.eval_path, self.seq_len)
+        return self._samples(self.eval_path)
+
+    def _samples(self, path: str) -> SampleSource:
+        from trainer.data import TextDataset, TokenDataset
+
+        if self.end_id is None:
+            return TokenDataset(path, self.seq_len)
+        return TextDataset(path, self.seq_len, self.end_id)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.config import ScalingConfig
-from elastic.driver.resources import count_fitting
+from elastic.driver.resources import count_fitting, plan_tensor_groups
 
 CPU = ScalingConfig(cpus_per_worker=1)
 GPU = ScalingConfig(device="cuda", cpus_per_worker=4)
@@ -28,3 +28,12 @@ def test_the_scarcest_resource_decides(
     scaling: ScalingConfig, there: dict[str, float], workers: int
 ) -> None:
     assert count_fitting(scaling, there) == workers
+
+
+@pytest.mark.parametrize(
+    ("tensor", "room", "said"), [(1, 0, False), (8, 8, False), (8, 4, True), (2, 1, True)]
+)
+def test_a_tensor_group_that_no_node_holds_is_told(tensor: int, room: int, said: bool) -> None:
+    fact = plan_tensor_groups(tensor, room)
+    assert (fact is not None) == said
+    assert fact is None or f"more than {room} workers" in fact

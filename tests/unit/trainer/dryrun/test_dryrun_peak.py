@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.measured_peak import measured_peak
 from tests.support.small_llama import small_train
-from trainer.config import OptimizerConfig, TrainConfig
+from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.dryrun.rank import dry_run
 
 LAYOUTS = {
@@ -19,6 +19,7 @@ LAYOUTS = {
         2,
     ),
     "tensor 2": (small_train(tensor=2), 1),
+    "context 2": (small_train(parallel=ParallelConfig(context=2)), 1),
     "one lane, two replicas": (small_train(lanes=2, bucket_bytes=2**20), 2),
     "bfloat16 sums": (small_train(lanes=2, bucket_bytes=2**20, reduce_dtype="bfloat16"), 2),
     "bfloat16 moments": (
