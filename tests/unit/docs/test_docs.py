@@ -68,11 +68,11 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
 def test_the_reference_has_every_setting(config: type) -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    pages = "".join(p.read_text(encoding="utf-8") for p in sorted((ROOT / "docs").glob("*.md")))
     if config.__name__ == "Fault":  # users write faults as text, see parse_faults
         return
     shown = table(config.__module__, config.__name__)
-    assert shown in insert_tables(page), "the page does not ask for the table"
+    assert shown in insert_tables(pages), "no page asks for the table"
     names = re.findall(r"^\| `(\w+)`", shown, flags=re.MULTILINE)
     assert names == [field.name for field in dataclasses.fields(config)]
 
@@ -84,10 +84,17 @@ def test_a_setting_without_a_text_fails_the_build() -> None:
         table("elastic.config", "Missing")
 
 
-def test_the_page_on_efa_names_every_variable_and_every_check() -> None:
+def test_the_pages_on_efa_and_the_doctor_name_every_variable_and_every_check() -> None:
     page = (ROOT / "docs" / "efa.md").read_text(encoding="utf-8")
     rules = (*efa_settings._RULES, *efa_settings._HARMS)
     left = [name for names in efa_settings.LEFT_ALONE for name in names.split(", ")]
     assert [n for n in (*(rule.name for rule in rules), *left) if f"`{n}" not in page] == []
-    assert [name for name in CHECKS if name != "instance" and f"`{name}`" not in page] == []
+    doctor = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    assert [name for name in CHECKS if name != "instance" and f"`{name}`" not in doctor] == []
     assert [name for name in efa_settings.INSTANCES if name not in page] == []
+
+
+def test_the_index_has_every_decision_once_and_in_order() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = re.findall(r"\]\((\d{3}-[\w-]+\.md)\)", (folder / "index.md").read_text("utf-8"))
+    assert listed == sorted(file.name for file in folder.glob("[0-9]*.md"))
