@@ -47,8 +47,9 @@ def __getattr__(name):
 
 
 @pytest.fixture
-def machines(tmp_path: Path) -> Iterator[Cluster]:
-    """A head without room for workers, and two nodes with room for one each; one is broken."""
+def machines(tmp_path: Path) -> Iterator[tuple[Cluster, str, str]]:
+    """A head without room for workers, and two nodes with room for one each: a well and a broken
+    one, by their ids."""
     folder = tmp_path / "nvml"
     folder.mkdir()
     (folder / "pynvml.py").write_text(NVML)
@@ -57,18 +58,18 @@ def machines(tmp_path: Path) -> Iterator[Cluster]:
         cluster = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
         )
-        cluster.add_node(num_cpus=1)
-        cluster.add_node(num_cpus=1, env_vars={BROKEN: "1"})
-        yield cluster
+        well = cluster.add_node(num_cpus=1)
+        broken = cluster.add_node(num_cpus=1, env_vars={BROKEN: "1"})
+        yield cluster, well.node_id, broken.node_id
         cluster.shutdown()
 
 
 @pytest.mark.slow
-def test_a_machine_that_has_failed_gets_no_worker(machines: Cluster, tmp_path: Path) -> None:
-    well, broken = (
-        node.node_id for node in machines.list_all_nodes() if node != machines.head_node
-    )
-    run = GrowingRun(machines, tmp_path, 2, 1, 1, 0)
+def test_a_machine_that_has_failed_gets_no_worker(
+    machines: tuple[Cluster, str, str], tmp_path: Path
+) -> None:
+    cluster, well, broken = machines
+    run = GrowingRun(cluster, tmp_path, 2, 1, 1, 0)
 
     def both_known(all_: list[Event]) -> bool:
         return {e.node for e in joined(all_)} == {well, broken} and bool(isolated(all_))
