@@ -72,8 +72,12 @@ def scraped(seen: Seen) -> bool:
     families = text_string_to_metric_families(get(f"http://{metrics_address()}/metrics"))
     seen.samples = [(s.name, dict(s.labels), s.value) for f in families for s in f.samples]
     told = {(name, value) for name, _, value in seen.samples}
-    names = {name for name, _ in told}
-    return ("ray_elastic_step", float(HALF + 1)) in told and "ray_elastic_gpu_lost" in names
+    names = {name for name, value in told if value > 0}
+    # Ray may export in the middle of a pulse.
+    return (
+        {("ray_elastic_step", HALF + 1), ("ray_elastic_saved_step", HALF)} <= told
+        and {"ray_elastic_lost_seconds", "ray_elastic_gpu_power_w"} <= names
+    )
 
 
 def ask(seen: Seen, directory: Path) -> None:
