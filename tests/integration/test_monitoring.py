@@ -74,10 +74,10 @@ def scraped(seen: Seen) -> bool:
     told = {(name, value) for name, _, value in seen.samples}
     names = {name for name, value in told if value > 0}
     # Ray may export in the middle of a pulse.
-    return (
-        {("ray_elastic_step", HALF + 1), ("ray_elastic_saved_step", HALF)} <= told
-        and {"ray_elastic_lost_seconds", "ray_elastic_gpu_power_w"} <= names
-    )
+    return {("ray_elastic_step", HALF + 1), ("ray_elastic_saved_step", HALF)} <= told and {
+        "ray_elastic_lost_seconds",
+        "ray_elastic_gpu_power_w",
+    } <= names
 
 
 def ask(seen: Seen, directory: Path) -> None:
