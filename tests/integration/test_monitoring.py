@@ -33,7 +33,7 @@ from tests.support.watching import events_of, wait_until
 pytestmark = pytest.mark.slow
 
 H100 = {"lost": 0.0, "temperature_c": 41.0, "power_w": 118.7, "sm_clock_mhz": 1980.0}
-"""As NVML shows one that is idle."""
+"""Made up, as NVML would show one that is idle."""
 
 CLUSTER = {"cluster_name": "my-cluster", "namespace": "default", "ray_io_cluster": "my-cluster"}
 
