@@ -22,7 +22,8 @@ from elastic.protocol import events
 from elastic.protocol.pulse import PULSE_S, Pulse, write_pulse
 from elastic.ray_compat.gauges import Gauges
 from elastic.reporting.event_log import last_step
-from elastic.reporting.meter import METRICS, Meter, Sample, Standing
+from elastic.reporting.meter import Meter, Standing
+from elastic.reporting.metrics import METRICS, Sample
 
 log = logging.getLogger(__name__)
 

@@ -7,97 +7,19 @@ anew counts on from the records.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import get_args
 
 from elastic.protocol import events
 from elastic.protocol.causes import known_causes
-from elastic.reporting.incidents import find_incidents
+from elastic.reporting.lost_time import LostTime
+from elastic.reporting.metrics import METRICS, RECENT_STEPS, Sample
 from elastic.reporting.speed import workers_per_replica
 from trainer.peaks import peak_flops
 
-RECENT_STEPS = 20
-"""Speed is measured over so many steps, and the time since the last of them."""
-
-_PHASES = ("decide", "abort", "roster", "first_step")
-
 _SUSPECT = ("told", "held_back", "begun", "failed")
 """Outcomes of a `NodeReplacement` after which the machine is suspect still."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metric:
-    """What is told of a metric."""
-
-    help: str
-    """What it is."""
-    tags: tuple[str, ...] = ()
-    """Its labels, beside the run's."""
-
-
-METRICS: dict[str, Metric] = {
-    "elastic_heartbeat_timestamp_seconds": Metric(
-        help="When the coordinator told of the run last, in seconds since the epoch."
-    ),
-    "elastic_over": Metric(help="1 once this start of the run is over, else 0."),
-    "elastic_step": Metric(help="Steps committed."),
-    "elastic_planned_steps": Metric(help="Steps the run will have."),
-    "elastic_step_timestamp_seconds": Metric(
-        help="When the last step was committed, or else this start began."
-    ),
-    "elastic_loss": Metric(help="Training loss of the last step, nats per token."),
-    "elastic_grad_norm": Metric(help="Gradient norm of the last step, before clipping."),
-    "elastic_tokens_per_second": Metric(
-        help=f"Tokens per second of the last {RECENT_STEPS} steps, stalls included."
-    ),
-    "elastic_mfu": Metric(
-        help="Model FLOP/s over what the GPUs of the replicas can do, stalls included.",
-        tags=("counting",),
-    ),
-    "elastic_replicas": Metric(help="Replicas that train."),
-    "elastic_min_replicas": Metric(help="Fewest replicas that the run trains with."),
-    "elastic_max_replicas": Metric(help="Replicas of the full layout."),
-    "elastic_workers": Metric(help="Workers that live."),
-    "elastic_spares": Metric(help="Workers that wait for a place."),
-    "elastic_planned_spares": Metric(help="Spares that the run was to have."),
-    "elastic_workers_lost": Metric(help="Workers lost in this start, by cause.", tags=("cause",)),
-    "elastic_regroups": Metric(help="Regroups called in this start, by reason.", tags=("reason",)),
-    "elastic_lost_seconds": Metric(
-        help="Seconds that losses of workers took from training, by phase of the recovery.",
-        tags=("phase",),
-    ),
-    "elastic_lost_steps": Metric(help="Committed steps that had to be done again."),
-    "elastic_skipped_steps": Metric(help="Steps with a loss or gradient that was not finite."),
-    "elastic_saved_step": Metric(help="Steps in the newest checkpoint of this start."),
-    "elastic_saved_timestamp_seconds": Metric(
-        help="When the newest checkpoint was committed, or else this start began."
-    ),
-    "elastic_budget_spent": Metric(
-        help="Share of a budget of HealthConfig that is used up since the last step.",
-        tags=("budget",),
-    ),
-    "elastic_suspect_nodes": Metric(help="Machines that are suspect."),
-    "elastic_node_signs": Metric(
-        help="Signs of a fault that a node shows now.", tags=("node", "sign")
-    ),
-    "elastic_verdicts": Metric(
-        help="Verdicts in this start, by cause, step of the ladder and what became of it.",
-        tags=("cause", "step", "outcome"),
-    ),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """A metric's value."""
-
-    name: str
-    """A key of `METRICS`."""
-    value: float
-    """It."""
-    tags: Mapping[str, str] = field(default_factory=dict)
-    """Its labels, beside the run's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +47,7 @@ class Meter:
     def __init__(self, started: events.RunStarted, min_replicas: int) -> None:
         self._started, self._min_replicas = started, min_replicas
         self._steps: deque[events.StepRecord] = deque(maxlen=RECENT_STEPS)
-        self._loss = _Losses()
+        self._lost_time = LostTime()
         self._saved: events.CheckpointCommitted | None = None
         self.replicas = 0
         """Replicas of the newest roster."""
@@ -146,7 +68,7 @@ class Meter:
 
     def take(self, event: events.Event) -> None:
         """Something happened."""
-        self._loss.take(event)
+        self._lost_time.take(event)
         match event:
             case events.WorkerJoined():
                 self._devices.add(event.device)
@@ -182,14 +104,14 @@ class Meter:
         the first step after each roster took is in steps that are not read again."""
         for event in happened:
             self.take(event)
-        self._loss.close([])
+        self._lost_time.close([])
         if last is not None:
             self.take_step(last)
 
     def take_step(self, record: events.StepRecord) -> None:
         """A step was written down."""
         self._steps.append(record)
-        self._loss.take_step(record)
+        self._lost_time.take_step(record)
 
     # -- numbers -----------------------------------------------------------------------------------
 
@@ -219,7 +141,7 @@ class Meter:
             yield Sample(name="elastic_tokens_per_second", value=rate)
             for counting, mfu in self._mfu(rate).items():
                 yield Sample(name="elastic_mfu", value=mfu, tags={"counting": counting})
-        for phase, seconds in self._loss.seconds.items():
+        for phase, seconds in self._lost_time.seconds.items():
             yield Sample(name="elastic_lost_seconds", value=seconds, tags={"phase": phase})
         for budget, (used, most) in standing.spent.items():
             yield Sample(name="elastic_budget_spent", value=used / most, tags={"budget": budget})
@@ -277,38 +199,3 @@ class Meter:
 
 def _plain(numbers: Mapping[str, float]) -> Iterator[Sample]:
     return (Sample(name=name, value=value) for name, value in numbers.items())
-
-
-class _Losses:
-    """What losses of workers took from training, by the report's own reckoning of incidents."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(_PHASES, 0.0)
-        """Phase -> seconds, of incidents that are over."""
-        self._open: list[events.Event] = []
-
-    def take(self, event: events.Event) -> None:
-        lost = isinstance(event, events.WorkerLost) and event.slot is not None
-        kinds = events.RegroupCalled | events.RegroupGathered | events.RegroupDone
-        if lost or isinstance(event, kinds):
-            self._open.append(event)
-
-    def take_step(self, record: events.StepRecord) -> None:
-        """The first step after a roster ends what came before that."""
-        if self._open:
-            self.close([record])
-
-    def close(self, steps: Sequence[events.StepRecord]) -> None:
-        """Counts what has come to a roster, before the first of `steps` where there are any."""
-        over = [
-            index
-            for index, event in enumerate(self._open)
-            if isinstance(event, events.RegroupDone)
-            and all(event.time <= step.time for step in steps)
-        ]
-        if not over:
-            return
-        done, self._open = self._open[: over[-1] + 1], self._open[over[-1] + 1 :]
-        for incident in find_incidents(done, steps):
-            for phase in _PHASES:
-                self.seconds[phase] += getattr(incident, f"{phase}_s") or 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from elastic.protocol import events
 from elastic.protocol.causes import Cause
 from elastic.reporting.incidents import find_incidents
-from elastic.reporting.meter import METRICS, Meter, Standing
+from elastic.reporting.meter import Meter, Standing
+from elastic.reporting.metrics import METRICS
+from tests.support import ROOT
 
+MONITORING = ROOT / "examples" / "monitoring"
 LAYOUT = {"replicas": 2, "shard": 2, "tensor": 1, "lanes": 2, "spares": 1}
 STANDING = Standing(
     workers=5, spares=1, spent={"max_crashes": (1, 50), "max_hangs": (8, 10)}, over=False
@@ -233,3 +237,17 @@ def test_verdicts_and_checkpoints_are_counted() -> None:
     told = numbers(metered(verdict, verdict, saved))
     assert told["elastic_verdicts|gpu_error|reboot|told"] == 2
     assert (told["elastic_saved_step"], told["elastic_saved_timestamp_seconds"]) == (3, 150.0)
+
+
+@pytest.mark.parametrize("file", ["alerts.yml", "alerts_test.yml", "dashboard.json"])
+def test_rules_and_dashboard_ask_for_metrics_that_there_are(file: str) -> None:
+    asked = set(re.findall(r"ray_(elastic_\w+)", (MONITORING / file).read_text()))
+    gpu = {name for name in asked if name.startswith("elastic_gpu_")}
+    assert asked - gpu and asked - gpu <= METRICS.keys()
+    read = (ROOT / "health" / "gpu.py").read_text()
+    assert [name for name in gpu if f'"{name.removeprefix("elastic_gpu_")}"' not in read] == []
+
+
+def test_every_metric_stands_in_the_manual() -> None:
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    assert [name for name in METRICS if f"`{name.removeprefix('elastic_')}`" not in page] == []
