@@ -12,7 +12,7 @@ _PHASES = ("decide", "abort", "roster", "first_step")
 
 
 class LostTime:
-    """What losses of workers took from training, by the report's own reckoning of incidents."""
+    """Takes the records of one start of a run."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(_PHASES, 0.0)
@@ -20,6 +20,7 @@ class LostTime:
         self._open: list[events.Event] = []
 
     def take(self, event: events.Event) -> None:
+        """Something happened. A lost spare stops nobody."""
         lost = isinstance(event, events.WorkerLost) and event.slot is not None
         kinds = events.RegroupCalled | events.RegroupGathered | events.RegroupDone
         if lost or isinstance(event, kinds):
