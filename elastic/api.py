@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from checkpointing import CheckpointConfig
 from elastic.config import HealthConfig, ScalingConfig
 from elastic.driver.arguments import check_arguments
+from elastic.exit_status import tell_useless_retries
 from elastic.imports import uncollected
 from elastic.protocol.faults import Fault, check_faults
 from elastic.reporting.callback import Callback
@@ -21,6 +22,8 @@ from trainer.progress import tell
 
 if TYPE_CHECKING:
     from ray.train import Result, RunConfig
+
+tell_useless_retries()
 
 
 class ElasticTrainer:

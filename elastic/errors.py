@@ -2,8 +2,9 @@
 
 ElasticError
 ├── ResourcesError    the cluster has too little for the smallest layout
-├── RunFailedError    the run ended with an error that no retry can mend
+├── RunFailedError    the run ended with an error
 ├── SuspectFileError  the record of suspect machines cannot be read
+├── WebhookError      news of a run did not reach whom they were meant for
 └── ReplaceError      a machine was not replaced
     └── NoCapacityError  there is none to be had now
 
@@ -33,7 +34,20 @@ class ResourcesError(ElasticError):
 
 
 class RunFailedError(ElasticError):
-    """The run ended with an error that no retry can mend; the message says which."""
+    """The run ended with an error.
+
+    Args:
+        error: which.
+        cause: name of what came back, whatever was tried against it; None where it was something
+            else, and the run may well get further when it is started again.
+    """
+
+    def __init__(self, error: str, cause: str | None = None) -> None:
+        super().__init__(error, cause)
+        self.error, self.cause = error, cause
+
+    def __str__(self) -> str:
+        return self.error
 
 
 class SuspectFileError(ElasticError):
@@ -48,6 +62,23 @@ class SuspectFileError(ElasticError):
             f"{self.path} is no record of suspect machines: {self.fact}. "
             f"`elastic nodes clear {self.path.rpartition('/')[0]}` removes it."
         )
+
+
+class WebhookError(ElasticError):
+    """News of a run did not reach whom they were meant for.
+
+    Args:
+        whom: without the URL, which may be a secret.
+        fact: why not.
+        fix: what to do.
+    """
+
+    def __init__(self, whom: str, fact: str, fix: str) -> None:
+        super().__init__(whom, fact, fix)
+        self.whom, self.fact, self.fix = whom, fact, fix
+
+    def __str__(self) -> str:
+        return f"{self.whom}: {self.fact}. {self.fix}."
 
 
 class ReplaceError(ElasticError):

@@ -4,6 +4,7 @@
     checkpoints  `elastic checkpoints …`: what each subcommand takes
     actions      what each subcommand does
     live         `elastic attach` and `elastic stop`
+    watch        `elastic watch`
     dryrun       `elastic dryrun`
     doctor       `elastic doctor`
     runs         from what the user names to a store

@@ -1,7 +1,8 @@
 """`elastic`: the parser's root, and errors as exit statuses.
 
 0  done       1  `verify` or `doctor` found something wrong; `attach`: the run failed; `dryrun`: it
-                 does not fit
+                 does not fit; `watch`: the run failed, or something is wrong with it
+93 `watch`: the run failed, and starting it again is useless
 2  bad input, or what was asked cannot be done: one line on standard error says why
 3, 4, 5          `doctor` found something worse (`elastic/doctor/finding.py`)
 """
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from checkpointing import CheckpointError
-from elastic.cli import checkpoints, doctor, dryrun, live, logs, nodes
+from elastic.cli import checkpoints, doctor, dryrun, live, logs, nodes, watch
 from elastic.errors import ElasticError
 from trainer.errors import TrainerError
 
@@ -44,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     checkpoints.add_to(commands)
     live.add_to(commands)
     logs.add_to(commands)
+    watch.add_to(commands)
     nodes.add_to(commands)
     dryrun.add_to(commands)
     doctor.add_to(commands)

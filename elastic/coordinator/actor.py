@@ -21,6 +21,7 @@ step path. All methods run on one event loop, so none needs a lock.
       Corruption ── whose state was wrong; Retreat ── back to a saved state
       HealNews, Receipts, Restores, Snapshots, Injections ── what the workers tell of each
       Uploaders ── who writes what the workers have copied
+      Pulses ────── that the run lives, and how it stands, for those who watch it from outside
       Supervised ─ ends what a run without a supervisor would leave behind
 """
 
@@ -48,6 +49,7 @@ from elastic.coordinator.heal_news import HealNews
 from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.listening import host_store
 from elastic.coordinator.preflight import Preflight
+from elastic.coordinator.pulses import Pulses
 from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.remedies import Remedies
 from elastic.coordinator.replacements import Replacements
@@ -206,6 +208,7 @@ class Coordinator(CoordinatorApi):
             aside,
         )
         self._preflight = Preflight(config.health.preflight, self._workers, self._records)
+        self._pulses = Pulses(config, self._membership, self._workers, self._records, aside)
         self._standstill = self._watch_for_standstill()
         self._slow_watch = SlowWatch(
             config.paths.incidents,
@@ -263,6 +266,7 @@ class Coordinator(CoordinatorApi):
         self._training.replay(replayed.recorded)
         if replayed.going_back is not None:
             self._retreat.give_up_after(replayed.going_back)
+        self._pulses.replay(replayed.happened)
         snapshots = self._snapshots if self.config.in_memory else None
         return Failover(
             replayed,
@@ -347,9 +351,9 @@ class Coordinator(CoordinatorApi):
         return await self._troubles.settle(worker, step, detail, cause, formed)
 
     @_when_known
-    async def fail(self, error: str, worker: str | None = None) -> None:
+    async def fail(self, error: str, worker: str | None = None, cause: Cause | None = None) -> None:
         if worker is None or worker in self._membership.members:
-            await self._dispatcher.stop(error)
+            await self._dispatcher.stop(error, cause)
 
     @_when_known
     async def record(
@@ -367,6 +371,7 @@ class Coordinator(CoordinatorApi):
 
     def _take_steps(self, steps: Sequence[events.StepRecord]) -> None:
         taken = self._records.take_steps(steps)
+        self._pulses.take_steps(taken)
         self._corruption.take(taken)
         self._training.take(taken)
         if self._standstill is not None and steps:
@@ -529,6 +534,7 @@ class Coordinator(CoordinatorApi):
             await self._dispatcher.advance()
 
     async def awake(self) -> None:
+        self._pulses.begin()  # workers may be waited for for long
         self._supervised.renew()
 
     async def verdict(self) -> Stop | None:

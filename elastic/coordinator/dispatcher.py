@@ -16,6 +16,7 @@ from typing import Any
 from elastic.coordinator.run_log import RunLog
 from elastic.membership.decisions import Effects
 from elastic.membership.machine import Membership
+from elastic.protocol.causes import Cause
 from elastic.protocol.messages import Answer, Report, Signal, Stop
 
 log = logging.getLogger(__name__)
@@ -134,10 +135,10 @@ class Dispatcher:
             self._membership.stop(error)
             return self._membership.advance()
 
-    async def stop(self, error: str) -> None:
-        """Ends the run with an error that no retry can mend."""
+    async def stop(self, error: str, cause: Cause | None = None) -> None:
+        """Ends the run with an error; see `Stop` for `cause`."""
         if self._membership.stopped is None:
-            self._membership.stop(error)
+            self._membership.stop(error, cause)
             await self.advance()
 
     # -- news --------------------------------------------------------------------------------------

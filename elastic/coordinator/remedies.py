@@ -28,7 +28,7 @@ from elastic.coordinator.workers import Workers
 from elastic.membership.failure import INCIDENT_S
 from elastic.membership.machine import Membership
 from elastic.protocol import events
-from elastic.protocol.causes import PREEMPTION, SLOW
+from elastic.protocol.causes import PREEMPTION, SLOW, Cause
 from elastic.reporting.verdicts import BEFORE_S, EventFacts
 from health.diagnosis import Facts, diagnose
 from health.ladder import EMPTY, MACHINE_STEPS, decide_step
@@ -196,7 +196,8 @@ class Remedies:
             await self._dispatcher.stop(
                 f"{why}: it came back after all that could be tried, with no step in between. "
                 f"`elastic report` has the evidence; "
-                f'health.replace_nodes = "tell" leaves the end to the budgets of HealthConfig'
+                f'health.replace_nodes = "tell" leaves the end to the budgets of HealthConfig',
+                Cause(verdict.cause),
             )
             return
         if step == "other_seat":

@@ -140,6 +140,7 @@ class RunLog:
             outcome = "stopped"
         finished = membership.stopped is not None and membership.stopped.error is None
         membership.stop(f"the run was {outcome}")
+        cause = membership.stopped.cause if membership.stopped and outcome == "failed" else None
         if finished and self._digests:
             self._note_compared(equal=True)
         if finished:
@@ -147,7 +148,11 @@ class RunLog:
             self.note(events.LedgerChecked(time=time.time(), steps=steps))
         with self._event_log, self._step_log:  # each is closed, also where the other is not
             step = membership.progress.recorded
-            self.note(events.RunEnded(time=time.time(), step=step, outcome=outcome, error=error))
+            self.note(
+                events.RunEnded(
+                    time=time.time(), step=step, outcome=outcome, error=error, cause=cause
+                )
+            )
 
 
 def _regroup_done(now: float, regrouped: Regrouped) -> events.RegroupDone:

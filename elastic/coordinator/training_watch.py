@@ -16,6 +16,7 @@ from elastic.coordinator.retreat import Retreat
 from elastic.coordinator.run_log import RunLog
 from elastic.membership.machine import Membership
 from elastic.protocol import events
+from elastic.protocol.causes import USER_ERROR
 from elastic.reporting.event_log import recent_steps
 from elastic.training_config import Action, TrainingHealthConfig
 from health.training import Finding, StepFacts, find_trouble
@@ -103,7 +104,9 @@ class TrainingWatch:
         error = f"step {finding.last}: {finding.detail}"
         if action == "stop":
             self._dispatcher.spawn(
-                self._dispatcher.stop(f"{error} (health.training.on_{finding.kind} is 'stop')")
+                self._dispatcher.stop(
+                    f"{error} (health.training.on_{finding.kind} is 'stop')", USER_ERROR
+                )
             )
         elif action == "skip_data":
             self._skip(finding, error)
@@ -114,7 +117,8 @@ class TrainingWatch:
             self._dispatcher.spawn(
                 self._dispatcher.stop(
                     f"{error}; data were passed over {len(skips)} times before "
-                    f"(health.training.max_skips). Lower train.optimizer.lr, or look at the data"
+                    f"(health.training.max_skips). Lower train.optimizer.lr, or look at the data",
+                    USER_ERROR,
                 )
             )
             return

@@ -15,7 +15,7 @@ from elastic.coordinator.evidence import keep_evidence
 from elastic.coordinator.own_handle import own_handle
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.snapshots import Snapshots
-from elastic.membership.failure import Loss, decide_failure
+from elastic.membership.failure import Loss, decide_failure, find_spent
 from elastic.membership.machine import Membership
 from elastic.protocol import events
 from elastic.protocol.causes import CRASH, HANG, NODE, PREEMPTION, Cause, entry_of
@@ -209,9 +209,13 @@ class Workers:
 
     def _count(self, loss: Loss) -> None:
         self._losses.append(loss)
-        error = decide_failure(self._losses, self._health)
-        if error is not None:
-            self._membership.stop(error)
+        failure = decide_failure(self._losses, self._health)
+        if failure is not None:
+            self._membership.stop(failure.error, failure.cause)
+
+    def spent(self) -> dict[str, tuple[int, int]]:
+        """See `find_spent`."""
+        return find_spent(self._losses, self._health, self._membership.progress.recorded)
 
     async def kill(self, worker: str, cause: Cause, detail: str) -> None:
         """Ends a worker's process and writes it off."""

@@ -120,7 +120,7 @@ def follow(
         raise
     report = _conclude(run, observer)
     if ending.error is not None:
-        raise RunFailedError(ending.error)
+        raise RunFailedError(ending.error, ending.cause)
     stopping.settle()
     return report
 

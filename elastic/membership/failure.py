@@ -42,7 +42,17 @@ class Loss:
     try."""
 
 
-def decide_failure(losses: Sequence[Loss], health: HealthConfig) -> str | None:
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why the run should end now."""
+
+    error: str
+    """In words."""
+    cause: Cause | None
+    """What came back at the same step; None where a budget is spent."""
+
+
+def decide_failure(losses: Sequence[Loss], health: HealthConfig) -> Failure | None:
     """Why the run should end now, or None to go on.
 
     Args:
@@ -51,7 +61,11 @@ def decide_failure(losses: Sequence[Loss], health: HealthConfig) -> str | None:
     """
     if not losses:
         return None
-    return _decide_repeated(losses, health) or _decide_stuck(losses, health)
+    repeated = _decide_repeated(losses, health)
+    if repeated is not None:
+        return Failure(error=repeated, cause=losses[-1].cause)
+    stuck = _decide_stuck(losses, health)
+    return None if stuck is None else Failure(error=stuck, cause=None)
 
 
 def _decide_repeated(losses: Sequence[Loss], health: HealthConfig) -> str | None:
@@ -83,11 +97,7 @@ def _decide_stuck(losses: Sequence[Loss], health: HealthConfig) -> str | None:
     last = losses[-1]
     budget = entry_of(last.cause).budget
     limit: int = getattr(health, budget)
-    stuck = [
-        loss
-        for loss in losses
-        if loss.committed == last.committed and entry_of(loss.cause).budget == budget
-    ]
+    stuck = _stuck(losses, budget, last.committed)
     incidents = count_incidents(stuck)
     if incidents < limit:
         return None
@@ -95,6 +105,31 @@ def _decide_stuck(losses: Sequence[Loss], health: HealthConfig) -> str | None:
         f"{incidents} incidents took {len(stuck)} workers with {last.committed} steps committed "
         f"and no progress (health.{budget} = {limit}); the last one: {last.cause}, {last.detail}"
     )
+
+
+def find_spent(
+    losses: Sequence[Loss], health: HealthConfig, committed: int
+) -> dict[str, tuple[int, int]]:
+    """What is used up of each budget of incidents without a step in between, and the budget.
+
+    Args:
+        losses: all of the run, in the order of time.
+        health: the budgets.
+        committed: steps that the run has committed.
+    """
+    return {
+        budget: (count_incidents(_stuck(losses, budget, committed)), getattr(health, budget))
+        for budget in get_args(Budget)
+    }
+
+
+def _stuck(losses: Sequence[Loss], budget: Budget, committed: int) -> list[Loss]:
+    """Losses that count against a budget, with so many steps committed."""
+    return [
+        loss
+        for loss in losses
+        if loss.committed == committed and entry_of(loss.cause).budget == budget
+    ]
 
 
 def decide_in_vain(

@@ -35,6 +35,7 @@ from elastic.membership.places import Places
 from elastic.membership.planned import all_copies_go, decide_planned, plan_departures
 from elastic.membership.progress import Progress
 from elastic.membership.resumption import plan_resumption
+from elastic.protocol.causes import Cause
 from elastic.protocol.messages import (
     Build,
     Identity,
@@ -154,9 +155,9 @@ class Membership:
         """The run is to end after the step that is under way, and to be saved there."""
         self.winding_down = True
 
-    def stop(self, error: str) -> None:
-        """The run ends with `error`, where it has not ended already."""
-        self.stopped = self.stopped or Stop(error=error)
+    def stop(self, error: str, cause: Cause | None = None) -> None:
+        """The run ends with `error`, where it has not ended already; see `Stop` for `cause`."""
+        self.stopped = self.stopped or Stop(error=error, cause=cause)
 
     def cross_lost(self, generation: int, reason: str) -> bool:
         """A group across replicas has failed for a worker of the roster `generation`. It may wait

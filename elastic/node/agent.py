@@ -36,6 +36,7 @@ from ray import ObjectRef
 from elastic.config import HealthConfig
 from elastic.doctor.finding import Finding
 from elastic.node.beats import BeatSender
+from elastic.node.gpu_gauges import GpuGauges
 from elastic.node.health_watch import own_names, start_health_watch
 from elastic.node.preflight import start_preflight
 from elastic.node.process_watch import ProcessWatch
@@ -109,6 +110,7 @@ class NodeAgent:
         self._names = own_names()
         self._readings: Sequence[Reading] = ()
         """The latest of this node's instruments."""
+        self._gauges = GpuGauges(node)
         start_health_watch(node, self._processes.states, self._tell_signs, self._keep_readings)
         if health.preflight:
             start_preflight(self._tell_findings)
@@ -175,6 +177,7 @@ class NodeAgent:
 
     def _keep_readings(self, readings: Sequence[Reading]) -> None:
         self._readings = readings
+        self._gauges.show(readings)
 
     def wait(self) -> None:
         """Does not return before it is called again: a pending call to it fails when this agent is

@@ -42,6 +42,9 @@ class CauseEntry:
     repeats: bool = False
     """It would come again: the same step in another replica, or in the same one formed anew, ends
     the run (`health.max_same_step_errors`)."""
+    needs_change: bool = False
+    """A run that has ended so ends so again, on whatever machines, unless somebody changes the
+    code, the data or the settings (`elastic/exit_status.py`)."""
 
 
 _ENTRIES: dict[str, CauseEntry] = {}
@@ -111,7 +114,13 @@ PREEMPTION = register_cause(
 )
 USER_ERROR = register_cause(
     "user_error",
-    CauseEntry(text="user code raised", budget="max_crashes", color="#c22f7e", repeats=True),
+    CauseEntry(
+        text="user code raised",
+        budget="max_crashes",
+        color="#c22f7e",
+        repeats=True,
+        needs_change=True,
+    ),
 )
 OUT_OF_MEMORY = register_cause(
     "out_of_memory",
@@ -150,6 +159,7 @@ DEVICE_ASSERT = register_cause(
         color="#b56576",
         lasts=True,
         repeats=True,
+        needs_change=True,
     ),
 )
 COLLECTIVE = register_cause(

@@ -58,8 +58,8 @@ class WorkerCalls(Protocol):
             "peer": join again; "own": the worker is written off and must exit.
         """
 
-    async def fail(self, error: str, worker: str | None = None) -> None:
-        """Ends the run with an error that no retry can mend. What `worker` says does not count
+    async def fail(self, error: str, worker: str | None = None, cause: Cause | None = None) -> None:
+        """Ends the run with an error; see `Stop` for `cause`. What `worker` says does not count
         where it was written off."""
 
     async def record(self, steps: list[StepRecord], happened: list[Event]) -> Recorded:

@@ -581,6 +581,8 @@ class RunEnded(Event):
     """How it ended."""
     error: str | None
     """The error that ended it, if one did."""
+    cause: Cause | None = None
+    """The cause that came back, whatever was tried against it, if that ended it."""
 
 
 @dataclass(frozen=True, kw_only=True)

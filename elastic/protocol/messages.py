@@ -383,6 +383,8 @@ class Stop:
 
     error: str | None
     """Why it failed; None: it is finished."""
+    cause: Cause | None = None
+    """What came back, whatever was tried against it; None where it was something else."""
 
 
 Answer = Build | Run | Leave | Stop

@@ -53,6 +53,11 @@ class RunPaths:
         return self.root / "steps.jsonl"
 
     @property
+    def pulse(self) -> Path:
+        """That the run lives, and how it stands (`pulse.py`)."""
+        return self.root / "pulse.json"
+
+    @property
     def incidents(self) -> Path:
         """What was found when something stood still: a folder an incident."""
         return self.root / "incidents"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from elastic.protocol.causes import Cause
 from elastic.protocol.job import Job
 
 
@@ -16,6 +17,8 @@ class Ending:
 
     error: str | None
     """Why it failed; None where it did not."""
+    cause: Cause | None = None
+    """See `Stop`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,14 +23,22 @@ class Follower(Generic[_Record]):
     """Takes what is appended to a record file, each record once.
 
     Args:
-        path: the file; what it holds now is passed over. It need not be there yet.
+        path: the file. It need not be there yet.
         record_of: makes a record of a line's JSON object; None: the line is no record.
+        from_start: what it holds now is taken, too; else it is passed over.
     """
 
-    def __init__(self, path: Path, record_of: Callable[[dict[str, Any]], _Record | None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        record_of: Callable[[dict[str, Any]], _Record | None],
+        *,
+        from_start: bool = False,
+    ) -> None:
         self._path, self._record_of = path, record_of
         self._offset = 0
-        self._whole_lines()
+        if not from_start:
+            self._whole_lines()
 
     def take(self) -> list[_Record]:
         """The records since the last call. A damaged line is logged and passed over."""

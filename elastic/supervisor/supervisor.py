@@ -119,21 +119,20 @@ class Supervisor(SupervisorApi):
 
     def _supervise(self, paths: RunPaths) -> Ending:
         if self._anew and isinstance(ended := last_event(paths.events), RunEnded):
-            return Ending(error=ended.error)
+            return Ending(error=ended.error, cause=ended.cause)
         drains = DrainWatch(draining_nodes, tell_coordinator(self._coordinator))
         with CoordinatorWatch(self._coordinator), contextlib.closing(drains):
-            error = self._train()
-        outcome: RunOutcome = "failed" if error else "finished"
+            ending = self._train()
+        outcome: RunOutcome = "failed" if ending.error else "finished"
         if self._interrupted:
-            outcome, error = "interrupted", None
+            outcome, ending = "interrupted", Ending(error=None)
         with contextlib.suppress(ray.exceptions.RayError):
-            self._coordinator.call(CoordinatorApi.end, outcome, error)
+            self._coordinator.call(CoordinatorApi.end, outcome, ending.error)
         if self._plan.job.checkpoint.memory_every is not None and outcome == "finished":
             clear_snapshots(paths)  # the run's end is in the store
-        return Ending(error=error)
+        return ending
 
-    def _train(self) -> str | None:
-        """Returns why the run failed; None where it did not."""
+    def _train(self) -> Ending:
         plan = self._plan
         trainer = ElasticRayTrainer(
             train_worker,
@@ -151,12 +150,14 @@ class Supervisor(SupervisorApi):
             try:
                 verdict = self._coordinator.call(CoordinatorApi.verdict)
             except ray.exceptions.RayError as gone:
-                return f"the coordinator died ({gone}); run the same name again to continue"
+                again = "run the same name again to continue"
+                return Ending(error=f"the coordinator died ({gone}); {again}")
             # A worker lost just before the end is not replaced any more: that is no failure.
             if verdict is not None:
-                return verdict.error
-            return f"Ray Train gave up; run the same name again to continue. It said: {failure}"
-        return None
+                return Ending(error=verdict.error, cause=verdict.cause)
+            again = "run the same name again to continue"
+            return Ending(error=f"Ray Train gave up; {again}. It said: {failure}")
+        return Ending(error=None)
 
 
 @contextlib.contextmanager

@@ -125,10 +125,10 @@ class CoordinatorLink:
         worker = self._identity.worker
         self._tell(lambda: self._coordinator.send(CoordinatorApi.built, worker, formed))
 
-    def fail(self, error: str) -> None:
-        """Ends the whole run."""
+    def fail(self, error: str, cause: Cause | None = None) -> None:
+        """Ends the whole run; see `Stop` for `cause`."""
         self.outbox.flush()
-        self._coordinator.call(CoordinatorApi.fail, error, self._identity.worker)
+        self._coordinator.call(CoordinatorApi.fail, error, self._identity.worker, cause)
 
     def terminating(self) -> None:
         """This process was sent SIGTERM: it will be killed soon."""

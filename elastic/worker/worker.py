@@ -177,7 +177,7 @@ class Worker:
             else:
                 self.train(answer)
         except (CompileError, NonFiniteError) as error:
-            self.link.fail(str(error))
+            self.link.fail(str(error), USER_ERROR)  # all workers would come to the same
         except Exception as error:
             return traceback.format_exc(), _CAUSES[origin_of(error)]
         return None
@@ -213,7 +213,7 @@ class Worker:
         self.link.close()
         self.drop()
         if answer.error is not None:
-            raise RunFailedError(answer.error)
+            raise RunFailedError(answer.error, answer.cause)
 
     def recover(self, detail: str, cause: Cause) -> None:
         """After an exception: joins again where a peer was lost, exits where it was this worker's

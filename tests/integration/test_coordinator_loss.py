@@ -16,6 +16,7 @@ import pytest
 from elastic import Callback
 from elastic.driver import launch
 from elastic.protocol.events import Event, StepRecord
+from elastic.protocol.pulse import read_pulse
 from elastic.reporting.report import Report
 from tests.support.stuck_coordinator import StuckCoordinator
 from tests.support.tiny import Outcome, fit, tiny_trainer
@@ -116,6 +117,8 @@ def test_the_coordinator_is_lost(
     assert diary.reports == [broken.report]
     assert diary.steps_at_end == STEPS
     assert buggy.steps == 1
+    pulse = read_pulse(root / "pulse.json")
+    assert pulse is not None and pulse.time > anew["time"] and pulse.steps == STEPS
 
 
 @pytest.mark.slow

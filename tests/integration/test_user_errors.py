@@ -22,6 +22,7 @@ from elastic import (
     TrainConfig,
 )
 from elastic.cli.main import main
+from elastic.exit_status import FAILED, RETRY_IS_USELESS
 from elastic.membership.failure import plan_pause_s
 from elastic.protocol.events import CrossGroupLost, LinksTested, RegroupDone, WorkerLost
 from elastic.reporting.event_log import read_events
@@ -70,6 +71,8 @@ def test_a_bug_in_user_code_ends_the_run_with_the_users_traceback(
         trainer(failing_loss, tmp_path).fit()
     assert "RuntimeError: gloo: sample 5 is not to my taste" in str(caught.value)
     assert "failing_loss" in str(caught.value)
+    assert caught.value.cause == "user_error"
+    assert main(["watch", str(tmp_path / "run")]) == RETRY_IS_USELESS
     assert "user code raised, 2 times at step" in str(caught.value)
     lost = [e for e in read_events(tmp_path / "run" / "events.jsonl") if isinstance(e, WorkerLost)]
     assert {event.cause for event in lost} == {"user_error"}
@@ -119,6 +122,7 @@ def test_collectives_that_fail_while_nobody_dies_end_the_run(cluster: None, tmp_
         trainer(loss_before_a_bad_link, tmp_path).fit()
     happened = read_events(tmp_path / "run" / "events.jsonl")
     assert not any(isinstance(e, WorkerLost) for e in happened)
+    assert main(["watch", str(tmp_path / "run")]) == FAILED, "the link may be mended"
     told = [e for e in happened if isinstance(e, CrossGroupLost)]
     assert [e.reason for e in told] == ["the link is bad"] * MOST_IN_VAIN
     assert len({e.slot for e in told}) == 1 and len({e.generation for e in told}) == MOST_IN_VAIN

@@ -9,8 +9,9 @@ from elastic import errors
 
 ALL = [
     errors.ResourcesError("4 workers with 1 CPU each", "the cluster has 2 CPU", 60.0, "Add nodes"),
-    errors.RunFailedError("user code raised, 2 times at step 3"),
+    errors.RunFailedError("user code raised, 2 times at step 3", "user_error"),
     errors.SuspectFileError("/data/runs/suspect-nodes.json", "it has no object 'machines'"),
+    errors.WebhookError("the webhook at example.org", "HTTP status 503", "Look at its URL"),
     errors.ReplaceError("i-0123", "no instance of this id has the tag a=b", "Look at the tags"),
     errors.NoCapacityError("i-0123", "no capacity in subnet-1", "Add subnets"),
 ]

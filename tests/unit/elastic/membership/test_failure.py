@@ -2,14 +2,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
 from elastic.config import HealthConfig
-from elastic.membership.failure import Loss, decide_failure, decide_in_vain, plan_pause_s
+from elastic.membership import failure
+from elastic.membership.failure import Loss, decide_in_vain, find_spent, plan_pause_s
 from elastic.protocol.causes import OUT_OF_MEMORY, Cause
 
 HEALTH = HealthConfig(max_same_step_errors=2, max_crashes=4, max_hangs=2)
+
+
+def decide_failure(losses: Sequence[Loss], health: HealthConfig) -> str | None:
+    """The error that ends the run."""
+    found = failure.decide_failure(losses, health)
+    return None if found is None else found.error
 
 
 _formations = itertools.count()
@@ -160,3 +168,18 @@ def test_a_seat_that_is_lost_again_is_an_incident_each_time() -> None:
     soon = [dataclasses.replace(loss(), time=float(second), seat=5) for second in range(4)]
     assert decide_failure(soon[:3], HEALTH) is None
     assert decide_failure(soon, HEALTH) is not None
+
+
+def test_what_came_back_is_named_and_what_spent_a_budget_is_not() -> None:
+    repeated = failure.decide_failure([user_error(3), user_error(3)], HEALTH)
+    assert repeated is not None and repeated.cause == "user_error"
+    crashes = [loss(committed=7) for _ in range(HEALTH.max_crashes)]
+    spent = failure.decide_failure(crashes, HEALTH)
+    assert spent is not None and spent.cause is None
+
+
+def test_what_is_spent_of_each_budget_counts_from_the_last_step() -> None:
+    losses = [loss(committed=6), loss(committed=7), loss("hang", committed=7)]
+    budgets = {"max_crashes": (1, 4), "max_hangs": (1, 2), "max_preemptions": (0, 200)}
+    assert find_spent(losses, HEALTH, 7) == budgets
+    assert {used for used, _ in find_spent(losses, HEALTH, 8).values()} == {0}

@@ -14,6 +14,7 @@ import pytest
 from elastic.node.health_watch import SAMPLE_S, HealthWatch, own_names, start_health_watch
 from health.heartbeat import Record
 from health.kernel_log import KMSG
+from health.reading import Reading
 from health.verdict import Sign
 from health.worker_load import WorkerState
 
@@ -46,6 +47,14 @@ def test_an_idle_worker_is_told_of_once(idle: WorkerState) -> None:
     assert about(told, "w1").count({"idle"}) == 1
     (sign,) = (sign for signs in told for sign in signs if sign.worker == "w1")
     assert (sign.node, sign.at_s) == ("n1", 5000 + 6 * SAMPLE_S)
+
+
+def test_the_readings_of_each_look_are_shown(idle: WorkerState) -> None:
+    shown: list[Reading] = []
+    watch = HealthWatch("n1", lambda: [idle], lambda signs: None, shown.extend)
+    for at_s in (1000.0, 1005.0):
+        watch.look(at_s, 0.0)
+    assert [r.at_s for r in shown if (r.kind, r.of) == ("worker", "w1")] == [1000.0, 1005.0]
 
 
 def test_a_worker_that_has_ended_is_forgotten(idle: WorkerState) -> None:

@@ -55,6 +55,7 @@ def test_kind_is_the_class_name_in_snake_case() -> None:
 def test_an_event_is_a_flat_json_object_with_its_kind() -> None:
     assert ENDED.to_json() == {
         "kind": "run_ended", "time": 9.0, "step": 10, "outcome": "finished", "error": None,
+        "cause": None,
     }  # fmt: skip
 
 

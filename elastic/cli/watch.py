@@ -1,0 +1,203 @@
+"""`elastic watch`: looks after a run from outside, by its directory alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from elastic.cli.show import human_time
+from elastic.errors import WebhookError
+from elastic.protocol.events import event_from_json
+from elastic.protocol.pulse import PULSE_S, Pulse, read_pulse
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.alerts import (
+    Alert,
+    Kind,
+    Limits,
+    News,
+    Watched,
+    decide_watch_status,
+    find_alerts,
+    plan_news,
+)
+from elastic.reporting.follower import Follower
+from elastic.reporting.webhook import Webhook
+
+WEBHOOK_VARIABLE = "ELASTIC_WEBHOOK"
+"""Arguments of a process can be seen by all users of its machine; its environment cannot."""
+
+_EPILOG = f"""\
+alerts:
+  failed            the run ended with an error
+  dead              no pulse (written every {PULSE_S:g} s) for --dead seconds
+  stalled           no step for --stalled seconds, or 20 steps where that is longer; before the
+                    first step three times as long
+  restart_storm     --storm restarts within 10 minutes: workers, the coordinator, the run
+  spares_exhausted  no spare for 2 minutes, where the run was to have some
+  budget_low        80 % of a budget of HealthConfig are used up
+
+exit status: 0 the run ended well, or is well (--once); 1 it failed, or something is wrong with it
+(--once); 93 it failed, and starting it again is useless; 2 bad input
+
+The machine needs the run's directory, no Ray, and a clock that is together with the run's.
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parsers of `commands`."""
+    watch = commands.add_parser(
+        "watch",
+        help="look after a run, and tell when something is wrong with it",
+        description="Looks after a run from outside until it ends, by its directory alone. A line, "
+        "and a POST to the webhook, when an alert comes, goes, or has stood for another hour.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    watch.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
+    watch.add_argument("--once", action="store_true", help="one look")
+    watch.add_argument("--json", action="store_true", help="a JSON object for each look")
+    watch.add_argument(
+        "--webhook",
+        metavar="URL",
+        help=f"where alerts are POSTed as JSON (default: ${WEBHOOK_VARIABLE}, which is the way for "
+        "a URL that is a secret)",
+    )
+    for name, default, what in (
+        ("interval", 30.0, "seconds between two looks"),
+        ("stalled", 600.0, "seconds without a step that are an alert"),
+        ("dead", 60.0, "seconds without a pulse that are an alert"),
+    ):
+        watch.add_argument(
+            f"--{name}",
+            type=_positive,
+            default=default,
+            metavar="S",
+            help=f"{what} (default: {default:g})",
+        )
+    watch.add_argument(
+        "--storm",
+        type=_count,
+        default=5,
+        metavar="N",
+        help="restarts within 10 minutes that are an alert (default: 5)",
+    )
+    watch.set_defaults(action=watch_run)
+
+
+def watch_run(options: argparse.Namespace) -> int:
+    """`watch`"""
+    url = options.webhook or os.environ.get(WEBHOOK_VARIABLE)
+    webhook = None if not url else Webhook(url)
+    limits = Limits(stalled_s=options.stalled, dead_s=options.dead, storm=options.storm)
+    view = _View(RunPaths(root=options.run), limits)
+    told: dict[Kind, tuple[float, Alert]] = {}
+    while True:
+        now = time.time()
+        alerts = view.look(now)
+        news, told = plan_news(told, alerts, now)
+        status = decide_watch_status(view.watched, alerts)
+        over = view.watched.ended is not None
+        if options.json:
+            print(json.dumps(view.to_json(now, alerts, status)), flush=True)
+        else:
+            _print(view, news, now, summary=options.once or over)
+        if webhook is not None:
+            _send(webhook, view.name, news, now)
+        if options.once or over:
+            return status
+        time.sleep(options.interval)
+
+
+class _View:
+    """A run as its directory shows it.
+
+    Args:
+        paths: the run's.
+        limits: from when on something is wrong.
+
+    Raises:
+        FileNotFoundError: it is no run's directory.
+    """
+
+    def __init__(self, paths: RunPaths, limits: Limits) -> None:
+        if not paths.events.is_file():
+            raise FileNotFoundError(f"{paths.root} is no run's directory: it has no events.jsonl")
+        self.name = paths.root.absolute().name
+        self.watched = Watched()
+        self._paths, self._limits = paths, limits
+        self._events = Follower(paths.events, event_from_json, from_start=True)
+        self._pulse: Pulse | None = None
+
+    def look(self, now: float) -> list[Alert]:
+        """What is wrong now. Where the directory is out of reach, what was seen last stands, and
+        grows old."""
+        # The pulse first: an end that is in the records by then is seen.
+        self._pulse = read_pulse(self._paths.pulse) or self._pulse
+        for event in self._events.take():
+            self.watched.take(event)
+        return find_alerts(self.watched, self._pulse, self._limits, now)
+
+    def to_json(self, now: float, alerts: Sequence[Alert], status: int) -> dict[str, Any]:
+        ended = self.watched.ended
+        return {
+            "run": self.name,
+            "time": now,
+            "outcome": None if ended is None else ended.outcome,
+            "pulse": None if self._pulse is None else asdict(self._pulse),
+            "alerts": [asdict(alert) for alert in alerts],
+            "status": status,
+        }
+
+    def summary(self) -> str:
+        """How the run stands, in words."""
+        ended, pulse = self.watched.ended, self._pulse
+        if ended is not None:
+            return f"{ended.outcome}, {ended.step} steps"
+        if pulse is None:
+            return "it has not told of itself yet"
+        return (
+            f"{pulse.steps} of {pulse.planned_steps} steps, {pulse.replicas} replicas, "
+            f"{pulse.spares} of {pulse.planned_spares} spares"
+        )
+
+
+def _print(view: _View, news: Sequence[News], now: float, *, summary: bool) -> None:
+    for one in news:
+        gone = "" if one.state == "firing" else " no more; it was"
+        line = f"{one.alert.kind}{gone}: {one.alert.detail}"
+        print(f"{human_time(now)} {view.name}: {line}", flush=True)
+    if summary:
+        print(f"{human_time(now)} {view.name}: {view.summary()}", flush=True)
+
+
+def _send(webhook: Webhook, run: str, news: Sequence[News], now: float) -> None:
+    """Whoever does not take the news does not end the watch."""
+    for one in news:
+        try:
+            webhook.send({"run": run, "time": now, "state": one.state, **asdict(one.alert)})
+        except WebhookError as error:
+            print(f"elastic: {error}", file=sys.stderr, flush=True)
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+_positive.__name__ = _count.__name__ = "number"  # argparse puts it into its message

@@ -1,0 +1,126 @@
+"""Tells of the run every few seconds: to Prometheus, and in the run directory.
+
+    every PULSE_S:  events and steps so far, who is there ──► gauges of Ray (`reporting/meter.py`)
+                                                          └─► pulse.json (`protocol/pulse.py`)
+
+Nobody waits for it, and where it fails the run goes on: then the pulse stands still, and whoever
+watches the run (`elastic watch`) says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+from elastic.coordinator.aside import Aside
+from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.workers import Workers
+from elastic.membership.machine import Membership
+from elastic.protocol import events
+from elastic.protocol.pulse import PULSE_S, Pulse, write_pulse
+from elastic.ray_compat.gauges import Gauges
+from elastic.reporting.event_log import last_step
+from elastic.reporting.meter import Meter, Standing
+from elastic.reporting.metrics import METRICS, Sample
+
+log = logging.getLogger(__name__)
+
+RUN_TAG = "ray_train_run_name"
+"""Ray Train's own label for the run: its dashboards' filters find these metrics, too."""
+
+
+class Pulses:
+    """Follows the run's records.
+
+    Args:
+        config: the run.
+        membership: knows who is there.
+        workers: know what is used up of the budgets.
+        records: tell what happens.
+        aside: where all this is done.
+    """
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        membership: Membership,
+        workers: Workers,
+        records: RunLog,
+        aside: Aside,
+    ) -> None:
+        self._config, self._membership = config, membership
+        self._workers, self._aside = workers, aside
+        self._meter = Meter(config.started, config.groups.min_replicas)
+        self._gauges = Gauges({RUN_TAG: config.started.name})
+        self._begun = False
+        self._spareless_since: float | None = None
+        records.followers.append(self._meter.take)
+
+    def replay(self, happened: Iterable[events.Event]) -> None:
+        """Takes up what a coordinator before this one has counted."""
+        began = self._config.started.time
+        last = last_step(self._config.paths.steps, lambda step: step.time >= began)
+        self._meter.replay(happened, last)
+
+    def take_steps(self, taken: Iterable[events.StepRecord]) -> None:
+        """Steps were written down."""
+        for record in taken:
+            self._meter.take_step(record)
+
+    def begin(self) -> None:
+        """The supervisor is there."""
+        if not self._begun:
+            self._begun = True
+            self._aside.spawn(self._beat())
+
+    async def _beat(self) -> None:
+        goes_on = True
+        while goes_on:
+            goes_on = await self._aside.goes_on_for(PULSE_S)  # once more when the run is over
+            now = time.time()
+            standing = self._standing()
+            steps = self._membership.progress.recorded
+            samples = list(self._meter.samples(now, steps, standing))
+            await self._aside.on_thread(self._tell, self._pulse(now, standing), samples)
+
+    def _standing(self) -> Standing:
+        progress, most = self._membership.progress, self._config.health
+        spent = self._workers.spent()
+        in_vain = (progress.in_vain, most.max_regroups_without_progress)
+        return Standing(
+            workers=len(self._workers.started),
+            spares=len(self._membership.places.idle),
+            spent={**spent, "max_regroups_without_progress": in_vain},
+            over=self._membership.stopped is not None,
+        )
+
+    def _pulse(self, now: float, standing: Standing) -> Pulse:
+        started, groups = self._config.started, self._config.groups
+        if standing.spares or not started.layout["spares"]:
+            self._spareless_since = None
+        elif self._spareless_since is None:
+            self._spareless_since = now
+        return Pulse(
+            time=now,
+            steps=self._membership.progress.recorded,
+            planned_steps=started.steps,
+            stepped=self._meter.stepped,
+            step_s=self._meter.step_s,
+            replicas=self._meter.replicas,
+            min_replicas=groups.min_replicas,
+            spares=standing.spares,
+            planned_spares=started.layout["spares"],
+            spareless_since=self._spareless_since,
+            spent=standing.spent,
+        )
+
+    def _tell(self, pulse: Pulse, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            what = METRICS[sample.name].help
+            self._gauges.set(sample.name, sample.value, sample.tags, what)
+        try:
+            write_pulse(self._config.paths.pulse, pulse)
+        except OSError as error:
+            log.warning("the run's pulse was not written: %s", error)

@@ -1,0 +1,54 @@
+"""With which status a process ends that a run has failed in: whoever starts it again must know
+whether that is of use.
+
+Source of the number: nvidia-resiliency-ext, whose launchers end with 93 where a job is not to be
+queued again.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from checkpointing import CheckpointConfigError
+from elastic.errors import RunFailedError
+from elastic.protocol.causes import entry_of
+from trainer.errors import ConfigError
+
+FAILED = 1
+RETRY_IS_USELESS = 93
+
+
+def decide_exit_status(error: BaseException) -> int:
+    """The status of a process that `error` ends.
+
+    A retry is useless where the settings cannot work, and where a cause came back that only a
+    change of code, data or settings mends (`CauseEntry.needs_change`). It may help where memory ran
+    out, machines were taken away or missing, a budget of losses was spent, or storage failed.
+    """
+    if isinstance(error, ConfigError | CheckpointConfigError):
+        return RETRY_IS_USELESS
+    if isinstance(error, RunFailedError):
+        return decide_status_of(error.cause)
+    return FAILED
+
+
+def decide_status_of(cause: str | None) -> int:
+    """The status for a run that failed as `cause` came back, None where none did."""
+    useless = cause is not None and entry_of(cause).needs_change
+    return RETRY_IS_USELESS if useless else FAILED
+
+
+def tell_useless_retries() -> None:
+    """From now on this process ends with 93 where an error that nobody catches says so. It is shown
+    as before."""
+    show = sys.excepthook
+
+    def end(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        show(kind, error, traceback)
+        if decide_exit_status(error) == RETRY_IS_USELESS:
+            sys.exit(RETRY_IS_USELESS)
+
+    sys.excepthook = end

@@ -1,0 +1,113 @@
+"""What is told of a run, with the coordinator's real parts round it; only Ray is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic.coordinator import pulses
+from elastic.coordinator.aside import Aside
+from elastic.coordinator.pulses import Pulses
+from elastic.protocol.causes import CRASH
+from elastic.protocol.pulse import Pulse, read_pulse
+from tests.support.coordinator_desk import CoordinatorDesk
+
+PATIENCE_S = 10.0
+LAYOUT = {"replicas": 3, "shard": 1, "tensor": 1, "lanes": 3, "spares": 1}
+
+
+class Gauges:
+    """Keeps what is set."""
+
+    def __init__(self, tags: Mapping[str, str]) -> None:
+        assert tags == {"ray_train_run_name": "r"}
+        self.values: dict[tuple[str, str], float] = {}
+
+    def set(self, name: str, value: float, tags: Mapping[str, str], what: str) -> None:
+        assert what
+        self.values[name, "|".join(tags.values())] = value
+
+
+class Desk(CoordinatorDesk):
+    """Workers a, b and c train, and a spare d waits."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, spares=("d",))
+        started = replace(self.config.started, time=time.time(), layout=LAYOUT)
+        config = replace(self.config, started=started)
+        aside = Aside(self.membership, self.dispatcher)
+        self.pulses = Pulses(config, self.membership, self.workers, self.records, aside)
+
+    def run(self, story: Callable[[], Awaitable[None]]) -> None:
+        async def tell() -> None:
+            self.pulses.begin()
+            self.pulses.begin()  # the supervisor asks again and again
+            await asyncio.wait_for(story(), PATIENCE_S)
+            self.membership.stop("enough")
+            await self.dispatcher.tell()
+            await self.until(lambda: self.gauge("elastic_over") == 1)
+
+        asyncio.run(tell())
+
+    async def until(self, so: Callable[[], bool]) -> None:
+        async def look() -> None:
+            while not so():
+                await asyncio.sleep(0.005)
+
+        await asyncio.wait_for(look(), PATIENCE_S)
+
+    def gauge(self, name: str, tag: str = "") -> float | None:
+        gauges: Gauges = self.pulses._gauges  # type: ignore[assignment]
+        return gauges.values.get((name, tag))
+
+    def pulse(self) -> Pulse | None:
+        return read_pulse(self.paths.pulse)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulses, "PULSE_S", 0.01)
+    monkeypatch.setattr(pulses, "Gauges", Gauges)
+
+
+def test_a_run_tells_of_its_spares_and_of_what_is_used_up(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        await desk.until(lambda: desk.pulse() is not None)
+        whole = desk.pulse()
+        assert whole is not None
+        assert (whole.spares, whole.planned_spares, whole.spareless_since) == (1, 1, None)
+        before = time.time()
+        await desk.workers.lose("d", CRASH, "killed")
+        await desk.until(lambda: desk.gauge("elastic_spares") == 0)
+        first = desk.pulse()
+        assert first is not None and first.spareless_since is not None
+        assert before <= first.spareless_since <= time.time()
+        assert tuple(first.spent["max_crashes"]) == (1, 50)
+        assert tuple(first.spent["max_regroups_without_progress"]) == (0, 8)
+        await desk.until(lambda: (desk.pulse() or first).time > first.time)
+        later = desk.pulse()
+        assert later is not None and later.spareless_since == first.spareless_since
+
+    desk.run(story)
+    assert desk.gauge("elastic_workers_lost", "crash") == 1
+    assert desk.gauge("elastic_budget_spent", "max_crashes") == pytest.approx(1 / 50)
+
+
+def test_a_directory_that_cannot_be_written_to_ends_nothing(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.paths.pulse.mkdir()  # so that it cannot be replaced by a file
+
+    async def story() -> None:
+        await desk.until(lambda: desk.gauge("elastic_workers") == 4)
+        first = desk.gauge("elastic_heartbeat_timestamp_seconds")
+        await desk.until(lambda: desk.gauge("elastic_heartbeat_timestamp_seconds") != first)
+        assert desk.membership.stopped is None
+
+    desk.run(story)
