@@ -195,7 +195,7 @@ class Remedies:
         if step == "stop":
             await self._dispatcher.stop(
                 f"{why}: it came back after all that could be tried, with no step in between. "
-                f"`elastic report` has the evidence; "
+                f"the run's report.txt has the evidence; "
                 f'health.replace_nodes = "tell" leaves the end to the budgets of HealthConfig',
                 Cause(verdict.cause),
             )

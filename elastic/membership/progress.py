@@ -76,6 +76,8 @@ class Progress:
         roster goes on from the checkpoint of `step`, or from the seed."""
         known = self.restore_step if self.going_back else step
         self.restore_step, self.snapshot_step = min(step, known), 0
+        if step == 0:
+            self.unreadable = None  # on purpose from the seed, not for lack of another state
         self.since = self.generation + 1
 
     def lost(self) -> None:

@@ -61,9 +61,11 @@ def plan_resumption(
     # Replicas of the newest roster keep their index, whoever was formed later: they may have got it
     # from a younger one that left.
     formations.sort(key=lambda f: (f.whole and f.generation == generation, f.formed))
-    last = {f.index: f for f in formations}
+    # Those of extra indices that form are given up below. One of the roster before, with the same
+    # extra index, may have got another one since, and not have heard of it.
+    last = {f.index: f for f in formations if f.generation or f.index < max_replicas}
     # One that is whole, and whose index another one has, had left, or was given up.
-    left = [f for f in formations if f.whole and last[f.index] is not f]
+    left = [f for f in formations if f.whole and last.get(f.index, f) is not f]
     placed = sorted(
         (f for f in formations if f.generation and f not in left), key=lambda f: f.first.position
     )

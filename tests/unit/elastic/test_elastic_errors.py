@@ -68,6 +68,7 @@ def test_the_public_names_are_these() -> None:
         "Steps",
         "TrainConfig",
         "TrainerError",
+        "TrainingHealthConfig",
         "TransformerEngine",
         "parse_faults",
     ]

@@ -963,6 +963,18 @@ def test_what_was_void_is_void_for_a_coordinator_started_anew() -> None:
     assert kept(group.lose("c2")) == {"a0": False, "b1": False}
 
 
+def test_a_way_back_to_the_seed_that_is_meant_does_not_end_the_run() -> None:
+    """A checkpoint was found damaged; going back to the seed for lack of another would end it."""
+    group = Group(replicas=1, restore_step=8)
+    group.membership.progress.checkpoint_lost(newest=4, reason="damaged")
+    assert group.start("a0").regrouped.step == 4
+    group.membership.go_back(0)
+    group.membership.advance()
+    effects = group.join("a0", step=5, last=commit(4), built=0)
+    assert group.membership.stopped is None
+    assert effects.regrouped is not None and effects.regrouped.step == 0
+
+
 def test_parts_of_two_attempts_at_a_step_are_no_copy() -> None:
     """a0 alone saw step 6 committed in generation 1; the others did it once more in generation 2.
     Without `reduction="exact"` their bits may differ."""

@@ -151,6 +151,17 @@ def test_a_replica_may_have_the_index_of_a_younger_one_that_left() -> None:
     assert [replica.formed for replica in found.broken] == [3]
 
 
+def test_a_successor_whose_extra_index_another_one_forms_with_may_have_got_a_place() -> None:
+    """It was numbered anew and had not heard of it; the next successor forms with its old index."""
+    three = [replace(s, replicas=3) for s in TWO_BY_TWO]
+    names = enumerate(("e4", "f5"))
+    old = [standing(w, 3, r, generation=2, replica=4, replicas=3) for r, w in names]
+    beside = [standing(w, 5, r, generation=0, replica=4) for r, w in enumerate(("g6", "h7"))]
+    found = resume([*three, *old, *beside])
+    assert sorted(replica.formed for replica in found.standing) == [1, 2, 3]
+    assert found.doubtful == {3} and [replica.formed for replica in found.broken] == [5]
+
+
 def test_nobody_is_nothing() -> None:
     found = resume([SPARE])
     assert found.roster.generation == 0 and not found.consistent and not found.standing
