@@ -17,12 +17,10 @@ from trainer.config import ParallelConfig
 
 LANES, STEPS = 4, 4
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU"),
-]
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU")
 
 
+@pytest.mark.slow
 def test_the_number_of_replicas_does_not_change_a_bit(text: Path, tmp_path: Path) -> None:
     """The compiler joins operations, so that fewer results are rounded in between: losses differ
     from the plain run's by some units in the last place, 2**-24 relative each."""
@@ -42,6 +40,7 @@ def test_the_number_of_replicas_does_not_change_a_bit(text: Path, tmp_path: Path
     assert hashes != {tensors_sha256(sorted(full_parameters([expected]).items()))}
 
 
+@pytest.mark.soak
 def test_compiled_blocks_are_gathered_in_two_levels(text: Path, tmp_path: Path) -> None:
     parallel = ParallelConfig(shard=4, workers_per_node=2)
     plain, compiled = (
@@ -55,6 +54,7 @@ def test_compiled_blocks_are_gathered_in_two_levels(text: Path, tmp_path: Path) 
         np.testing.assert_allclose(worker.losses, expected[0].losses, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_faults_do_not_change_a_bit(cluster: None, text: Path, tmp_path: Path) -> None:
     """One worker dies as it compiles, one in a step; nobody else is taken for dead meanwhile."""
     whole = fit(tiny_trainer(text, tmp_path, name="whole", shard=2, compile="require"))

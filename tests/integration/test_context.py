@@ -136,9 +136,13 @@ def test_bits_do_not_depend_on_the_number_of_replicas(make: Callable[..., Case])
     assert tokens == len(case.task.eval_data() or ()) * SEQ_LEN or tokens == 16 * SEQ_LEN
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "parallel", [{"context": 2}, {"shard": 4, "reshard_after_forward": 2}], ids=str
+    "parallel",
+    [
+        pytest.param({"context": 2}, marks=pytest.mark.slow),
+        pytest.param({"shard": 4, "reshard_after_forward": 2}, marks=pytest.mark.soak),
+    ],
+    ids=str,
 )
 def test_killed_workers_leave_no_trace(
     cluster: None, text: Path, tmp_path: Path, parallel: dict[str, Any]

@@ -22,6 +22,7 @@ from elastic.reporting.event_log import read_events
 from tests.support.tiny import Outcome, fit, tiny_trainer
 
 STEPS, EVERY, SAVES = 60, 6, 4
+SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 SIZES: dict[str, Any] = {"lanes": 3, "global_batch": 12, "steps": STEPS}
 
 
@@ -31,13 +32,15 @@ def whole(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFactory) -
     return fit(tiny_trainer(text, tmp_path_factory.mktemp("whole"), replicas=1, **SIZES))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "fault", "found_at"),
     [
-        (3, "flip@8.forward:1", 12),  # in the gradients of steps 8 to 11, on all replicas
-        (2, "flip@8.forward:0", 12),  # no majority: the losses of step 8 show it, done again
-        (2, f"flip@{STEPS - 1}.optimizer:1", STEPS),  # in no gradient: the comparison shows it
+        # In the gradients of steps 8 to 11, on all replicas.
+        pytest.param(3, "flip@8.forward:1", 12, marks=SOAK),
+        # No majority: step 8 comes to other gradients, done again.
+        pytest.param(2, "flip@8.forward:0", 12, marks=SLOW),
+        # In no gradient: the comparison shows it.
+        pytest.param(2, f"flip@{STEPS - 1}.optimizer:1", STEPS, marks=SLOW),
     ],
 )
 def test_a_flipped_bit_is_found_named_and_healed(
@@ -78,8 +81,7 @@ def test_a_flipped_bit_is_found_named_and_healed(
     assert broken.losses == whole.losses
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=SLOW), pytest.param(3, marks=SOAK)])
 def test_a_gradient_that_is_wrong_before_the_sum_does_not_count(
     whole: Outcome, text: Path, tmp_path: Path, replicas: int
 ) -> None:

@@ -124,7 +124,7 @@ LIBRARY = {"converters": (OnCpu(),), "precision": "bfloat16"}
 LIBRARY_8 = {"converters": (OnCpu(float8="current"),), "precision": "bfloat16"}
 """By what stands in for Transformer Engine."""
 
-SLOW = pytest.mark.slow
+SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +140,7 @@ def test_gathering_in_8_bits_changes_no_bit_nor_does_a_second_replica(lab: Lab) 
     assert gathered == plain * 2
 
 
-@SLOW
+@SOAK
 @pytest.mark.parametrize(
     ("how", "replicas"),
     [(GATHERED, (1, 2, 4)), (ROWWISE, (1, 2)), (LIBRARY_8, (1, 2))],
@@ -161,13 +161,13 @@ def test_gathering_in_8_bits_changes_no_bit_in_bfloat16(lab: Lab, tensor: int) -
     assert gathered == plain != without
 
 
-@SLOW
+@SOAK
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_what_is_computed_again_has_the_same_bits(lab: Lab, recompute: str) -> None:
     assert lab.weights(recompute=recompute, **GATHERED) == lab.weights(**GATHERED)
 
 
-@SLOW
+@SOAK
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU")
 def test_compiled_blocks_are_the_same_with_a_second_replica(lab: Lab) -> None:
     alone = lab.weights(steps=1, compile="require", **GATHERED)
@@ -182,12 +182,12 @@ docs/precision.md has them."""
 @pytest.mark.parametrize(
     ("how", "kind"),
     [
-        pytest.param({}, "float32", marks=SLOW),
-        pytest.param({"precision": "bfloat16"}, "bfloat16", marks=SLOW),
+        pytest.param({}, "float32", marks=SOAK),
+        pytest.param({"precision": "bfloat16"}, "bfloat16", marks=SOAK),
         pytest.param(GATHERED, "8 bits"),
         pytest.param(ROWWISE, "8 bits", marks=SLOW),
         pytest.param(LIBRARY, "bfloat16"),
-        pytest.param(LIBRARY_8, "8 bits", marks=SLOW),
+        pytest.param(LIBRARY_8, "8 bits", marks=SOAK),
     ],
     ids=["float32", "bfloat16", "tensorwise", "rowwise", "library", "library-8"],
 )

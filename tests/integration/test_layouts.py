@@ -243,7 +243,7 @@ def test_buckets_do_not_change_a_bit_with_shards_and_tensor_ranks(lab: Lab) -> N
     check_buckets_change_no_bit(lab, 2, 2, [2])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("shard", "tensor"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_buckets_do_not_change_a_bit_in_any_layout(lab: Lab, shard: int, tensor: int) -> None:
     check_buckets_change_no_bit(lab, shard, tensor, [1, 2, 3])

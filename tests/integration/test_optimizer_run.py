@@ -11,8 +11,6 @@ from checkpointing import CheckpointConfig, Keys, newest, open_store
 from tests.support.lion import InverseRoot, Lion
 from tests.support.tiny import Outcome, fit, tiny_trainer
 
-pytestmark = pytest.mark.slow
-
 STEPS, SAVE, KILL = 40, 10, 25
 LION = Lion(schedule=InverseRoot(lr=3e-3), weight_decay=0.1, clip_norm=0.5)
 
@@ -25,7 +23,10 @@ def whole(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize(
     ("faults", "restored"),
-    [(f"kill@{KILL}:1", False), (f"kill@{KILL}:0+2", True)],
+    [
+        pytest.param(f"kill@{KILL}:1", False, marks=pytest.mark.soak),
+        pytest.param(f"kill@{KILL}:0+2", True, marks=pytest.mark.slow),
+    ],
     ids=["healed", "restored"],
 )
 def test_kills_change_no_bit(

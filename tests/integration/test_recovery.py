@@ -42,7 +42,7 @@ def check_equal(broken: Outcome, whole: Outcome, faults: int) -> None:
 
 SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 KILLS = [
-    pytest.param(1, 1, (EARLY, MIDDLE), marks=SLOW),
+    pytest.param(1, 1, (EARLY, MIDDLE), marks=SOAK),
     pytest.param(2, 1, (EARLY,), marks=SOAK),
     pytest.param(1, 2, (MIDDLE,), marks=SLOW),
     pytest.param(2, 1, (MIDDLE,), marks=SOAK),
@@ -80,7 +80,7 @@ def test_every_worker_killed(
 
 @pytest.mark.parametrize(
     ("shard", "tensor"),
-    [(1, 1), pytest.param(2, 1, marks=SLOW), pytest.param(1, 2, marks=SLOW)],
+    [(1, 1), pytest.param(2, 1, marks=SLOW), pytest.param(1, 2, marks=SOAK)],
 )
 def test_goes_on_with_one_replica_and_grows_back(
     undisturbed: Undisturbed, text: Path, tmp_path: Path, shard: int, tensor: int

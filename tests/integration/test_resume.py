@@ -59,8 +59,13 @@ def unstopped(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after", "signals"), [(2, 1, 1), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("before", "after", "signals"),
+    [
+        pytest.param(2, 1, 1, marks=pytest.mark.soak),
+        pytest.param(1, 2, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_stopped_at_half_and_started_again(
     unstopped: Callable[[], str], tmp_path: Path, before: int, after: int, signals: int
 ) -> None:

@@ -52,7 +52,7 @@ from tests.support.save_roles import (
 KEYS = Keys()
 OLD, NEW, LATER = 10, 20, 30  # and LARGE, between them
 FATES = ("lost", "done")
-BRIEF_FATES = (pytest.param("lost", marks=pytest.mark.slow), "done")
+BRIEF_FATES = (pytest.param("lost", marks=pytest.mark.soak), "done")
 Start = Callable[..., Role]
 
 

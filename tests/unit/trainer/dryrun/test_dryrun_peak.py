@@ -38,10 +38,18 @@ LAYOUTS = {
         1,
     ),
 }
+TELLING = ("shard 2, two replicas", "tensor 2", "context 2", "bfloat16 masters, gathered ahead")
+"""They have most of what the others have."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("train", "replicas"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("train", "replicas"),
+    [
+        pytest.param(*each, marks=pytest.mark.slow if name in TELLING else pytest.mark.soak)
+        for name, each in LAYOUTS.items()
+    ],
+    ids=LAYOUTS,
+)
 def test_the_peak_is_the_allocators(train: TrainConfig, replicas: int) -> None:
     foretold = dry_run(train, replicas=replicas, device="cpu").peak_bytes
     measured = measured_peak(train, replicas=replicas)
