@@ -967,7 +967,8 @@ def test_a_way_back_to_the_seed_that_is_meant_does_not_end_the_run() -> None:
     """A checkpoint was found damaged; going back to the seed for lack of another would end it."""
     group = Group(replicas=1, restore_step=8)
     group.membership.progress.checkpoint_lost(newest=4, reason="damaged")
-    assert group.start("a0").regrouped.step == 4
+    effects = group.start("a0")
+    assert effects.regrouped is not None and effects.regrouped.step == 4
     group.membership.go_back(0)
     group.membership.advance()
     effects = group.join("a0", step=5, last=commit(4), built=0)
