@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elastic.protocol.faults import Fault, parse_faults
     from elastic.reporting.callback import Callback
     from elastic.training_config import TrainingHealthConfig
-    from trainer.config import OptimizerConfig, ParallelConfig, Steps, TrainConfig
+    from trainer.config import OffloadConfig, OptimizerConfig, ParallelConfig, Steps, TrainConfig
     from trainer.data.config import DataConfig
     from trainer.errors import ConfigError, TrainerError
     from trainer.float8.config import Float8
@@ -48,6 +48,7 @@ _HOMES = {
     "LocalNodes": "elastic.node_config",
     "ModelConfig": "trainer.models.hf",
     "OptimizerConfig": "trainer.config",
+    "OffloadConfig": "trainer.config",
     "ParallelConfig": "trainer.config",
     "RayNodes": "elastic.node_config",
     "ResourcesError": "elastic.errors",
@@ -81,6 +82,7 @@ __all__ = [
     "LocalNodes",
     "ModelConfig",
     "OptimizerConfig",
+    "OffloadConfig",
     "ParallelConfig",
     "RayNodes",
     "ResourcesError",
