@@ -133,6 +133,11 @@ class Engine:
         """For activations that are offloaded. An heir has its predecessor's."""
         return None if self.train_config.offload is None else host_memory(self.device)
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """Of the host's memory that are held for activations."""
+        return 0 if self._host is None else self._host.held_bytes
+
     def _make_offload(self) -> Offload | None:
         offload = self.train_config.offload
         if offload is None or self._host is None:

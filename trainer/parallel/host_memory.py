@@ -67,23 +67,27 @@ class HostMemory(ABC):
             block: it goes to the block's first bytes.
             values: contiguous, on the device.
         """
-        return self._copy(_as(block, values), values, back=False)
+        return self._copy(block, values, back=False)
 
     def load(self, values: torch.Tensor, block: torch.Tensor) -> Flight:
         """Begins the copy back, once all is computed that was begun until now."""
-        return self._copy(values, _as(block, values), back=True)
+        return self._copy(block, values, back=True)
 
     @abstractmethod
     def _new(self, size: int) -> torch.Tensor:
         """A new block of so many bytes."""
 
     @abstractmethod
-    def _copy(self, into: torch.Tensor, source: torch.Tensor, *, back: bool) -> Flight:
-        """Begins a copy."""
+    def _copy(self, block: torch.Tensor, values: torch.Tensor, *, back: bool) -> Flight:
+        """Begins a copy between a block's first bytes and values on the device."""
 
 
-def _as(block: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return block[: values.nbytes].view(values.dtype)
+def _ends(
+    block: torch.Tensor, values: torch.Tensor, back: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where to, and where from."""
+    there = block[: values.nbytes].view(values.dtype)
+    return (values, there) if back else (there, values)
 
 
 def host_memory(device: torch.device) -> HostMemory:
@@ -101,7 +105,8 @@ class ThreadMemory(HostMemory):
     def _new(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
-    def _copy(self, into: torch.Tensor, source: torch.Tensor, *, back: bool) -> Flight:
+    def _copy(self, block: torch.Tensor, values: torch.Tensor, *, back: bool) -> Flight:
+        into, source = _ends(block, values, back)
         return _ThreadFlight(self._thread.submit(into.copy_, source))
 
 
@@ -130,7 +135,8 @@ class StreamMemory(HostMemory):
     def _new(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    def _copy(self, into: torch.Tensor, source: torch.Tensor, *, back: bool) -> Flight:
+    def _copy(self, block: torch.Tensor, values: torch.Tensor, *, back: bool) -> Flight:
+        into, source = _ends(block, values, back)
         stream, computing = self._back if back else self._out, torch.cuda.current_stream()
         stream.wait_stream(computing)
         with torch.cuda.stream(stream):

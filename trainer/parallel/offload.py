@@ -205,7 +205,10 @@ class _Saved:
     """What autograd holds for a tensor that stays."""
 
     def __init__(self, offload: Offload, passage: _Passage, tensor: torch.Tensor | None) -> None:
-        self._offload, self._passage, self._tensor = offload, passage, tensor
+        self._offload, self._passage = offload, passage
+        # A saved output refers to the graph, which refers to what is saved: a cycle that Python
+        # does not see, and that would keep all of it where backward never comes.
+        self._tensor = None if tensor is None else tensor.detach()
 
     def unpack(self) -> torch.Tensor:
         """The tensor, in backward."""
@@ -230,7 +233,11 @@ class _SavedElsewhere(_Saved):
     ) -> None:
         super().__init__(offload, passage, None)
         self._moved, self._form = moved, form
-        self._spread = whole and (whole.device_mesh, whole.placements, whole.shape, whole.stride())
+        self._spread = (
+            None
+            if whole is None
+            else (whole.device_mesh, whole.placements, whole.shape, whole.stride())
+        )
 
     def _value(self) -> torch.Tensor:
         local = self._moved.values().as_strided(*self._form)
