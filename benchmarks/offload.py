@@ -1,5 +1,4 @@
-"""Activations that wait on the host: the device's memory, the step's seconds and how much of the
-copying is hidden, with a horizon of 1, 2 and 4 blocks against none.
+"""Activations that wait on the host, with a horizon of 1, 2 and 4 blocks, against none.
 
 A Llama of eight small blocks takes steps on the CPU through the trainer's own loop, one worker.
 Where "the device" and the host are one memory nothing is really saved, so two numbers are shown:

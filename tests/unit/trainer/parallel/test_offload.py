@@ -12,13 +12,20 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import nn
 
 from tests.support.data_plane import WorkerResult, run_layout
+from tests.support.measured_peak import make_loop, take_step
+from tests.support.small_llama import small_train
 from tests.support.tiny import tiny_task, tiny_train, write_text
 from tests.unit.trainer.parallel.test_recompute import flat, llama, loss_of, tokens
+from trainer.backend.groups import leave_replica_group, make_replica_group
+from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OffloadConfig, TrainConfig
+from trainer.dryrun.shape import prepare_shape
 from trainer.engine.build import build_model
+from trainer.engine.engine import Engine
 from trainer.errors import ConfigError
 from trainer.models.family import HUGGING_FACE
 from trainer.parallel.compiled import compile_blocks
@@ -102,8 +109,10 @@ def equal(found: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected(), strict=True))
 
 
-@pytest.mark.parametrize("recompute", [None, "full", "selective", 2])
-@pytest.mark.parametrize("horizon", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("recompute", "horizon"),
+    [(None, 1), (None, 2), ("full", 1), ("full", 3), ("selective", 2), (2, 1)],
+)
 def test_the_bits_are_the_same(recompute: Recompute | None, horizon: int) -> None:
     host = Recorded()
     model = offloaded(host, OffloadConfig(horizon=horizon, least_bytes=1), recompute)
@@ -264,6 +273,35 @@ def test_compiled_blocks_move_what_they_keep(recompute: Recompute | None) -> Non
     assert all(torch.equal(a, b) for a, b in zip(found, without, strict=True))
     assert host.diary.count("load") == host.diary.count("store") >= LAYERS - 1
     assert host.free_bytes == host.held_bytes
+
+
+def test_an_heir_has_the_memory_of_its_predecessor() -> None:
+    """As in a regroup: pinning takes long."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
+    train = small_train(recompute="full", offload=OffloadConfig(horizon=1, least_bytes=2**16))
+    loop = make_loop(0, meet, prepare_shape(train), train, 1)
+    former = loop.engine
+    try:
+        take_step(loop)
+        held = former.offloaded_bytes
+        former.let_go_of_model()
+        leave_replica_group()
+        mesh = make_replica_group(meet, "heir", rank=0, dims=train.parallel.dims, device="cpu")
+        slot = former.slot
+        heir = Engine(
+            former.task,
+            train,
+            slot=slot,
+            mesh=mesh,
+            device="cpu",
+            max_replicas=1,
+            heir_of=former,
+        )
+        heir.take_over(former)
+    finally:
+        leave_replica_group()
+    assert heir.offloaded_bytes == held > 0
 
 
 Train = Callable[[OffloadConfig | None, int, int, int], list[WorkerResult]]
