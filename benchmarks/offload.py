@@ -3,9 +3,10 @@
 A Llama of eight small blocks takes steps on the CPU through the trainer's own loop, one worker.
 Where "the device" and the host are one memory nothing is really saved, so two numbers are shown:
 `device_mb`, by a dry run, is what a step's peak holds of activations on the device; `host_mb` is
-what the real steps had on the host. The copies are real, by a thread. `hidden` is the share of their
-seconds that the computing thread did not stand waiting: the median of the steps. It means little
-where the two threads have no core each. How soon a copy is begun is counted in test_offload.py.
+what the real steps had on the host. The copies are real, by a thread. `hidden` is the share of
+their seconds that the computing thread did not stand waiting: the median of the steps. It means
+little where the two threads have no core each. How soon a copy is begun is counted in
+test_offload.py.
 """
 
 from __future__ import annotations
