@@ -16,6 +16,7 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -67,8 +68,8 @@ def measure(train: TrainConfig, steps: int) -> dict[str, Any]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=600)
     host = Timed()
-    Engine._make_host = lambda engine: _if_offloaded(engine, host)  # type: ignore[method-assign]
-    loop = make_loop(0, meet, prepare_shape(train), train, 1)
+    with patch.object(Engine, "_make_host", lambda engine: _if_offloaded(engine, host)):
+        loop = make_loop(0, meet, prepare_shape(train), train, 1)
     seconds, losses, hidden = [], [], []
     for _ in range(steps + 1):
         times = host.times = Times()
