@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elastic.protocol.faults import Fault, parse_faults
     from elastic.reporting.callback import Callback
     from elastic.training_config import TrainingHealthConfig
-    from trainer.config import OptimizerConfig, ParallelConfig, Steps, TrainConfig
+    from trainer.config import OffloadConfig, OptimizerConfig, ParallelConfig, Steps, TrainConfig
     from trainer.data.config import DataConfig
     from trainer.errors import ConfigError, TrainerError
     from trainer.float8.config import Float8
@@ -47,6 +47,7 @@ _HOMES = {
     "KubeNodes": "elastic.node_config",
     "LocalNodes": "elastic.node_config",
     "ModelConfig": "trainer.models.hf",
+    "OffloadConfig": "trainer.config",
     "OptimizerConfig": "trainer.config",
     "ParallelConfig": "trainer.config",
     "RayNodes": "elastic.node_config",
@@ -80,6 +81,7 @@ __all__ = [
     "KubeNodes",
     "LocalNodes",
     "ModelConfig",
+    "OffloadConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "RayNodes",

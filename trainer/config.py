@@ -265,6 +265,26 @@ class Steps:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Which activations wait in the host's memory for backward, and when they come back."""
+
+    horizon: int = 2
+    """Blocks ahead of which backward fetches a block's activations. The device holds those of so
+    many blocks, and of the one at work; the last ones of the model never leave it. More where a
+    block's copy takes longer than its computation."""
+    least_bytes: int = 2**20
+    """Tensors in less memory stay on the device."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "train.offload")
+        for name, value in (("horizon", self.horizon), ("least_bytes", self.least_bytes)):
+            if value < 1:
+                raise ConfigError(
+                    f"train.offload.{name}", value, "must be at least 1", "Use 1 or more"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """What to learn, for how long, and how one replica is laid out."""
 
@@ -297,6 +317,10 @@ class TrainConfig:
     """Activations that backward computes again instead of keeping them: `full`, all inside each
     block; a number n, all inside each n-th block; `selective`, all but attention and every second
     matrix product. The bits are the same. None: all are kept."""
+    offload: OffloadConfig | None = None
+    """`OffloadConfig()`: what blocks keep for backward waits in the host's memory: their inputs
+    with `recompute="full"`, all that autograd saves without; what `selective` keeps stays. The bits
+    are the same. None: all stays on the device."""
     reduction: Literal["exact", "fast"] = "exact"
     """`exact`: lanes are summed in one fixed tree, the same bits at any number of replicas. `fast`:
     a plain all-reduce, only with determinism `fast`."""

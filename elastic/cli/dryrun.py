@@ -156,6 +156,8 @@ def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> 
             f"needed: {human_bytes(found.needed_bytes)} of {human_bytes(machine.memory_bytes)} "
             f"({share:.2f}): {found.verdict}"
         )
+    if found.offloaded_bytes:
+        lines.append(_offloaded(found))
     if found.lacks_gpus:
         lines.append(f"{found.workers:,} workers, but {found.gpus:,} GPUs: it does not fit")
     elif found.fits is False:
@@ -163,6 +165,15 @@ def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> 
     if needs.collectives:
         lines += ["", table(_collective_rows(found))]
     return "\n".join([*lines, "", f"host syncs in a step: {needs.host_syncs}"])
+
+
+def _offloaded(found: Report) -> str:
+    size = None if found.machine is None else found.machine.host_memory_bytes
+    there = f"offloaded: {human_bytes(found.offloaded_bytes)} of a machine's own memory"
+    if size is None:
+        return there
+    verdict = "too large, half is left to others" if found.lacks_host_memory else "fits"
+    return f"{there}, {human_bytes(size)} ({found.offloaded_bytes / size:.2f}): {verdict}"
 
 
 def _component_rows(found: Report) -> list[tuple[str, str]]:

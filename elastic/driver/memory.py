@@ -58,7 +58,7 @@ def check_memory(train: TrainConfig, scaling: ScalingConfig, accelerators: Seque
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, on how a model is made
             found = judge.judge(train, scaling.max_replicas)
-            too_large = found.verdict == "too large"
+            too_large = found.verdict == "too large" or found.lacks_host_memory
             change = judge.nearest(train, scaling.max_replicas) if too_large else None
     except Exception as error:  # what is wrong with the settings is told by the task itself
         log.warning("no dry run: %s: %s", type(error).__name__, error)
@@ -76,4 +76,7 @@ def check_memory(train: TrainConfig, scaling: ScalingConfig, accelerators: Seque
 
 def _in_words(found: Report, machine: Machine) -> str:
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in found.components.items())
-    return f"{found.needed_bytes / 1e9:.1f} GB of {machine.memory_bytes / 1e9:.1f} ({parts})"
+    needed = f"{found.needed_bytes / 1e9:.1f} GB of {machine.memory_bytes / 1e9:.1f} ({parts})"
+    if found.lacks_host_memory:
+        needed += f", and its machine {found.offloaded_bytes / 1e9:.0f} GB for what is offloaded"
+    return needed

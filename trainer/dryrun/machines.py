@@ -32,14 +32,21 @@ class Machine:
     """On each."""
     memory_bytes: int
     """Of one GPU, as torch reports it: less than its name says."""
+    host_memory_bytes: int | None = None
+    """Of the machine itself; None: unknown."""
+
+
+def _machine(name: str, gpu_gib: float, host_gib: int) -> Machine:
+    gpu_bytes, host_bytes = int(gpu_gib * _GIB), host_gib * _GIB
+    return Machine(name=name, gpus=8, memory_bytes=gpu_bytes, host_memory_bytes=host_bytes)
 
 
 _KINDS = (
-    Machine(name="p4d", gpus=8, memory_bytes=int(39.4 * _GIB)),  # A100 40 GB
-    Machine(name="p4de", gpus=8, memory_bytes=int(79.1 * _GIB)),  # A100 80 GB
-    Machine(name="p5", gpus=8, memory_bytes=int(79.1 * _GIB)),  # H100 80 GB
-    Machine(name="p5e", gpus=8, memory_bytes=int(139.7 * _GIB)),  # H200 141 GB
-    Machine(name="p5en", gpus=8, memory_bytes=int(139.7 * _GIB)),  # H200 141 GB
+    _machine("p4d", 39.4, 1152),  # 8 A100 40 GB
+    _machine("p4de", 79.1, 1152),  # 8 A100 80 GB
+    _machine("p5", 79.1, 2048),  # 8 H100 80 GB
+    _machine("p5e", 139.7, 2048),  # 8 H200 141 GB
+    _machine("p5en", 139.7, 2048),  # 8 H200 141 GB
 )
 
 MACHINES = {machine.name: machine for machine in _KINDS}

@@ -17,6 +17,7 @@ from trainer.dryrun.watch import Watch
 from trainer.engine.engine import Engine
 from trainer.engine.optimizer import SliceOptimizer
 from trainer.loop.steps import TrainLoop
+from trainer.parallel.host_memory import HostMemory
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.reduction import Reduction
 from trainer.replication.replicas import CrossGroup, Flight
@@ -40,6 +41,9 @@ class DryEngine(Engine):
         self._watcher, self._counter = watch, counter
         with watch.labelled("parameters"):
             super().__init__(*arguments, **more)
+
+    def _make_host(self) -> HostMemory | None:
+        return None if self.train_config.offload is None else DryMemory()
 
     def replace_gradient(self) -> None:
         """See Engine."""
@@ -70,6 +74,28 @@ class DryEngine(Engine):
     def norm_squared(self, gradient: torch.Tensor) -> torch.Tensor:
         """See Engine. One number for the whole: thousands of norms take seconds here."""
         return gradient.new_zeros((), dtype=torch.float64)
+
+
+class DryMemory(HostMemory):
+    """Counts what is taken of the host, and takes none of it. What comes back is of the device."""
+
+    def _new(self, size: int) -> torch.Tensor:
+        return torch.empty(1, dtype=torch.uint8).expand(size)
+
+    def _copy(self, block: torch.Tensor, values: torch.Tensor, *, back: bool) -> _DryFlight:
+        return _DryFlight(values)
+
+
+class _DryFlight:
+    """Keeps what is copied until it is waited for, as on a GPU."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values: torch.Tensor | None = values
+
+    def wait(self) -> None:
+        self._values = None
+
+    drop = wait
 
 
 class DrySums(LaneSums):

@@ -73,6 +73,8 @@ class RankNeeds:
     """Of one step."""
     host_syncs: int
     """How often in a step the host waits for a number of the device."""
+    offloaded_bytes: int = 0
+    """Of the host's memory, for this worker's activations (`TrainConfig.offload`)."""
 
     @property
     def peak_bytes(self) -> int:
@@ -121,6 +123,7 @@ def dry_run(train: TrainConfig, *, replicas: int, device: Device) -> RankNeeds:
             loop = _build(task, short, mesh, replicas, lanes, device, watch, counter)
             _step(loop, watch, times=of_lane / shown)
             flat_bytes = loop.engine.gradient.nbytes
+            offloaded_bytes = loop.engine.offloaded_bytes
             parameters = sum(param.numel() for param in loop.engine.model.parameters())
         del loop
     return RankNeeds(
@@ -130,6 +133,7 @@ def dry_run(train: TrainConfig, *, replicas: int, device: Device) -> RankNeeds:
         parameters=parameters,
         collectives=_collectives(watch, train.parallel.dims, replicas),
         host_syncs=watch.host_syncs,
+        offloaded_bytes=offloaded_bytes,
     )
 
 

@@ -12,6 +12,10 @@ from trainer.dryrun.watch import NODE, NODES
 _TIGHT = (0.9, 1.1)
 """Shares of the memory between which a dry run may be wrong."""
 
+_OF_HOST = 0.5
+"""Share of a machine's own memory that activations may take: the other half is for snapshots, lanes
+that wait there, data and the processes."""
+
 Verdict = Literal["fits", "tight", "too large", "unknown"]
 
 
@@ -58,11 +62,24 @@ class Report:
         return self.gpus is not None and self.gpus < self.workers
 
     @property
+    def offloaded_bytes(self) -> int:
+        """Activations in the memory of one machine, of all its workers."""
+        there = 1 if self.machine is None else min(self.machine.gpus, self.workers)
+        return self.needs.offloaded_bytes * there
+
+    @property
+    def lacks_host_memory(self) -> bool:
+        """Whether those are more than the machine has room for; not where its memory is unknown."""
+        size = None if self.machine is None else self.machine.host_memory_bytes
+        return size is not None and self.offloaded_bytes > _OF_HOST * size
+
+    @property
     def fits(self) -> bool | None:
         """Whether memory and machines are enough; None where the memory is unknown."""
         if self.machine is None:
             return None
-        return self.needed_bytes <= self.machine.memory_bytes and not self.lacks_gpus
+        lacks = self.lacks_gpus or self.lacks_host_memory
+        return self.needed_bytes <= self.machine.memory_bytes and not lacks
 
     @property
     def verdict(self) -> Verdict:
@@ -81,6 +98,8 @@ class Report:
             "needed_bytes": self.needed_bytes,
             "memory_bytes": None if self.machine is None else self.machine.memory_bytes,
             "components": self.components,
+            "offloaded_bytes": self.offloaded_bytes,
+            "host_memory_bytes": None if self.machine is None else self.machine.host_memory_bytes,
             "collectives": [asdict(collective) for collective in self.needs.collectives],
             "host_syncs": self.needs.host_syncs,
             "parameters": self.needs.parameters,

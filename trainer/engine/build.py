@@ -28,7 +28,7 @@ def build_model(
 
     Raises:
         ConfigError: the converters leave nothing to train or do not go with the run, or there are
-            no blocks to recompute or to compile.
+            no blocks to recompute or to compile, or too few to offload.
     """
     model, source = task.build(train.seed)
     for converter in train.converters:
@@ -55,6 +55,15 @@ def build_model(
             raise ConfigError(
                 field, value, "the model has no ModuleList of repeated blocks", f"Use {off!r}"
             )
+    offload, count = train.offload, len(family_of_task(task).blocks(model))
+    if offload is not None and count <= offload.horizon:
+        raise ConfigError(
+            "train.offload.horizon",
+            offload.horizon,
+            f"the model has {count} repeated blocks, and the last {offload.horizon} stay on the "
+            "device: nothing would be offloaded",
+            f"Use {count - 1} or less" if count > 1 else "Use offload=None",
+        )
     return model, source
 
 

@@ -40,8 +40,10 @@ from trainer.parallel.apply import (
     tensor_dim,
 )
 from trainer.parallel.backward import BackwardWatch
+from trainer.parallel.host_memory import HostMemory, host_memory
 from trainer.parallel.layout import Slot
 from trainer.parallel.mesh import ReplicaMesh
+from trainer.parallel.offload import Offload
 from trainer.parallel.two_level import TwoLevels
 from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lane_sums import LaneSums
@@ -84,6 +86,7 @@ class Engine:
         self._padding, self._workers = max_replicas, train.parallel.workers
         self.task, self.train_config, self.slot, self.mesh = task, train, slot, mesh
         self.device = torch_device(device)
+        self._host: HostMemory | None = self._make_host() if heir_of is None else heir_of._host
         model, source = build_model(task, train, self.device)
         self._source: WeightSource | None = source
         self.model: nn.Module = parallelize(
@@ -94,6 +97,7 @@ class Engine:
             compute_dtype=getattr(torch, train.precision),
             recompute=train.recompute,
             compiled=train.compile,
+            offload=self._make_offload(),
             gather_ahead=train.gather_ahead,
             levels=TwoLevels.of(slot.dims),
             reshard=slot.dims.regathered > 1,
@@ -124,6 +128,21 @@ class Engine:
             self.replace_gradient()
             self.optimizer = self._make_optimizer()
             self.state = self._make_state()
+
+    def _make_host(self) -> HostMemory | None:
+        """For activations that are offloaded. An heir has its predecessor's."""
+        return None if self.train_config.offload is None else host_memory(self.device)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Of the host's memory that are held for activations."""
+        return 0 if self._host is None else self._host.held_bytes
+
+    def _make_offload(self) -> Offload | None:
+        offload = self.train_config.offload
+        if offload is None or self._host is None:
+            return None
+        return Offload(offload.horizon, offload.least_bytes, self._host)
 
     @property
     def _named_leaves(self) -> dict[str, nn.Parameter]:

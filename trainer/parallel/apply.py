@@ -1,8 +1,8 @@
 """From a model on the meta device to this worker's sharded, filled model.
 
-Order: further dimensions of the mesh, tensor parallelism, recomputation, compilation, FSDP2 round
-each block, the embedding, the head and the root, then real memory for just the local slices, then
-their initial values. All degrees 1 take the same road: FSDP2 over one rank.
+Order: further dimensions of the mesh, tensor parallelism, recomputation, compilation, offloading,
+FSDP2 round each block, the embedding, the head and the root, then real memory for just the local
+slices, then their initial values. All degrees 1 take the same road: FSDP2 over one rank.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from trainer.parallel.compiled import Compile, compile_blocks
 from trainer.parallel.dims import MeshDim
 from trainer.parallel.layout import Slot, local_box
 from trainer.parallel.mesh import ReplicaMesh
+from trainer.parallel.offload import Offload
 from trainer.parallel.own_gather import OwnGather, memory_of
 from trainer.parallel.recompute import Recompute, recompute_blocks
 from trainer.parallel.reshard import resharded
@@ -47,6 +48,7 @@ def parallelize(
     compute_dtype: torch.dtype,
     recompute: Recompute | None = None,
     compiled: Compile = "off",
+    offload: Offload | None = None,
     gather_ahead: int = 1,
     levels: TwoLevels | None = None,
     reshard: bool = True,
@@ -65,6 +67,7 @@ def parallelize(
         compute_dtype: number format of forward and backward; reductions stay float32.
         recompute: what its blocks compute again in backward; None: nothing.
         compiled: whether its blocks are compiled.
+        offload: what its blocks keep for backward goes there; None: it stays.
         gather_ahead: blocks whose parameters are gathered ahead of the one at work.
         levels: over which parameters are gathered; None: FSDP2's own, flat. Gradients are
             `BackwardWatch`'s.
@@ -80,6 +83,8 @@ def parallelize(
         recompute_blocks(model, blocks, recompute)
     if compiled != "off":
         compile_blocks(model, blocks, required=compiled == "require")
+    if offload is not None:
+        offload.cover(model, blocks)
     with resharded(mesh, reshard) as after_forward:
         for name in (*blocks, *family.ends(model)):
             fully_shard(

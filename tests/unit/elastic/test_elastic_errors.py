@@ -58,6 +58,7 @@ def test_the_public_names_are_these() -> None:
         "KubeNodes",
         "LocalNodes",
         "ModelConfig",
+        "OffloadConfig",
         "OptimizerConfig",
         "ParallelConfig",
         "RayNodes",

@@ -82,6 +82,19 @@ def test_what_does_not_fit_names_a_change_that_does(
     assert "all_to_all" in out and "fault_reserve" in out
 
 
+def test_what_is_offloaded_is_of_the_machine(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = 'recompute="full", offload=OffloadConfig(horizon=1, least_bytes=2**18)'
+    text = PROGRAM.replace("lanes=None", f"lanes=None, {changes}")
+    file.write_text(text.replace("import ElasticTrainer,", "import ElasticTrainer, OffloadConfig,"))
+    assert main(["dryrun", str(file), "--instance", "p4d"]) == 0
+    # Three of four blocks' inputs, of 4 x 128 tokens, 256 float32 each, on two workers.
+    assert 2 * 3 * 4 * 128 * 256 * 4 == 3_145_728
+    expected = "offloaded: 3.15 MB of a machine's own memory, 1.24 TB (0.00): fits"
+    assert expected in capsys.readouterr().out
+
+
 def test_too_few_machines(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["dryrun", str(file), "--memory-gb", "80", "--gpus-per-node", "1", "--nodes", "1"]
     assert main(arguments) == 1

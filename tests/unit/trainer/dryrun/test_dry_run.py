@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.small_llama import SETTINGS, small_train
-from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
+from trainer.config import OffloadConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.dryrun.changes import plan_changes
 from trainer.dryrun.kernels import attention_backward_bytes
 from trainer.dryrun.machines import MACHINES
@@ -312,3 +312,38 @@ def test_a_second_run_in_the_process_finds_the_same() -> None:
     first, second = (dry_run(train, replicas=2, device="cuda") for _ in range(2))
     assert first == second
     assert {call.group for call in first.collectives} == {"shard", "tensor", "replica", "replicas"}
+
+
+def test_what_is_offloaded_is_the_hosts() -> None:
+    """Of four blocks' inputs the first two move; one comes back before the next one's is gone."""
+    config = OffloadConfig(horizon=1, least_bytes=2**16)
+
+    def needs(**changes: Any) -> RankNeeds:
+        train = small_train(global_batch=16, recompute="full", loss_chunk=16, **changes)
+        return dry_run(train, replicas=1, device="cuda")
+
+    plain, moved = needs(), needs(offload=config)
+    input_bytes = 16 * 128 * D * 4
+    assert plain.offloaded_bytes == 0
+    assert moved.offloaded_bytes == (LAYERS - 1) * input_bytes
+    saved = plain.components["activations"] - moved.components["activations"]
+    assert input_bytes <= saved <= (LAYERS - 1) * input_bytes
+
+
+@pytest.mark.parametrize(("gib", "fits"), [(1, False), (3, True), (None, True)])
+def test_the_host_has_room_for_half(gib: int | None, fits: bool) -> None:
+    needs = RankNeeds(
+        components={"activations": 1},
+        fault_reserve_bytes=0,
+        parameters=1,
+        collectives=(),
+        host_syncs=0,
+        offloaded_bytes=2**28,
+    )
+    host_bytes = None if gib is None else gib * 2**30
+    machine = replace(MACHINES["p4d"], gpus=4, host_memory_bytes=host_bytes)
+    report = Report(needs=needs, workers=16, machine=machine, nodes=4)
+    assert report.offloaded_bytes == 4 * 2**28
+    assert report.fits is fits
+    assert report.verdict == "fits"
+    assert report.to_json()["offloaded_bytes"] == 2**30
