@@ -32,9 +32,14 @@ def add_to(commands: Any) -> None:
     )
     stop.add_argument("--now", action="store_true", help="at once, without a checkpoint")
     for verb, action in ((attach, attach_to), (stop, stop_run)):
-        verb.add_argument("run", metavar="RUN", help=_RUN)
-        verb.add_argument("--address", help=_ADDRESS)
+        add_run_to(verb)
         verb.set_defaults(action=action)
+
+
+def add_run_to(verb: argparse.ArgumentParser) -> None:
+    """Adds what names a run and the cluster that it is on."""
+    verb.add_argument("run", metavar="RUN", help=_RUN)
+    verb.add_argument("--address", help=_ADDRESS)
 
 
 def attach_to(options: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic.cli.live import add_run_to, join
 from elastic.protocol.events import Event, ReplicaForming, WorkerJoined
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
@@ -50,10 +51,7 @@ def add_to(commands: Any) -> None:
         description="Shows the output of a run's workers, slot by slot, of those that have ended, "
         "too, from the nodes of the Ray cluster. Of nodes that are gone nothing is left.",
     )
-    verb.add_argument("run", metavar="RUN", help="the run's directory, storage_path/name")
-    verb.add_argument(
-        "--address", help="of the Ray cluster (default: RAY_ADDRESS, else the one on this machine)"
-    )
+    add_run_to(verb)
     verb.add_argument("--worker", help="of this one alone, such as w3-75dc53")
     verb.add_argument(
         "--kib", type=int, default=64, help="the last so many KiB of each file (default: 64)"
@@ -74,8 +72,6 @@ def show_logs(options: argparse.Namespace) -> int:
         raise ConfigError(
             "RUN", options.run, f"{paths.events} names no such worker", "Name a run's directory"
         )
-    from elastic.cli.live import join
-
     join(options.address)
     for one, texts in _fetch(outputs, options.kib << 10):
         for line in _lines(one, texts):
