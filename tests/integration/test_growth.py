@@ -304,7 +304,7 @@ def has_moved(all_: list[Event]) -> bool:
     return any(isinstance(e, events.RegroupDone) for e in all_[next(called, len(all_)) :])
 
 
-@pytest.mark.slow
+@SOAK
 def test_a_replica_on_two_machines_moves_to_one(machines: Cluster, start_run: StartRun) -> None:
     """There was none with room for it at the start. Nothing is lost by it and nothing repeated."""
     for _ in range(2):

@@ -16,7 +16,7 @@ from tests.support.watching import events_of
 from trainer.config import ParallelConfig
 
 STEPS, KILLED_AT = 40, 6
-SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
+SOAK = pytest.mark.soak
 
 LAYOUTS = {
     "2x1": ParallelConfig(shard=2),
@@ -50,7 +50,7 @@ def run(text: Path, storage: Path, layout: str, **changes: Any) -> Outcome:
         pytest.param("2x1", 0, 1),
         pytest.param("2x1", 1, 0, marks=SOAK),
         pytest.param("1x2", 0, 1, marks=SOAK),
-        pytest.param("3x1", 0, 1, marks=SLOW),  # in parts of different length
+        pytest.param("3x1", 0, 1, marks=SOAK),  # in parts of different length
         pytest.param("4x1", 2, 1, marks=SOAK),
         pytest.param("2x2", 0, 1, marks=SOAK),
         pytest.param("4x1 in two levels", 1, 1, marks=SOAK),

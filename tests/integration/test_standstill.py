@@ -20,7 +20,7 @@ SOON = HealthConfig(progress_timeout_s=2.0)
     "fault",
     [
         "loop@8.forward:3",  # its peers wait inside the replica and across replicas
-        pytest.param("loop@8.data:0", marks=pytest.mark.slow),
+        pytest.param("loop@8.data:0", marks=pytest.mark.soak),
         pytest.param("loop@8.optimizer:1", marks=pytest.mark.soak),
     ],
 )

@@ -38,7 +38,7 @@ LAYOUTS = {
         1,
     ),
 }
-TELLING = ("shard 2, two replicas", "tensor 2", "context 2", "bfloat16 masters, gathered ahead")
+TELLING = ("tensor 2", "context 2", "bfloat16 masters, gathered ahead")
 """They have most of what the others have."""
 
 
