@@ -79,7 +79,7 @@ class OurLoop:
         )
         draw_weights(self.engine.model)
         self.engine.forget_initial_weights()
-        self._sums = self.engine.make_sums(1)
+        self._sums = self.engine.make_sums(1, 1)
         self.progress = Progress()
 
     def run(self, link: Link, steps: int, *, snapshot_every: int | None = None) -> None:

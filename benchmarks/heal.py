@@ -160,7 +160,7 @@ class Replica:
         loop = TrainLoop(
             self.engine,
             cross,
-            self.engine.make_sums(1),
+            self.engine.make_sums(1, 1),
             lanes=[(0,), ()][self.rank],
             progress=self.progress,
             config=LoopConfig(

@@ -179,13 +179,14 @@ def draw_faults(
 
 
 def flip_bit(engine: Engine) -> None:
-    """Changes one bit of a worker's weights: not the last one, which the next update may round
-    away."""
+    """Changes one bit of a worker's weights, in a number's mantissa: not the last one, which the
+    next update may round away."""
     import torch  # a driver without torch can still read and check faults
 
     engine.state.await_copy()
-    weights = next(iter(engine.state.tensors().values()))
-    weights.view(-1).view(torch.int32)[0] ^= 1 << 12
+    weights = next(t for t in engine.state.tensors().values() if t.numel())
+    word, bit = (torch.int32, 12) if weights.itemsize == 4 else (torch.int16, 4)
+    weights.view(-1)[:1].view(word).bitwise_xor_(1 << bit)
 
 
 class FaultPlan:

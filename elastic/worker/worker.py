@@ -294,12 +294,16 @@ class Worker:
             heir_of=former,
         )
 
+    def make_sums(self, engine: Engine) -> LaneSums:
+        """Buffers for the gradients of `engine`."""
+        return engine.make_sums(self.job.lanes, self.job.scaling.max_replicas)
+
     def settle_in(self, engine: Engine, former: Engine | None, answer: Build) -> None:
         """From now on `engine`, of the replica that `answer` told to build, is this worker's."""
         if former is not None:
             engine.take_over(former)
         self.engine, self.built, self.mixed = engine, answer.formed, answer.kept != "none"
-        self.sums = engine.make_sums(self.job.lanes)
+        self.sums = self.make_sums(engine)
         self.link.injection.engine = engine
 
     # -- beside the steps --------------------------------------------------------------------------
@@ -454,7 +458,7 @@ class Worker:
         """The loop of this generation."""
         assert self.engine is not None
         if self.sums is None:  # a follower has no lanes
-            self.sums = self.engine.make_sums(self.job.lanes)
+            self.sums = self.make_sums(self.engine)
         joins = run.source_of(run.position) is not None
         return TrainLoop(
             self.engine,

@@ -210,7 +210,7 @@ def train_at(
     loop = TrainLoop(
         engine,
         cross,
-        engine.make_sums(lanes),
+        engine.make_sums(lanes, replicas),
         lanes=dealt[replica],
         progress=progress,
         config=LoopConfig(

@@ -97,7 +97,7 @@ def make_loop(
     return TrainLoop(
         engine,
         cross,
-        engine.make_sums(lanes),
+        engine.make_sums(lanes, replicas),
         lanes=dealt[replica],
         progress=Progress(),
         config=config,

@@ -86,7 +86,7 @@ class Member(QuietLink):
             device=fabric.device,
             replicas=REPLICAS,
         )
-        self.sums = self.engine.make_sums(LANES)
+        self.sums = self.engine.make_sums(LANES, REPLICAS)
         self.progress = Progress()
         self.losses: dict[int, float] = {}
         self.generation = 0

@@ -22,16 +22,17 @@ class Change(NamedTuple):
     """With it."""
 
 
-def plan_changes(train: TrainConfig, replicas: int) -> Iterator[Change]:
+def plan_changes(train: TrainConfig, replicas: int, *, blocks: bool) -> Iterator[Change]:
     """What to try, each on top of those before it: nothing that changes what is learned.
 
     Args:
         train: the settings of the run.
         replicas: that it has at most.
+        blocks: whether the model has repeated blocks.
     """
     lanes = train.lanes or replicas
     told: list[str] = []
-    if train.recompute != "full":
+    if blocks and train.recompute != "full":
         train = replace(train, recompute="full")
         told.append('recompute="full"')
         yield Change(", ".join(told), train, replicas)

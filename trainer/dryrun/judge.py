@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from trainer.backend.groups import Device
@@ -10,6 +11,9 @@ from trainer.dryrun.changes import Change, plan_changes
 from trainer.dryrun.machines import Machine
 from trainer.dryrun.rank import dry_run
 from trainer.dryrun.report import Report
+from trainer.dryrun.shape import prepare_shape
+from trainer.engine.build import build_model, family_of_task
+from trainer.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +41,17 @@ class Judge:
         )
 
     def nearest(self, train: TrainConfig, replicas: int) -> Change | None:
-        """The first change that fits, by a dry run of each; None where none does."""
-        for change in plan_changes(train, replicas):
-            if self.judge(change.train, change.replicas).fits:
-                return change
+        """The first change that fits, by a dry run of each; None where none does. One that does not
+        go with the model, or with the strategy that is wanted, is passed over."""
+        for change in plan_changes(train, replicas, blocks=_has_blocks(train)):
+            with suppress(ConfigError):
+                change.train.parallel.layout(change.replicas)
+                if self.judge(change.train, change.replicas).fits:
+                    return change
         return None
+
+
+def _has_blocks(train: TrainConfig) -> bool:
+    """Whether the model has repeated blocks, that could be recomputed."""
+    task = prepare_shape(train)
+    return bool(family_of_task(task).blocks(build_model(task, train)[0]))

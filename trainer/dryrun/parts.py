@@ -50,9 +50,9 @@ class DryEngine(Engine):
         with self._watcher.labelled("gradients"):
             super().replace_gradient()
 
-    def make_sums(self, lanes: int) -> LaneSums:
+    def make_sums(self, lanes: int, replicas: int) -> LaneSums:
         """See Engine."""
-        return DrySums(*self._sums_of(lanes), watch=self._watcher)
+        return DrySums(*self._sums_of(lanes, replicas), watch=self._watcher)
 
     def _make_optimizer(self) -> SliceOptimizer:
         with self._watcher.labelled("optimizer"):

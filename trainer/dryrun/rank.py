@@ -198,7 +198,7 @@ def _build(
     return DryLoop(
         engine,
         cross,
-        engine.make_sums(lanes),
+        engine.make_sums(lanes, replicas),
         lanes=dealt[0],
         progress=Progress(),
         config=config,

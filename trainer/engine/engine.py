@@ -177,14 +177,22 @@ class Engine:
         for leaf, grad in zip(self._leaves, self.layout.views(self.gradient), strict=True):
             leaf.grad = grad
 
-    def make_sums(self, lanes: int) -> LaneSums:
-        """Buffers for this worker's gradients, of a run with so many lanes."""
-        return LaneSums(*self._sums_of(lanes))
+    def make_sums(self, lanes: int, replicas: int) -> LaneSums:
+        """Buffers for this worker's gradients.
 
-    def _sums_of(self, lanes: int) -> tuple[int, int, torch.device, torch.dtype, int | None]:
+        Args:
+            lanes: of the run.
+            replicas: that there are with all machines; successors beside those that leave do not
+                count, as the others' lanes stay what they were.
+        """
+        return LaneSums(*self._sums_of(lanes, replicas))
+
+    def _sums_of(
+        self, lanes: int, replicas: int
+    ) -> tuple[int, int, torch.device, torch.dtype, int | None]:
         train = self.train_config
         dtype = getattr(torch, train.reduce_dtype)
-        most = plan_lane_buffers(train.lane_buffers, lanes, self._padding, self.device.type)
+        most = plan_lane_buffers(train.lane_buffers, lanes, replicas, self.device.type)
         return lanes, self.gradient.numel(), self.device, dtype, most
 
     def initialize(self) -> None:

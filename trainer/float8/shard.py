@@ -57,6 +57,9 @@ class Float8Shard(OwnGather):
         if out is None:
             return Float8Weight(data8, inverse, dtype), (data8,)
         weight: Any = out.to_local() if isinstance(out, DTensor) else out
+        if inverse.is_cuda:
+            # FSDP2 lets go of it after this, but took its memory on the stream that it gathers on.
+            inverse.record_stream(torch.cuda.current_stream())
         # A compiled forward keeps this very tensor for backward; the value is the same by then.
         with _unsafe_preserve_version_counter(weight.scale_inverse):
             weight.scale_inverse.copy_(inverse)

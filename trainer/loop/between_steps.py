@@ -6,10 +6,12 @@ something, and wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import nn
 
 from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
@@ -17,6 +19,7 @@ from trainer.errors import CrossGroupLost
 from trainer.loop.link import Link, LoopConfig, Progress
 from trainer.loop.loader import read
 from trainer.loop.phases import Phase
+from trainer.parallel.apply import forget_gathered
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Place, Saving
 
@@ -130,20 +133,28 @@ class BetweenSteps:
         shard, shards = self.engine.slot.shard, self.train.parallel.shard
         count = min(len(data), self.train.eval_samples)
         micro = self.train.micro_samples(self.config.lanes)
-        self.engine.model.eval()
         loss_sum, tokens = 0.0, 0
-        for start in range(0, count, micro * shards):
-            self.enter(self.progress.step, "evaluation")
-            if self.all_leave():
-                self.engine.model.train()
-                return
-            # Every rank runs every batch, for its peers' collectives; none is counted twice.
-            ids = [start + shard * micro + offset for offset in range(micro)]
-            kept = [index for index in ids if index < count]
-            batch = self.engine.take(read(data, np.asarray(kept or [0], dtype=np.int64)))
-            loss, terms = self.engine.task.loss(self.engine.model, batch)
-            if kept and self.engine.slot.tensor == 0:
-                loss_sum, tokens = loss_sum + float(loss), tokens + terms
-        self.engine.model.train()
+        with _evaluating(self.engine.model):
+            for start in range(0, count, micro * shards):
+                self.enter(self.progress.step, "evaluation")
+                if self.all_leave():
+                    return
+                # Every rank runs every batch, for its peers' collectives; none is counted twice.
+                ids = [start + shard * micro + offset for offset in range(micro)]
+                kept = [index for index in ids if index < count]
+                batch = self.engine.take(read(data, np.asarray(kept or [0], dtype=np.int64)))
+                loss, terms = self.engine.task.loss(self.engine.model, batch)
+                if kept and self.engine.slot.tensor == 0:
+                    loss_sum, tokens = loss_sum + float(loss), tokens + terms
         loss_sum, total = self.engine.sum_in_replica([loss_sum, float(tokens)])
         self.link.evaluated(self.progress.step, loss_sum / max(1.0, total), int(total))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model evaluates in the block, and trains after it. A replica without lanes has no
+    backward before the next step changes its weights, so nothing gathered may stay."""
+    model.eval()
+    yield
+    model.train()
+    forget_gathered(model)

@@ -86,10 +86,13 @@ class _Losses:
 
     def check(self, returned: torch.Tensor) -> None:
         """The first time, as it waits for the device: whether what the head gave is what the model
-        has returned."""
+        has returned. A loss that is no number does not say."""
         if self._checked:
             return
-        if self._first is None or not torch.equal(returned.detach(), self._first):
+        first = self._first
+        if first is None or not torch.equal(returned.detach(), first):
+            if first is not None and first.isnan():
+                return
             raise ConfigError(
                 "train.task.loss_chunk",
                 self._chunk,

@@ -192,8 +192,9 @@ def fill(model: nn.Module, slices: dict[str, TensorSlice], source: WeightSource)
 
 
 def forget_gathered(model: nn.Module) -> None:
-    """Called where the local slices were filled anew. FSDP2 keeps the outermost group's parameters
-    gathered after a forward without a backward, as of an evaluation, and would use those next."""
+    """Called where the local slices were filled anew, or may change before a backward. FSDP2 keeps
+    the outermost group's parameters gathered after a forward without one, as of an evaluation, and
+    would use those next."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from typing import Any, Protocol
 
 import torch
@@ -120,8 +119,10 @@ class _ThreadFlight:
             self._copied = None
 
     def drop(self) -> None:
-        if self._copied is not None and not self._copied.cancel():
-            wait_for([self._copied])
+        # Nobody waits: Python may collect on the very thread that copies. Whoever has the block
+        # next has the same thread copy after this.
+        if self._copied is not None:
+            self._copied.cancel()
         self._copied = None
 
 

@@ -26,7 +26,8 @@ class WideGradients:
 
     def __init__(self, params: Sequence[nn.Parameter], room: Sequence[int]) -> None:
         self._params, self._room = params, room
-        self._part, self._empty = torch.empty(0), True
+        self._part: torch.Tensor | None = None
+        self._empty = True
         self._few: torch.Tensor | None = None
         self._is_checked = False
 
@@ -41,6 +42,8 @@ class WideGradients:
             reduced: flat; of all parameters, or of those that had a part in the loss.
             in_place: it is in the lane's memory already.
         """
+        if self._part is None:  # of no lane: a micro-batch that only has the blocks compiled
+            return
         if in_place:
             self._empty = False
         elif reduced.numel() == self._part.numel():
@@ -58,15 +61,15 @@ class WideGradients:
         there = [param.grad is not None for param in self._params]
         if not self._is_checked:
             self._check_order(there)
-        if self._few is not None:
-            self._add_few(self._few, there)
+        if self._few is not None and self._part is not None:
+            self._add_few(self._part, self._few, there)
             self._few = None
         for param in self._params:
             param.grad = None
 
     def finish(self) -> None:
         """The lane has had its last micro-batch. A group without a part in any loss has zeros."""
-        if self._empty:
+        if self._part is not None and self._empty:
             self._part.zero_()
 
     def _add(self, into: torch.Tensor, reduced: torch.Tensor) -> None:
@@ -75,13 +78,13 @@ class WideGradients:
         else:
             into.add_(reduced)
 
-    def _add_few(self, reduced: torch.Tensor, there: Sequence[bool]) -> None:
+    def _add_few(self, into: torch.Tensor, reduced: torch.Tensor, there: Sequence[bool]) -> None:
         if reduced.is_cuda:
             reduced.record_stream(torch.cuda.current_stream())
         self.finish()
         self._empty = False
         sizes = [*compress(self._room, there)]
-        places = [*compress(self._part.split(self._room), there)]
+        places = [*compress(into.split(self._room), there)]
         torch._foreach_add_(places, list(reduced.split(sizes)))
 
     def _check_order(self, there: Sequence[bool]) -> None:

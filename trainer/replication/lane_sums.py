@@ -52,7 +52,9 @@ class LaneSums:
     ) -> None:
         self._total, self._length, self._device = total_lanes, length, device
         self._dtype, self._open = dtype, torch.empty(0)
-        self._most, self._made = most, 1
+        self.most = most
+        """See Args."""
+        self._made = 1
         self._free: list[torch.Tensor] = []
         self._free_on_host: list[torch.Tensor] = []
         self._waiting: dict[Node, torch.Tensor] = {}
@@ -126,7 +128,7 @@ class LaneSums:
             return self._home
         if self._free:
             return self._free.pop()
-        if self._most is not None and self._made >= self._most:
+        if self.most is not None and self._made >= self.most:
             return self._send_to_host()
         self._made += 1
         return self._new()

@@ -53,12 +53,14 @@ class TransformerEngine:
         from torch import nn
         from transformers import AttentionInterface
 
+        from trainer.parallel.context.attention import ring_of
         from trainer.te.layers import ATTENTION, TeLinear, TeRMSNorm, attention
 
         network: Any = model
         self._check_architecture(getattr(network, "config", None))
         AttentionInterface.register(ATTENTION, attention)
-        network.config._attn_implementation = ATTENTION
+        if ring_of(network) is None:  # else the texts of a sample are apart
+            network.config._attn_implementation = ATTENTION
         for name, module in list(model.named_modules()):
             owner, _, leaf = name.rpartition(".")
             made: nn.Module

@@ -70,9 +70,21 @@ def _refusal(config: Mapping[str, Any], context: int) -> str | None:
     dropped = [name for name in _DROPOUT if getattr(text, name, None)]
     if dropped:
         return f"it has {dropped[0]} = {getattr(text, dropped[0])}"
+    if "longrope" in _rotations(text):
+        return (
+            "its rotation (longrope) goes by the largest position that a worker has, or that any "
+            "text of a micro-batch has"
+        )
     if context > 1 and config.get("output_router_logits") and config.get("router_aux_loss_coef"):
         return "the auxiliary loss of its router is of all tokens of a sample together"
     return None
+
+
+def _rotations(text: Any) -> set[str]:
+    """Types of the rotations by position, of all layers or of kinds of them."""
+    given = getattr(text, "rope_parameters", None) or {}
+    each = (given, *(entry for entry in given.values() if isinstance(entry, Mapping)))
+    return {entry["rope_type"] for entry in each if "rope_type" in entry}
 
 
 def _difference(family: ModelFamily, config: Mapping[str, Any]) -> float:

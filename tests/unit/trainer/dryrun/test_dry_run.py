@@ -13,8 +13,9 @@ from torch import nn
 from tests.support.small_llama import SETTINGS, small_train
 from trainer.config import OffloadConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.dryrun.changes import plan_changes
+from trainer.dryrun.judge import Judge
 from trainer.dryrun.kernels import attention_backward_bytes
-from trainer.dryrun.machines import MACHINES
+from trainer.dryrun.machines import MACHINES, Machine
 from trainer.dryrun.rank import RankNeeds, dry_run
 from trainer.dryrun.report import Report
 from trainer.dryrun.reserve import spare_buffers
@@ -285,7 +286,7 @@ def test_too_few_machines_do_not_fit() -> None:
 
 def test_changes_leave_the_sums_what_they_were() -> None:
     train = small_train(lanes=None, global_batch=32)
-    changes = list(plan_changes(train, 4))
+    changes = list(plan_changes(train, 4, blocks=True))
     assert [change.text for change in changes] == [
         'recompute="full"',
         'recompute="full", loss_chunk=1024',
@@ -298,6 +299,39 @@ def test_changes_leave_the_sums_what_they_were() -> None:
         assert (change.train.lanes or change.replicas) == 4
         assert change.train.global_batch == 32
         assert change.replicas * change.train.parallel.workers == 4
+
+
+def without_blocks(**parallel: Any) -> TrainConfig:
+    """A model of one layer, of which a lane has eight samples."""
+    task = CustomTask(
+        build_model=lambda: nn.Linear(D, D),
+        loss_function=lambda model, batch: (model(batch).square().sum(), len(batch)),
+        dataset=torch.ones(16, D),
+    )
+    return TrainConfig(
+        task=task, steps=1, global_batch=16, lanes=2, parallel=ParallelConfig(**parallel)
+    )
+
+
+def nearest_for(train: TrainConfig, wanted: TrainConfig, replicas: int) -> str | None:
+    """What is said to fit in place of `train`, with two replicas, where `wanted` fits, with so
+    many."""
+    tiny = Machine(name="tiny", gpus=8, memory_bytes=1)
+    needed = Judge(device="cuda", machine=tiny, nodes=1).judge(wanted, replicas).needed_bytes
+    judge = Judge(device="cuda", machine=replace(tiny, memory_bytes=needed), nodes=1)
+    assert judge.judge(train, 2).fits is False
+    change = judge.nearest(train, 2)
+    return None if change is None else change.text
+
+
+def test_a_change_that_cannot_be_is_passed_over() -> None:
+    """Without blocks nothing is recomputed; nor is a shard degree named that the strategy
+    excludes."""
+    train, small = without_blocks(), replace(without_blocks(), micro_batch=1)
+    assert nearest_for(train, small, 2) == "micro_batch=1"
+    sharded = replace(small, parallel=ParallelConfig(shard=2))
+    assert nearest_for(train, sharded, 1) == "micro_batch=1, shard=2, max_replicas=1"
+    assert nearest_for(without_blocks(strategy="NO_SHARD"), sharded, 1) is None
 
 
 def test_attention_takes_more_in_backward_where_keys_have_fewer_heads() -> None:

@@ -78,6 +78,13 @@ def test_what_an_evaluation_has_gathered_is_not_used_after_a_restore(engine: Eng
         assert torch.equal(engine.model(x), expected)
 
 
+def test_a_gpu_has_room_for_the_lanes_that_a_replica_has_when_all_are_there(engine: Engine) -> None:
+    """However many replicas the gradient is padded for: with successors they are twice as many."""
+    assert engine.make_sums(4, 2).most is None
+    engine.device = torch.device("cuda")
+    assert [engine.make_sums(4, replicas).most for replicas in (1, 2, 4)] == [3, 2, 1]
+
+
 FIRST = """
 import sys
 import torch.distributed as dist

@@ -23,6 +23,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.engine import flat_layout
 from trainer.engine.engine import Engine
+from trainer.loop.compile_ahead import compile_ahead
 from trainer.parallel import backward
 from trainer.parallel.apply import local_tensor
 from trainer.tasks.custom import CustomTask
@@ -146,6 +147,23 @@ def test_a_lane_holds_what_autograd_gives(kind: str, narrow: bool, port: int) ->
             message = f"{name}: {{}}".format
             torch.testing.assert_close(gradients[name], value, msg=message)
         assert (flat[engine.layout.count :] == 9.0).all()
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
+def test_what_compiles_ahead_of_the_first_lane_leaves_no_trace(narrow: bool, port: int) -> None:
+    """It has no lane to put its gradients in."""
+    draw = torch.Generator().manual_seed(1)
+    samples = list(torch.randn(4, 5, generator=draw))
+    task, train = task_of("all", narrow)
+    task = replace(task, dataset=samples)
+    engine = make_engine(0, meet(port), task, train)
+    compile_ahead(engine, 1)
+    engine.initialize()
+    flat, batches = torch.full((engine.layout.count,), 9.0), [torch.stack(samples)]
+    lane(engine, flat, batches)
+    gradients = dict(zip(engine.layout.names, engine.layout.views(flat), strict=True))
+    for name, value in expected(MODELS["all"], batches, narrow).items():
+        torch.testing.assert_close(gradients[name], value)
 
 
 def put_in_place(rank: int, port: int, directory: Path) -> None:

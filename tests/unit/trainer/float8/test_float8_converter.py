@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from elastic import Float8, TrainConfig
 from tests.support.small_llama import small_train
+from trainer.config import ParallelConfig
 from trainer.dryrun.rank import RankNeeds, dry_run
 from trainer.dryrun.shape import prepare_shape
 from trainer.engine.build import build_model
@@ -70,6 +72,13 @@ def test_delayed_scaling_is_refused_with_the_reason() -> None:
             "256 rows, which 1 tensor ranks x 3 shards do not divide",
         ),
         (with_float8(tensor=16), "over 16 tensor ranks the sides"),
+        (
+            replace(
+                with_float8(gather=True),
+                parallel=ParallelConfig(shard=4, reshard_after_forward=2),
+            ),
+            r"train\.parallel\.reshard_after_forward = 2: .* 8 bits over fewer workers",
+        ),
     ],
 )
 def test_layouts_that_cannot_have_it_are_refused(train: TrainConfig, said: str) -> None:

@@ -138,7 +138,7 @@ def lose_the_other(
 ) -> tuple[Engine, LaneSums, Absent, Survivor]:
     """A step whose reduce the other replica does not come to."""
     engine, link = engine_at(meet, lane_buffers), Survivor()
-    sums = engine.make_sums(LANES)
+    sums = engine.make_sums(LANES, 2)
     absent = Absent(meet, dealt, engine.gradient.numel(), engine.layout.buckets)
     cross = group(meet, dealt, 0, link.leave_now)
     assert loop_of(engine, cross, sums, dealt[0], link).try_step() is None
@@ -157,7 +157,7 @@ def expected(meet: Rendezvous, lanes: int = LANES) -> torch.Tensor:
     loop = loop_of(
         engine,
         group(meet, alone, 0, lambda: False),
-        engine.make_sums(lanes),
+        engine.make_sums(lanes, 1),
         alone[0],
         QuietLink(),
     )
@@ -246,7 +246,7 @@ def test_on_nccl_nothing_is_allocated_before_the_abort_and_no_second_gradient_af
     monkeypatch.setattr(torch.cpu, "synchronize", lambda *_: story.append("drain"))
     engine = engine_at(meet)
     gradient, link = engine.gradient, Survivor(story=story)
-    sums = engine.make_sums(LANES)
+    sums = engine.make_sums(LANES, 2)
     absent = Absent(meet, PAIRS, gradient.numel(), engine.layout.buckets)
     cross = group(meet, PAIRS, 0, link.leave_now)
     with Allocations(story):

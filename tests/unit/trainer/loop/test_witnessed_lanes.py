@@ -88,7 +88,7 @@ def _train(
     loop = TrainLoop(
         engine,
         cross,
-        engine.make_sums(case.lanes),
+        engine.make_sums(case.lanes, case.replicas),
         lanes=dealt[position],
         progress=Progress(),
         config=LoopConfig(

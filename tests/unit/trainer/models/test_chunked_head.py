@@ -130,6 +130,23 @@ def test_a_model_that_changes_its_logits_is_refused() -> None:
         with_losses(model, batch[:, 1:], input_ids=batch[:, :-1])
 
 
+def test_a_first_loss_that_is_no_number_is_no_reason_to_refuse() -> None:
+    """Nor to believe that all is well: what comes next says it."""
+    plain, changing = model_of(), model_of("granite", logits_scaling=8.0)
+    batch = torch.randint(300, (SAMPLES, SEQ_LEN + 1))
+    for model in (plain, changing):
+        chunk_head(model, CHUNK)
+        norm = model.model.norm.weight
+        with torch.no_grad():
+            norm.fill_(torch.nan)
+            loss = with_losses(model, batch[:, 1:], input_ids=batch[:, :-1]).logits
+            assert loss.isnan()
+            norm.fill_(1.0)
+    with_losses(plain, batch[:, 1:], input_ids=batch[:, :-1])
+    with pytest.raises(ConfigError, match="changes its logits"):
+        with_losses(changing, batch[:, 1:], input_ids=batch[:, :-1])
+
+
 def test_no_tokens_are_refused(task: CausalLM) -> None:
     bad = replace(task, loss_chunk=0)
     with pytest.raises(ConfigError, match=r"loss_chunk = 0"):

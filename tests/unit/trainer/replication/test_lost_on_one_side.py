@@ -64,7 +64,7 @@ def train(number: int, port: int, results: Any) -> None:
     config = small_train(STEPS, shard=2)
     engine = make_engine(number, meet, small_task(), config, replicas=2)
     assert len(engine.layout.buckets) > 1
-    sums, progress = engine.make_sums(2), Progress()
+    sums, progress = engine.make_sums(2, 2), Progress()
     outcomes = []
     for make in (FailsAlone if (replica, rank) in ALONE else CrossGroup, CrossGroup):
         link.generation += 1

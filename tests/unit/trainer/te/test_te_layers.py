@@ -21,6 +21,8 @@ from trainer.engine.build import build_model
 from trainer.errors import ConfigError
 from trainer.models.hf import ModelConfig, build_on_meta
 from trainer.models.init import FullWeights
+from trainer.parallel.context.attention import put_ring_in, tell_documents
+from trainer.parallel.context.ring import Ring
 from trainer.te import library
 from trainer.te.config import TransformerEngine
 from trainer.te.layers import TeLinear, TeRMSNorm
@@ -157,6 +159,15 @@ def test_settings_that_do_not_go_with_it_are_refused_on_the_driver(
     changes: dict[str, Any], said: str
 ) -> None:
     assert said in refusal(with_te(TransformerEngine(), **changes), None)
+
+
+def test_texts_apart_keep_their_attention() -> None:
+    """The library's would mix them."""
+    model = build_on_meta(ModelConfig(settings=SETTINGS).resolve(64))
+    put_ring_in(model, Ring())
+    converted, _ = TransformerEngine().convert(model, FullWeights({}))
+    tell_documents(converted, [[0, 4]])
+    assert any(isinstance(module, TeLinear) for module in converted.modules())
 
 
 def test_it_has_no_kernels_for_a_cpu() -> None:

@@ -10,6 +10,14 @@ from trainer.errors import ConfigError
 from trainer.models.hf import ModelConfig
 from trainer.parallel.context.trial import check_ring
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 64,
+}
+
 
 def config(architecture: str, **settings: Any) -> dict[str, Any]:
     return ModelConfig(architecture=architecture, settings=settings).resolve(64)
@@ -27,6 +35,7 @@ def test_a_decoder_of_plain_attention_may(architecture: str) -> None:
         ("gemma2", {}, "layers of sliding_attention"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ("mixtral", {"router_aux_loss_coef": 0.1}, "router"),
+        ("llama", {"head_dim": 8, "rope_parameters": LONGROPE}, "largest position"),
         ("bloom", {}, "cannot build"),  # positions by a bias of its own
     ],
 )

@@ -1,0 +1,70 @@
+"""An evaluation is of the weights as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.data_plane import SavingLink, make_engine
+from tests.support.fabric import GLOO, FabricGroup
+from tests.support.member import build_model, loss_of, small_task, small_train
+from trainer.backend.groups import leave_replica_group
+from trainer.backend.rendezvous import Rendezvous
+from trainer.loop.between_steps import BetweenSteps
+from trainer.loop.link import LoopConfig, Progress
+
+STEPS = 3
+
+
+@pytest.fixture
+def meet() -> Iterator[Rendezvous]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield Rendezvous(host="127.0.0.1", port=store.port, timeout_s=60)
+    leave_replica_group()
+
+
+def loss_with(weights: dict[str, torch.Tensor], data: torch.Tensor) -> float:
+    """The mean loss, by a model that FSDP2 knows nothing of."""
+    model = build_model()
+    model.load_state_dict(weights)
+    total, terms = loss_of(model, data)
+    return float(total) / terms
+
+
+def test_a_replica_without_lanes_evaluates_what_it_has_become(meet: Rendezvous) -> None:
+    """It applies steps, and has no backward, after which FSDP2 would gather the weights anew."""
+    data = small_task().dataset[:8]
+    task, link = replace(small_task(), eval_dataset=data), SavingLink()
+    engine = make_engine(0, meet, task, small_train(STEPS))
+    cross = FabricGroup(
+        GLOO, meet, "alone", lanes=[(0, 1)], total_lanes=2, rank=0, leave_now=lambda: False
+    )
+    due = BetweenSteps(
+        engine,
+        cross,
+        progress=Progress(),
+        config=LoopConfig(
+            lanes=2, save_every=None, compare_every=None, max_nonfinite_steps=1, until=STEPS
+        ),
+        link=link,
+        samples=len(task.dataset),
+        enter=lambda step, phase: None,
+    )
+    expected = []
+    for step in range(STEPS):
+        weights = {
+            name.removeprefix("param/"): tensor.clone()
+            for name, tensor in engine.state.tensors().items()
+            if name.startswith("param/")
+        }
+        expected.append(loss_with(weights, data))
+        due.evaluate()
+        assert engine.model.training
+        engine.gradient.fill_(1.0)
+        engine.apply(step, scale=1.0)
+    assert len(set(expected)) == STEPS
+    assert [loss for _, loss, _ in link.evaluations] == pytest.approx(expected, rel=1e-6)
