@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks._gpu_models import RandomText, Workload, draw_weights, prepared
+from benchmarks._gpu_models import Workload, draw_weights
+from benchmarks._random_text import RandomText, prepared
 from tests.support.fabric import GLOO, NCCL, FabricGroup
 from trainer.backend import determinism
 from trainer.backend.groups import make_replica_group, torch_device

@@ -1,4 +1,4 @@
-"""The models of the GPU benchmark, their data, and how their work is counted.
+"""The models of the GPU benchmark, and how their work is counted.
 
 The text is random: what it says changes no step's time. Weights are drawn on the device, since
 nothing here depends on their values, and from the seed 8 billion take minutes.
@@ -12,15 +12,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from benchmarks._random_text import prepared
 from trainer.config import OptimizerConfig, TrainConfig
 from trainer.data.config import DataConfig
 from trainer.float8.config import Float8
 from trainer.models.converter import ModelConverter
 from trainer.models.hf import ModelConfig
-from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
+from trainer.tasks.causal_lm import CausalLM
 from trainer.te.config import TransformerEngine
 
-_SAMPLES = 1 << 16
 _LLAMA = {"max_position_embeddings": 8192, "rope_theta": 500000.0, "vocab_size": 128256}
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -127,42 +127,6 @@ class Workload:
             converters=CONVERTERS[self.products],
             compile=self.compile,
         )
-
-
-class RandomText:
-    """Samples of random tokens, the same for the same ids."""
-
-    def __init__(self, seq_len: int, vocab_size: int) -> None:
-        self._seq_len, self._vocab_size = seq_len, vocab_size
-
-    def __len__(self) -> int:
-        return _SAMPLES
-
-    def __getitem__(self, sample: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(sample)
-        return torch.randint(self._vocab_size, (self._seq_len + 1,), generator=generator)
-
-    def batch(self, ids: Any) -> torch.Tensor:
-        """See SampleSource."""
-        return torch.stack([self[int(sample)] for sample in ids])
-
-
-@dataclass(frozen=True, kw_only=True)
-class RandomLM(PreparedCausalLM):
-    """A language model on random text. Implements PreparedTask."""
-
-    def train_data(self) -> RandomText:
-        """See PreparedTask."""
-        return RandomText(self.seq_len, self.config["vocab_size"])
-
-    def eval_data(self) -> None:
-        """See PreparedTask."""
-        return None
-
-
-def prepared(train: TrainConfig) -> RandomLM:
-    """The task of a run as its workers get it."""
-    return RandomLM.without_text(train, 0)
 
 
 def draw_weights(model: nn.Module) -> None:

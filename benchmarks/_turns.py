@@ -207,6 +207,26 @@ class Turns(contextlib.AbstractContextManager["Turns"]):
             self._process.join(END_S)
 
 
+def take_turns(systems: Mapping[str, Turns], turns: int, steps: int) -> dict[str, list[Block]]:
+    """So many turns of each system, of so many steps; each time another one begins."""
+    found: dict[str, list[Block]] = {name: [] for name in systems}
+    names = list(systems)
+    for number in range(turns):
+        for place in range(len(names)):
+            name = names[(number + place) % len(names)]
+            found[name].append(systems[name].block(steps))
+    return found
+
+
+def check_same(found: Mapping[str, Sequence[Block]]) -> None:
+    """All systems compute the same, as long as their rounding has not grown. The first is what the
+    others are held against."""
+    losses = {name: [block.loss for block in blocks] for name, blocks in found.items()}
+    for first, *others in zip(*losses.values(), strict=True):
+        worst = max(abs(loss / first - 1) for loss in others)
+        assert worst < 1e-3, f"the systems do not compute the same: {losses}"
+
+
 def actor_class(pid: int) -> str | None:
     """The class of the Ray actor that a process is; None for one that is none."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):

@@ -13,25 +13,22 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks._common import print_result, say, show_table
+from benchmarks._random_text import prepared
 from tests.support.measured_peak import make_loop, peak_of, take_step
 from tests.support.small_llama import small_train
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
-from trainer.data import SampleSource
-from trainer.data.order import Ids
 from trainer.dryrun.rank import dry_run
-from trainer.tasks.causal_lm import PreparedCausalLM
 
 LAYOUTS = {
     "one worker": ParallelConfig(),
@@ -41,14 +38,13 @@ LAYOUTS = {
     "tensor 4": ParallelConfig(tensor=4),
     "context 2, tensor 2": ParallelConfig(context=2, tensor=2),
 }
-VOCABULARY = 512
 SETTINGS = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "vocab_size": VOCABULARY,
+    "vocab_size": 512,
 }
 _STATE = ("parameters", "gradients", "optimizer")
 """Components of a dry run that are no activations."""
@@ -103,7 +99,7 @@ def measure(train: TrainConfig) -> dict[str, Any]:
 def _worker(place: int, port: int, train: TrainConfig, results: Any) -> None:
     torch.set_num_threads(1)
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=3600)
-    loop = make_loop(place, meet, _Random.without_text(train, 0), train, 1)
+    loop = make_loop(place, meet, prepared(train), train, 1)
     begun_s = time.monotonic()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         commit = take_step(loop)
@@ -113,29 +109,6 @@ def _worker(place: int, port: int, train: TrainConfig, results: Any) -> None:
     results[place] = peak_of(seen), seconds, commit
     del loop
     leave_replica_group()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Random(PreparedCausalLM):
-    """A causal language model on random tokens."""
-
-    def train_data(self) -> SampleSource:
-        """See PreparedTask."""
-        return _Tokens(self.seq_len)
-
-
-class _Tokens:
-    """As many samples as anybody asks for."""
-
-    def __init__(self, seq_len: int) -> None:
-        self._seq_len = seq_len
-
-    def __len__(self) -> int:
-        return 1 << 20
-
-    def batch(self, ids: Ids) -> torch.Tensor:
-        rng = np.random.default_rng(int(ids[0]))
-        return torch.from_numpy(rng.integers(0, VOCABULARY, (len(ids), self._seq_len + 1)))
 
 
 if __name__ == "__main__":

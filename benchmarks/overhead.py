@@ -40,8 +40,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks._common import (
     end_properly,
     median_of,
@@ -50,12 +48,14 @@ from benchmarks._common import (
     scratch,
     show_table,
 )
-from benchmarks._overhead_loops import REPLICAS, IdleActor, run_elastic, run_plain
-from benchmarks._turns import Block, GatedLM, Turns
+from benchmarks._turn_loops import IdleActor, run_elastic, run_workers, train_fsdp2
+from benchmarks._turn_task import add_model_arguments, make_task
+from benchmarks._turns import Block, GatedLM, Turns, check_same, take_turns
 from elastic import HealthConfig
 from elastic.protocol import events
 from elastic.reporting.event_log import read_events
 
+REPLICAS = 2
 OURS = ("fast", "exact")
 SYSTEMS = ("plain", *OURS)
 OUR_PROCESSES = ("Supervisor", "Coordinator", "NodeAgent", "Uploader", "driver")
@@ -63,47 +63,13 @@ ROUND_STEPS = HealthConfig().compare_every or 100
 """So each round has one comparison of the replicas."""
 
 
-def make_task(directory: Path, options: argparse.Namespace) -> tuple[Any, Any]:
-    """The prepared task and the train settings, for all systems."""
-    from elastic import (
-        CausalLM,
-        DataConfig,
-        ModelConfig,
-        OptimizerConfig,
-        ParallelConfig,
-        TrainConfig,
-    )
-
-    words = np.random.default_rng(7).integers(0, 1000, 60_000)
-    (directory / "text.txt").write_text(" ".join(f"w{word}" for word in words))
-    settings = {
-        "hidden_size": options.hidden,
-        "intermediate_size": 4 * options.hidden,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "vocab_size": 1024,
-        "max_position_embeddings": options.seq_len,
-    }
-    task = CausalLM(
-        model=ModelConfig(settings=settings),
-        data=DataConfig(paths=(str(directory / "text.txt"),), vocab_size=1024, holdout=0.0),
-        seq_len=options.seq_len,
-    )
-    train = TrainConfig(
-        task=task,
-        steps=1_000_000,
-        global_batch=REPLICAS * options.shard * options.samples,
-        lanes=REPLICAS,
-        parallel=ParallelConfig(shard=options.shard),
-        optimizer=OptimizerConfig(lr=1e-4, warmup_steps=2, clip_norm=1.0),
-    )
-    return task.prepare(train, str(directory)), train
-
-
 def make_systems(directory: Path, options: argparse.Namespace) -> dict[str, Turns]:
     """The systems, not yet started."""
-    task, train = make_task(directory, options)
+    workers = REPLICAS * options.shard
+    batch = workers * options.samples
+    task, train = make_task(
+        directory, options, global_batch=batch, replicas=REPLICAS, shard=options.shard
+    )
     say(f"{task.info['parameters']:,} parameters, {REPLICAS} x {options.shard} workers each")
     context = multiprocessing.get_context("spawn")
     systems = {}
@@ -111,11 +77,11 @@ def make_systems(directory: Path, options: argparse.Namespace) -> dict[str, Turn
         (own := directory / name).mkdir()
         gated = GatedLM(**vars(task), address=str(own / "gate"))
         process = (
-            context.Process(target=run_plain, args=(own, gated, train))
+            context.Process(target=run_workers, args=(own, train_fsdp2, gated, train, REPLICAS))
             if name == "plain"
-            else context.Process(target=run_elastic, args=(own, gated, train, name))
+            else context.Process(target=run_elastic, args=(own, gated, train, REPLICAS, name))
         )
-        systems[name] = Turns(gated.address, process, REPLICAS * options.shard)
+        systems[name] = Turns(gated.address, process, workers)
     return systems
 
 
@@ -129,30 +95,12 @@ def measure(options: argparse.Namespace) -> list[dict[str, list[Block]]]:
             say(f"{name} has begun")
         rounds = []
         for number in range(options.rounds):
-            rounds.append(one_round(systems, options.block))
+            rounds.append(take_turns(systems, ROUND_STEPS // options.block, options.block))
             show_table(f"round {number + 1} of {options.rounds}", ratios(rounds[-1]))
-        check_same(rounds[0])
+        check_same(rounds[0])  # later on their rounding has grown
         for name in OURS:
             check_quiet(directory / name / "run", options.rounds)
         return rounds
-
-
-def one_round(systems: dict[str, Turns], steps: int) -> dict[str, list[Block]]:
-    """ROUND_STEPS steps of each system, in blocks of `steps`, in turns."""
-    found: dict[str, list[Block]] = {name: [] for name in systems}
-    for number in range(ROUND_STEPS // steps):
-        for turn in range(len(SYSTEMS)):
-            name = SYSTEMS[(number + turn) % len(SYSTEMS)]
-            found[name].append(systems[name].block(steps))
-    return found
-
-
-def check_same(found: dict[str, list[Block]]) -> None:
-    """All systems compute the same, as long as their rounding has not grown: in the first round."""
-    losses = {name: [block.loss for block in blocks] for name, blocks in found.items()}
-    for plain, *ours in zip(*losses.values(), strict=True):
-        worst = max(abs(loss / plain - 1) for loss in ours)
-        assert worst < 1e-3, f"the systems do not compute the same: {losses}"
 
 
 def check_quiet(run: Path, rounds: int) -> None:
@@ -223,9 +171,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--shard", type=int, default=1, help="processes in a replica (default 1)")
     add("--rounds", type=int, default=3, help=f"of {ROUND_STEPS} steps of each (default 3)")
     add("--block", type=int, default=10, help="steps in a turn (default 10)")
-    add("--hidden", type=int, default=256, help="hidden size of the model (default 256)")
-    add("--layers", type=int, default=4, help="its layers (default 4)")
-    add("--seq-len", type=int, default=128, help="tokens in a sample (default 128)")
+    add_model_arguments(parser)
     add("--samples", type=int, default=4, help="samples of a worker in a step (default 4)")
     return parser.parse_args()
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from benchmarks._gpu_models import Workload
-from benchmarks.gpu import plan_turns, plan_workloads, summarise
+from benchmarks.gpu import plan_rows, plan_turns, plan_workloads, summarise
 
 TINY = Workload(size="tiny", seq_len=32, samples=4, micro=2, device="cpu")
 
@@ -32,3 +36,13 @@ def test_medians_are_over_the_steps_of_all_rounds() -> None:
 
 def test_a_system_that_never_ran_says_why() -> None:
     assert summarise([{"skipped": "out of memory"}], TINY, {}) == {"skipped": "out of memory"}
+
+
+@pytest.mark.parametrize("part", [1, 6])
+def test_the_rows_of_a_tiny_model_use_all_that_the_others_use(part: int) -> None:
+    def used(rows: dict[str, tuple[str, dict[str, Any]]]) -> set[str]:
+        return {word for system, changes in rows.values() for word in (system, *changes)}
+
+    whole, tiny = (plan_rows(part, "cpu", tiny=tiny) for tiny in (False, True))
+    assert used(tiny) == used(whole)
+    assert len(tiny) < len(whole)

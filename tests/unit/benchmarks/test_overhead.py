@@ -9,25 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks._processes import processes_below
-from benchmarks._turns import Block, Gate, Turns
+from benchmarks._turns import Gate, Turns
 from benchmarks.overhead import ROUND_STEPS, ratios, summarise
 from health.process import read_state
-
-
-def block(
-    wall_s: float,
-    workers_s: float,
-    beside_s: float = 0.0,
-    own_s: dict[str, float] | None = None,
-) -> Block:
-    return Block(
-        wall_s=wall_s,
-        workers_cpu_s=workers_s,
-        beside_cpu_s=beside_s,
-        actors_cpu_s=own_s or {},
-        awake_s=wall_s,
-        loss=1.0,
-    )
+from tests.support.blocks import block
 
 
 def test_a_ratio_is_of_the_sums_of_a_round_and_counts_what_runs_beside() -> None:
