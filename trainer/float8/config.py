@@ -110,6 +110,15 @@ class Float8:
                 f"{train.precision!r}",
                 "Use precision='bfloat16', or recipe='tensorwise'",
             )
+        dims = train.parallel.dims
+        if self.gather and 1 < dims.regathered < dims.fsdp:
+            raise ConfigError(
+                _FIELD,
+                self,
+                f"FSDP2 cannot leave weights that are gathered in 8 bits over {dims.regathered} of "
+                f"{dims.fsdp} workers (train.parallel.reshard_after_forward)",
+                "Use gather=False, or reshard_after_forward = True or False",
+            )
         for name, layer in model.named_modules():
             if isinstance(layer, Float8Linear):
                 self._check_parts(name, layer, train)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from elastic import Float8, TrainConfig
+from elastic import Float8, ParallelConfig, TrainConfig
 from tests.support.small_llama import small_train
 from trainer.dryrun.rank import RankNeeds, dry_run
 from trainer.dryrun.shape import prepare_shape
@@ -70,6 +71,13 @@ def test_delayed_scaling_is_refused_with_the_reason() -> None:
             "256 rows, which 1 tensor ranks x 3 shards do not divide",
         ),
         (with_float8(tensor=16), "over 16 tensor ranks the sides"),
+        (
+            replace(
+                with_float8(gather=True),
+                parallel=ParallelConfig(shard=4, reshard_after_forward=2),
+            ),
+            "over 2 of 4 workers",
+        ),
     ],
 )
 def test_layouts_that_cannot_have_it_are_refused(train: TrainConfig, said: str) -> None:

@@ -21,6 +21,8 @@ from trainer.engine.build import build_model
 from trainer.errors import ConfigError
 from trainer.models.hf import ModelConfig, build_on_meta
 from trainer.models.init import FullWeights
+from trainer.parallel.context.attention import put_ring_in, tell_documents
+from trainer.parallel.context.ring import Ring
 from trainer.te import library
 from trainer.te.config import TransformerEngine
 from trainer.te.layers import TeLinear, TeRMSNorm
@@ -78,6 +80,13 @@ def test_names_shapes_values_and_gradients_are_the_models(stand_in: None) -> Non
     assert grads.keys() == wanted.keys()
     for name, grad in wanted.items():
         torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_texts_that_are_apart_keep_the_attention_that_keeps_them_so() -> None:
+    model: Any = build_on_meta(ModelConfig(architecture="llama", settings=SETTINGS).resolve(64))
+    put_ring_in(model, Ring())
+    OnCpu().convert(model, FullWeights({}))
+    tell_documents(model, [[0, 3]])  # raises where another attention is in its place
 
 
 def test_a_checkpoint_crosses_over(stand_in: None) -> None:
