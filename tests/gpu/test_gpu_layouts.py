@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.data_plane import WorkerResult, full_parameters, run_formations, run_layout
+from tests.support.data_plane import Run, WorkerResult, full_parameters, run_in_turn, run_layout
 from tests.support.fabric import GLOO, NCCL, Fabric, on
 from tests.support.member import LANES, REPLICAS, small_task, small_train
 
@@ -22,10 +22,8 @@ def bits(workers: list[WorkerResult]) -> list[object]:
 def test_two_replicas_have_the_bits_of_one(fabric: Fabric, shard: int) -> None:
     """Twice, on the same processes; and all of it is the CPU's run but for rounding."""
     task, train = small_task(), small_train(4, shard=shard)
-    places = list(range(REPLICAS * shard))
-    first, second = run_formations(
-        task, train, replicas=REPLICAS, lanes=LANES, orders=[places, places], fabric=fabric
-    )
+    run = Run(task=task, train=train, replicas=REPLICAS, lanes=LANES)
+    first, second = run_in_turn([run, run], fabric=fabric)
     one = run_layout(task, train, replicas=1, lanes=LANES, fabric=fabric)
     for replica in (first[:shard], first[shard:], second[:shard], second[shard:]):
         assert bits(replica) == bits(one)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointing import Attempt, Keys, Reader, commit, open_store, write_shared
-from tests.support.data_plane import make_engine, run_formations
+from tests.support.data_plane import Run, make_engine, run_in_turn
 from tests.support.fabric import GLOO, NCCL, Fabric, on
 from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
 from tests.support.member import LANES, small_task, small_train
@@ -122,14 +122,8 @@ def test_lanes_are_added_up_beside_the_current_stream(
 @on(GLOO, NCCL)
 def test_steps_repeat_their_bits(fabric: Fabric) -> None:
     """In a replica that is made anew in the same process."""
-    (first,), (second,) = run_formations(
-        small_task(),
-        small_train(4),
-        replicas=1,
-        lanes=LANES,
-        orders=[[0], [0]],
-        fabric=fabric,
-    )
+    run = Run(task=small_task(), train=small_train(4), replicas=1, lanes=LANES)
+    (first,), (second,) = run_in_turn([run, run], fabric=fabric)
     assert len(first.losses) == 4 and first.losses[3] < first.losses[0]
     assert (first.losses, first.norms) == (second.losses, second.norms)
     for name, (_, _, weights) in first.local.items():

@@ -1,4 +1,5 @@
-"""Runs with 8-bit products through a kill, and from a checkpoint of a run without them."""
+"""A run with 8-bit products goes on from a checkpoint of a run without them, and the other way
+round. Kills: test_matrix_kills.py."""
 
 from __future__ import annotations
 
@@ -21,27 +22,6 @@ def train(text: Path, **changes: Any) -> TrainConfig:
     """A run whose weights are gathered in 8 bits by two shards."""
     settings = {"converters": (Float8(gather=True),), "precision": "bfloat16", **changes}
     return tiny_train(text, shard=2, task=tiny_task(text, **WIDE), **settings)
-
-
-def test_a_kill_does_not_change_a_bit(cluster: None, text: Path, tmp_path: Path) -> None:
-    """A worker of a replica of two: the other follows, a spare heals."""
-    whole = fit(tiny_trainer(text, tmp_path, name="whole", train=train(text)))
-    broken = fit(
-        tiny_trainer(
-            text,
-            tmp_path,
-            name="broken",
-            train=train(text),
-            min_replicas=2,
-            spares=1,
-            faults="kill@4.forward:1,kill@8.reduce:2",
-        )
-    )
-    assert broken.report["faults_fired"] == 2
-    assert broken.report["lost_steps"] == 0
-    assert broken.report["replicas_equal"] is True
-    assert (broken.params, broken.samples) == (whole.params, whole.samples)
-    assert broken.losses == whole.losses
 
 
 def test_a_checkpoint_crosses_over(cluster: None, text: Path, tmp_path: Path) -> None:

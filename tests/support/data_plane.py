@@ -6,9 +6,10 @@ arithmetic of layouts can be tested apart from recovery.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.engine.host_copy import HostBuffer
+from trainer.engine.names import PARAMETERS
 from trainer.engine.shared_copy import open_copy
 from trainer.loop.clock import OwnTimes, StepTimes
 from trainer.loop.link import LoopConfig, Progress
@@ -93,6 +95,10 @@ class SavingLink(QuietLink):
         self.evaluations.append((step, loss, tokens))
 
 
+Slices = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]
+"""Parameter name -> (offsets, sizes, what this worker has of it)."""
+
+
 @dataclass(frozen=True)
 class WorkerResult:
     """What one worker saw."""
@@ -104,26 +110,61 @@ class WorkerResult:
     evaluations: list[tuple[int, float, int]]
     times: list[StepTimes]
     own: list[OwnTimes]
-    local: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]
-    """Parameter name -> (offsets, sizes, this worker's slice) at the end."""
+    local: Slices
+    """Parameters at the end."""
+    gradient: Slices
+    """Of the last step: what the optimizer got, scaled and summed over the replicas."""
     saved: tuple[Receipt, dict[str, bytes]] | None
     """Its part of the save at the end: what it wrote, by key."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run of the data plane."""
+
+    task: PreparedTask
+    train: TrainConfig
+    replicas: int
+    lanes: int
+    saves: bool = False
+    """Whether the end is saved."""
+
+    @property
+    def workers(self) -> int:
+        """Places in it."""
+        return self.replicas * self.train.parallel.workers
+
+
 def _process(
-    number: int, port: int, orders: list[list[int]], fabric: Fabric, arguments: Any, results: Any
+    number: int,
+    port: int,
+    runs: Sequence[Run],
+    orders: Sequence[Sequence[int]],
+    fabric: Fabric,
+    results: Any,
 ) -> None:
-    """One process, which takes the place `orders[i][number]` in the i-th formation."""
-    fabric.enter(number, len(orders[0]))
-    determinism.settle(arguments[1].determinism, fabric.device, os.environ)
-    if arguments[1].compile != "off":
+    """One process, which takes the place `orders[i][number]` in the i-th run, or none."""
+    gc.freeze()  # each formation that ends collects garbage: not among all that is imported
+    fabric.enter(number, max(map(len, orders)))
+    determinism.settle(runs[0].train.determinism, fabric.device, os.environ)
+    if runs[0].train.compile != "off":
         keep_compiled(os.environ, 1)
     rendezvous = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
-    for formation, order in enumerate(orders):
-        place = order[number]
-        result = train_at(place, formation, rendezvous, fabric, *arguments)
-        results[formation, place] = result
-        leave_replica_group()
+    for formation, (run, order) in enumerate(zip(runs, orders, strict=True)):
+        if number < len(order):
+            place = order[number]
+            results[formation, place] = train_at(
+                place,
+                formation,
+                rendezvous,
+                fabric,
+                run.task,
+                run.train,
+                replicas=run.replicas,
+                lanes=run.lanes,
+                saves=run.saves,
+            )
+            leave_replica_group()
 
 
 def make_engine(
@@ -227,15 +268,22 @@ def train_at(
         loop.run()
     except Exception as raised:
         error = raised
-    local = {
-        name.removeprefix("param/"): (
-            engine.state.slices()[name].offsets,
-            engine.state.slices()[name].sizes,
-            t.cpu().clone(),
+    boxes = engine.state.slices()
+
+    def slices(tensors: Mapping[str, torch.Tensor]) -> Slices:
+        return {
+            name.removeprefix(PARAMETERS): (boxes[name].offsets, boxes[name].sizes, t.cpu().clone())
+            for name, t in tensors.items()
+            if name.startswith(PARAMETERS)
+        }
+
+    gradients = dict(
+        zip(
+            (PARAMETERS + name for name in engine.layout.names),
+            engine.layout.views(engine.gradient),
+            strict=True,
         )
-        for name, t in engine.state.tensors().items()
-        if name.startswith("param/")
-    }
+    )
     return error or WorkerResult(
         buckets=len(engine.layout.buckets),
         losses=[c.loss for c in link.commits],
@@ -244,7 +292,8 @@ def train_at(
         evaluations=link.evaluations,
         times=link.times,
         own=link.own,
-        local=local,
+        local=slices(engine.state.tensors()),
+        gradient=slices(gradients),
         saved=link.saved,
     )
 
@@ -253,53 +302,67 @@ def train_at(
 multiprocessing.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
 
 
-def run_formations(
+def run_in_turn(
+    runs: Sequence[Run],
+    *,
+    orders: Sequence[Sequence[int]] | None = None,
+    fabric: Fabric = GLOO,
+) -> list[list[Any]]:
+    """Trains one run after the other, on the same processes: as many as the largest has places.
+
+    Args:
+        runs: alike in `determinism` and `compile`, which are a process's.
+        orders: of each, the place that each process takes; None: that of its number.
+        fabric: what they run on.
+
+    Returns:
+        For each run a WorkerResult, or the exception, of every place.
+    """
+    orders = orders or [range(run.workers) for run in runs]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.start_processes(
+            _process,
+            args=(store.port, runs, orders, fabric, results),
+            nprocs=max(map(len, orders)),
+            start_method="forkserver",
+        )
+        return [
+            [results[index, place] for place in range(run.workers)]
+            for index, run in enumerate(runs)
+        ]
+
+
+def run_layout(
     task: PreparedTask,
     train: TrainConfig,
     *,
     replicas: int,
     lanes: int,
-    orders: list[list[int]],
-    fabric: Fabric = GLOO,
     saves: bool = False,
-) -> list[list[Any]]:
-    """Trains once for each of `orders`, on the same processes, the i-th taking place `order[i]`.
-
-    Returns:
-        For each order a WorkerResult, or the exception, of every place.
-    """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    workers = replicas * train.parallel.workers
-    with mp.Manager() as manager:
-        results = manager.dict()
-        arguments = (
-            store.port,
-            orders,
-            fabric,
-            (task, train, replicas, lanes, saves),
-            results,
-        )
-        mp.start_processes(_process, args=arguments, nprocs=workers, start_method="forkserver")
-        return [[results[i, place] for place in range(workers)] for i in range(len(orders))]
-
-
-def run_layout(
-    task: PreparedTask, train: TrainConfig, *, replicas: int, lanes: int, **options: Any
+    fabric: Fabric = GLOO,
 ) -> list[Any]:
-    """Trains on `replicas` x shard x tensor fresh processes; the result of every worker. `options`
-    go to `run_formations`."""
-    order = list(range(replicas * train.parallel.workers))
-    (results,) = run_formations(
-        task, train, replicas=replicas, lanes=lanes, orders=[order], **options
-    )
+    """Trains on `replicas` x shard x tensor fresh processes; the result of every worker."""
+    run = Run(task=task, train=train, replicas=replicas, lanes=lanes, saves=saves)
+    (results,) = run_in_turn([run], fabric=fabric)
     return results
 
 
-def full_parameters(workers: list[WorkerResult]) -> dict[str, torch.Tensor]:
-    """Puts the slices of the workers together."""
+def full_parameters(workers: Sequence[WorkerResult]) -> dict[str, torch.Tensor]:
+    """Puts the slices of a replica's workers together."""
+    return _joined([worker.local for worker in workers])
+
+
+def full_gradients(workers: Sequence[WorkerResult]) -> dict[str, torch.Tensor]:
+    """Likewise, of the last step's gradient."""
+    return _joined([worker.gradient for worker in workers])
+
+
+def _joined(parts: Sequence[Slices]) -> dict[str, torch.Tensor]:
     full: dict[str, torch.Tensor] = {}
-    for name in workers[0].local:
-        boxes = [worker.local[name] for worker in workers]
+    for name in parts[0]:
+        boxes = [part[name] for part in parts]
         shape = [max(o[d] + s[d] for o, s, _ in boxes) for d in range(len(boxes[0][0]))]
         full[name] = torch.full(shape, float("nan"))
         for offsets, sizes, value in boxes:

@@ -44,13 +44,13 @@ SETTINGS = {
 }
 
 
-def write_text(directory: Path) -> Path:
-    """Forty small documents of made-up words."""
+def write_text(directory: Path, *, documents: int = 40, words: int = 300) -> Path:
+    """Small documents, of so many made-up words each."""
     directory.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(7)
-    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
-    for index in range(40):
-        text = " ".join(words[i] for i in rng.integers(0, len(words), 300))
+    known = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
+    for index in range(documents):
+        text = " ".join(known[i] for i in rng.integers(0, len(known), words))
         (directory / f"{index:02}.txt").write_text(text)
     return directory
 

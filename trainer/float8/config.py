@@ -115,7 +115,8 @@ class Float8:
             raise ConfigError(
                 "train.parallel.reshard_after_forward",
                 train.parallel.reshard_after_forward,
-                "FSDP2 cannot leave weights that are gathered in 8 bits over fewer workers",
+                f"FSDP2 cannot leave weights that are gathered in 8 bits over {dims.regathered} of "
+                f"{dims.fsdp} workers",
                 "Use True or False, or Float8(gather=False)",
             )
         for name, layer in model.named_modules():

@@ -26,7 +26,8 @@ class TransformerEngine:
     """Linear layers, norms and attention of Llama and Mistral by Transformer Engine.
 
     Parameters keep their names, shapes and places, so a checkpoint goes with or without it.
-    Embedding and head stay as they are. Needs the extra `te` on the workers, and precision
+    Embedding and head stay as they are, and so does attention with `context` above 1 or texts
+    apart. Needs the extra `te` on the workers, and precision
     `bfloat16`.
     """
 
@@ -58,8 +59,8 @@ class TransformerEngine:
 
         network: Any = model
         self._check_architecture(getattr(network, "config", None))
-        AttentionInterface.register(ATTENTION, attention)
-        if ring_of(network) is None:  # else the texts of a sample are apart
+        if ring_of(model) is None:  # else the texts of a sample are kept apart
+            AttentionInterface.register(ATTENTION, attention)
             network.config._attn_implementation = ATTENTION
         for name, module in list(model.named_modules()):
             owner, _, leaf = name.rpartition(".")

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from elastic import Float8, TrainConfig
+from elastic import Float8, ParallelConfig, TrainConfig
 from tests.support.small_llama import small_train
-from trainer.config import ParallelConfig
 from trainer.dryrun.rank import RankNeeds, dry_run
 from trainer.dryrun.shape import prepare_shape
 from trainer.engine.build import build_model
@@ -77,7 +76,7 @@ def test_delayed_scaling_is_refused_with_the_reason() -> None:
                 with_float8(gather=True),
                 parallel=ParallelConfig(shard=4, reshard_after_forward=2),
             ),
-            r"train\.parallel\.reshard_after_forward = 2: .* 8 bits over fewer workers",
+            r"train\.parallel\.reshard_after_forward = 2: .* over 2 of 4 workers",
         ),
     ],
 )

@@ -78,11 +78,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Train:
     return train
 
 
-@pytest.mark.parametrize(("shard", "tensor"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("shard", "tensor"),
+    [(2, 1), *(pytest.param(*degrees, marks=pytest.mark.soak) for degrees in ((1, 1), (1, 2)))],
+)
 @pytest.mark.parametrize("recompute", ["full", "selective", 2])
 def test_the_bits_are_the_same(
     trained: Train, recompute: Recompute, shard: int, tensor: int
 ) -> None:
+    """With dropout. Without, in all layouts: test_matrix.py."""
     plain, again = trained(None, shard, tensor), trained(recompute, shard, tensor)
     for one, other in zip(plain, again, strict=True):
         assert (other.losses, other.norms) == (one.losses, one.norms)

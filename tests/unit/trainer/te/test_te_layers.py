@@ -82,6 +82,13 @@ def test_names_shapes_values_and_gradients_are_the_models(stand_in: None) -> Non
         torch.testing.assert_close(grads[name], grad, rtol=1e-3, atol=1e-6, msg=name)
 
 
+def test_texts_that_are_apart_keep_the_attention_that_keeps_them_so() -> None:
+    model: Any = build_on_meta(ModelConfig(architecture="llama", settings=SETTINGS).resolve(64))
+    put_ring_in(model, Ring())
+    OnCpu().convert(model, FullWeights({}))
+    tell_documents(model, [[0, 3]])  # raises where another attention is in its place
+
+
 def test_a_checkpoint_crosses_over(stand_in: None) -> None:
     plain, ours = model_with(), model_with(OnCpu())
     with torch.no_grad():

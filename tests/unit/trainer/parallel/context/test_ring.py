@@ -1,5 +1,5 @@
 """A ring of one worker, against torch's attention with a mask. Several workers:
-tests/integration/test_context.py."""
+tests/integration/test_matrix.py."""
 
 from __future__ import annotations
 
