@@ -186,6 +186,7 @@ class Coordinator(CoordinatorApi):
             membership=self._membership,
             dispatcher=self._dispatcher,
             records=self._records,
+            receipts=self._receipts,
             retreat=self._retreat,
         )
         self._arrivals = Arrivals(
@@ -263,6 +264,7 @@ class Coordinator(CoordinatorApi):
         self._replacements.replay(replayed.replacements)
         self._remedies.replay(replayed.happened)
         self._membership.skips += replayed.skips
+        self._corruption.replay(replayed.happened)
         self._training.replay(replayed.recorded)
         if replayed.going_back is not None:
             self._retreat.give_up_after(replayed.going_back)

@@ -560,7 +560,7 @@ class ReplicasCompared(Event):
     step: int
     """Steps done before the comparison."""
     equal: bool
-    """Whether those of the first shard and tensor rank were bitwise equal; False: of any rank."""
+    """Whether they were bitwise equal: those of all shard and tensor ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
