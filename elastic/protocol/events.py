@@ -456,6 +456,9 @@ class VerdictReached(Event):
     """`told`: it was not taken, as `health.replace_nodes` is "tell"; `taken`; `held_back`."""
     detail: str
     """What was done, or why it was not."""
+    tried: bool = False
+    """It counts as a try: the same fault, come back with no step committed in between, takes the
+    next step. Of the same fault of several machines at once one does."""
 
 
 @dataclass(frozen=True, kw_only=True)
