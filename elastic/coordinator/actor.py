@@ -209,7 +209,9 @@ class Coordinator(CoordinatorApi):
             aside,
         )
         self._preflight = Preflight(config.health.preflight, self._workers, self._records)
-        self._pulses = Pulses(config, self._membership, self._workers, self._records, aside)
+        # A thread of its own: providers take minutes.
+        of_pulses = Aside(self._membership, self._dispatcher, threads=1)
+        self._pulses = Pulses(config, self._membership, self._workers, self._records, of_pulses)
         self._standstill = self._watch_for_standstill()
         self._slow_watch = SlowWatch(
             config.paths.incidents,
