@@ -153,7 +153,8 @@ class HealthConfig:
     told, in records and report."""
     max_replacements_per_hour: int = 4
     """Replacements that may begin within an hour. None begins either while more than one machine,
-    and more than a fifth of them, became suspect within an hour."""
+    and more than a fifth of them, are suspect and not done with, or became so within ten
+    minutes."""
 
     def __post_init__(self) -> None:
         check_types(self, "health")

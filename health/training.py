@@ -56,6 +56,11 @@ class Limits:
     """Steps in which the loss must fall; None: it need not."""
 
     @property
+    def streak_steps(self) -> int:
+        """Steps that a finding is of, at most."""
+        return max(self.spike_steps, self.nonfinite_steps)
+
+    @property
     def history_steps(self) -> int:
         """Steps, up to the last one, that a finding depends on."""
         looks_back = self.progress_steps or 0

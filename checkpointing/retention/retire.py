@@ -45,12 +45,11 @@ def plan_retention(
     *,
     unreadable: Collection[int] = (),
     verified: Collection[int] = (),
-    sound: Collection[int] = (),
+    back_to: Collection[int] = (),
 ) -> list[int]:
     """The steps to delete, ascending.
 
-    The newest that can be read is never among them, nor the newest verified one, nor the newest
-    sound one.
+    The newest that can be read is never among them, nor the newest verified one.
 
     Args:
         steps: steps that have a checkpoint.
@@ -59,14 +58,13 @@ def plan_retention(
         pinned: steps that stay whatever the rules say.
         unreadable: of `steps`, those whose commit record cannot be read.
         verified: of `steps`, those of which every byte was checked.
-        sound: of `steps`, those that hold what they should, by what was found later.
+        back_to: of each of these, the newest that can be read of that step or before stays.
     """
     ordered = sorted(set(steps))
     readable = [step for step in ordered if step not in unreadable]
     oldest_kept = readable[-max(keep_last, 1) :][0] if readable else -math.inf
-    best = {
-        max((step for step in readable if step in good), default=None) for good in (verified, sound)
-    }
+    best = {max((step for step in readable if step in verified), default=None)}
+    best |= {max((s for s in readable if s <= wanted), default=None) for wanted in back_to}
     return [
         step
         for step in ordered
@@ -97,13 +95,13 @@ def retire(
     keep_last: int,
     keep_every: int | None,
     up_to_step: int,
-    sound_step: int | None = None,
+    back_to: Collection[int] = (),
 ) -> list[int]:
     """Deletes what the rules no longer keep, and what attempts below `up_to_step` have left.
 
     One process of a run calls it, after the commit of `up_to_step`: whatever has a later step is
-    not of this run, and is neither counted nor deleted. The newest of step `sound_step` or before
-    stays: what was saved later may have to be given up. Returns the deleted steps.
+    not of this run, and is neither counted nor deleted. For each step of `back_to` the newest of
+    it or before stays: what was saved later may have to be given up. Returns the deleted steps.
     """
     store, keys = surveyor.store, surveyor.keys
     survey = surveyor.survey()
@@ -114,7 +112,7 @@ def retire(
         pinned_steps(store, keys),
         unreadable=survey.unreadable,
         verified=survey.verified,
-        sound=[] if sound_step is None else [s for s in survey.steps if s <= sound_step],
+        back_to=back_to,
     )
     deleted = []
     for step in expired:

@@ -8,9 +8,13 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from elastic.exit_status import decide_status_of
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:  # it imports Ray
+    from elastic.protocol.supervisor_api import Ending
 
 _RUN = "the run's directory, storage_path/name, as this machine sees it"
 _ADDRESS = "of the Ray cluster (default: RAY_ADDRESS, else the one on this machine)"
@@ -22,7 +26,7 @@ def add_to(commands: Any) -> None:
         "attach",
         help="show a run that is going on, until it ends",
         description="Shows the progress of a run until it ends, and its report. Ctrl-C leaves it; "
-        "the run goes on. Exit status 1 where the run failed.",
+        "the run goes on. Exit status 1 where the run failed, 93 where a retry is useless.",
     )
     stop = commands.add_parser(
         "stop",
@@ -52,10 +56,15 @@ def attach_to(options: argparse.Namespace) -> int:
 
     run = _find(options)
     paths = run.call(SupervisorApi.about).job.paths
-    ending = watch(run, Observer(paths, (), attaches=True, tensorboard=False))
-    if ending.error is not None:
-        print(f"elastic: the run failed: {ending.error}", file=sys.stderr)
-    return int(ending.error is not None)
+    return tell(watch(run, Observer(paths, (), attaches=True, tensorboard=False)))
+
+
+def tell(ending: Ending) -> int:
+    """Says how a run has ended, where it failed. Returns the status for it."""
+    if ending.error is None:
+        return 0
+    print(f"elastic: the run failed: {ending.error}", file=sys.stderr)
+    return decide_status_of(ending.cause)
 
 
 def stop_run(options: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 0  done       1  `verify` or `doctor` found something wrong; `attach`: the run failed; `dryrun`: it
                  does not fit; `watch`: the run failed, or something is wrong with it
-93 `watch`: the run failed, and starting it again is useless
+93 `attach`, `watch`: the run failed, and starting it again is useless
 2  bad input, or what was asked cannot be done: one line on standard error says why
 3, 4, 5          `doctor` found something worse (`elastic/doctor/finding.py`)
 """

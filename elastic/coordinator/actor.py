@@ -186,6 +186,7 @@ class Coordinator(CoordinatorApi):
             membership=self._membership,
             dispatcher=self._dispatcher,
             records=self._records,
+            receipts=self._receipts,
             retreat=self._retreat,
         )
         self._arrivals = Arrivals(
@@ -208,7 +209,9 @@ class Coordinator(CoordinatorApi):
             aside,
         )
         self._preflight = Preflight(config.health.preflight, self._workers, self._records)
-        self._pulses = Pulses(config, self._membership, self._workers, self._records, aside)
+        # A thread of its own: providers take minutes.
+        of_pulses = Aside(self._membership, self._dispatcher, threads=1)
+        self._pulses = Pulses(config, self._membership, self._workers, self._records, of_pulses)
         self._standstill = self._watch_for_standstill()
         self._slow_watch = SlowWatch(
             config.paths.incidents,
@@ -263,6 +266,7 @@ class Coordinator(CoordinatorApi):
         self._replacements.replay(replayed.replacements)
         self._remedies.replay(replayed.happened)
         self._membership.skips += replayed.skips
+        self._corruption.replay(replayed.happened)
         self._training.replay(replayed.recorded)
         if replayed.going_back is not None:
             self._retreat.give_up_after(replayed.going_back)

@@ -33,8 +33,17 @@ class Aside:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="aside")
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does `work` in the background. A failure is logged; it does not end the run."""
-        self._dispatcher.spawn(_harmless(work))
+        """Does `work` in the background, once a coordinator that was started anew knows the run:
+        before, nobody has a place, and no machine a worker. A failure is logged; it does not end
+        the run."""
+        self._dispatcher.spawn(self._when_known(work))
+
+    async def _when_known(self, work: Coroutine[Any, Any, None]) -> None:
+        await self._dispatcher.ready.wait()
+        try:
+            await work
+        except Exception:  # the dispatcher would end the run for it
+            log.exception("what is done aside has failed")
 
     def on_thread(
         self, function: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs
@@ -47,11 +56,3 @@ class Aside:
         """Waits. Returns at once, and False, where the run is over."""
         await self._dispatcher.until(lambda: self._membership.stopped is not None, seconds)
         return self._membership.stopped is None
-
-
-async def _harmless(work: Coroutine[Any, Any, None]) -> None:
-    """A failure in what the dispatcher does ends the run."""
-    try:
-        await work
-    except Exception:
-        log.exception("what is done aside has failed")

@@ -15,7 +15,7 @@ Decision: docs/decisions/053.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.coordinator.dispatcher import Dispatcher
@@ -83,12 +83,13 @@ class Corruption:
     ) -> None:
         self.sound = start_step
         """Checkpoints up to this step are known to hold what they should."""
-        self._remembers, self._receipts = compares and repeats, receipts
-        if compares:
-            receipts.keep_sound(start_step)
+        self._compares, self._remembers = compares, compares and repeats
+        self._receipts = receipts
+        self._keep_sound()
         self._membership, self._dispatcher, self._workers = membership, dispatcher, workers
         self._retreat = retreat
         self._holders: dict[int, tuple[str, ...]] = {}
+        """Lane -> workers, in the newest roster."""
         self._done: dict[int, Done] = {}
         """Steps that no comparison has confirmed yet."""
         self._first: dict[int, Done] = {}
@@ -97,19 +98,37 @@ class Corruption:
         """Step of the comparison that nobody could decide, until one confirms what came after."""
         records.followers.append(self._hear)
 
+    def replay(self, happened: Iterable[events.Event]) -> None:
+        """Of a coordinator that was started anew: which checkpoints are sound, from the events of
+        this start of the run. What is being done again is not: nobody is named by it."""
+        for event in happened:
+            self._follow(event)
+        self._keep_sound()
+
     def _hear(self, event: events.Event) -> None:
+        self._follow(event)
         if isinstance(event, events.ReplicasCompared) and event.equal:
             self._confirm(event.step)
         elif isinstance(event, events.RegroupDone):
+            self._keep_sound()
             self._holders = {
                 lane: replica.workers
                 for replica in self._membership.roster.replicas
                 for lane in event.lanes.get(str(replica.index), ())
             }
 
+    def _follow(self, event: events.Event) -> None:
+        if isinstance(event, events.ReplicasCompared) and event.equal:
+            self.sound = max(self.sound, event.step - 1)
+        elif isinstance(event, events.RegroupDone) and event.outcome == "restore":
+            self.sound = min(self.sound, event.step)  # what is saved from here on nobody has seen
+
+    def _keep_sound(self) -> None:
+        if self._compares:
+            self._receipts.keep(self.sound, by="corruption")
+
     def _confirm(self, step: int) -> None:
-        self.sound = max(self.sound, step - 1)
-        self._receipts.keep_sound(self.sound)
+        self._keep_sound()
         self._done = {s: done for s, done in self._done.items() if s >= step}
         if self._disputed is not None and step >= self._disputed:
             self._disputed, self._first = None, {}
@@ -119,7 +138,9 @@ class Corruption:
         if not self._remembers:
             return
         for record in steps:
-            done = Done(gradients=record.gradients, workers=self._holders)
+            mine = record.generation == self._membership.roster.generation
+            # A step of an earlier roster that comes late was another's work.
+            done = Done(gradients=record.gradients, workers=self._holders if mine else {})
             first, self._done[record.step] = self._first.pop(record.step, None), done
             if first is not None and first.gradients != done.gradients:
                 self._first = {}  # what comes after follows from it

@@ -10,6 +10,7 @@ RUN/incidents/003/readings.json               what the instruments showed last o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -39,15 +40,12 @@ def keep_evidence(
         facts: whatever else is known, as JSON has it.
     """
     try:
-        incidents.mkdir(exist_ok=True)
-        number = 1 + max((int(p.name) for p in incidents.iterdir() if p.name.isdigit()), default=0)
-        if number > MOST_FOLDERS:
+        folder = _make_folder(incidents)
+        if folder is None:
             return
-        folder = incidents / f"{number:03}"
-        folder.mkdir()
         files = {name: text for name, text in _files(found) if text}
         for name, text in files.items():
-            (folder / name).write_text(text)
+            (folder / name).write_text(text, encoding="utf-8")
         manifest = {
             "time": time.time(),
             "accused": dict(accused),
@@ -58,6 +56,18 @@ def keep_evidence(
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     except OSError as error:
         log.warning("what was found is not kept in %s: %s", incidents, error)
+
+
+def _make_folder(incidents: Path) -> Path | None:
+    """The next one; None where there are enough. Several threads may keep what they have found."""
+    incidents.mkdir(exist_ok=True)
+    taken = max((int(p.name) for p in incidents.iterdir() if p.name.isdigit()), default=0)
+    for number in range(taken + 1, MOST_FOLDERS + 1):
+        folder = incidents / f"{number:03}"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    return None
 
 
 _KINDS = {

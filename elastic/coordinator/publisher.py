@@ -48,8 +48,8 @@ class Publisher:
         self._saved = {newest} if newest else set()
         self._untold = set[int]()
         self._newest: tuple[int, int] | None = None
-        self.sound_step: int | None = None
-        """The newest checkpoint of this step or before stays; None: by the rules alone."""
+        self.needed: dict[str, int] = {}
+        """By whom -> step: the newest checkpoint of it or before stays, to go back to."""
         self.lost: dict[int, int] = {}
         """Steps of attempts that were passed by a later checkpoint -> parts that were written."""
 
@@ -69,6 +69,12 @@ class Publisher:
         self._saved.discard(step)
         self._untold.discard(step)
         self._newest = None
+
+    def forget_after(self, step: int) -> None:
+        """The run goes back to `step`: later ones may be committed again, those too that were
+        deleted by the rules since."""
+        for later in [saved for saved in self._saved if saved > step]:
+            self.forget(later)
 
     def replay(self, told: Collection[int]) -> None:
         """Of a coordinator that was started anew. The one before may have died between a commit and
@@ -150,5 +156,5 @@ class Publisher:
             keep_last=self._config.keep_last,
             keep_every=self._config.keep_every,
             up_to_step=newest,
-            sound_step=self.sound_step,
+            back_to=list(self.needed.values()),
         )

@@ -54,13 +54,18 @@ class Receipts:
         """Of a coordinator that was started anew: checkpoints that are in the records."""
         self._publisher.replay(committed)
 
-    def keep_sound(self, step: int) -> None:
-        """The newest checkpoint of `step` or before stays."""
-        self._publisher.sound_step = step
+    def keep(self, step: int, *, by: str) -> None:
+        """The newest checkpoint of `step` or before stays: somebody may have to go back to it, and
+        says so again as the run goes on."""
+        self._publisher.needed[by] = step
 
     def forget(self, step: int) -> None:
         """The checkpoint of `step` was set aside: another one may be committed."""
         self._publisher.forget(step)
+
+    def forget_after(self, step: int) -> None:
+        """The run goes back to `step`: see `Publisher.forget_after`."""
+        self._publisher.forget_after(step)
 
     async def take(
         self, receipt: Receipt, training_state: dict[str, Any], started: float, writers: int

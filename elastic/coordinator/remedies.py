@@ -47,6 +47,10 @@ _AGAINST: Mapping[Confidence, float] = {"certain": 1.0, "likely": 0.6}
 day and for six hours."""
 
 
+_Key = tuple[str, tuple[str, ...]]
+"""Of a verdict that stands: its fingerprint, and its machines, or else its workers."""
+
+
 class Remedies:
     """Follows the run's events. All methods are immediate.
 
@@ -73,24 +77,32 @@ class Remedies:
         self._facts, self._ledger, self._recurrence = EventFacts(), EMPTY, Recurrence()
         self._lost: list[events.WorkerLost] = []
         """Of the incident that is looked at soon."""
-        self._standing: set[tuple[str, tuple[str, ...]]] = set()
-        """Verdicts that stand without a loss, by fingerprint and machines."""
+        self._lost_at = 0
+        """Steps that the run had committed when it began."""
+        self._standing: dict[_Key, bool] = {}
+        """Verdicts that stand without a loss -> whether they were strong enough to be met."""
         self._gathering = False
         records.followers.append(self.hear)
 
     def replay(self, happened: Iterable[events.Event]) -> None:
-        """Takes up the ledger, and who is where, from the events of this start of the run. What was
-        lost just before the coordinator was is not judged again."""
+        """Takes up the ledger, what was met, and who is where, from the events of this start of the
+        run. What was lost just before the coordinator was is not judged again."""
+        met = set[_Key]()
         for event in happened:
             self._facts.take(event)
-            if isinstance(event, events.VerdictReached) and event.outcome == "taken":
-                self._ledger = self._ledger.with_try(event.fingerprint, event.committed)
+            if isinstance(event, events.VerdictReached):
+                met.add((event.fingerprint, tuple(event.nodes or event.workers)))
+                if event.tried:
+                    self._ledger = self._ledger.with_try(event.fingerprint, event.committed)
+        stands = self._standing_verdicts(self._facts.standing())
+        self._standing = dict.fromkeys(stands.keys() & met, True)
 
     def hear(self, event: events.Event) -> None:
         """Something was written down."""
         self._facts.take(event)
         if isinstance(event, events.WorkerLost):
             if not self._lost:
+                self._lost_at = self._membership.progress.recorded
                 self._aside.spawn(self._judge_losses())
             self._lost.append(event)
         elif isinstance(event, events.SignsChanged) and not self._gathering:
@@ -109,49 +121,64 @@ class Remedies:
         stops = any(event.slot is not None for event in lost)  # a lost spare stops nobody
         found = [v for v in diagnose(facts) if v.cause != PREEMPTION]  # that was announced
         weighed = [self._recurrence.weigh(verdict, facts.signs, now) for verdict in found]
-        await self._meet_all(weighed, facts, counts=stops)
+        await self._meet_all(weighed, facts, self._lost_at, counts=stops)
 
     async def _judge_signs(self) -> None:
         goes_on = await self._aside.goes_on_for(GATHER_S)
         self._gathering = False
         if not goes_on:
             return
-        facts, now = self._facts.standing(), time.time()
-        verdicts = {
+        facts, now, before = self._facts.standing(), time.time(), self._standing
+        begin = self._lost[0].time - BEFORE_S if self._lost else now
+        self._facts.forget_before(min(begin, now - AGAIN_S))
+        verdicts = self._standing_verdicts(facts)
+        # One that was too weak may have become stronger since.
+        new = [
+            k
+            for k, v in verdicts.items()
+            if k not in before or (v.confidence != "weak" and not before[k])
+        ]
+        weighed = {k: self._recurrence.weigh(verdicts[k], facts.signs, now) for k in sorted(new)}
+        self._standing = {
+            k: before.get(k, False) or weighed.get(k, v).confidence != "weak"
+            for k, v in verdicts.items()
+        }
+        await self._meet_all(list(weighed.values()), facts, self._membership.progress.recorded)
+
+    @staticmethod
+    def _standing_verdicts(facts: Facts) -> dict[_Key, Verdict]:
+        return {
             (v.fingerprint, v.nodes or v.workers): v
             for v in diagnose(facts)
             if v.cause != SLOW  # costs time only: whoever measures it comes to `meet`
         }
-        new = verdicts.keys() - self._standing
-        self._standing = set(verdicts)
-        weighed = [self._recurrence.weigh(verdicts[k], facts.signs, now) for k in sorted(new)]
-        await self._meet_all(weighed, facts)
 
     # -- from verdicts to remedies -----------------------------------------------------------------
 
     async def meet(self, verdict: Verdict) -> None:
         """A verdict that another part of the coordinator has come to, such as that a worker is
         slow: it takes the same way."""
-        await self._meet_all([verdict], self._facts.standing())
+        committed = self._membership.progress.recorded
+        await self._meet_all([verdict], self._facts.standing(), committed)
 
     async def _meet_all(
-        self, verdicts: Sequence[Verdict], facts: Facts, *, counts: bool = True
+        self, verdicts: Sequence[Verdict], facts: Facts, committed: int, *, counts: bool = True
     ) -> None:
-        """Those of one look: the same fault of several machines is one try. What happens on a
-        machine that is suspect already has been met."""
-        committed = self._membership.progress.recorded
+        """Those of one look, with so many steps committed: the same fault of several machines is
+        one try. What happens on a machine that is suspect already has been met."""
         due = [(verdict, decide_step(verdict, self._ledger, committed)) for verdict in verdicts]
-        taken = {
-            verdict.fingerprint: None
-            for verdict, step in due
-            if step is not None
-            and not any(map(self._replacements.knows, _machines(verdict, facts)))
-            and await self._meet(verdict, step, facts, committed)
-        }
-        for fingerprint in taken if counts else ():
-            self._ledger = self._ledger.with_try(fingerprint, committed)
+        tried = set[str]()
+        for verdict, step in due:
+            if step is None or any(map(self._replacements.knows, _machines(verdict, facts))):
+                continue
+            is_try = counts and verdict.fingerprint not in tried
+            if await self._meet(verdict, step, facts, committed, is_try) and is_try:
+                tried.add(verdict.fingerprint)
+                self._ledger = self._ledger.with_try(verdict.fingerprint, committed)
 
-    async def _meet(self, verdict: Verdict, step: Step, facts: Facts, committed: int) -> bool:
+    async def _meet(
+        self, verdict: Verdict, step: Step, facts: Facts, committed: int, is_try: bool
+    ) -> bool:
         """Takes a step, or tells. Returns whether it was taken."""
         held = self._no_seats(verdict, facts) if step == "other_seat" else None
         if held is not None and verdict.nodes:
@@ -159,7 +186,8 @@ class Remedies:
         outcome: events.RemedyOutcome = "taken" if held is None else "held_back"
         if not self._replacements.acts:
             outcome, held = "told", 'health.replace_nodes = "tell"'
-        self._note(verdict, step, outcome, held or "", committed)
+        tried = is_try and outcome == "taken"
+        self._note(verdict, step, outcome, held or "", committed, tried=tried)
         if step in MACHINE_STEPS:
             self._mend(verdict, step)  # which tells, too
         elif outcome == "taken":
@@ -173,6 +201,8 @@ class Remedies:
         outcome: events.RemedyOutcome,
         detail: str,
         committed: int,
+        *,
+        tried: bool,
     ) -> None:
         self._records.note(
             events.VerdictReached(
@@ -187,6 +217,7 @@ class Remedies:
                 step=step,
                 outcome=outcome,
                 detail=detail,
+                tried=tried,
             )
         )
 

@@ -30,7 +30,7 @@ class Replay:
     draining_nodes: frozenset[str]
     """Machines that will go."""
     shunned_nodes: frozenset[str]
-    """Machines of workers whose connections failed."""
+    """Machines of workers whose connections failed, or that were to have another seat."""
     generation: int
     """Generation of the newest roster; 0: none stood yet in this start."""
     began: int
@@ -84,7 +84,7 @@ def replay(paths: RunPaths, start_step: int) -> Replay:
         draining=_workers(by_node) - lost,
         leaving=_workers(by_themselves) - lost,
         draining_nodes=frozenset(e.node or "" for e in by_node),
-        shunned_nodes=frozenset(e.node for e in losses if e.cause == LINK),
+        shunned_nodes=_shunned(happened, joined),
         generation=0 if newest is None else newest.generation,
         began=0 if newest is None else newest.step,
         restored=max(restored, default=0),
@@ -99,6 +99,20 @@ def replay(paths: RunPaths, start_step: int) -> Replay:
         skips=tuple(Skip(*e.skip) for e in _all(happened, events.WentBack) if e.skip),
         going_back=_going_back(happened),
     )
+
+
+def _shunned(
+    happened: Sequence[events.Event], joined: Mapping[str, events.WorkerJoined]
+) -> frozenset[str]:
+    """See `Workers.shun`, and who has it done."""
+    seats = [
+        event
+        for event in _all(happened, events.VerdictReached)
+        if (event.step, event.outcome) == ("other_seat", "taken")
+    ]
+    left = {e.node for e in _all(happened, events.WorkerLost) if e.cause == LINK}
+    left.update(joined[w].node for event in seats for w in event.workers if w in joined)
+    return frozenset(left.union(*(event.nodes for event in seats)))
 
 
 def _going_back(happened: Sequence[events.Event]) -> int | None:

@@ -42,7 +42,8 @@ class Retreat:
 
     async def go_back(self, *, at_most: int, reason: str, skip: Skip | None = None) -> None:
         """Takes everybody back to the newest checkpoint of step `at_most` or before; without one,
-        to the seed. A run that was continued from a checkpoint does not begin anew: it ends.
+        to the seed. A run that was continued from a checkpoint does not begin anew: it ends; so
+        does one whose checkpoints up to there cannot be read.
 
         When it returns, no save of the steps that are given up can come to count any more.
 
@@ -51,17 +52,16 @@ class Retreat:
             reason: in words.
             skip: samples that are not taken again.
         """
-        store, keys = open_store(self._config.paths.checkpoints), Keys()
         try:
-            found = await asyncio.to_thread(newest, store, keys, before=at_most + 1)
+            step, damaged = await asyncio.to_thread(self._find, at_most)
         except CheckpointError as error:
             await self._dispatcher.stop(f"{reason}. The checkpoints cannot be looked at: {error}")
             return
-        step = 0 if found is None else found.step
-        if found is None and self._config.started.start_step > 0:
+        if step == 0 and (damaged or self._config.started.start_step > 0):
+            there = f"those of steps {damaged} cannot be read" if damaged else "there is none"
             await self._dispatcher.stop(
-                f"{reason}. There is no checkpoint of step {at_most} or before to go back "
-                f"to: keep more of them (checkpoint.keep_last, keep_every)"
+                f"{reason}. To go back, a checkpoint of step {at_most} or before is needed, and "
+                f"{there}: keep more of them (checkpoint.keep_last, keep_every)"
             )
             return
         membership = self._membership
@@ -77,20 +77,33 @@ class Retreat:
         membership.go_back(step, () if skip is None else (skip,))
         self._snapshots.went_back(step, membership.progress.since)
         try:
-            await asyncio.to_thread(self.give_up_after, step)
+            await asyncio.to_thread(self._set_aside_after, step)
         except CheckpointError as error:
             await self._dispatcher.stop(f"{reason}. Later checkpoints cannot be set aside: {error}")
+        self._receipts.forget_after(step)
         await self._dispatcher.advance()
 
     def give_up_after(self, step: int) -> None:
-        """Sets checkpoints later than `step` aside, also those that a coordinator before this one
-        had no time for.
+        """Sets checkpoints later than `step` aside that a coordinator before this one had no time
+        for. Blocks.
 
         Raises:
             CheckpointError: the store does not do it.
         """
+        self._set_aside_after(step)
+        self._receipts.forget_after(step)
+
+    def _find(self, at_most: int) -> tuple[int, list[int]]:
+        """Where to go back to, 0 for the seed; and the steps of checkpoints up to `at_most`, where
+        none of them can be read."""
+        store, keys = open_store(self._config.paths.checkpoints), Keys()
+        found = newest(store, keys, before=at_most + 1)
+        if found is not None:
+            return found.step, []
+        return 0, [step for step in list_steps(store, keys) if step <= at_most]
+
+    def _set_aside_after(self, step: int) -> None:
         store, keys = open_store(self._config.paths.checkpoints), Keys()
         for later in list_steps(store, keys):
             if later > step:
                 set_aside(store, keys, later)
-                self._receipts.forget(later)

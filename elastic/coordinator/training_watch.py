@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from elastic.coordinator.dispatcher import Dispatcher
+from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.retreat import Retreat
 from elastic.coordinator.run_log import RunLog
 from elastic.membership.machine import Membership
@@ -33,6 +34,7 @@ class TrainingWatch:
         membership: told which data to pass over.
         dispatcher: ends the run.
         records: where it is written down.
+        receipts: told which checkpoint to keep.
         retreat: takes the run back.
     """
 
@@ -45,27 +47,36 @@ class TrainingWatch:
         membership: Membership,
         dispatcher: Dispatcher,
         records: RunLog,
+        receipts: Receipts,
         retreat: Retreat,
     ) -> None:
         self._config, self._limits = config, config.limits(max_nonfinite_steps)
         self._membership, self._dispatcher = membership, dispatcher
-        self._records, self._retreat = records, retreat
+        self._records, self._receipts, self._retreat = records, receipts, retreat
+        self._history: list[StepFacts] = []
         self._goes_back = False
         """What is recorded until then will be done again."""
-        self._history = self._read_up_to(begins_at)
+        self._go_on_from(begins_at)
         records.followers.append(self._hear)
 
     def replay(self, recorded: int) -> None:
         """Of a coordinator that was started anew: so many steps are recorded."""
-        self._history = self._read_up_to(recorded)
+        self._go_on_from(recorded)
 
-    def _read_up_to(self, step: int) -> list[StepFacts]:
+    def _go_on_from(self, step: int) -> None:
         steps = recent_steps(self._records.steps_path, step, self._limits.history_steps)
-        return [_facts(record) for record in steps]
+        self._history, self._goes_back = [_facts(record) for record in steps], False
+        self._keep(step)
+
+    def _keep(self, recorded: int) -> None:
+        """The first step of a finding that is still to come may be so far back, and by the time
+        that it comes any number of checkpoints may have been committed."""
+        if self._config.skips_data:
+            self._receipts.keep(max(0, recorded + 1 - self._limits.streak_steps), by="training")
 
     def _hear(self, event: events.Event) -> None:
         if isinstance(event, events.RegroupDone) and event.outcome == "restore":
-            self._history, self._goes_back = self._read_up_to(event.step), False
+            self._go_on_from(event.step)
 
     def take(self, steps: Sequence[events.StepRecord]) -> None:
         """Steps were recorded."""
@@ -76,6 +87,8 @@ class TrainingWatch:
             finding = find_trouble(self._history, self._limits)
             if finding is not None:
                 self._meet(finding)
+            if not self._goes_back:
+                self._keep(record.step + 1)
 
     def _action(self, finding: Finding) -> Action:
         config = self._config

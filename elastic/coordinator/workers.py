@@ -200,11 +200,13 @@ class Workers:
         await self._dispatcher.tell()
 
     async def lose_all(self, deaths: Iterable[Death]) -> None:
-        """Writes off workers of which an agent has told."""
+        """Writes off workers of which an agent has told. What was found of them is kept meanwhile:
+        a storage that takes its time must not hold up their peers."""
         for death in deaths:
             if death.evidence is not None and death.worker in self.started:
                 accused, found = {death.worker: death.detail}, {death.worker: death.evidence}
-                await asyncio.to_thread(keep_evidence, self._incidents, accused, found)
+                keep = asyncio.to_thread(keep_evidence, self._incidents, accused, found)
+                self._dispatcher.spawn(keep)
             await self.lose(death.worker, death.cause, death.detail)
 
     def _count(self, loss: Loss) -> None:

@@ -74,7 +74,8 @@ class HealthWatch:
     Args:
         node: Ray's id of this node.
         states: what is known of the workers on it.
-        tell: takes all signs that stand, whenever they change.
+        tell: takes all signs that stand, whenever they change; of the first look also none, for
+            what an agent before this one has told stands no more.
         keep: takes the readings of each look.
     """
 
@@ -93,6 +94,7 @@ class HealthWatch:
         self._histories: dict[tuple[Kind, str], deque[Reading]] = defaultdict(deque)
         self._storage = StorageWatch()
         self._standing = Standing()
+        self._has_told = False
 
     def look(self, now_s: float, at_s: float) -> None:
         """One look.
@@ -113,7 +115,8 @@ class HealthWatch:
             replace(s, worker=s.worker or users.get(s.of)) if s.subject == "gpu" else s
             for s in signs
         ]
-        if self._standing.take(signs, now_s):
+        if self._standing.take(signs, now_s) or not self._has_told:
+            self._has_told = True
             self._tell(self._standing.signs)
 
     def _read(self, states: Iterable[WorkerState], now_s: float) -> list[Reading]:

@@ -456,6 +456,9 @@ class VerdictReached(Event):
     """`told`: it was not taken, as `health.replace_nodes` is "tell"; `taken`; `held_back`."""
     detail: str
     """What was done, or why it was not."""
+    tried: bool = False
+    """It counts as a try: the same fault, come back with no step committed in between, takes the
+    next step. Of the same fault of several machines at once one does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -560,7 +563,7 @@ class ReplicasCompared(Event):
     step: int
     """Steps done before the comparison."""
     equal: bool
-    """Whether those of the first shard and tensor rank were bitwise equal; False: of any rank."""
+    """Whether they were bitwise equal: those of all shard and tensor ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

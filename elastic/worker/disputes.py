@@ -41,13 +41,17 @@ class Disputes:
         self._gradients: tuple[int, int | None] = (NO_STEP, None)
         """Step of a lane whose gradients had none, and the one of this worker's replica, if any."""
 
-    def compared(self, run: Run, step: int, checksums: Sequence[int | None]) -> None:
-        """The checksums of this worker's slot in all replicas, by position, before `step`. Returns
-        once the coordinator goes by it."""
+    def compared(
+        self, run: Run, step: int, checksums: Sequence[int | None], confirmed: bool
+    ) -> None:
+        """The checksums of this worker's slot in all replicas, by position, before `step`, and
+        whether those of all slots are `confirmed`. Returns once the coordinator goes by it."""
         found = compare_checksums(checksums)
         shown = ", ".join("-" if c is None else f"{c & _MASK:016x}" for c in checksums)
-        # A difference is told by one whom nobody calls away meanwhile.
-        if run.lead if found.equal else run.position == min(found.outliers, default=0):
+        # A difference is told by one whom nobody calls away meanwhile. That this slot's are equal
+        # says nothing of the others': what is saved by now may be wrong in one of them.
+        tells = run.lead and confirmed
+        if tells if found.equal else run.position == min(found.outliers, default=0):
             self._outbox.event(
                 events.ReplicasCompared(time=time.time(), step=step, equal=found.equal)
             )

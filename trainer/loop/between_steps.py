@@ -7,7 +7,7 @@ something, and wait for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -39,6 +39,19 @@ def plan_saves(progress: Progress, config: LoopConfig) -> tuple[list[Place], lis
     wanted: list[Place] = ["store"] if saving.wanted and "store" not in due else []
     skipped = [place for place in due if place in saving.busy]
     return [place for place in (*wanted, *due) if place not in saving.busy], skipped
+
+
+def shows_agreement(checksums: Sequence[int | None]) -> bool:
+    """Whether what the replicas have in a slot is known to be right, as far as they can tell. Pure.
+
+    One alone shows nothing while others get their state: they may have been given it before a bit
+    flipped in that one, and what it saves since is no better.
+
+    Args:
+        checksums: by position; None for one that has no state yet.
+    """
+    known = [checksum for checksum in checksums if checksum is not None]
+    return len(set(known)) == 1 and len(known) >= min(2, len(checksums))
 
 
 class BetweenSteps:
@@ -81,11 +94,24 @@ class BetweenSteps:
         if not every or (step % every and step != self.config.until):
             return
         checksum = self.engine.state.checksum() if has_state else None
-        try:
+        checksums: list[int | None] = []
+        with suppress(CrossGroupLost):
             checksums = self.cross.gather_numbers(checksum)
-        except CrossGroupLost:
-            return
-        self.link.compared(step, checksums)
+        confirmed = self.all_slots_agree(checksums)
+        if checksums:
+            self.link.compared(step, checksums, confirmed)
+
+    def all_slots_agree(self, checksums: Sequence[int | None]) -> bool:
+        """Whether the replicas agree in all of their slots. The first replica agrees on that, which
+        always has state; the others do not know. A worker sees its own slot alone, and where a bit
+        flips in one, the same wrong sums leave all others equal.
+
+        Args:
+            checksums: of this worker's slot; none where a replica was lost.
+        """
+        if self.cross.rank > 0:
+            return False
+        return self.engine.sum_in_replica([float(not shows_agreement(checksums))])[0] == 0
 
     def save_and_evaluate(self) -> None:
         """What is due, and at the end both; where the run ends early it is only saved. All replicas

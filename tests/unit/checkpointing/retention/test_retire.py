@@ -48,8 +48,9 @@ def test_rules() -> None:
     assert plan_retention(steps, 1, 300, {200}) == [100, 400, 500]
     assert plan_retention(steps, 9, None, ()) == []
     assert plan_retention([], 2, None, ()) == []
-    assert plan_retention(steps, 2, None, (), sound={100, 200, 300}) == [100, 200, 400]
-    assert plan_retention(steps, 2, None, (), sound={100, 200}, unreadable={200}) == [200, 300, 400]
+    assert plan_retention(steps, 2, None, (), back_to=[399]) == [100, 200, 400]
+    assert plan_retention(steps, 2, None, (), back_to=[50, 399, 200]) == [100, 400]
+    assert plan_retention(steps, 2, None, (), back_to=[250], unreadable={200}) == [200, 300, 400]
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(-1, 5), st.none() | st.integers(1, 9))

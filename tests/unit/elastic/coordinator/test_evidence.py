@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from elastic.coordinator import evidence
+from elastic.coordinator import evidence, workers
 from elastic.coordinator.evidence import keep_evidence
-from elastic.protocol.messages import Evidence
+from elastic.protocol.causes import HANG
+from elastic.protocol.events import WorkerLost
+from elastic.protocol.messages import Death, Evidence
 from health.reading import Reading
+from tests.support.coordinator_desk import CoordinatorDesk
 
 PENDING = {
     "process_group": ["3", "fsdp replica/1"],
@@ -51,6 +59,45 @@ def test_all_that_was_found_has_a_file_and_a_line_in_the_manifest(tmp_path: Path
     assert readings["w1"][0]["values"] == {"power_w": 71.0}
     (pending,) = manifest["pending_collectives"]["w1"]
     assert (pending["group"], pending["number"]) == ("3 fsdp replica/1", 12)
+
+
+def test_what_is_found_at_once_has_a_folder_each(tmp_path: Path) -> None:
+    accused = [f"w{number:02}" for number in range(32)]
+    together = threading.Barrier(len(accused))
+
+    def keep(worker: str) -> None:
+        together.wait(30)
+        keep_evidence(tmp_path, {worker: "it loops"}, {})
+
+    with ThreadPoolExecutor(len(accused)) as pool:
+        list(pool.map(keep, accused))
+    kept = [json.loads(path.read_text()) for path in tmp_path.glob("*/manifest.json")]
+    assert sorted(worker for one in kept for worker in one["accused"]) == accused
+
+
+def test_a_slow_storage_holds_up_nobody_whose_peer_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    def keep(incidents: Path, *found: Any) -> None:
+        assert answers.wait(30)
+        keep_evidence(incidents, *found)
+
+    monkeypatch.setattr(workers, "keep_evidence", keep)
+    desk = CoordinatorDesk(tmp_path / "run")
+
+    async def play() -> None:
+        found = Evidence(stacks="in loop")
+        await desk.workers.lose_all([Death(worker="b", cause=HANG, detail="", evidence=found)])
+        assert [lost.worker for lost in desk.happened(WorkerLost)] == ["b"]
+        answers.set()
+        await asyncio.gather(*desk.dispatcher._tasks)
+
+    asyncio.run(play())
+    gc.enable()  # the dispatcher puts it off for longer
+    desk.records.end("interrupted", None)
+    assert (desk.paths.incidents / "001" / "b.txt").read_text() == "in loop"
 
 
 def test_the_first_ones_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

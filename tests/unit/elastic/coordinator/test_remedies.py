@@ -21,6 +21,7 @@ from elastic.protocol import events
 from elastic.protocol.causes import CORRUPTION, CRASH, USER_ERROR, Cause
 from elastic.providers.node_provider import NodeIdentity
 from elastic.providers.ray_nodes import RayProvider
+from elastic.reporting.event_log import read_events
 from elastic.reporting.suspect_file import SuspectFile
 from health.suspects import Mark
 from health.verdict import Sign, Verdict
@@ -392,6 +393,96 @@ def test_a_coordinator_started_anew_knows_what_was_tried(tmp_path: Path) -> None
         await desk.until_met(("stop", "taken"))
 
     desk.run(goes_on)
+
+
+def test_what_came_together_is_one_try_after_a_restart_of_the_coordinator_too(
+    tmp_path: Path,
+) -> None:
+    before = Desk(tmp_path / "before", spares=("d",))
+
+    async def story() -> None:
+        await before.lose("a", "b")
+        await before.until_met(("new_process", "taken"), ("new_process", "taken"))
+        await before.lose("d")  # it stops nobody
+        await before.until_met(*[("new_process", "taken")] * 2, ("other_seat", "held_back"))
+
+    before.run(story)
+    assert [one.tried for one in before.met()] == [True, False, False]
+    desk = Desk(tmp_path / "after", spares=("d", "e", "f"))
+    desk.remedies.replay(before.met())
+
+    async def goes_on() -> None:
+        await desk.lose("a")
+        await desk.until_met(("other_seat", "taken"))
+
+    desk.run(goes_on)
+
+
+def test_what_stands_and_was_met_is_not_met_again_after_a_restart(tmp_path: Path) -> None:
+    before = Desk(tmp_path / "before")
+    sign = replace(GPU_LOST, remedy="new_process")
+
+    async def story() -> None:
+        before.shows("B", sign)
+        await before.until_met(("new_process", "taken"))
+
+    before.run(story)
+    desk = Desk(tmp_path / "after", spares=("d",))
+    desk.remedies.replay(read_events(before.paths.events))
+
+    async def goes_on() -> None:
+        desk.shows("B", sign)  # its next agent sees it, too
+        desk.shows("C", sign)
+        (one,) = await desk.until_met(("other_seat", "taken"))
+        assert one.nodes == ["C"]
+
+    desk.run(goes_on)
+    assert desk.membership.places.retired == {"c"}
+
+
+def test_a_weak_verdict_that_becomes_stronger_while_it_stands_is_met_once(tmp_path: Path) -> None:
+    """As of a driver that asks for a reset in three readings running."""
+    desk = Desk(tmp_path)
+    sign = replace(ECC, remedy="new_process")
+
+    async def story() -> None:
+        desk.shows("B", sign)
+        await desk.settle()
+        assert desk.met() == []
+        for repeated in (True, False, True):
+            desk.shows("B", replace(sign, repeated=repeated))
+            await desk.settle()
+
+    desk.run(story)
+    assert desk.steps() == [("new_process", "taken")]
+
+
+def test_steps_that_were_committed_between_two_losses_begin_anew(tmp_path: Path) -> None:
+    """It is looked at what they were when it happened, not when it is judged."""
+    desk = Desk(tmp_path, spares=("d",))
+
+    async def story() -> None:
+        await desk.lose("a")
+        desk.membership.progress.record(7)
+        await desk.until_met(("new_process", "taken"))
+        await desk.lose("b")
+        _, second = await desk.until_met(("new_process", "taken"), ("new_process", "taken"))
+        assert second.committed == 8
+
+    desk.run(story)
+
+
+def test_no_sign_is_remembered_for_ever(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        for ago_s in (900, 600, 0):
+            event = events.SignsChanged(time=time.time() - ago_s, node="B", names=["b"], signs=[])
+            desk.records.note(event)
+            await desk.settle()
+
+    desk.run(story)
+    assert len(desk.remedies._facts._told) == 1
 
 
 @pytest.mark.parametrize(

@@ -61,11 +61,12 @@ class Desk(CoordinatorDesk):
         self.ended: list[str] = []
         self.drained: list[str] = []
         self.file = SuspectFile(root)
+        self.aside = Aside(self.membership, self.dispatcher)
         self.replacements = Replacements(
             self.config,
             self.workers,
             self.records,
-            Aside(self.membership, self.dispatcher),
+            self.aside,
             provider=provider or (None if tells else RayProvider(self.ended.append)),
             find=lambda node: NodeIdentity(
                 node=node, address="10.0.0.1", instance=f"m-{node}", head=node == head
@@ -381,6 +382,32 @@ def test_a_coordinator_that_is_started_anew_goes_on(
 
     desk.run(story)
     assert desk.ended == ["B"]
+
+
+def test_nothing_is_done_before_a_coordinator_started_anew_knows_who_has_a_place(
+    tmp_path: Path,
+) -> None:
+    """It would find that nobody works there, and have the machine ended under its workers."""
+    desk = Desk(tmp_path)
+    begun = events.NodeReplacement(
+        time=time.time(), node="B", machine="m-B", outcome="begun", reason="r", detail=""
+    )
+    desk.replacements.replay([begun])
+    ready = desk.dispatcher.ready
+
+    async def story() -> None:
+        ready.clear()
+        desk.replacements.begin()
+        for _ in range(30):  # as many turns of its threads as it would take
+            await desk.aside.on_thread(int)
+        assert desk.drained == desk.ended == []
+        ready.set()
+        while desk.drained != ["B"]:
+            await asyncio.sleep(0.005)
+        await desk.lose("b", cause=CRASH)
+        await desk.outcomes("replaced")
+
+    desk.run(story)
 
 
 @pytest.mark.parametrize(

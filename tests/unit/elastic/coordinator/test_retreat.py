@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing import Receipt, Snapshot, list_steps, open_store
+from checkpointing import (
+    Attempt,
+    Receipt,
+    Snapshot,
+    TensorSlice,
+    list_steps,
+    open_store,
+    write_shared,
+)
 from elastic.config import HealthConfig
 from elastic.coordinator import dispatcher as dispatcher
 from elastic.coordinator.corruption import Corruption
@@ -62,6 +70,7 @@ class Desk(CoordinatorDesk):
             "membership": self.membership,
             "dispatcher": self.dispatcher,
             "records": self.records,
+            "receipts": self.receipts,
             "retreat": self.retreat,
         }
         self.corruption = Corruption(
@@ -69,7 +78,6 @@ class Desk(CoordinatorDesk):
             compares=True,
             repeats=True,
             workers=self.workers,
-            receipts=self.receipts,
             **parts,
         )
         training = self.config.health.training
@@ -284,6 +292,61 @@ def test_an_outlier_is_lost_and_all_go_back_behind_the_last_equal_comparison(des
     assert {run.step for run in desk.regroup(14, generation=1).values()} == {4}
 
 
+def test_a_coordinator_started_anew_knows_what_was_confirmed(desk: Desk) -> None:
+    """Or it would go back to the seed, from wherever the run is."""
+
+    async def play() -> None:
+        desk.corruption.replay([events.ReplicasCompared(time=0.0, step=9, equal=True)])
+        await desk.corruption.undecided(1, 14, "they differ")
+
+    asyncio.run(play())
+    assert {run.step for run in desk.regroup(14, generation=1).values()} == {8}
+
+
+def test_what_is_saved_after_the_run_went_back_is_not_confirmed_by_what_was_before(
+    desk: Desk,
+) -> None:
+    async def play() -> None:
+        compared(desk, 13)
+        await desk.retreat.go_back(at_most=7, reason="told", skip=Skip(6, 3))
+        desk.regroup(14, generation=1)
+        desk.take(4, 10)
+        write_state(desk.store, {"w": torch.randn(4, 4)}, step=8)
+        await desk.corruption.outlier("b", 2, "it differs", spread=True)
+
+    asyncio.run(play())
+    assert [back.step for back in desk.happened(events.WentBack)] == [4, 4]
+
+
+def test_checkpoints_that_retention_has_deleted_are_made_again_on_the_way_back(desk: Desk) -> None:
+    async def play() -> None:
+        compared(desk, 9)
+        for step in (10, 11, 13):
+            await save(desk, step, generation=1)
+        assert list_steps(desk.store, KEYS) == [8, 12, 13], "two, and the one to go back to"
+        await desk.retreat.go_back(at_most=8, reason="told")
+        assert not desk.receipts.saved(10)
+        desk.regroup(14, generation=1)
+        desk.take(8, 11)
+        await save(desk, 10, generation=2)
+
+    asyncio.run(play())
+    assert list_steps(desk.store, KEYS) == [8, 10]
+    assert [e.step for e in desk.happened(events.CheckpointCommitted)] == [10, 11, 13, 10]
+
+
+def test_where_what_there_is_to_go_back_to_cannot_be_read_the_run_ends(desk: Desk) -> None:
+    async def play() -> None:
+        for step in (4, 8):
+            (desk.paths.root / "checkpoints" / KEYS.commit(step)).write_bytes(b"{")
+        await desk.retreat.go_back(at_most=9, reason="told")
+
+    asyncio.run(play())
+    assert desk.membership.stopped is not None
+    assert "those of steps [4, 8] cannot be read" in str(desk.membership.stopped.error)
+    assert list_steps(desk.store, KEYS) == [4, 8, 12], "nothing was set aside"
+
+
 # -- losses that stand out -------------------------------------------------------------------------
 
 TRAINING = TrainingHealthConfig(window_steps=8, spike_steps=2, skip_steps=5, max_skips=2)
@@ -336,6 +399,30 @@ def test_data_are_passed_over_so_often_and_no_oftener(make: Make) -> None:
     assert [e.detail for e in others] == [first.detail] * 2, "held against the same steps"
     assert desk.membership.stopped is not None
     assert "passed over 2 times before" in str(desk.membership.stopped.error)
+
+
+def test_what_a_spike_goes_back_to_is_kept_however_many_are_saved_since(make: Make) -> None:
+    desk = make(health(on_loss_spike="skip_data"))
+
+    async def play() -> None:
+        desk.take(14, 16, losses={15: HIGH})
+        for step in (14, 16, 17):  # the records come later
+            await save(desk, step, generation=1)
+        desk.take(16, 17, losses={16: HIGH})
+        await settled(desk)
+
+    asyncio.run(play())
+    (back,) = desk.happened(events.WentBack)
+    assert (back.step, back.skip) == (12, [15, 5]), "not the seed"
+
+
+async def save(desk: Desk, step: int, generation: int) -> None:
+    """A checkpoint that this coordinator commits."""
+    row = TensorSlice("param/w", (1, 4), "uint8", (0, 0), (1, 4))
+    attempt = Attempt(rank=0, step=step, generation=generation)
+    await desk.receipts.take(
+        write_shared(desk.store, KEYS, attempt, [row], memoryview(bytes(64))), {}, 0.0, 1
+    )
 
 
 def _receipt(step: int, generation: int) -> Receipt:

@@ -49,6 +49,13 @@ def test_an_idle_worker_is_told_of_once(idle: WorkerState) -> None:
     assert (sign.node, sign.at_s) == ("n1", 5000 + 6 * SAMPLE_S)
 
 
+def test_a_watch_that_begins_says_so_though_nothing_is_wrong() -> None:
+    """What the node's agent before has told must not stand for ever, and others must know names."""
+    watch, told = told_of(None)
+    watch.look(1000.0, 0.0)
+    assert len(told) == 1
+
+
 def test_the_readings_of_each_look_are_shown(idle: WorkerState) -> None:
     shown: list[Reading] = []
     watch = HealthWatch("n1", lambda: [idle], lambda signs: None, shown.extend)
@@ -64,7 +71,7 @@ def test_a_worker_that_has_ended_is_forgotten(idle: WorkerState) -> None:
     os.kill(idle.pid, 9)
     os.waitpid(idle.pid, 0)
     watch.look(1100.0, 0.0)
-    assert about(told, "w1") == [{"idle"}, set()]
+    assert about(told, "w1") == [set(), {"idle"}, set()]
 
 
 @pytest.mark.skipif(not os.access(KMSG, os.R_OK | os.W_OK), reason="may not write to /dev/kmsg")
@@ -84,8 +91,8 @@ def test_a_line_of_a_workers_output_is_told_of(idle: WorkerState, tmp_path: Path
         file.write("ValueError: caught, and printed\nCUDA out of memory, caught as well\n")
         file.write("RuntimeError: CUDA error: uncorrectable ECC error encountered\nhalf a li")
     watch.look(1005.0, 5005.0)
-    assert about(told, "w1") == [{"cuda_ecc"}]
-    (sign,) = told[-1]
+    assert about(told, "w1") == [set(), {"cuda_ecc"}]
+    (sign,) = (sign for sign in told[-1] if sign.worker == "w1")
     assert (sign.source, sign.worker, sign.node, sign.at_s) == ("log", "w1", "n1", 5005.0)
 
 

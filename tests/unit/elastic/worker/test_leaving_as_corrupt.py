@@ -32,13 +32,14 @@ class Worker:
 
     def __init__(self, position: int) -> None:
         self.name, self.coordinator = f"w{position}", Coordinator()
-        outbox: Any = SimpleNamespace(event=lambda event: None, flush=lambda: None)
+        self.events: list[Any] = []
+        outbox: Any = SimpleNamespace(event=self.events.append, flush=lambda: None)
         coordinator: Any = self.coordinator
         self._disputes = Disputes(self.name, coordinator, outbox)
         self._run: Any = SimpleNamespace(position=position, lead=position == 0, generation=7)
 
-    def compared(self, step: int, checksums: list[int | None]) -> None:
-        self._disputes.compared(self._run, step, checksums)
+    def compared(self, step: int, checksums: list[int | None], confirmed: bool = False) -> None:
+        self._disputes.compared(self._run, step, checksums, confirmed)
 
     def witnessed(self, step: int, digests: dict[int, int]) -> bool:
         return self._disputes.witnessed(self._run, step, digests)
@@ -77,6 +78,15 @@ def test_of_three_states_the_one_that_differs_leaves(links: Workers) -> None:
     ((method, worker, generation, detail, spread),) = b.coordinator.told
     assert (method, worker, generation, spread) == ("corrupt", "w1", 7, True)
     assert "differs from most replicas'" in detail
+
+
+def test_that_states_are_equal_is_told_where_they_are_so_in_all_slots(links: Workers) -> None:
+    lead, other = links(2)
+    for confirmed in (False, True):
+        lead.compared(10, [5, 5], confirmed)
+        other.compared(10, [5, 5])
+    assert [(event.step, event.equal) for event in lead.events] == [(10, True)]
+    assert other.events == []
 
 
 @pytest.mark.parametrize(("confirmed", "leaves"), [(5, "w1"), (6, "w0"), (9, None)])
