@@ -110,6 +110,14 @@ class Float8:
                 f"{train.precision!r}",
                 "Use precision='bfloat16', or recipe='tensorwise'",
             )
+        dims = train.parallel.dims
+        if self.gather and 1 < dims.regathered < dims.fsdp:
+            raise ConfigError(
+                "train.parallel.reshard_after_forward",
+                train.parallel.reshard_after_forward,
+                "FSDP2 cannot gather in 8 bits what lies over fewer workers in between",
+                "Use True or False, or Float8(gather=False)",
+            )
         for name, layer in model.named_modules():
             if isinstance(layer, Float8Linear):
                 self._check_parts(name, layer, train)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from elastic import Float8, TrainConfig
+from elastic import Float8, ParallelConfig, TrainConfig
 from tests.support.small_llama import small_train
 from trainer.dryrun.rank import RankNeeds, dry_run
 from trainer.dryrun.shape import prepare_shape
@@ -76,6 +77,15 @@ def test_layouts_that_cannot_have_it_are_refused(train: TrainConfig, said: str) 
     model = converted(small_train(converters=train.converters, precision="bfloat16"))
     with pytest.raises(ConfigError, match=said):
         train.converters[0].check(model, train, None)  # type: ignore[attr-defined]
+
+
+def test_weights_that_lie_over_fewer_workers_are_not_gathered_in_8_bits() -> None:
+    parallel = ParallelConfig(shard=4, reshard_after_forward=2)
+    train = small_train(parallel=parallel, converters=(Float8(gather=True),))
+    with pytest.raises(ConfigError, match="FSDP2 cannot gather in 8 bits what lies over fewer"):
+        converted(train)
+    converted(replace(train, converters=(Float8(),)))
+    converted(replace(train, parallel=replace(parallel, reshard_after_forward=False)))
 
 
 def test_rows_are_not_gathered_in_8_bits_nor_computed_in_float32() -> None:
