@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks._chaos import LANES, STEPS, Layout, Schedule
 from benchmarks._chaos_features import Features
 from checkpointing import CheckpointConfig
-from elastic import CausalLM, ElasticTrainer, OffloadConfig, TrainConfig
+from elastic import CausalLM, ElasticTrainer, OffloadConfig, OptimizerConfig, TrainConfig
 from tests.support.paced import paced_task
 from tests.support.tiny import tiny_task, tiny_train, tiny_trainer
 
@@ -82,8 +82,11 @@ def make_train(
         gather_ahead=asked.gather_ahead,
         **changes,
     )
-    dtypes = {"moment_dtype": asked.moment_dtype, "master_dtype": asked.master_dtype}
-    return replace(train, optimizer=replace(train.optimizer, **dtypes))
+    assert isinstance(train.optimizer, OptimizerConfig)
+    narrow = replace(
+        train.optimizer, moment_dtype=asked.moment_dtype, master_dtype=asked.master_dtype
+    )
+    return replace(train, optimizer=narrow)
 
 
 def _offload(horizon: int | None) -> OffloadConfig | None:
