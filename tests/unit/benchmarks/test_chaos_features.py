@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._chaos import Schedule, draw_schedule
+from benchmarks._chaos import Schedule, draw_schedule, parse_layouts
 from benchmarks._chaos_trainer import make_trainer, make_undisturbed
 from tests.support.tiny import tiny_task
 from trainer.config import TrainConfig
@@ -26,10 +26,12 @@ def schedules() -> list[Schedule]:
 
 
 def test_every_run_is_accepted(schedules: list[Schedule], tmp_path: Path) -> None:
-    """By what the driver checks before anything starts. The model is built once for each of the
-    values that its checks look at: that takes longest."""
+    """By what the driver checks before anything starts, in larger layouts, too. The model is built
+    once for each of the values that its checks look at: that takes longest."""
     built = set[object]()
-    for schedule in schedules:
+    larger = parse_layouts("2x4x2,1x8x1,2x4x1x2")
+    asked = [draw_schedule(seed, larger, resize=True) for seed in range(50)]
+    for schedule in [*asked, *schedules]:
         kind = replace(schedule.layout, replicas=1), schedule.features
         for trainer in (
             make_trainer(schedule, tmp_path, tmp_path),
