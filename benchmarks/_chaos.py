@@ -120,7 +120,7 @@ class Action:
     paused: bool = False
     """Whether the run stands still until the cluster has taken notice."""
     host: int = 0
-    """Where a network fails: at this host, or between it and the next."""
+    """Where a network fails: at the (first) host of this replica, or between it and the next."""
     lasts_s: float = 0.0
     """How long a network fails."""
 
@@ -168,8 +168,8 @@ class Schedule:
     patience_s: float
     """How long a batch waits for the run to be whole; 0: faults hit it as it is."""
     hosts: bool = False
-    """Whether each replica has a host of its own, and the control plane one, with a network between
-    them."""
+    """Whether each replica has a host of its own, or one for each of its nodes, and the control
+    plane one, with a network between them."""
     evaluation_s: float = 0.0
     """How long an evaluation takes at least."""
     features: Features | None = None
@@ -180,6 +180,11 @@ class Schedule:
         """Hosts of each replica, in a run on hosts."""
         here = None if self.features is None else self.features.workers_per_node
         return 1 if here is None else self.layout.workers // here
+
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """Workers of each host of the replicas, in a run on hosts."""
+        return (self.layout.workers // self.nodes,) * (self.layout.replicas * self.nodes)
 
     @property
     def name(self) -> str:

@@ -146,7 +146,7 @@ class HostHand(Hand):
         self._nodes: dict[int, str] = {}
 
     def _do(self, action: Action) -> Deed:
-        for host in range(1, self._replicas_hosts + 1):
+        for host in range(1, len(self._schedule.homes) + 1):
             there = self._hosts.processes(host)
             for joined in self._events(events.WorkerJoined):
                 if joined.pid in there:
@@ -186,11 +186,7 @@ class HostHand(Hand):
 
     def _where(self, action: Action, count: int) -> list[int]:
         first = action.host * self._schedule.nodes
-        return [1 + (first + offset) % self._replicas_hosts for offset in range(count)]
-
-    @property
-    def _replicas_hosts(self) -> int:
-        return self._schedule.layout.replicas * self._schedule.nodes
+        return [1 + (first + offset) % len(self._schedule.homes) for offset in range(count)]
 
     def _named(self, *hosts: int) -> tuple[str, ...]:
         return tuple(self._nodes[host] for host in hosts if host in self._nodes)

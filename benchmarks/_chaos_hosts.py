@@ -21,9 +21,8 @@ _END_S = 60.0
 
 def hosts_of(schedule: Schedule) -> Hosts:
     """One for the control plane, those of each replica, and one for the spares."""
-    layout, nodes = schedule.layout, schedule.nodes
     spares = [schedule.spares] if schedule.spares else []
-    return Hosts([0, *[layout.workers // nodes] * layout.replicas * nodes, *spares])
+    return Hosts([0, *schedule.homes, *spares])
 
 
 class HostDriver:

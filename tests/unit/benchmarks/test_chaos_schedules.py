@@ -27,6 +27,7 @@ def test_every_schedule_can_be_run() -> None:
         assert 1 <= schedule.min_replicas <= layout.replicas
         assert not (schedule.evaluation_s and any(a.paused for a in schedule.actions))
         assert layout.slots + schedule.spares <= ROOM_FOR_ALL
+        assert sum(schedule.homes) == layout.slots
         if schedule.machines is not None:
             assert sum(schedule.machines) >= schedule.min_replicas * layout.workers
             assert schedule.machines[1:] in ((), (layout.workers,))
