@@ -6,11 +6,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks._chaos import ROOM_FOR_ALL, STEPS, Deed, Layout, Schedule
-from benchmarks._chaos_features import Features
+from benchmarks._chaos import ROOM_FOR_ALL, STEPS, Deed, Schedule
 from benchmarks._chaos_hand import FleetHand, Hand, HostHand
 from benchmarks._chaos_hosts import HostDriver, hosts_of
 from benchmarks._chaos_left import find_left_behind
@@ -23,7 +22,8 @@ from benchmarks._chaos_losses import (
 from benchmarks._chaos_machines import Machines
 from benchmarks._chaos_restores import find_needless_restores
 from benchmarks._chaos_stalls import find_long_stalls
-from benchmarks._chaos_trainer import make_trainer, make_undisturbed
+from benchmarks._chaos_trainer import make_trainer
+from benchmarks._chaos_undisturbed import Whole
 from elastic.protocol import events
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events, read_steps
@@ -60,33 +60,13 @@ class Verdict:
         return self.ledger_exact and self.bitwise_equal and not wrong
 
 
-class Undisturbed:
-    """The runs that the others are compared with, each made once: one replica of the same degrees,
-    asked for the same features, without faults."""
-
-    def __init__(self, text: Path, storage: Path, machines: Machines) -> None:
-        self._text, self._storage, self._machines = text, storage, machines
-        self._outcomes: dict[tuple[Layout, Features | None], Outcome] = {}
-
-    def of(self, schedule: Schedule) -> Outcome:
-        """How a run of the schedule's kind ends when nothing happens."""
-        alone = None if schedule.features is None else schedule.features.alone
-        kind = replace(schedule.layout, replicas=1), alone
-        if kind not in self._outcomes:
-            self._machines.have((ROOM_FOR_ALL,))
-            name = f"undisturbed-{len(self._outcomes)}"
-            trainer = make_undisturbed(self._text, self._storage, name, *kind)
-            self._outcomes[kind] = fit(trainer)
-        return self._outcomes[kind]
-
-
 def run_schedule(
     schedule: Schedule,
     drawn: Sequence[str],
     text: Path,
     storage: Path,
     machines: Machines,
-    whole: Outcome,
+    whole: Whole,
 ) -> Verdict:
     """Runs one schedule and looks at everything.
 
@@ -135,7 +115,7 @@ class _Run:
             self._thread.join()
         self._deeds = hand.deeds
 
-    def judge(self, whole: Outcome, left_behind: Sequence[str]) -> Verdict:
+    def judge(self, whole: Whole, left_behind: Sequence[str]) -> Verdict:
         """Looks at everything."""
         schedule, (end,) = self._schedule, self._ends
         outcome = end if isinstance(end, Outcome) else None

@@ -20,13 +20,17 @@ LARGER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
 more blocks than any horizon."""
 
 
-def make_undisturbed(
-    text: Path, storage: Path, name: str, layout: Layout, features: Features | None
-) -> ElasticTrainer:
-    """The run that all of such a replica and such features are compared with."""
+def make_undisturbed(text: Path, layout: Layout, features: Features | None) -> TrainConfig:
+    """The run that all of such a replica and such features are compared with.
+
+    Raises:
+        ConfigError: the driver of a run would not take it.
+    """
     alone = None if features is None else features.alone
     train = make_train(text, make_task(text, features), layout, alone)
-    return tiny_trainer(text, storage, name=name, replicas=1, train=train)
+    train.check(LANES)
+    train.parallel.layout(1)
+    return train
 
 
 def make_trainer(schedule: Schedule, text: Path, storage: Path) -> ElasticTrainer:

@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_properly()
     _let_workers_import()
     from benchmarks._chaos_machines import Machines
-    from benchmarks._chaos_run import Undisturbed, Verdict, run_schedule
+    from benchmarks._chaos_run import Verdict, run_schedule
+    from benchmarks._chaos_undisturbed import Undisturbed
     from tests.support.hosts import why_no_hosts
     from tests.support.tiny import write_text
 
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdicts: dict[int, Verdict] = {}
     with scratch("chaos") as directory:
         text, machines = write_text(directory / "text"), Machines()
-        undisturbed = Undisturbed(text, directory, machines)
+        undisturbed = Undisturbed(text, directory / "tokens")
         try:
             for seed, schedule in zip(seeds, schedules, strict=True):
                 say(str(schedule))

@@ -33,11 +33,11 @@ def test_every_run_is_accepted(schedules: list[Schedule], tmp_path: Path) -> Non
     asked = [draw_schedule(seed, larger, resize=True) for seed in range(50)]
     for schedule in [*asked, *schedules]:
         kind = replace(schedule.layout, replicas=1), schedule.features
-        for trainer in (
-            make_trainer(schedule, tmp_path, tmp_path),
-            make_undisturbed(tmp_path, tmp_path, "alone", *kind),
+        for train in (
+            make_trainer(schedule, tmp_path, tmp_path).train,
+            make_undisturbed(tmp_path, *kind),
         ):
-            train, dims = trainer.train, trainer.train.parallel.dims
+            dims = train.parallel.dims
             cut = 1 < dims.regathered < dims.fsdp
             new = {
                 (train.converters, train.precision, dims.fsdp, dims.tensor, cut),
@@ -123,6 +123,6 @@ def test_replicas_over_two_hosts_are_drawn(schedules: list[Schedule]) -> None:
 
 def test_a_plain_run_asks_for_nothing(tmp_path: Path) -> None:
     plain = draw_schedule(46, resize=True, plain=True)
-    train = make_undisturbed(tmp_path, tmp_path, "alone", plain.layout, plain.features).train
+    train = make_undisturbed(tmp_path, plain.layout, plain.features)
     assert train.task == tiny_task(tmp_path)
     assert (train.converters, train.precision, train.offload) == ((), "float32", None)
