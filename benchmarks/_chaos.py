@@ -1,27 +1,22 @@
-"""What the soak decides and judges, without a cluster: schedules drawn from seeds, and restores
-that were not needed. Who was lost, and how long a run stood still, is judged in `_chaos_losses.py`
-and `_chaos_stalls.py`."""
+"""Schedules of the soak, drawn from seeds. Pure. What the trainer is asked for beside them is in
+`_chaos_features.py`; runs are judged in `_chaos_restores.py`, `_chaos_losses.py` and
+`_chaos_stalls.py`."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeGuard
+from typing import Literal
 
+from benchmarks._chaos_features import Features, draw_features
 from elastic import HealthConfig
-from elastic.protocol.events import (
-    Event,
-    RegroupDone,
-    ReplicaForming,
-    ReplicaHealed,
-    StepRecord,
-    WorkerLost,
-)
 from elastic.protocol.faults import Fault, Kind, draw_faults
 from trainer.loop.phases import Phase
 
 STEPS, LANES = 40, 4
+ROOM_FOR_ALL = 12
+"""CPUs of a machine that has room for every run."""
 HEALTH = HealthConfig(
     max_crashes=200, max_hangs=200, max_same_step_errors=50, regroup_timeout_s=60.0
 )
@@ -62,7 +57,7 @@ EDGES: tuple[Phase, ...] = ("checkpoint", "evaluation", "shutdown")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Replicas x shard x tensor."""
+    """Replicas x shard x tensor x context."""
 
     replicas: int
     """Replicas of the whole run."""
@@ -70,14 +65,17 @@ class Layout:
     """Sharding degree."""
     tensor: int
     """Tensor degree."""
+    context: int = 1
+    """Context degree."""
 
     def __str__(self) -> str:
-        return f"{self.replicas}x{self.shard}x{self.tensor}"
+        context = f"x{self.context}" if self.context > 1 else ""
+        return f"{self.replicas}x{self.shard}x{self.tensor}{context}"
 
     @property
     def workers(self) -> int:
         """Of one replica."""
-        return self.shard * self.tensor
+        return self.shard * self.tensor * self.context
 
     @property
     def slots(self) -> int:
@@ -86,12 +84,26 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """Reads `2x1x1`. Raises ValueError for anything else."""
-    replicas, shard, tensor = map(int, text.split("x"))
-    return Layout(replicas=replicas, shard=shard, tensor=tensor)
+    """Reads `2x1x1`, or `2x1x1x2` with a context degree. Raises ValueError for anything else."""
+    replicas, shard, tensor, *context = map(int, text.split("x"))
+    (degree,) = context or (1,)
+    return Layout(replicas=replicas, shard=shard, tensor=tensor, context=degree)
+
+
+def parse_layouts(text: str) -> tuple[Layout, ...] | None:
+    """Reads several, with commas between them; None: the text is empty."""
+    return tuple(map(parse_layout, text.split(","))) if text else None
 
 
 LAYOUTS = tuple(map(parse_layout, ("2x1x1", "3x1x1", "2x2x1", "1x2x1", "2x1x2")))
+WIDTHS = (1, 1, 2, 2, 2, 4)
+"""Workers of a replica that is laid out anew, each as often as it is drawn."""
+DEGREES = {
+    1: ((1, 1, 1),),
+    2: ((2, 1, 1), (1, 2, 1), (1, 1, 2)),
+    4: ((4, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4)),
+}
+"""Workers of a replica -> shard, tensor, context, each as often as it is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +120,7 @@ class Action:
     paused: bool = False
     """Whether the run stands still until the cluster has taken notice."""
     host: int = 0
-    """Where a network fails: at this host, or between it and the next."""
+    """Where a network fails: at the (first) host of this replica, or between it and the next."""
     lasts_s: float = 0.0
     """How long a network fails."""
 
@@ -156,10 +168,23 @@ class Schedule:
     patience_s: float
     """How long a batch waits for the run to be whole; 0: faults hit it as it is."""
     hosts: bool = False
-    """Whether each replica has a host of its own, and the control plane one, with a network between
-    them."""
+    """Whether each replica has a host of its own, or one for each of its nodes, and the control
+    plane one, with a network between them."""
     evaluation_s: float = 0.0
     """How long an evaluation takes at least."""
+    features: Features | None = None
+    """What the trainer is asked for; None: the smallest model, and nothing."""
+
+    @property
+    def nodes(self) -> int:
+        """Hosts of each replica, in a run on hosts."""
+        here = None if self.features is None else self.features.workers_per_node
+        return 1 if here is None else self.layout.workers // here
+
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """Workers of each host of the replicas, in a run on hosts."""
+        return (self.layout.workers // self.nodes,) * (self.layout.replicas * self.nodes)
 
     @property
     def name(self) -> str:
@@ -179,19 +204,33 @@ class Schedule:
             f"seed {self.seed}: {self.layout} spares {self.spares} min {self.min_replicas} "
             f"saves {self.save_every}/{self.memory_every} patience {self.patience_s:g} s "
             f"{slow}{'on hosts ' if self.hosts else ''}| "
-            f"{faults} | {actions or 'no actions'}"
+            f"{faults} | {actions or 'no actions'} | {self.features or 'plain'}"
         )
 
 
-def draw_schedule(seed: int, layouts: Sequence[Layout], *, resize: bool) -> Schedule:
-    """The schedule of a seed.
+def draw_schedule(
+    seed: int, layouts: Sequence[Layout] | None = None, *, resize: bool, plain: bool = False
+) -> Schedule:
+    """The schedule of a seed: faults and actions, then what the trainer is asked for, by random
+    numbers of its own. So a seed's faults are the same, plain or not.
 
     Args:
         seed: the same seed and the same other arguments draw the same schedule.
-        layouts: one of them is taken.
+        layouts: one of them is taken; None: one of LAYOUTS, and, unless plain, its replicas are
+            laid out anew.
         resize: whether machines may come and go; about half of the runs then have it.
+        plain: nothing is asked of the trainer.
     """
-    rng = random.Random(seed)
+    schedule = _draw_plain(random.Random(seed), seed, layouts or LAYOUTS, resize)
+    if plain:
+        return schedule
+    rng = random.Random(f"features {seed}")
+    if layouts is None:
+        schedule = _lay_anew(rng, schedule)
+    return replace(schedule, features=draw_features(rng, schedule.layout))
+
+
+def _draw_plain(rng: random.Random, seed: int, layouts: Sequence[Layout], resize: bool) -> Schedule:
     layout = rng.choice(list(layouts))
     spares = rng.randint(0, 2)
     faults = _draw_faults(rng, layout)
@@ -235,6 +274,33 @@ def _draw_environment(rng: random.Random, schedule: Schedule) -> Schedule:
     return replace(schedule, actions=tuple(actions), hosts=hosts, evaluation_s=evaluation_s)
 
 
+def _lay_anew(rng: random.Random, schedule: Schedule) -> Schedule:
+    """The same schedule where a replica has other degrees, and sometimes two or four workers for
+    each that it had. A fault then hits one of these."""
+    before, spares = schedule.layout, schedule.spares
+    widths = [
+        width
+        for width in WIDTHS
+        if width % before.workers == 0 and before.replicas * width + spares <= ROOM_FOR_ALL
+    ]
+    width = rng.choice(widths)
+    shard, tensor, context = rng.choice(DEGREES[width])
+    times, machines = width // before.workers, schedule.machines
+    if machines is not None:
+        machines = ((before.replicas - 1) * width + spares, *(width for _ in machines[1:]))
+    return replace(
+        schedule,
+        layout=Layout(replicas=before.replicas, shard=shard, tensor=tensor, context=context),
+        faults=tuple(
+            replace(
+                fault, workers=tuple(slot * times + rng.randrange(times) for slot in fault.workers)
+            )
+            for fault in schedule.faults
+        ),
+        machines=machines,
+    )
+
+
 def _draw_faults(rng: random.Random, layout: Layout) -> tuple[Fault, ...]:
     """Those of `draw_faults`, and sometimes one at a spare or outside the steps."""
     faults = list(
@@ -276,86 +342,3 @@ def _draw_resize(
 
 def _middle(rng: random.Random) -> int:
     return rng.randrange(2, STEPS - 2)
-
-
-# -- judging ---------------------------------------------------------------------------------------
-
-
-def find_needless_restores(
-    happened: Sequence[Event], steps: Sequence[StepRecord], workers: int
-) -> list[int]:
-    """Generations that went back to a saved state although the living held a whole copy.
-
-    A worker holds its part of the state once a step is committed in a roster in which it has lanes,
-    or once its replica has healed: until it is lost, takes a place in a new replica, or a step is
-    committed without it. A doubtful one does not count, so whatever is found is a fault of ours.
-
-    Args:
-        happened: all events of one start of a run.
-        steps: its step records, those of lost steps included.
-        workers: of one replica.
-    """
-    copies = _Copies(steps, workers)
-    return [event.generation for event in happened if copies.see(event)]
-
-
-class _Copies:
-    """Who holds what, as events go by."""
-
-    def __init__(self, steps: Sequence[StepRecord], workers: int) -> None:
-        self._committed = {step.generation: step.time for step in reversed(steps)}
-        self._workers = workers
-        self._members: dict[int, list[str]] = {}
-        self._rank: dict[str, int] = {}
-        self._seen: dict[str, int] = {}
-        """Worker -> generation that it was in last."""
-        self._due: dict[str, int] = {}
-        """Worker -> generation in which a commit makes it a holder."""
-        self._holders: set[str] = set()
-        self._dropped = False
-        """A formation took apart a whole copy, or what would be one if nothing else was left."""
-
-    def see(self, event: Event) -> TypeGuard[RegroupDone]:
-        """Takes in an event. Returns whether it is a needless restore."""
-        self._prove(event.time)
-        match event:
-            case ReplicaForming():
-                self._dropped |= self._whole(event.time)
-                self._members[event.replica] = event.workers
-                self._rank.update({worker: i for i, worker in enumerate(event.workers)})
-                self._holders -= set(event.workers)
-            case ReplicaHealed():
-                self._holders |= {w for w in self._members[event.replica] if w in self._rank}
-            case WorkerLost():
-                self._holders.discard(event.worker)
-                self._due.pop(event.worker, None)
-                self._rank.pop(event.worker, None)
-                self._dropped = False
-            case RegroupDone():
-                needless = self._dropped or self._whole(event.time)
-                self._seat(event)
-                return needless and event.outcome == "restore"
-        return False
-
-    def _prove(self, now: float) -> None:
-        proven = {w for w, g in self._due.items() if self._committed.get(g, now) < now}
-        self._holders |= proven
-        self._due = {w: g for w, g in self._due.items() if w not in proven}
-
-    def _whole(self, now: float) -> bool:
-        newest = max((g for g, time in self._committed.items() if time < now), default=0)
-        current = {w for w in self._holders if self._seen.get(w, 0) >= newest}
-        return len({self._rank[worker] for worker in current}) == self._workers
-
-    def _seat(self, event: RegroupDone) -> None:
-        if event.outcome == "restore":
-            self._holders.clear()
-        self._dropped, self._due = False, {}
-        for formed_as, now in event.renumbered.items():
-            self._members[now] = self._members.pop(int(formed_as))
-        for index, lanes in event.lanes.items():
-            for worker in self._members[int(index)]:
-                if worker in self._rank:
-                    self._seen[worker] = event.generation
-                    if lanes:
-                        self._due[worker] = event.generation

@@ -135,7 +135,8 @@ class HostHand(Hand):
     """Also lets the network between hosts fail, and the machine of the control plane.
 
     Args:
-        hosts: host 0 is the control plane's; replicas have those from 1 on.
+        hosts: host 0 is the control plane's; replicas have those from 1 on, each as many as it has
+            nodes.
         lose_machine: ends everything on host 0.
     """
 
@@ -145,7 +146,7 @@ class HostHand(Hand):
         self._nodes: dict[int, str] = {}
 
     def _do(self, action: Action) -> Deed:
-        for host in range(1, self._schedule.layout.replicas + 1):
+        for host in range(1, len(self._schedule.homes) + 1):
             there = self._hosts.processes(host)
             for joined in self._events(events.WorkerJoined):
                 if joined.pid in there:
@@ -184,8 +185,8 @@ class HostHand(Hand):
         return (), lambda: True
 
     def _where(self, action: Action, count: int) -> list[int]:
-        replicas = self._schedule.layout.replicas
-        return [1 + (action.host + offset) % replicas for offset in range(count)]
+        first = action.host * self._schedule.nodes
+        return [1 + (first + offset) % len(self._schedule.homes) for offset in range(count)]
 
     def _named(self, *hosts: int) -> tuple[str, ...]:
         return tuple(self._nodes[host] for host in hosts if host in self._nodes)

@@ -20,10 +20,9 @@ _END_S = 60.0
 
 
 def hosts_of(schedule: Schedule) -> Hosts:
-    """One for the control plane, one for each replica, and one for the spares."""
-    layout = schedule.layout
+    """One for the control plane, those of each replica, and one for the spares."""
     spares = [schedule.spares] if schedule.spares else []
-    return Hosts([0, *(layout.workers for _ in range(layout.replicas)), *spares])
+    return Hosts([0, *schedule.homes, *spares])
 
 
 class HostDriver:

@@ -9,9 +9,6 @@ from ray.cluster_utils import Cluster
 
 from tests.support.draining import announce_drain
 
-ROOM_FOR_ALL = 12
-"""CPUs of a machine that has room for every run."""
-
 
 class Machines:
     """Machines that a run has, beside one for its driver that has no room for workers."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks._chaos import STEPS, Deed, Schedule, find_needless_restores
+from benchmarks._chaos import ROOM_FOR_ALL, STEPS, Deed, Schedule
 from benchmarks._chaos_hand import FleetHand, Hand, HostHand
 from benchmarks._chaos_hosts import HostDriver, hosts_of
 from benchmarks._chaos_left import find_left_behind
@@ -19,13 +19,15 @@ from benchmarks._chaos_losses import (
     find_unfired,
     find_wrong_causes,
 )
-from benchmarks._chaos_machines import ROOM_FOR_ALL, Machines
+from benchmarks._chaos_machines import Machines
+from benchmarks._chaos_restores import find_needless_restores
 from benchmarks._chaos_stalls import find_long_stalls
-from benchmarks._chaos_trainer import make_trainer, settings_of
+from benchmarks._chaos_trainer import make_trainer
+from benchmarks._chaos_undisturbed import Whole
 from elastic.protocol import events
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events, read_steps
-from tests.support.tiny import Outcome, fit, tiny_trainer
+from tests.support.tiny import Outcome, fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,25 +60,31 @@ class Verdict:
         return self.ledger_exact and self.bitwise_equal and not wrong
 
 
-def run_undisturbed(schedule: Schedule, text: Path, storage: Path, machines: Machines) -> Outcome:
-    """The run that all others of its shard x tensor are compared with: one replica, no fault."""
-    machines.have((ROOM_FOR_ALL,))
-    layout = schedule.layout
-    name = f"undisturbed-{layout.shard}x{layout.tensor}"
-    return fit(tiny_trainer(text, storage, name=name, replicas=1, **settings_of(layout)))
-
-
 def run_schedule(
-    schedule: Schedule, layouts: str, text: Path, storage: Path, machines: Machines, whole: Outcome
+    schedule: Schedule,
+    drawn: Sequence[str],
+    text: Path,
+    storage: Path,
+    machines: Machines,
+    whole: Whole,
 ) -> Verdict:
-    """Runs one schedule, drawn from `layouts`, and looks at everything."""
+    """Runs one schedule and looks at everything.
+
+    Args:
+        schedule: it.
+        drawn: options of `_chaos_driver.py` that draw it.
+        text: what is learned.
+        storage: the run's directory is made in it.
+        machines: that it has, where it is not on hosts.
+        whole: how it is to end.
+    """
     if not schedule.hosts:
         machines.have(schedule.machines or (ROOM_FOR_ALL,))
         run = _Run(schedule, storage, lambda: fit(make_trainer(schedule, text, storage)))
         run.go(FleetHand(machines, *run.of_hand))
         return run.judge(whole, find_left_behind(run.root))
     with hosts_of(schedule) as hosts:
-        arguments = [str(schedule.seed), layouts, str(text), str(storage)]
+        arguments = [str(schedule.seed), *drawn, str(text), str(storage)]
         driver = HostDriver(hosts, arguments, storage / schedule.name)
         run = _Run(schedule, storage, driver.fit)
         run.go(HostHand(hosts, driver.lose_machine, *run.of_hand))
@@ -107,7 +115,7 @@ class _Run:
             self._thread.join()
         self._deeds = hand.deeds
 
-    def judge(self, whole: Outcome, left_behind: Sequence[str]) -> Verdict:
+    def judge(self, whole: Whole, left_behind: Sequence[str]) -> Verdict:
         """Looks at everything."""
         schedule, (end,) = self._schedule, self._ends
         outcome = end if isinstance(end, Outcome) else None

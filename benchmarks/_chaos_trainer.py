@@ -1,43 +1,49 @@
-"""What runs in the soak: the tiny task, paced."""
+"""What runs in the soak: the tiny task, or a somewhat larger one with the features that are drawn;
+paced where something happens to it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks._chaos import LANES, STEPS, Layout, Schedule
+from benchmarks._chaos_features import Features
 from checkpointing import CheckpointConfig
-from elastic import ElasticTrainer
+from elastic import CausalLM, ElasticTrainer, OffloadConfig, OptimizerConfig, TrainConfig
 from tests.support.paced import paced_task
-from tests.support.tiny import tiny_train, tiny_trainer
+from tests.support.tiny import tiny_task, tiny_train, tiny_trainer
 
 EVAL_SAMPLES = 16
+LARGER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+"""Of a model with features: parts over two tensor ranks have sides that 16 divides, and there are
+more blocks than any horizon."""
 
 
-def settings_of(layout: Layout) -> dict[str, Any]:
-    """What a run has in common with the undisturbed one. A lane has a sample for each shard rank,
-    and two at least."""
-    return {
-        "shard": layout.shard,
-        "tensor": layout.tensor,
-        "lanes": LANES,
-        "global_batch": LANES * max(2, layout.shard),
-        "steps": STEPS,
-        "eval_samples": EVAL_SAMPLES,
-    }
+def make_undisturbed(text: Path, layout: Layout, features: Features | None) -> TrainConfig:
+    """The run that all of such a replica and such features are compared with.
+
+    Raises:
+        ConfigError: the driver of a run would not take it.
+    """
+    alone = None if features is None else features.alone
+    train = make_train(text, make_task(text, features), layout, alone)
+    train.check(LANES)
+    train.parallel.layout(1)
+    return train
 
 
 def make_trainer(schedule: Schedule, text: Path, storage: Path) -> ElasticTrainer:
     """The run of a schedule, below `storage`."""
     layout, name = schedule.layout, schedule.name
     sample_s = schedule.evaluation_s * layout.shard / EVAL_SAMPLES  # ranks share an evaluation
-    task = paced_task(text, storage, name, layout.replicas, schedule.patience_s, sample_s)
+    task = make_task(text, schedule.features)
+    paced = paced_task(task, storage, name, layout.replicas, schedule.patience_s, sample_s)
     return tiny_trainer(
         text,
         storage,
         name=name,
-        # Samples pace the steps.
-        train=tiny_train(text, task=task, eval_every=10, prefetch=0, **settings_of(layout)),
+        train=make_train(text, paced, layout, schedule.features, eval_every=10),
         replicas=layout.replicas,
         min_replicas=schedule.min_replicas,
         spares=schedule.spares,
@@ -47,3 +53,45 @@ def make_trainer(schedule: Schedule, text: Path, storage: Path) -> ElasticTraine
         ),
         health=schedule.health,
     )
+
+
+def make_task(text: Path, features: Features | None) -> CausalLM:
+    """The task, as fast as it is."""
+    if features is None:
+        return tiny_task(text)
+    return replace(tiny_task(text, **LARGER), texts=features.texts)
+
+
+def make_train(
+    text: Path, task: Any, layout: Layout, features: Features | None, **changes: Any
+) -> TrainConfig:
+    """What a run has in common with the undisturbed one, and `changes`. A lane has a sample for
+    each shard rank, and two at least."""
+    asked = features or Features()
+    train = tiny_train(
+        text,
+        task=task,
+        parallel=asked.parallel(layout),
+        lanes=LANES,
+        global_batch=LANES * max(2, layout.shard),
+        steps=STEPS,
+        eval_samples=EVAL_SAMPLES,
+        converters=asked.converters,
+        precision=asked.precision,
+        recompute=asked.recompute,
+        offload=_offload(asked.horizon),
+        reduce_dtype=asked.reduce_dtype,
+        lane_buffers=asked.lane_buffers,
+        prefetch=asked.prefetch,
+        gather_ahead=asked.gather_ahead,
+        **changes,
+    )
+    assert isinstance(train.optimizer, OptimizerConfig)
+    narrow = replace(
+        train.optimizer, moment_dtype=asked.moment_dtype, master_dtype=asked.master_dtype
+    )
+    return replace(train, optimizer=narrow)
+
+
+def _offload(horizon: int | None) -> OffloadConfig | None:
+    return None if horizon is None else OffloadConfig(horizon=horizon, least_bytes=1)

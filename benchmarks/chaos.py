@@ -9,10 +9,15 @@ coordinator, the supervisor and node agents, evaluations longer than the timeout
 replica has a host in a network of its own: links that are down, large packets or those of the store
 that are lost, and the loss of the control plane's machine (needs root, `ip`, `ss` and `nft`).
 
+From further random numbers of the seed comes what the trainer is asked for: sharding strategy,
+context and tensor degree, collectives in two levels, recomputation, offloading, texts apart,
+bfloat16 and 8-bit products, narrow state, reading and gathering ahead.
+
 A run is good when it finishes with the weights, losses and samples of an undisturbed run of one
-replica, bit for bit, with equal replicas, and leaves nothing behind; when it lost just the workers
-that were hit, each for the right cause; when no fault that had its chance stayed out; and when it
-never stood still for longer than the schedule explains. Exit status 1 where one is not.
+replica that is asked for the same, bit for bit, with equal replicas, and leaves nothing behind;
+when it lost just the workers that were hit, each for the right cause; when no fault that had its
+chance stayed out; and when it never stood still for longer than the schedule explains. Exit status
+1 where one is not.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._chaos import LAYOUTS, draw_schedule, parse_layout
+from benchmarks._chaos import LAYOUTS, draw_schedule, parse_layouts
 from benchmarks._common import end_properly, print_result, say, scratch
 
 ROOT = Path(__file__).parents[1]
@@ -37,34 +42,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_properly()
     _let_workers_import()
     from benchmarks._chaos_machines import Machines
-    from benchmarks._chaos_run import Verdict, run_schedule, run_undisturbed
+    from benchmarks._chaos_run import Verdict, run_schedule
+    from benchmarks._chaos_undisturbed import Undisturbed
     from tests.support.hosts import why_no_hosts
     from tests.support.tiny import write_text
 
-    layouts = [parse_layout(text) for text in options.layouts.split(",")]
+    layouts = parse_layouts(options.layouts)
     seeds = range(options.seed, options.seed + options.runs)
     if options.keep is not None:
         Path(options.keep).mkdir(parents=True, exist_ok=True)
         taken = [seed for seed in seeds if (Path(options.keep) / f"seed-{seed}").exists()]
         if taken:
             raise SystemExit(f"--keep {options.keep} has runs of seeds {taken} already")
-    schedules = [draw_schedule(seed, layouts, resize=not options.no_resize) for seed in seeds]
+    schedules = [
+        draw_schedule(seed, layouts, resize=not options.no_resize, plain=options.plain)
+        for seed in seeds
+    ]
+    drawn = [options.layouts, "plain" if options.plain else "featured"]
     why_not = why_no_hosts(lossy=True)
     if why_not is not None and any(schedule.hosts for schedule in schedules):
         raise SystemExit(f"some of these runs need hosts (--no-resize draws none): {why_not}")
     verdicts: dict[int, Verdict] = {}
-    whole: dict[tuple[int, int], Any] = {}
     with scratch("chaos") as directory:
         text, machines = write_text(directory / "text"), Machines()
+        undisturbed = Undisturbed(text, directory / "tokens")
         try:
             for seed, schedule in zip(seeds, schedules, strict=True):
                 say(str(schedule))
-                degrees = schedule.layout.shard, schedule.layout.tensor
-                if degrees not in whole:
-                    whole[degrees] = run_undisturbed(schedule, text, directory, machines)
-                verdict = run_schedule(
-                    schedule, options.layouts, text, directory, machines, whole[degrees]
-                )
+                whole = undisturbed.of(schedule)
+                verdict = run_schedule(schedule, drawn, text, directory, machines, whole)
                 verdicts[seed] = verdict
                 say(_line(seed, verdict))
                 records = directory / schedule.name
@@ -99,8 +105,17 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first run (default 0)")
     parser.add_argument(
         "--layouts",
-        default=",".join(map(str, LAYOUTS)),
-        help="replicas x shard x tensor, with commas (default %(default)s)",
+        default="",
+        help="replicas x shard x tensor [x context], with commas (default "
+        f"{','.join(map(str, LAYOUTS))}, and, unless --plain, the workers of a replica laid out "
+        "anew, up to four of them)",
+    )
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="nothing is asked of the trainer: a seed's run as it was drawn before there were "
+        "features. Its faults and actions are the same without, but for ranks in replicas that "
+        "are laid out with more workers",
     )
     parser.add_argument(
         "--no-resize",

@@ -20,16 +20,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks._chaos import (
-    HEALTH,
-    LANES,
-    LAYOUTS,
-    Layout,
-    find_needless_restores,
-    parse_layout,
-)
+from benchmarks._chaos import HEALTH, LANES, LAYOUTS, Layout, parse_layout
 from benchmarks._chaos_left import find_left_behind
 from benchmarks._chaos_losses import find_unexplained_losses, find_wrong_causes
+from benchmarks._chaos_restores import find_needless_restores
 from benchmarks._chaos_run import read_all_steps
 from benchmarks._chaos_stalls import find_long_stalls
 from checkpointing import CheckpointConfig
@@ -37,7 +31,7 @@ from elastic.protocol.events import FaultFired, RegroupDone, SnapshotTaken
 from elastic.protocol.faults import parse_faults
 from elastic.reporting.event_log import read_events
 from tests.support.paced import paced_task
-from tests.support.tiny import Outcome, fit, tiny_train, tiny_trainer
+from tests.support.tiny import Outcome, fit, tiny_task, tiny_train, tiny_trainer
 
 APART, FIRST = 6, 8
 KINDS = ("kill", "freeze", "raise")
@@ -90,7 +84,9 @@ class Broken:
                 storage,
                 train=tiny_train(
                     text,
-                    task=paced_task(text, storage, "run", layout.replicas, patience_s=0.25),
+                    task=paced_task(
+                        tiny_task(text), storage, "run", layout.replicas, patience_s=0.25
+                    ),
                     shard=layout.shard,
                     tensor=layout.tensor,
                     lanes=LANES,

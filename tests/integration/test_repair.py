@@ -11,7 +11,7 @@ import pytest
 
 from checkpointing import Keys, newest, open_store
 from tests.support.paced import paced_task
-from tests.support.tiny import Outcome, fit, tiny_train, tiny_trainer
+from tests.support.tiny import Outcome, fit, tiny_task, tiny_train, tiny_trainer
 from tests.support.watching import events_of
 from trainer.config import ParallelConfig
 
@@ -32,7 +32,7 @@ _whole: dict[str, Outcome] = {}
 
 def run(text: Path, storage: Path, layout: str, **changes: Any) -> Outcome:
     """A run of two replicas, which is slow while one is not back."""
-    task = paced_task(text, storage, "run", 2, patience_s=0.25)
+    task = paced_task(tiny_task(text), storage, "run", 2, patience_s=0.25)
     train = tiny_train(
         text,
         task=task,

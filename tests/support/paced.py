@@ -1,9 +1,9 @@
-"""The tiny task for runs with many faults: slow while it must be, and only then.
+"""A task for runs with many faults: slow while it must be, and only then.
 
-A step of it takes a few milliseconds, a heal takes as long as the machine has work for others. So
-that faults find the replicas whole, samples keep a worker waiting for a while when the newest
-roster has a replica without lanes or lacks one. And they wait for as long as a file stands, so that
-a test can do something in the middle of a run.
+A step of a tiny model takes a few milliseconds, a heal takes as long as the machine has work for
+others. So that faults find the replicas whole, samples keep a worker waiting for a while when the
+newest roster has a replica without lanes or lacks one. And they wait for as long as a file stands,
+so that a test can do something in the middle of a run.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny import tiny_task
 from trainer.config import TrainConfig
-from trainer.data import SampleSource, TokenDataset
-from trainer.tasks.causal_lm import PreparedCausalLM
+from trainer.data import SampleSource
+from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
 
 _LOOK_S = 0.01
 
@@ -58,16 +57,21 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class PacedLM:
-    """A Task: the tiny one, paced."""
+    """A Task: another one, paced."""
 
-    text: str
-    """Directory of the text."""
+    task: CausalLM
+    """What is learned."""
     pace: Pace
     """When samples wait."""
 
+    @property
+    def seq_len(self) -> int:
+        """Tokens in a sample."""
+        return self.task.seq_len
+
     def prepare(self, train: TrainConfig, cache_dir: str) -> PreparedPacedLM:
         """See Task."""
-        prepared = tiny_task(Path(self.text)).prepare(train, cache_dir)
+        prepared = self.task.prepare(train, cache_dir)
         return PreparedPacedLM(**vars(prepared), pace=self.pace)
 
 
@@ -80,41 +84,46 @@ class PreparedPacedLM(PreparedCausalLM):
 
     def train_data(self) -> SampleSource:
         """See PreparedTask."""
-        return PacedData(self.train_path, self.seq_len, self.pace)
+        return PacedData(super().train_data(), self.pace)
 
-    def eval_data(self) -> SampleSource:
+    def eval_data(self) -> SampleSource | None:
         """See PreparedTask."""
-        return SlowData(self.eval_path, self.seq_len, self.pace.evaluated_sample_s)
+        data = super().eval_data()
+        return None if data is None else SlowData(data, self.pace.evaluated_sample_s)
 
 
-class PacedData(TokenDataset):
+class PacedData:
     """Samples that keep a worker waiting while the roster asks for it."""
 
-    def __init__(self, path: str, seq_len: int, pace: Pace) -> None:
-        super().__init__(path, seq_len)
-        self._pace = pace
+    def __init__(self, data: SampleSource, pace: Pace) -> None:
+        self._data, self._pace = data, pace
+
+    def __len__(self) -> int:
+        return len(self._data)
 
     def batch(self, ids: Any) -> Any:
         """See SampleSource."""
         self._pace.wait()
-        return super().batch(ids)
+        return self._data.batch(ids)
 
 
-class SlowData(TokenDataset):
+class SlowData:
     """Samples that take their time."""
 
-    def __init__(self, path: str, seq_len: int, sample_s: float) -> None:
-        super().__init__(path, seq_len)
-        self._sample_s = sample_s
+    def __init__(self, data: SampleSource, sample_s: float) -> None:
+        self._data, self._sample_s = data, sample_s
+
+    def __len__(self) -> int:
+        return len(self._data)
 
     def batch(self, ids: Any) -> Any:
         """See SampleSource."""
         time.sleep(self._sample_s * len(ids))
-        return super().batch(ids)
+        return self._data.batch(ids)
 
 
 def paced_task(
-    text: Path,
+    task: CausalLM,
     storage: Path,
     name: str,
     replicas: int,
@@ -129,4 +138,4 @@ def paced_task(
         patience_s=patience_s,
         evaluated_sample_s=evaluated_sample_s,
     )
-    return PacedLM(text=str(text), pace=pace)
+    return PacedLM(task=task, pace=pace)

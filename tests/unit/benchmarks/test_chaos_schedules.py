@@ -1,36 +1,36 @@
-"""What the soak draws can happen, and a restore that it finds needless was."""
+"""What the soak draws can happen, and a seed's faults are what they were."""
 
 from __future__ import annotations
 
 from typing import get_args
 
-import pytest
-
 from benchmarks._chaos import (
     LAYOUTS,
     ON_NETWORK,
+    ROOM_FOR_ALL,
     STEPS,
     ActionKind,
     draw_schedule,
-    find_needless_restores,
+    parse_layouts,
 )
-from elastic.protocol.events import Event, ReplicaHealed
 from elastic.protocol.faults import check_faults, parse_faults
-from tests.support.chaos_events import committed, forming, lost, roster
 
 SEEDS = range(300)
 
 
 def test_every_schedule_can_be_run() -> None:
     for seed in SEEDS:
-        schedule = draw_schedule(seed, LAYOUTS, resize=True)
+        schedule = draw_schedule(seed, resize=True)
         layout = schedule.layout
         check_faults(schedule.faults, steps=STEPS, slots=layout.slots)
         assert parse_faults(",".join(map(str, schedule.faults))) == schedule.faults
         assert 1 <= schedule.min_replicas <= layout.replicas
         assert not (schedule.evaluation_s and any(a.paused for a in schedule.actions))
+        assert layout.slots + schedule.spares <= ROOM_FOR_ALL
+        assert sum(schedule.homes) == layout.slots
         if schedule.machines is not None:
             assert sum(schedule.machines) >= schedule.min_replicas * layout.workers
+            assert schedule.machines[1:] in ((), (layout.workers,))
         else:
             kinds = {action.kind for action in schedule.actions}
             assert kinds.isdisjoint(set(ON_NETWORK) | {"machine"}) or schedule.hosts
@@ -38,8 +38,10 @@ def test_every_schedule_can_be_run() -> None:
 
 
 def test_everything_is_drawn() -> None:
-    schedules = [draw_schedule(seed, LAYOUTS, resize=True) for seed in SEEDS]
-    assert {str(s.layout) for s in schedules} == set(map(str, LAYOUTS))
+    schedules = [draw_schedule(seed, resize=True) for seed in SEEDS]
+    plain = [draw_schedule(seed, resize=True, plain=True) for seed in SEEDS]
+    assert {str(s.layout) for s in plain} == set(map(str, LAYOUTS))
+    assert {s.layout.workers for s in schedules} == {1, 2, 4}
     assert {f.kind for s in schedules for f in s.faults} == {"kill", "freeze", "raise"}
     actions = {a.kind for s in schedules for a in s.actions}
     assert actions == set(get_args(ActionKind))
@@ -50,82 +52,35 @@ def test_everything_is_drawn() -> None:
 
 
 def test_the_same_seed_draws_the_same() -> None:
-    assert all(
-        draw_schedule(s, LAYOUTS, resize=True) == draw_schedule(s, LAYOUTS, resize=True)
-        for s in SEEDS
+    assert all(draw_schedule(s, resize=True) == draw_schedule(s, resize=True) for s in SEEDS)
+
+
+def test_a_stored_seed_draws_what_it_drew() -> None:
+    """Before there were features."""
+    assert str(draw_schedule(46, resize=True, plain=True)) == (
+        "seed 46: 2x1x1 spares 1 min 1 saves 10/5 patience 0.2 s | "
+        "freeze@12.reduce:0,freeze@38.before_commit:1,kill@40.shutdown:0 | "
+        "add@15,coordinator@20 | plain"
     )
 
 
-BEGIN = [
-    forming(1, 0, "a", "b"),
-    forming(2, 1, "c", "d"),
-    roster(3, 1, "start", {"0": [0], "1": [1]}),
-]
+def test_features_change_no_fault() -> None:
+    """One hits the same replicas, and as many workers of each."""
+    for seed in SEEDS:
+        plain = draw_schedule(seed, resize=True, plain=True)
+        schedule = draw_schedule(seed, resize=True)
+        assert (schedule.actions, schedule.hosts) == (plain.actions, plain.hosts)
+        for fault, before in zip(schedule.faults, plain.faults, strict=True):
+            assert (fault.kind, fault.step, fault.phase) == (before.kind, before.step, before.phase)
+            assert len(set(fault.workers)) == len(before.workers)
+            assert [slot // schedule.layout.workers for slot in fault.workers] == [
+                slot // plain.layout.workers for slot in before.workers
+            ]
 
 
-@pytest.mark.parametrize(
-    ("happened", "found"),
-    [
-        # One shard is gone in both replicas.
-        ([lost(5, "a"), lost(6, "c"), roster(9, 2, "restore", {})], []),
-        # The survivors b and c hold both.
-        ([lost(5, "a"), lost(6, "d"), roster(9, 2, "restore", {})], [2]),
-        # A whole replica lives.
-        ([lost(5, "a"), lost(6, "b"), roster(9, 2, "restore", {})], [2]),
-        # b took a place in a new replica, which had not healed.
-        ([lost(5, "a"), forming(6, 0, "e", "b"), lost(7, "c"), roster(9, 2, "restore", {})], []),
-        # As before, but healed: e and d are a whole copy.
-        (
-            [
-                lost(5, "a"),
-                forming(6, 0, "e", "b"),
-                roster(7, 2, "repeat", {"0": [], "1": [0, 1]}),
-                ReplicaHealed(
-                    time=8,
-                    generation=2,
-                    replica=0,
-                    source=1,
-                    bytes=1,
-                    seconds=1.0,
-                    catch_up_steps=0,
-                ),
-                lost(8.5, "c"),
-                lost(8.6, "b"),
-                roster(9, 3, "restore", {}),
-            ],
-            [3],
-        ),
-        # b, of the roster before, was as far as c and d when d was lost.
-        (
-            [
-                lost(5, "a"),
-                roster(6, 2, "repeat", {"1": [0, 1]}),
-                lost(7, "d"),
-                forming(8, 0, "b", "c"),
-                roster(9, 3, "restore", {}),
-            ],
-            [3],
-        ),
-        # A step was committed without b, which it does not have.
-        (
-            [
-                lost(5, "a"),
-                roster(6, 3, "repeat", {"1": [0, 1]}),
-                lost(12, "d"),
-                forming(13, 0, "b", "c"),
-                roster(14, 4, "restore", {}),
-            ],
-            [],
-        ),
-        # It went on from what was there.
-        ([lost(5, "a"), lost(6, "b"), roster(9, 2, "repeat", {"1": [0, 1]})], []),
-    ],
-)
-def test_needless_restores(happened: list[Event], found: list[int]) -> None:
-    steps = [committed(4, 1), committed(10, 3)]
-    assert find_needless_restores([*BEGIN, *happened], steps, workers=2) == found
-
-
-def test_a_roster_without_a_commit_may_have_no_state() -> None:
-    happened = [lost(5, "a"), lost(6, "b"), roster(9, 2, "restore", {})]
-    assert find_needless_restores([*BEGIN, *happened], [], workers=2) == []
+def test_layouts_that_are_asked_for_are_those_of_the_runs() -> None:
+    layouts = parse_layouts("2x1x1x2,1x4x1")
+    assert layouts is not None
+    drawn = {draw_schedule(seed, layouts, resize=True).layout for seed in SEEDS}
+    assert drawn == set(layouts)
+    assert [layout.workers for layout in layouts] == [2, 4]
