@@ -86,15 +86,6 @@ def test_layouts_that_cannot_have_it_are_refused(train: TrainConfig, said: str) 
         train.converters[0].check(model, train, None)  # type: ignore[attr-defined]
 
 
-def test_weights_that_lie_over_fewer_workers_are_not_gathered_in_8_bits() -> None:
-    parallel = ParallelConfig(shard=4, reshard_after_forward=2)
-    train = small_train(parallel=parallel, converters=(Float8(gather=True),))
-    with pytest.raises(ConfigError, match="FSDP2 cannot gather in 8 bits what lies over fewer"):
-        converted(train)
-    converted(replace(train, converters=(Float8(),)))
-    converted(replace(train, parallel=replace(parallel, reshard_after_forward=False)))
-
-
 def test_rows_are_not_gathered_in_8_bits_nor_computed_in_float32() -> None:
     with pytest.raises(ConfigError, match="8 bits hold one of them"):
         Float8(recipe="rowwise", gather=True)
