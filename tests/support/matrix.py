@@ -3,7 +3,7 @@ that a case of it is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,19 +67,17 @@ _MODEL = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 128}
 """More blocks than the longest horizon. 16 divides the sides of each part of a layer."""
 
 
-def cases(strength: int, *, replicas: int | None = None, without: Case | None = None) -> list[Case]:
+def cases(
+    strength: int, *, only: Mapping[str, Sequence[str]] | None = None, replicas: int | None = None
+) -> list[Case]:
     """Cases in which every so many values meet, of those that do not cost too much.
 
     Args:
         strength: 1: every value; 2: every pair.
+        only: names of the values that some features are to have; of others all.
         replicas: that all are to have; None: those of their strategies.
-        without: values that are left out.
     """
-    left_out = (without or {}).items()
-    names = {
-        feature: [name for name in values if (feature, name) not in left_out]
-        for feature, values in FEATURES.items()
-    }
+    names = {feature: tuple(values) for feature, values in FEATURES.items()} | dict(only or {})
 
     def workers(case: Case) -> int:
         parallel, usual = layout_of(case)
