@@ -96,6 +96,8 @@ class Corruption:
         """The same, of steps that are to be done again."""
         self._disputed: int | None = None
         """Step of the comparison that nobody could decide, until one confirms what came after."""
+        self._disputed_in = 0
+        """Generation of its roster."""
         records.followers.append(self._hear)
 
     def replay(self, happened: Iterable[events.Event]) -> None:
@@ -159,15 +161,18 @@ class Corruption:
         # The lead shows its steps before it says so; another may have come first.
         progress = self._membership.progress
         await self._dispatcher.until(lambda: progress.recorded >= step, _RECORDS_PATIENCE_S)
-        if self._is_old(generation):
-            return
+        if self._is_old(generation) or generation == self._disputed_in:
+            return  # another slot has said so
         if self._disputed is not None:
+            # Or whoever starts the run again goes on from what is in doubt.
+            await self._retreat.go_back(at_most=self.sound, reason=detail)
             await self._dispatcher.stop(
                 f"{detail}; so they did before step {self._disputed}, and what was done again "
                 f"since does not show which is wrong. With a third replica a majority does"
             )
             return
-        self._disputed, self._first, self._done = step, self._done, {}
+        self._disputed, self._disputed_in = step, generation
+        self._first, self._done = self._done, {}
         await self._retreat.go_back(at_most=self.sound, reason=detail)
 
     async def outlier(self, worker: str, generation: int, detail: str, *, spread: bool) -> None:

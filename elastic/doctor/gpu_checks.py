@@ -3,6 +3,7 @@ moment, beside a run."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -57,6 +58,8 @@ def count_gpus(root: Path) -> int:
         pynvml.nvmlShutdown()
 
 
+_MINOR = re.compile(r"^Device Minor:\s*(\d+)", re.MULTILINE)
+
 _BY_STEP: dict[Step, Severity] = {
     "other_seat": "RESET",
     "reset_gpu": "RESET",
@@ -72,12 +75,20 @@ def check_gpu_health(machine: Machine) -> Finding:
     nvml = open_nvml() if machine.root == Path("/") else None
     if nvml is None:
         return Finding(check="GPU errors", result="NVML tells nothing")
-    return judge_gpu_health(Gpus(nvml).read(at_s=0.0), _at_driver_start(machine.root))
+    return judge_gpu_health(Gpus(nvml).read(at_s=0.0), count_given(machine.root))
 
 
 def _at_driver_start(root: Path) -> int:
-    """GPUs that the driver has found when it was loaded, of those that this container may see."""
+    """GPUs that the driver has found when it was loaded, where NVML does not tell."""
     return sum(1 for _ in (root / "proc/driver/nvidia/gpus").glob("*"))
+
+
+def count_given(root: Path) -> int:
+    """GPUs that the driver has found when it was loaded, of those whose device files are here. A
+    container that was given some of its machine's may see all in the driver's list."""
+    lists = (root / "proc/driver/nvidia/gpus").glob("*/information")
+    minors = (_MINOR.search(file.read_text(errors="replace")) for file in lists)
+    return sum(found is not None and (root / f"dev/nvidia{found[1]}").exists() for found in minors)
 
 
 def judge_gpu_health(readings: Sequence[Reading], at_driver_start: int = 0) -> Finding:

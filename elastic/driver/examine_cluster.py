@@ -27,6 +27,10 @@ _START_S = 30.0
 """What Ray may take to start a process on a node, beside what that does."""
 
 
+Answer = tuple[float, str]
+"""Of a machine in a pair: bytes per second, and what went wrong."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Look:
     """What a machine has found of itself."""
@@ -67,7 +71,9 @@ def examine_cluster(*, full: bool, storage: Sequence[str] = ()) -> list[Finding]
             found += [replace(one, node=names[node]) for one in look.findings]
             found.append(judge_clock(names[node], look, asked, answered))
     whole = {node: look for node, look in looks.items() if not isinstance(look, Failed)}
-    return found + judge_pairs(_run_rounds(whole, gpus, names))
+    measured, absent = _run_rounds(whole, gpus, names)
+    found += [_silent(names[node], failed, "it took no part in pairs") for node, failed in absent]
+    return found + judge_pairs(measured)
 
 
 def look_at_machine(full: bool, storage: tuple[str, ...]) -> Look:
@@ -104,32 +110,38 @@ def judge_clock(name: str, look: Look, asked: float, answered: float) -> Finding
     )
 
 
-def _silent(name: str, failed: Failed) -> Finding:
+def _silent(name: str, failed: Failed, meaning: str = "nothing is known of it") -> Finding:
     return Finding(
         check="machine",
         node=name,
         result=failed.why,
         severity="RESET",
-        meaning="nothing is known of it",
+        meaning=meaning,
         fix="Look at its raylet's log; where its GPUs are in use, wait for the run to end",
     )
 
 
 def _run_rounds(
     looks: Mapping[str, Look], gpus: Mapping[str, float], names: Mapping[str, str]
-) -> list[Measured]:
-    """Tries machines in pairs, those with GPUs where there are any."""
+) -> tuple[list[Measured], list[tuple[str, Failed]]]:
+    """Tries machines in pairs, those with GPUs where there are any. Returns what the pairs did, and
+    the machines that took no part."""
     with_gpus = [node for node in looks if looks[node].devices != ["cpu"]]
     machines = with_gpus or list(looks)
+    measured: list[Measured] = []
+    absent: dict[str, Failed] = {}
     if len(machines) < 2:
-        return []
+        return measured, []
     host = own_address()
     store = host_store(host)
-    measured: list[Measured] = []
     for number in range(count_rounds(len(machines))):
-        pairs = plan_round(machines, measured)
-        measured += _run_round(pairs, looks, gpus, f"{host}:{store.port}", number)
-    return [replace(one, pair=(names[one.pair[0]], names[one.pair[1]])) for one in measured]
+        pairs = plan_round([node for node in machines if node not in absent], measured)
+        answers = _run_round(pairs, looks, gpus, f"{host}:{store.port}", number)
+        absent |= {node: one for node, one in answers.items() if isinstance(one, Failed)}
+        measured += measure(pairs, answers)
+    return [replace(one, pair=(names[one.pair[0]], names[one.pair[1]])) for one in measured], list(
+        absent.items()
+    )
 
 
 def _run_round(
@@ -138,23 +150,22 @@ def _run_round(
     gpus: Mapping[str, float],
     meet: str,
     number: int,
-) -> list[Measured]:
+) -> dict[str, Answer | Failed]:
     arguments = {}
     for place, pair in enumerate(pairs):
         each = min(len(looks[node].devices) for node in pair)
         for first, node in zip((0, each), pair, strict=True):
             store = f"tcp:{meet}/{number}/{place}"
             arguments[node] = (store, looks[node].devices[:each], first, 2 * each)
-    answers = on_nodes(
+    return on_nodes(
         take_part,
         arguments,
         gpus={node: gpus[node] for node in arguments if looks[node].devices != ["cpu"]},
         timeout_s=_PAIR_BOUND_S + _START_S,
     )
-    return [_measured(pair, [answers[node] for node in pair]) for pair in pairs]
 
 
-def take_part(store: str, devices: list[str], first: int, size: int) -> tuple[float, str]:
+def take_part(store: str, devices: list[str], first: int, size: int) -> Answer:
     """Runs on each machine of a pair. Returns the bytes per second, and what went wrong."""
     outcomes = run_programs(ranks(store, devices, first, size), _PAIR_BOUND_S)
     troubles = [one.trouble for one in outcomes if one.trouble]
@@ -165,9 +176,14 @@ def take_part(store: str, devices: list[str], first: int, size: int) -> tuple[fl
     return min(float(one.found["bus"]) for one in outcomes), ""
 
 
-def _measured(pair: Pair, answers: Sequence[tuple[float, str] | Failed]) -> Measured:
-    told = [(0.0, one.why) if isinstance(one, Failed) else one for one in answers]
-    troubles = [trouble for _, trouble in told if trouble]
-    if troubles:
-        return Measured(pair=pair, trouble=troubles[0])
-    return Measured(pair=pair, bytes_per_s=min(speed for speed, _ in told))
+def measure(pairs: Sequence[Pair], answers: Mapping[str, Answer | Failed]) -> list[Measured]:
+    """What pairs did, by what their machines answered. A pair of which one did not even begin, as
+    its GPUs were in use, says nothing of either. Pure."""
+    found = []
+    for pair in pairs:
+        told = [one for one in map(answers.__getitem__, pair) if not isinstance(one, Failed)]
+        if len(told) == len(pair):
+            trouble = next((trouble for _, trouble in told if trouble), "")
+            speed = 0.0 if trouble else min(speed for speed, _ in told)
+            found.append(Measured(pair=pair, bytes_per_s=speed, trouble=trouble))
+    return found

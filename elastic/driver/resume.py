@@ -4,8 +4,9 @@ part, before anything starts."""
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +38,14 @@ from checkpointing import (
 from checkpointing.config import Resume
 from checkpointing.read.catalogue import SET_ASIDE, is_foreign
 from checkpointing.stores.keys import PROBE
-from elastic.protocol.events import CheckpointCommitted, RegroupDone
+from elastic.protocol.events import CheckpointCommitted, Event, RegroupDone, WentBack
 from elastic.protocol.run_identity import (
     RunIdentity,
     StateTable,
     check_own,
     newest_own,
     recorded_identity,
+    run_of,
 )
 from elastic.protocol.run_paths import RunPaths, hold_run
 from elastic.reporting.event_log import last_step, read_events
@@ -159,6 +161,33 @@ def local_path(run_config: RunConfig) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GivenUp:
+    """What the run went back for: what was saved then is not to be gone on from, where whoever had
+    to set it aside had no time for it."""
+
+    step: int
+    """States of later steps."""
+    generation: float
+    """Of earlier generations."""
+
+    def holds(self, step: int, generation: int) -> bool:
+        """Whether a saved state is one of these."""
+        return step > self.step and generation < self.generation
+
+
+def find_given_up(happened: Iterable[Event]) -> list[GivenUp]:
+    """All that a run has given up, by its events."""
+    found, steps = list[GivenUp](), list[int]()
+    for event in happened:
+        if isinstance(event, WentBack):
+            steps.append(event.step)
+        elif isinstance(event, RegroupDone) and event.outcome in ("start", "restore"):
+            found += [GivenUp(step=step, generation=event.generation) for step in steps]
+            steps = []
+    return found + [GivenUp(step=step, generation=math.inf) for step in steps]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Origin:
     """What a run goes on from."""
 
@@ -189,7 +218,16 @@ def find_origin(
         snapshot: the newest one in the nodes' memory.
         model: what the state is; None where that is not known yet.
     """
-    stored, passed = newest_own(paths, identity, model)
+    given_up = find_given_up(read_events(paths.events))
+
+    def is_given_up(manifest: Manifest) -> bool:
+        """By this run: an imported one is none of it."""
+        own = run_of(manifest) == identity.id
+        return own and any(one.holds(manifest.step, manifest.generation) for one in given_up)
+
+    stored, passed = newest_own(paths, identity, model, is_given_up=is_given_up)
+    if snapshot is not None and is_given_up(snapshot.manifest):
+        snapshot = None
     if snapshot is not None and (stored is None or snapshot.step > stored.step):
         try:
             check_own(snapshot.manifest, identity, model)

@@ -61,8 +61,23 @@ def read_pulse(path: Path) -> Pulse | None:
 
 
 def _pulse_of(data: Mapping[str, Any]) -> Pulse | None:
-    names = {field.name for field in fields(Pulse)}
-    if not names <= data.keys():
+    """None where it does not hold what a pulse does: whoever watches must not end for it."""
+    numbers = {field.name: data.get(field.name) for field in fields(Pulse) if field.name != "spent"}
+    spent = data.get("spent")
+    if not isinstance(spent, dict) or not all(_is_pair(one) for one in spent.values()):
         return None
-    spent = {name: (used, most) for name, (used, most) in data["spent"].items()}
-    return Pulse(**{**{name: data[name] for name in names}, "spent": spent})
+    if not all(_is_number(n) or (n is None and name in _MAY_LACK) for name, n in numbers.items()):
+        return None
+    pairs = {name: (used, most) for name, (used, most) in spent.items()}
+    return Pulse(**numbers, spent=pairs)  # type: ignore[arg-type]  # looked at just now
+
+
+_MAY_LACK = frozenset({"stepped", "step_s", "spareless_since"})
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -85,7 +85,11 @@ def run_of(manifest: Manifest) -> str | None:
 
 
 def newest_own(
-    paths: RunPaths, identity: RunIdentity, model: StateTable | None = None
+    paths: RunPaths,
+    identity: RunIdentity,
+    model: StateTable | None = None,
+    *,
+    is_given_up: Callable[[Manifest], bool] = lambda manifest: False,
 ) -> tuple[Manifest | None, CheckpointError | None]:
     """The newest checkpoint that can be read and is the run's own.
 
@@ -93,12 +97,16 @@ def newest_own(
         paths: where they are.
         identity: of the run.
         model: what its state is; None where that is not known yet.
+        is_given_up: whether the run has gone back for what a checkpoint holds.
 
     Returns:
         It, and why the newest of those passed over is not.
     """
     passed: CheckpointError | None = None
     for manifest in _readable(paths):
+        if is_given_up(manifest):
+            log.warning("passing over step %d: the run went back to before it", manifest.step)
+            continue
         try:
             check_own(manifest, identity, model)
         except CheckpointError as error:

@@ -68,11 +68,14 @@ def find_verdicts(
         nonlocal ledger
         committed = bisect_right(steps, time, key=lambda step: step.time)
         known = {(one.verdict.fingerprint, one.verdict.nodes) for one in found} if at_end else ()
+        before, tried = ledger, set[str]()
         for verdict in diagnose(of):
             if (verdict.fingerprint, verdict.nodes) in known:
                 continue  # it stands since an incident, and has not come again
-            remedy = decide_step(verdict, ledger, committed)
-            ledger = ledger.with_try(verdict.fingerprint, committed)
+            remedy = decide_step(verdict, before, committed)
+            if verdict.fingerprint not in tried:  # as the coordinator counts (`Remedies`)
+                tried.add(verdict.fingerprint)
+                ledger = ledger.with_try(verdict.fingerprint, committed)
             found.append(Advice(time=time, step=step, verdict=verdict, remedy=remedy))
 
     found_at: list[Incident | StragglersFound] = [*incidents, *facts.stragglers]

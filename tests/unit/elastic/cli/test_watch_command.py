@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,23 @@ def test_a_watch_follows_the_run_from_death_to_life_to_its_end(
     assert (hook.taken[2]["state"], hook.taken[2]["kind"]) == ("firing", "failed")
     assert "a retry is useless" in out and SECRET not in out
     assert len(hook.taken) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"time": None},
+        {"steps": "many"},
+        {"stepped": True},
+        {"spent": [1, 2]},
+        {"spent": {"max_hangs": 3}},
+        {"spent": {"max_hangs": [1, "10"]}},
+    ],
+)
+def test_a_pulse_of_another_shape_is_none(run: Directory, wrong: dict[str, Any]) -> None:
+    pulse = run.beat()
+    told = json.loads(run.paths.pulse.read_text())
+    run.paths.pulse.write_text(json.dumps(told | {"stepped": None, "of_later": 1}))
+    assert read_pulse(run.paths.pulse) == replace(pulse, stepped=None)
+    run.paths.pulse.write_text(json.dumps(told | wrong))
+    assert read_pulse(run.paths.pulse) is None

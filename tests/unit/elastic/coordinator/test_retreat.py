@@ -262,11 +262,24 @@ def test_a_second_dispute_over_the_same_steps_ends_the_run(desk: Desk) -> None:
         assert desk.membership.stopped is None
         desk.regroup(14, generation=1)
         desk.take(8, 14)
+        await save(desk, 12, generation=2)
         await desk.corruption.undecided(2, 14, "they differ")
 
     asyncio.run(play())
     assert desk.membership.stopped is not None
     assert "so they did before step 14" in str(desk.membership.stopped.error)
+    assert list_steps(desk.store, KEYS) == [8], "the next start is not to go on from 12"
+
+
+def test_two_slots_that_differ_at_once_are_one_dispute(desk: Desk) -> None:
+    async def play() -> None:
+        compared(desk, 9)
+        told = (desk.corruption.undecided(1, 14, f"slot {slot} differs") for slot in range(2))
+        await asyncio.gather(*told)
+
+    asyncio.run(play())
+    assert desk.membership.stopped is None
+    assert [back.step for back in desk.happened(events.WentBack)] == [8]
 
 
 def test_an_equal_comparison_settles_a_dispute(desk: Desk) -> None:

@@ -16,7 +16,7 @@ from elastic.cli.doctor import show
 from elastic.cli.main import main
 from elastic.doctor.clock import Clock, read_clock
 from elastic.doctor.finding import EXIT_STATUS, SEVERITIES, Finding, worst_severity
-from elastic.doctor.gpu_checks import judge_gpu_health
+from elastic.doctor.gpu_checks import count_given, judge_gpu_health
 from elastic.doctor.machine import Machine, this_machine
 from elastic.doctor.run import CHECKS, run_checks
 from elastic.doctor.system_checks import (
@@ -365,3 +365,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert status == EXIT_STATUS[worst_severity(one["severity"] for one in found)]
     (disks,) = [one for one in found if one["check"] == "disks"]
     assert str(tmp_path) in disks["result"]
+
+
+def test_gpus_that_a_container_was_not_given_have_not_gone(tmp_path: Path) -> None:
+    """Without NVIDIA's runtime hook, as with CDI, nothing hides the driver's list from it."""
+    for minor in range(8):
+        about = tmp_path / f"proc/driver/nvidia/gpus/0000:{0x53 + minor:02x}:00.0/information"
+        about.parent.mkdir(parents=True)
+        about.write_text(f"Model: \t NVIDIA H100\nDevice Minor: \t {minor}\nGPU Excluded:\t No\n")
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia2", "nvidia5", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert count_given(tmp_path) == 2
+    assert count_given(tmp_path / "nothing") == 0

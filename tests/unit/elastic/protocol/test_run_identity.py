@@ -16,6 +16,7 @@ from checkpointing import (
     IncompatibleError,
     Surveyor,
     TensorSlice,
+    delete_checkpoint,
     list_steps,
     load_manifest,
     open_store,
@@ -23,7 +24,7 @@ from checkpointing import (
     verify_checkpoint,
 )
 from elastic.driver.resume import check_found, find_origin, set_others_aside
-from elastic.protocol.events import CheckpointCommitted
+from elastic.protocol.events import CheckpointCommitted, Event, RegroupDone, WentBack
 from elastic.protocol.run_identity import (
     RunIdentity,
     check_model,
@@ -50,9 +51,16 @@ def table(tensors: dict[str, torch.Tensor]) -> Any:
     return {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
 
 
-def save(paths: RunPaths, step: int, run: str | None, weight: torch.Tensor = WEIGHT) -> None:
+def save(
+    paths: RunPaths,
+    step: int,
+    run: str | None,
+    weight: torch.Tensor = WEIGHT,
+    generation: int = 0,
+) -> None:
     marks = {} if run is None else {"run": {"name": f"run {run}", "id": run}}
-    write_state(open_store(paths.checkpoints), state(weight), step=step, state=marks)
+    store = open_store(paths.checkpoints)
+    write_state(store, state(weight), step=step, generation=generation, state=marks)
 
 
 @pytest.fixture
@@ -221,6 +229,34 @@ def test_what_was_frozen_then_cannot_be_trained_now(paths: RunPaths) -> None:
     manifest = load_manifest(open_store(paths.checkpoints), KEYS, 2)
     with pytest.raises(IncompatibleError, match=r"'exp_avg/w': absent .* \(2 tensors differ\)"):
         check_model(manifest, table(state(WEIGHT)))
+
+
+def test_what_the_run_went_back_for_is_not_gone_on_from(paths: RunPaths) -> None:
+    """Whoever had to set it aside was gone before."""
+    identity = identify(paths)
+    save(paths, 2, identity.id)
+    save(paths, 4, identity.id, generation=3)
+    save(paths, 6, None)
+    save(paths, 8, identity.id, generation=2)
+    back = WentBack(time=1, step=2, before=9, reason="they differ", skip=[])
+    roster = RegroupDone(
+        time=2, generation=3, step=2, replicas=2, lanes={}, renumbered={}, outcome="restore",
+        lost_steps=9, repeated_steps=0,
+    )  # fmt: skip
+
+    def found(*happened: Event) -> int:
+        with EventLog(paths.events) as log:
+            for event in happened:
+                log.append(event)
+        origin = find_origin(paths, identity, None, None)
+        assert origin.stored is not None
+        return origin.stored.step
+
+    assert found() == 8
+    assert found(back) == 6, "an imported one is none of it"
+    delete_checkpoint(open_store(paths.checkpoints), KEYS, 6, force=True)
+    assert found() == 2
+    assert found(roster) == 4, "it was made on the way from there"
 
 
 def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(paths: RunPaths) -> None:

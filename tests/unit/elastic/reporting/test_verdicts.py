@@ -11,6 +11,8 @@ from elastic.protocol.causes import COLLECTIVE, CRASH, USER_ERROR, Cause
 from elastic.protocol.events import (
     CrossGroupLost,
     Event,
+    RegroupCalled,
+    RegroupDone,
     ReplicaForming,
     SignsChanged,
     StepRecord,
@@ -117,6 +119,18 @@ def test_the_same_fault_again_asks_for_more_until_a_step_is_committed() -> None:
         "other_seat",
         "new_process",
     ]
+
+
+def test_the_same_fault_of_two_at_once_is_one_try() -> None:
+    called = RegroupCalled(time=100.0, generation=2, reason="fault")
+    together = [lost("w1", 100.1), lost("w2", 100.5)]
+    done = RegroupDone(
+        time=101.0, generation=2, step=0, replicas=1, lanes={}, renumbered={}, outcome="repeat",
+        lost_steps=0, repeated_steps=1,
+    )  # fmt: skip
+    later = replace(lost("w3", 1100.0), slot=None)
+    steps = [of(one)[3] for one in found(called, *together, done, later)]
+    assert steps == ["new_process", "new_process", "other_seat"]
 
 
 def test_a_peer_that_exceptions_name_by_its_instance_id_is_blamed() -> None:
