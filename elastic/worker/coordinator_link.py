@@ -248,10 +248,10 @@ class CoordinatorLink:
         self._news.append(send)
         send()
 
-    def compared(self, step: int, checksums: list[int | None]) -> None:
+    def compared(self, step: int, checksums: list[int | None], *, alike: bool) -> None:
         """See Link."""
         assert self._run is not None
-        self._disputes.compared(self._run, step, checksums)
+        self._disputes.compared(self._run, step, checksums, alike=alike)
 
     def witnessed(self, step: int, digests: Mapping[int, int]) -> bool:
         """See Link."""

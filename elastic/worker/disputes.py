@@ -41,13 +41,17 @@ class Disputes:
         self._gradients: tuple[int, int | None] = (NO_STEP, None)
         """Step of a lane whose gradients had none, and the one of this worker's replica, if any."""
 
-    def compared(self, run: Run, step: int, checksums: Sequence[int | None]) -> None:
-        """The checksums of this worker's slot in all replicas, by position, before `step`. Returns
-        once the coordinator goes by it."""
+    def compared(
+        self, run: Run, step: int, checksums: Sequence[int | None], *, alike: bool
+    ) -> None:
+        """The checksums of this worker's slot in all replicas, by position, before `step`, and
+        whether those of all slots are alike. Returns once the coordinator goes by it."""
         found = compare_checksums(checksums)
         shown = ", ".join("-" if c is None else f"{c & _MASK:016x}" for c in checksums)
-        # A difference is told by one whom nobody calls away meanwhile.
-        if run.lead if found.equal else run.position == min(found.outliers, default=0):
+        # A difference is told by one whom nobody calls away meanwhile. That all are equal counts
+        # for the whole state: what was saved before is sound then.
+        tells = run.position == min(found.outliers, default=0)
+        if run.lead and alike if found.equal else tells:
             self._outbox.event(
                 events.ReplicasCompared(time=time.time(), step=step, equal=found.equal)
             )

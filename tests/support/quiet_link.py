@@ -17,6 +17,6 @@ class QuietLink(NoLink):
         """See Link."""
         raise AssertionError(reason)
 
-    def compared(self, step: int, checksums: list[int | None]) -> None:
+    def compared(self, step: int, checksums: list[int | None], *, alike: bool) -> None:
         """See Link."""
         raise AssertionError("nothing is compared")

@@ -70,12 +70,14 @@ class BetweenSteps:
         self.enter = enter
         self.train: TrainConfig = engine.train_config
 
-    def compare(self, *, has_state: bool) -> None:
-        """From time to time, and at the end: whether all replicas hold the same bits. A group that
+    def compare(self, *, has_state: bool, in_replica: bool) -> None:
+        """From time to time, and at the end: whether all replicas hold the same bits. Each worker
+        compares its own part; those of a replica agree on whether all parts are alike. A group that
         fails in it fails the next step's reduce as well.
 
         Args:
             has_state: whether this worker has anything to compare; a newcomer takes part without.
+            in_replica: whether it has a replica; a follower has none.
         """
         step, every = self.progress.step, self.config.compare_every
         if not every or (step % every and step != self.config.until):
@@ -84,8 +86,12 @@ class BetweenSteps:
         try:
             checksums = self.cross.gather_numbers(checksum)
         except CrossGroupLost:
-            return
-        self.link.compared(step, checksums)
+            checksums = []
+        alike = bool(checksums) and len(set(checksums) - {None}) <= 1
+        if in_replica:
+            alike = self.engine.sum_in_replica([float(not alike)])[0] == 0
+        if checksums:
+            self.link.compared(step, checksums, alike=alike)
 
     def save_and_evaluate(self) -> None:
         """What is due, and at the end both; where the run ends early it is only saved. All replicas

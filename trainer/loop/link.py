@@ -114,8 +114,9 @@ class Link(Protocol):
         """Copies that were due before `step` are not made: the ones before are being written."""
         ...
 
-    def compared(self, step: int, checksums: list[int | None]) -> None:
-        """The checksums of this worker's slot in all replicas, by position, before `step`."""
+    def compared(self, step: int, checksums: list[int | None], *, alike: bool) -> None:
+        """The checksums of this worker's slot in all replicas, by position, before `step`, and
+        whether those of all slots are alike."""
         ...
 
     def witnessed(self, step: int, digests: Mapping[int, int]) -> bool:
@@ -173,7 +174,7 @@ class NoLink(Link):
     def save_skipped(self, step: int, places: Sequence[Place]) -> None:
         """See Link."""
 
-    def compared(self, step: int, checksums: list[int | None]) -> None:
+    def compared(self, step: int, checksums: list[int | None], *, alike: bool) -> None:
         """See Link."""
 
     def witnessed(self, step: int, digests: Mapping[int, int]) -> bool:

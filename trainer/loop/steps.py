@@ -148,7 +148,7 @@ class TrainLoop:
             if (own := self.clock.take_own()) is not None:
                 self.link.worked(own)
             self.finish_step(commit)
-            self.due.compare(has_state=self.newcomer is None)
+            self.due.compare(has_state=self.newcomer is None, in_replica=self.part != "remnant")
             self.save_and_evaluate()
             if commit.boundary:
                 return "boundary"

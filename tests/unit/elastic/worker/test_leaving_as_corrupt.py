@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.events import ReplicasCompared
 from elastic.worker.disputes import CORRUPT_EXIT_CODE, Disputes
 
 
@@ -32,13 +33,14 @@ class Worker:
 
     def __init__(self, position: int) -> None:
         self.name, self.coordinator = f"w{position}", Coordinator()
-        outbox: Any = SimpleNamespace(event=lambda event: None, flush=lambda: None)
+        self.events: list[ReplicasCompared] = []
+        outbox: Any = SimpleNamespace(event=self.events.append, flush=lambda: None)
         coordinator: Any = self.coordinator
         self._disputes = Disputes(self.name, coordinator, outbox)
         self._run: Any = SimpleNamespace(position=position, lead=position == 0, generation=7)
 
-    def compared(self, step: int, checksums: list[int | None]) -> None:
-        self._disputes.compared(self._run, step, checksums)
+    def compared(self, step: int, checksums: list[int | None], *, alike: bool = True) -> None:
+        self._disputes.compared(self._run, step, checksums, alike=alike)
 
     def witnessed(self, step: int, digests: dict[int, int]) -> bool:
         return self._disputes.witnessed(self._run, step, digests)
@@ -77,6 +79,17 @@ def test_of_three_states_the_one_that_differs_leaves(links: Workers) -> None:
     ((method, worker, generation, detail, spread),) = b.coordinator.told
     assert (method, worker, generation, spread) == ("corrupt", "w1", 7, True)
     assert "differs from most replicas'" in detail
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_the_lead_says_that_all_are_equal_where_all_slots_are(links: Workers, alike: bool) -> None:
+    """Its own slot may be, while another's weights have a wrong bit, which all gradients are
+    computed with."""
+    lead, other = links(2)
+    for link in (lead, other):
+        link.compared(10, [5, 5], alike=alike)
+    assert [event.equal for event in lead.events] == [True] * alike
+    assert other.events == []
 
 
 @pytest.mark.parametrize(("confirmed", "leaves"), [(5, "w1"), (6, "w0"), (9, None)])
