@@ -157,7 +157,8 @@ def test_gradients_are_those_of_one_process(lab: Lab, strength: int) -> None:
     ]
     for precision in BOUNDS:
         print(max((off for off in found if off[0] == precision), key=lambda off: off[1]))
-    assert not [off for off in found if not off[1] < BOUNDS[off[0]]]
+    wrong = [off for off in found if not off[1] < BOUNDS[off[0]]]
+    assert not wrong, "\n".join(map(str, wrong))
 
 
 @pytest.mark.parametrize("strength", TIERS)
@@ -169,7 +170,7 @@ def test_options_and_replicas_change_no_bit(lab: Lab, strength: int) -> None:
         for index, worker in enumerate(done.workers)
         if not same_bits(worker, done.without[index % len(done.without)])
     ]
-    assert not wrong
+    assert not wrong, "\n".join(map(str, wrong))
 
 
 def same_bits(one: WorkerResult, other: WorkerResult) -> bool:
