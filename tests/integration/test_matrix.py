@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,12 @@ from tests.support.covering import Case
 from tests.support.data_plane import Run, WorkerResult, full_gradients, run_in_turn
 from tests.support.gradients import FirstStep, plain_first_step
 from tests.support.matrix import FEATURES, LANES, REFUSED, bare, cases, layout_of, train_of
-from tests.support.te_stand_in import STAND_INS
+from tests.support.te_stand_in import STAND_INS, OnCpu
 from tests.support.tiny import write_text
-from trainer.config import TrainConfig
+from trainer.config import ParallelConfig, TrainConfig
 from trainer.engine.build import build_model
 from trainer.errors import ConfigError
+from trainer.float8.config import Float8
 from trainer.tasks.causal_lm import PreparedCausalLM
 
 NAMES = {feature: tuple(values) for feature, values in FEATURES.items()}
@@ -73,21 +75,21 @@ class Lab:
         self.plain = functools.cache(self._plain)
         self._prepared = functools.cache(self._prepare)
 
-    def run_of(self, case: Case) -> Run:
-        """A case as a driver would have it.
+    def run_of(self, case: Case, **changes: Any) -> Run:
+        """A case as a driver would have it, with `changes` of its settings.
 
         Raises:
             ConfigError: the product refuses it.
         """
-        train, (_, replicas) = self._train(case), layout_of(case)
+        train, (_, replicas) = self._train(case, **changes), layout_of(case)
         train.check(LANES)
         train.parallel.layout(replicas)
         task = self._prepared(case["texts"], case["head"])
         build_model(task, train)
         return Run(task=task, train=train, replicas=replicas, lanes=LANES)
 
-    def _train(self, case: Case) -> TrainConfig:
-        return train_of(case, self._text, steps=1)
+    def _train(self, case: Case, **changes: Any) -> TrainConfig:
+        return train_of(case, self._text, steps=1, **changes)
 
     def _prepare(self, texts: str, head: str) -> PreparedCausalLM:
         """The task of such cases."""
@@ -157,7 +159,8 @@ def test_gradients_are_those_of_one_process(lab: Lab, strength: int) -> None:
     ]
     for precision in BOUNDS:
         print(max((off for off in found if off[0] == precision), key=lambda off: off[1]))
-    assert not [off for off in found if not off[1] < BOUNDS[off[0]]]
+    wrong = [off for off in found if not off[1] < BOUNDS[off[0]]]
+    assert not wrong, "\n".join(map(str, wrong))
 
 
 @pytest.mark.parametrize("strength", TIERS)
@@ -169,7 +172,7 @@ def test_options_and_replicas_change_no_bit(lab: Lab, strength: int) -> None:
         for index, worker in enumerate(done.workers)
         if not same_bits(worker, done.without[index % len(done.without)])
     ]
-    assert not wrong
+    assert not wrong, "\n".join(map(str, wrong))
 
 
 def same_bits(one: WorkerResult, other: WorkerResult) -> bool:
@@ -188,6 +191,27 @@ def same_bits(one: WorkerResult, other: WorkerResult) -> bool:
 def test_what_does_not_go_together_is_refused(lab: Lab, part: Case, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         lab.run_of({**PLAIN, **part})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {
+                "parallel": ParallelConfig(shard=4, workers_per_node=2, reshard_after_forward=2),
+                "micro_batch": 1,
+            },
+            "gathered by FSDP2 itself, not in two levels",
+        ),
+        ({"converters": (Float8(recipe="rowwise"),)}, "Use precision='bfloat16'"),
+        ({"converters": (OnCpu(),)}, "Transformer Engine's attention is for bfloat16"),
+    ],
+)
+def test_settings_that_are_no_cases_are_refused(
+    lab: Lab, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        lab.run_of(PLAIN, **changes)
 
 
 def test_every_pair_of_values_meets_but_those_that_are_refused() -> None:

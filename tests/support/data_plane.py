@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,7 +154,7 @@ def _process(
     for formation, (run, order) in enumerate(zip(runs, orders, strict=True)):
         if number < len(order):
             place = order[number]
-            results[formation, place] = train_at(
+            result = train_at(
                 place,
                 formation,
                 rendezvous,
@@ -164,6 +165,8 @@ def _process(
                 lanes=run.lanes,
                 saves=run.saves,
             )
+            # By value: multiprocessing would send a file descriptor for each tensor.
+            results[formation, place] = pickle.dumps(result)
             leave_replica_group()
 
 
@@ -329,7 +332,7 @@ def run_in_turn(
             start_method="forkserver",
         )
         return [
-            [results[index, place] for place in range(run.workers)]
+            [pickle.loads(results[index, place]) for place in range(run.workers)]
             for index, run in enumerate(runs)
         ]
 
