@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "bfloat16"]
 Recipe = Literal["tensorwise", "rowwise"]
 
+FEWEST_ROWS = 32
+"""Of a linear layer's weight, in the model of a run with features."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
@@ -75,10 +78,12 @@ def draw_features(rng: random.Random, layout: Layout) -> Features:
     """What the trainer of a run with these degrees is asked for."""
     sharded = layout.shard * layout.context
     here = _draw_workers_per_node(rng, layout)
-    between = [sharded // 2] if sharded > 2 and layout.tensor == 1 and here is None else []
+    halves = sharded > 2 and sharded % 2 == 0 and layout.tensor == 1
+    between = [sharded // 2] if halves and here is None else []
     reshard = rng.choice([None, True, False, False, *between * 4]) if sharded > 1 else None
     precision, recipe = rng.choice(_PRODUCTS)
-    cuts = reshard in between
+    even = sharded > 1 and FEWEST_ROWS % (sharded * layout.tensor) == 0
+    gathers = recipe == "tensorwise" and even and reshard not in between
     features = Features(
         reshard_after_forward=reshard,
         workers_per_node=here,
@@ -87,7 +92,7 @@ def draw_features(rng: random.Random, layout: Layout) -> Features:
         texts="apart" if rng.random() < 0.4 else "joined",
         precision=precision,
         recipe=recipe,
-        gather=recipe == "tensorwise" and sharded > 1 and not cuts and rng.random() < 0.6,
+        gather=gathers and rng.random() < 0.6,
         moment_dtype=_draw_dtype(rng),
         master_dtype=_draw_dtype(rng),
         reduce_dtype=_draw_dtype(rng),

@@ -16,8 +16,8 @@ from tests.support.tiny import tiny_task, tiny_train, tiny_trainer
 
 EVAL_SAMPLES = 16
 LARGER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
-"""Of a model with features: parts over two tensor ranks have sides that 16 divides, and there are
-more blocks than any horizon."""
+"""Of a model with features: its layers have `FEWEST_ROWS` rows or more, so parts over two tensor
+ranks have sides that 16 divides, and there are more blocks than any horizon."""
 
 
 def make_undisturbed(text: Path, layout: Layout, features: Features | None) -> TrainConfig:

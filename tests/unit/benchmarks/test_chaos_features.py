@@ -29,7 +29,7 @@ def test_every_run_is_accepted(schedules: list[Schedule], tmp_path: Path) -> Non
     """By what the driver checks before anything starts, in larger layouts, too. The model is built
     once for each of the values that its checks look at: that takes longest."""
     built = set[object]()
-    larger = parse_layouts("2x4x2,1x8x1,2x4x1x2")
+    larger = parse_layouts("2x4x2,1x8x1,2x4x1x2,2x3x1")
     asked = [draw_schedule(seed, larger, resize=True) for seed in range(50)]
     for schedule in [*asked, *schedules]:
         kind = replace(schedule.layout, replicas=1), schedule.features
