@@ -88,6 +88,7 @@ def test_a_bit_that_flips_in_one_shard_is_undone_though_the_others_are_equal(
     """The checkpoint of step 8 holds it. Slot 1 is shard 1 of the first replica, whose lead has
     shard 0 and finds it equal."""
     sizes: dict[str, Any] = {**SIZES, "steps": 24, "shard": 2, "lanes": 2, "global_batch": 8}
+    sizes["wait_s"] = 240.0  # the first run's workers may still be ending
     whole = fit(tiny_trainer(text, tmp_path, name="whole", replicas=1, **sizes))
     broken = fit(
         tiny_trainer(
