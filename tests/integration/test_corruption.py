@@ -81,6 +81,36 @@ def test_a_flipped_bit_is_found_named_and_healed(
     assert broken.losses == whole.losses
 
 
+@SOAK
+def test_a_slot_that_is_equal_says_nothing_of_another(
+    cluster: None, text: Path, tmp_path: Path
+) -> None:
+    """The lead's part of the weights is alike on both replicas, as all gradients are summed; the
+    checkpoint of step 8 has another's wrong bit in it."""
+    sizes: dict[str, Any] = {"lanes": 2, "global_batch": 8, "steps": 24, "shard": 2}
+    whole = fit(tiny_trainer(text, tmp_path / "whole", replicas=1, **sizes))
+    broken = fit(
+        tiny_trainer(
+            text,
+            tmp_path,
+            spares=1,
+            health=HealthConfig(compare_every=EVERY),
+            checkpoint=CheckpointConfig(every_steps=SAVES),
+            faults="flip@7.forward:3",
+            **sizes,
+        )
+    )
+    happened = read_events(tmp_path / "run" / "events.jsonl")
+    (back,) = [e for e in happened if isinstance(e, WentBack)]
+    lost = [e for e in happened if isinstance(e, WorkerLost) and e.cause == "corruption"]
+    assert back.step == 4
+    assert {e.slot for e in lost} == {f"replica 1 shard {rank} tensor 0" for rank in (0, 1)}
+    compared = [e for e in happened if isinstance(e, ReplicasCompared) and e.step == 12]
+    assert [e.equal for e in compared] == [False, True]
+    assert (broken.params, broken.samples) == (whole.params, whole.samples)
+    assert broken.losses == whole.losses
+
+
 @pytest.mark.parametrize("replicas", [pytest.param(2, marks=SLOW), pytest.param(3, marks=SOAK)])
 def test_a_gradient_that_is_wrong_before_the_sum_does_not_count(
     whole: Outcome, text: Path, tmp_path: Path, replicas: int
