@@ -1,8 +1,8 @@
 """The trainer's own loop against plain loops of the same model, on the CPU, without Ray and faults.
 
-    python -m benchmarks.trainer_cpu [--samples 8] [--rounds 5]
+    python -m benchmarks.trainer_cpu [--samples 32] [--rounds 5]
 
-Two pairs; each worker is a process of one thread:
+Takes about five minutes. Two pairs; each worker is a process of one thread:
 
     single process     forward, backward, clip_grad_norm_, fused AdamW, on a plain module
     ours, one worker   the trainer's engine and loop, one replica of one worker
@@ -15,6 +15,8 @@ They take turns, a block of steps each; those whose turn it is not are stopped. 
 a second, ours by the plain loop's: of a round, and then the median over the rounds. "spread" is how
 far apart the middle half of the plain loop's blocks lie, of their median: a ratio is no surer than
 that. "cpu_ratio" is the same of CPU seconds, which other processes disturb less.
+
+What a step costs whatever it computes weighs more where it has fewer tokens: see `--samples`.
 
 Of ours this is what a step is made of: reading ahead, lanes, flat gradients, the digest of each
 lane, the commit, the clock. Left out is what a run has beside and between the steps: heartbeat,
@@ -155,10 +157,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add = parser.add_argument
     add("--rounds", type=int, default=5, help="(default 5)")
-    add("--turns", type=int, default=5, help="of each system in a round (default 5)")
-    add("--block", type=int, default=10, help="steps in a turn (default 10)")
+    add("--turns", type=int, default=3, help="of each system in a round (default 3)")
+    add("--block", type=int, default=4, help="steps in a turn (default 4)")
     add_model_arguments(parser)
-    add("--samples", type=int, default=8, help="samples in a step (default 8)")
+    add("--samples", type=int, default=32, help="samples in a step (default 32)")
     options = parser.parse_args(arguments)
     if min(options.rounds, options.turns, options.block, options.layers, options.seq_len) < 1:
         parser.error("--rounds, --turns, --block, --layers and --seq-len: use 1 or more")
