@@ -21,7 +21,7 @@ test: $(READY)  ## the tests, ten minutes on two cores
 test-slow: $(READY)  ## those that `make test` leaves out for their cost
 	$(BIN)/pytest -m slow
 
-test-soak: $(READY)  ## machines that come and go, partitions, every fault point; most of an hour
+test-soak: $(READY)  ## machines that come and go, partitions, every fault point; hours
 	$(BIN)/pytest -m soak
 
 check: $(READY)  ## format, lint, types, import rules

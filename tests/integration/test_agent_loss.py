@@ -125,10 +125,8 @@ def test_a_worker_dies_while_there_is_no_agent(cluster: None, tmp_path: Path) ->
     assert run.report["outcome"] == "finished" and len(run.events("worker_lost")) == 1
 
 
-@pytest.mark.parametrize(
-    "pause_s",
-    [pytest.param(0.0, marks=pytest.mark.soak), pytest.param(0.25, marks=pytest.mark.slow)],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("pause_s", [0.0, 0.25])
 def test_agent_worker_and_coordinator_are_killed_one_after_the_other(
     cluster: None, tmp_path: Path, pause_s: float
 ) -> None:

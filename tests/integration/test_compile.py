@@ -54,7 +54,7 @@ def test_compiled_blocks_are_gathered_in_two_levels(text: Path, tmp_path: Path) 
         np.testing.assert_allclose(worker.losses, expected[0].losses, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_faults_do_not_change_a_bit(cluster: None, text: Path, tmp_path: Path) -> None:
     """One worker dies as it compiles, one in a step; nobody else is taken for dead meanwhile."""
     whole = fit(tiny_trainer(text, tmp_path, name="whole", shard=2, compile="require"))

@@ -17,7 +17,7 @@ SOME = 20
 """Steps that show that the run goes on."""
 IDLE, WORKING = 0, (1, 2)
 
-pytestmark = [requires_hosts, pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE_S)]
+pytestmark = [requires_hosts, pytest.mark.timeout(3 * PATIENCE_S)]
 
 
 def wait_for_a_coordinator(run: PartitionRun, after_s: float) -> None:
@@ -37,6 +37,7 @@ def finish(run: PartitionRun, killed_s: float) -> None:
     assert ended.outcome == "finished"
 
 
+@pytest.mark.slow
 def test_the_machine_of_the_control_plane_is_lost(tmp_path: Path) -> None:
     """Driver, supervisor and coordinator at once; another machine has none of the workers."""
     with run_on(tmp_path, hosts=3, replicas=2, idle=[IDLE], driver=IDLE) as run:
@@ -49,6 +50,7 @@ def test_the_machine_of_the_control_plane_is_lost(tmp_path: Path) -> None:
         finish(run, killed_s)
 
 
+@pytest.mark.soak
 def test_the_machine_of_rays_head_is_lost(tmp_path: Path) -> None:
     """And with it driver, supervisor and coordinator. What Ray knows lies on a disk of its own, and
     another machine takes the address."""

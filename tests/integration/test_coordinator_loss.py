@@ -142,13 +142,8 @@ def sharded(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFactory)
     return fit(tiny_trainer(text, storage, steps=STEPS, replicas=2, shard=2))
 
 
-@pytest.mark.parametrize(
-    "attempt",
-    [
-        pytest.param(0, marks=pytest.mark.slow),
-        *(pytest.param(attempt, marks=pytest.mark.soak) for attempt in range(1, 12)),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("attempt", range(12))
 def test_the_coordinator_is_killed_while_it_hands_out_a_roster(
     sharded: Outcome, text: Path, tmp_path: Path, attempt: int
 ) -> None:

@@ -178,7 +178,7 @@ def test_a_run_that_nobody_waits_for(
     assert "no run is going on" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_is_left_of_a_run_whose_actors_are_ended_by_hand(
     undisturbed: str, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from elastic import TrainConfig
 from tests.support.tiny import fit, tiny_task, tiny_train, tiny_trainer
 from trainer.float8.config import Float8
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}
 

@@ -159,7 +159,7 @@ def test_a_machine_that_arrives_becomes_a_replica(
     assert weights == undisturbed(start_run, shard)
 
 
-@pytest.mark.slow
+@SOAK
 def test_a_start_does_without_a_machine_that_ray_only_believes_in(
     machines: Cluster, start_run: StartRun
 ) -> None:

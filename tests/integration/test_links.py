@@ -49,9 +49,8 @@ def test_the_two_ends_of_a_black_hole_name_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(3 * PATIENCE_S)
-@pytest.mark.parametrize(
-    "hosts", [pytest.param(3, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("hosts", [3, 2])
 def test_one_end_of_a_black_hole_is_taken_out(tmp_path: Path, hosts: int) -> None:
     """Of two replicas the one that leads stays. A spare on a third host takes the place of the
     other; where there is none, the worker that starts on the same host does not. The weights are

@@ -21,12 +21,10 @@ def whole(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFactory) -
     return fit(tiny_trainer(text, storage, shard=2, optimizer=LION, steps=STEPS))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("faults", "restored"),
-    [
-        pytest.param(f"kill@{KILL}:1", False, marks=pytest.mark.soak),
-        pytest.param(f"kill@{KILL}:0+2", True, marks=pytest.mark.slow),
-    ],
+    [(f"kill@{KILL}:1", False), (f"kill@{KILL}:0+2", True)],
     ids=["healed", "restored"],
 )
 def test_kills_change_no_bit(

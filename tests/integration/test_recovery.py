@@ -40,17 +40,20 @@ def check_equal(broken: Outcome, whole: Outcome, faults: int) -> None:
     assert broken.params == whole.params
 
 
-SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
-KILLS = [
-    pytest.param(1, 1, (EARLY, MIDDLE), marks=SOAK),
-    pytest.param(2, 1, (EARLY,), marks=SOAK),
-    pytest.param(1, 2, (MIDDLE,), marks=SLOW),
-    pytest.param(2, 1, (MIDDLE,), marks=SOAK),
-    pytest.param(1, 2, (EARLY,), marks=SOAK),
-]
+SOAK = pytest.mark.soak
 
 
-@pytest.mark.parametrize(("shard", "tensor", "steps"), KILLS)
+@SOAK
+@pytest.mark.parametrize(
+    ("shard", "tensor", "steps"),
+    [
+        (1, 1, (EARLY, MIDDLE)),
+        (2, 1, (EARLY,)),
+        (1, 2, (MIDDLE,)),
+        (2, 1, (MIDDLE,)),
+        (1, 2, (EARLY,)),
+    ],
+)
 def test_every_worker_killed(
     undisturbed: Undisturbed,
     text: Path,
@@ -95,7 +98,7 @@ def test_goes_on_with_one_replica_and_grows_back(
     assert broken.report["repeated_steps"] == 1
 
 
-@pytest.mark.soak
+@SOAK
 @pytest.mark.parametrize("kill", [f"kill@{MIDDLE}:1+6", f"kill@{MIDDLE}.forward:0+7"])
 def test_both_replicas_of_four_lose_a_worker(
     undisturbed: Undisturbed, text: Path, tmp_path: Path, kill: str

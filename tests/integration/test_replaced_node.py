@@ -59,7 +59,7 @@ def replacements(all_: list[Event]) -> list[events.NodeReplacement]:
     return [e for e in all_ if isinstance(e, events.NodeReplacement)]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_machine_with_a_wrong_state_is_replaced(machines: Cluster, tmp_path: Path) -> None:
     before = {node.node_id: node for node in machines.worker_nodes}
     run = GrowingRun(machines, tmp_path, "local", program=PROGRAM)
