@@ -3,7 +3,6 @@ nowhere."""
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from health.flight import LATEST, NO_NAME, find_pending, latest_of
+from tests.support.watching import wait_until
 from trainer.backend.flight_recorder import read_flight_recorder
 
 LONG = timedelta(seconds=60)
@@ -28,19 +28,14 @@ def test_a_group_made_by_hand_is_recorded_and_what_has_not_ended_is_told() -> No
     both = [group.allreduce([torch.ones(3)]) for group in (first, second)]
     for work in both:
         work.wait()
-    assert ours() == []
+    wait_until(lambda: not ours(), 5.0)  # a thread of torch's marks what has ended
     waiting = first.allreduce([torch.ones(5)])
     (pending,) = ours()
     assert pending["group"] == NO_NAME and pending["sizes"] == [[5]]
     assert (pending["what"], pending["number"]) == ("gloo:all_reduce", 2)
     second.allreduce([torch.ones(5)]).wait()
     waiting.wait()
-    ended = threading.Event()  # it is marked by a thread of torch's
-    for _ in range(500):
-        if not ours():
-            break
-        ended.wait(0.01)
-    assert ours() == []
+    wait_until(lambda: not ours(), 5.0)
 
 
 def ours() -> list[dict[str, Any]]:
