@@ -49,6 +49,8 @@ OF_COORDINATOR: tuple[ActionKind, ...] = ("coordinator", "machine")
 """What ends the coordinator's process."""
 PROCESSES: tuple[ActionKind, ...] = ("supervisor", "agent")
 """What ends a process that nobody should miss."""
+NOTICE_S = 20.0
+"""The longest pause for the cluster to take notice of something."""
 SLOW_EVALUATION_S = 10.0
 """How long a slow evaluation takes; longer than `SLOW_HEALTH` lets a worker ignore a call."""
 KINDS: tuple[Kind, ...] = ("kill", "freeze", "raise")
@@ -193,8 +195,11 @@ class Schedule:
 
     @property
     def health(self) -> HealthConfig:
-        """Timeouts and budgets of the run."""
-        return SLOW_HEALTH if self.evaluation_s else HEALTH
+        """Timeouts and budgets of the run. Who waits because the run is paused does not hang."""
+        health = SLOW_HEALTH if self.evaluation_s else HEALTH
+        if any(action.paused for action in self.actions):
+            return replace(health, progress_timeout_s=2 * NOTICE_S)
+        return health
 
     def __str__(self) -> str:
         faults = ",".join(map(str, self.faults)) or "none"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from benchmarks._chaos import Action, Deed, Schedule
+from benchmarks._chaos import NOTICE_S, Action, Deed, Schedule
 from elastic.protocol import events
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
@@ -22,8 +22,6 @@ _E = TypeVar("_E", bound=events.Event)
 _Done = tuple[tuple[str, ...], Callable[[], bool]]
 """The machines that something was done to, and a look whether the cluster has taken notice."""
 
-NOTICE_S = 20.0
-"""The longest pause for the cluster to take notice of something."""
 _LOOK_S = 0.02
 LARGE_BYTES = 1000
 """Packets that are longer are lost where large ones are."""

@@ -6,6 +6,7 @@ from typing import get_args
 
 from benchmarks._chaos import (
     LAYOUTS,
+    NOTICE_S,
     ON_NETWORK,
     ROOM_FOR_ALL,
     STEPS,
@@ -49,6 +50,14 @@ def test_everything_is_drawn() -> None:
     phases = {f.phase for s in schedules for f in s.faults}
     assert {"heal_source", "heal_target", "build", "checkpoint", "shutdown"} <= phases
     assert any(f.spare for s in schedules for f in s.faults)
+
+
+def test_who_waits_for_the_soak_is_not_taken_for_one_that_hangs() -> None:
+    """Seed 17 is paused until a machine has joined, which took 5 s."""
+    for seed in SEEDS:
+        schedule = draw_schedule(seed, resize=True)
+        waits_s = NOTICE_S if any(action.paused for action in schedule.actions) else 0.0
+        assert (schedule.health.progress_timeout_s or 0.0) > waits_s
 
 
 def test_the_same_seed_draws_the_same() -> None:
