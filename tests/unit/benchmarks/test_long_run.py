@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.support import ROOT
 
 
+@pytest.mark.soak
 def test_a_run_outlives_all_its_workers() -> None:
     """In a process of its own: it makes a coordinator, which takes a driver's Ray for its own."""
     command = [sys.executable, "-m", "benchmarks.long_run", "--steps", "600", "--incidents", "60"]
