@@ -17,13 +17,14 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+from benchmarks._common import say, show_table
 from benchmarks._processes import processes_below
 from health.process import parse_cpu_ticks, read_stat
 from trainer.tasks.causal_lm import PreparedCausalLM
@@ -215,6 +216,37 @@ def take_turns(systems: Mapping[str, Turns], turns: int, steps: int) -> dict[str
         for place in range(len(names)):
             name = names[(number + place) % len(names)]
             found[name].append(systems[name].block(steps))
+    return found
+
+
+def take_rounds(
+    running: contextlib.ExitStack,
+    systems: Mapping[str, Turns],
+    ratios: Callable[[Mapping[str, Sequence[Block]]], dict[str, dict[str, float]]],
+    *,
+    rounds: int,
+    turns: int,
+    steps: int,
+) -> list[dict[str, list[Block]]]:
+    """Starts the systems, each with a turn that does not count, and has them take turns.
+
+    Args:
+        running: ends them.
+        systems: by their names.
+        ratios: of a round, which are shown.
+        rounds: so many.
+        turns: of each system in a round.
+        steps: in a turn.
+    """
+    for name, system in systems.items():
+        running.enter_context(system)
+        system.block(steps)
+        say(f"{name} has begun")
+    found = []
+    for number in range(rounds):
+        found.append(take_turns(systems, turns, steps))
+        show_table(f"round {number + 1} of {rounds}", ratios(found[-1]))
+    check_same(found[0])  # later on their rounding has grown
     return found
 
 

@@ -37,6 +37,7 @@ import argparse
 import contextlib
 import multiprocessing
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ from benchmarks._common import (
 )
 from benchmarks._turn_loops import IdleActor, run_elastic, run_workers, train_fsdp2
 from benchmarks._turn_task import add_model_arguments, make_task
-from benchmarks._turns import Block, GatedLM, Turns, check_same, take_turns
+from benchmarks._turns import Block, GatedLM, Turns, take_rounds
 from elastic import HealthConfig
 from elastic.protocol import events
 from elastic.reporting.event_log import read_events
@@ -89,15 +90,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, list[Block]]]:
     """Every system's blocks, round by round."""
     with scratch("overhead") as directory, contextlib.ExitStack() as running:
         systems = make_systems(directory, options)
-        for name, system in systems.items():
-            running.enter_context(system)
-            system.block(options.block)
-            say(f"{name} has begun")
-        rounds = []
-        for number in range(options.rounds):
-            rounds.append(take_turns(systems, ROUND_STEPS // options.block, options.block))
-            show_table(f"round {number + 1} of {options.rounds}", ratios(rounds[-1]))
-        check_same(rounds[0])  # later on their rounding has grown
+        rounds = take_rounds(
+            running,
+            systems,
+            ratios,
+            rounds=options.rounds,
+            turns=ROUND_STEPS // options.block,
+            steps=options.block,
+        )
         for name in OURS:
             check_quiet(directory / name / "run", options.rounds)
         return rounds
@@ -112,7 +112,7 @@ def check_quiet(run: Path, rounds: int) -> None:
     assert len(compared) >= rounds, f"compared {len(compared)} times in {rounds} rounds"
 
 
-def ratios(found: dict[str, list[Block]]) -> dict[str, dict[str, float]]:
+def ratios(found: Mapping[str, Sequence[Block]]) -> dict[str, dict[str, float]]:
     """One round: milliseconds of a step of each system, and ratios to the plain loop's."""
     ms = {name: _ms_a_step(blocks) for name, blocks in found.items()}
     return {
@@ -125,7 +125,7 @@ def ratios(found: dict[str, list[Block]]) -> dict[str, dict[str, float]]:
     }
 
 
-def _ms_a_step(blocks: list[Block]) -> dict[str, float]:
+def _ms_a_step(blocks: Sequence[Block]) -> dict[str, float]:
     beside_s = sum(block.beside_cpu_s for block in blocks)
     cpu_s = sum(block.workers_cpu_s for block in blocks) + beside_s
     sums_s = {"wall_ms": sum(b.wall_s for b in blocks), "cpu_ms": cpu_s, "beside_cpu_ms": beside_s}

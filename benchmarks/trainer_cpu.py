@@ -35,7 +35,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import end_properly, median_of, print_result, say, scratch, show_table
+from benchmarks._common import end_properly, median_of, print_result, scratch, show_table
 from benchmarks._turn_loops import (
     TrainWorker,
     run_workers,
@@ -44,7 +44,7 @@ from benchmarks._turn_loops import (
     train_ours,
 )
 from benchmarks._turn_task import HEADS, add_model_arguments, make_task
-from benchmarks._turns import Block, GatedLM, Turns, check_same, take_turns
+from benchmarks._turns import Block, GatedLM, Turns, take_rounds
 from trainer.config import ParallelConfig
 
 SHARD = 2
@@ -72,15 +72,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             name: make_system(directory / name.replace(" ", "_"), name, task, train)
             for name in SYSTEMS
         }
-        for name, system in systems.items():
-            running.enter_context(system)
-            system.block(options.block)
-            say(f"{name} has begun")
-        rounds = []
-        for number in range(options.rounds):
-            rounds.append(take_turns(systems, options.turns, options.block))
-            show_table(f"round {number + 1} of {options.rounds}", ratios(rounds[-1]))
-        check_same(rounds[0])
+        rounds = take_rounds(
+            running,
+            systems,
+            ratios,
+            rounds=options.rounds,
+            turns=options.turns,
+            steps=options.block,
+        )
     sizes = {
         "parameters": task.info["parameters"],
         "hidden": options.hidden,
