@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from checkpointing.field_types import fits, settle_types
+
 PULSE_S = 5.0
 """Between two pulses."""
 
@@ -62,22 +64,12 @@ def read_pulse(path: Path) -> Pulse | None:
 
 def _pulse_of(data: Mapping[str, Any]) -> Pulse | None:
     """None where it does not hold what a pulse does: whoever watches must not end for it."""
-    numbers = {field.name: data.get(field.name) for field in fields(Pulse) if field.name != "spent"}
-    spent = data.get("spent")
-    if not isinstance(spent, dict) or not all(_is_pair(one) for one in spent.values()):
+    told = {field.name: data.get(field.name) for field in fields(Pulse)}
+    spent = told["spent"]
+    if not isinstance(spent, dict):
         return None
-    if not all(_is_number(n) or (n is None and name in _MAY_LACK) for name, n in numbers.items()):
+    told["spent"] = pairs = {n: tuple(p) for n, p in spent.items() if isinstance(p, list)}
+    pulse = Pulse(**told)  # type: ignore[arg-type]  # looked at next
+    if len(pairs) < len(spent) or not all(fits(pair, tuple[int, int]) for pair in pairs.values()):
         return None
-    pairs = {name: (used, most) for name, (used, most) in spent.items()}
-    return Pulse(**numbers, spent=pairs)  # type: ignore[arg-type]  # looked at just now
-
-
-_MAY_LACK = frozenset({"stepped", "step_s", "spareless_since"})
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+    return pulse if settle_types(pulse) is None else None
