@@ -232,7 +232,7 @@ class ParallelConfig:
                 "sharded over",
                 f"Use {' or '.join(map(str, possible))}" if possible else "Use None",
             )
-        if here is not None and 1 < self._flat.regathered < self._flat.fsdp:
+        if here is not None and self._flat.regathers_partly:
             raise ConfigError(
                 "train.parallel.reshard_after_forward",
                 self.reshard_after_forward,

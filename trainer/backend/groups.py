@@ -135,7 +135,7 @@ def replica_mesh(
     others = (
         dict(zip(dims.degrees, _each_of(make(dims.degrees)), strict=True)) if dims.others else {}
     )
-    cut = 1 < size < dims.fsdp  # then there are no tensor peers
+    cut = dims.regathers_partly  # then there are no tensor peers
     return ReplicaMesh(
         fsdp=fsdp,
         tensor=tensor,

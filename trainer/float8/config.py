@@ -111,7 +111,7 @@ class Float8:
                 "Use precision='bfloat16', or recipe='tensorwise'",
             )
         dims = train.parallel.dims
-        if self.gather and 1 < dims.regathered < dims.fsdp:
+        if self.gather and dims.regathers_partly:
             raise ConfigError(
                 "train.parallel.reshard_after_forward",
                 train.parallel.reshard_after_forward,

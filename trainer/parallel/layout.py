@@ -56,6 +56,11 @@ class ParallelDims:
         return self.regather or self.fsdp
 
     @property
+    def regathers_partly(self) -> bool:
+        """Whether parameters lie over some of the workers then: not whole on each, nor over all."""
+        return 1 < self.regathered < self.fsdp
+
+    @property
     def parts(self) -> int:
         """Workers that one sample's work is divided over, tensor peers not counted."""
         return math.prod(degree for _, degree in self.others)

@@ -38,9 +38,9 @@ def test_every_run_is_accepted(schedules: list[Schedule], tmp_path: Path) -> Non
             make_undisturbed(tmp_path, *kind),
         ):
             dims = train.parallel.dims
-            cut = 1 < dims.regathered < dims.fsdp
+            degrees = dims.fsdp, dims.tensor, dims.regathers_partly
             new = {
-                (train.converters, train.precision, dims.fsdp, dims.tensor, cut),
+                (train.converters, train.precision, degrees),
                 (train.offload, train.parallel.context),
             } - built
             if new:
