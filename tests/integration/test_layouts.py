@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from checkpointing import tensors_sha256
 from tests.support.data_plane import Run, WorkerResult, full_parameters, run_in_turn, run_layout
+from tests.support.gradients import fill_whole
 from tests.support.tiny import SEQ_LEN, tiny_task, tiny_train
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.data import sample_ids
@@ -57,18 +58,7 @@ def single_process(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The whole run in plain PyTorch: no FSDP, no lanes, no replicas; one batch, one backward a
     step."""
-    model, source = task.build(train.seed)
-    values = {
-        n: source.read(n, tuple(p.shape), (0,) * p.dim(), tuple(p.shape))
-        for n, p in model.named_parameters()
-    }
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device="cpu")
-    model.load_state_dict(values, strict=False)
-    network: Any = model
-    network.tie_weights()
-    for name, buffer in model.named_buffers():
-        buffer.data.copy_(buffers[name])
+    model = fill_whole(task, train)
     o = train.optimizer
     assert isinstance(o, OptimizerConfig)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
@@ -83,7 +73,7 @@ def single_process(
     for step in range(train.steps):
         ids = sample_ids(train.seed, step * train.global_batch, train.global_batch, len(data))
         batch = data.batch(ids)
-        logits = network(input_ids=batch[:, :-1]).logits
+        logits = model(input_ids=batch[:, :-1]).logits
         loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm)

@@ -33,7 +33,7 @@ class FirstStep:
 def plain_first_step(task: PreparedCausalLM, train: TrainConfig) -> FirstStep:
     """No FSDP, no lanes, no micro-batches: samples, or texts where they are apart, through
     transformers' own attention; those of one length together."""
-    model = _filled(task, train)
+    model = fill_whole(replace(task, loss_chunk=None), train)
     total, targets = torch.zeros(()), 0
     alike: dict[int, list[torch.Tensor]] = {}
     for text in _texts(task, train):
@@ -51,10 +51,11 @@ def plain_first_step(task: PreparedCausalLM, train: TrainConfig) -> FirstStep:
     )
 
 
-def _filled(task: PreparedCausalLM, train: TrainConfig) -> Any:
-    """The whole model with the run's initial weights, in the number format that they have there."""
+def fill_whole(task: PreparedCausalLM, train: TrainConfig) -> Any:
+    """The whole model with the run's initial weights, in the number format that they have there,
+    and transformers' own attention."""
     model: Any
-    model, source = replace(task, loss_chunk=None).build(train.seed)
+    model, source = task.build(train.seed)
     model.config._attn_implementation = "sdpa"
     kept = getattr(torch, master_dtype(train.optimizer))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
