@@ -109,10 +109,10 @@ class Corruption:
 
     def _hear(self, event: events.Event) -> None:
         self._follow(event)
+        self._keep_sound()
         if isinstance(event, events.ReplicasCompared) and event.equal:
             self._confirm(event.step)
         elif isinstance(event, events.RegroupDone):
-            self._keep_sound()
             self._holders = {
                 lane: replica.workers
                 for replica in self._membership.roster.replicas
@@ -130,7 +130,6 @@ class Corruption:
             self._receipts.keep(self.sound, by="corruption")
 
     def _confirm(self, step: int) -> None:
-        self._keep_sound()
         self._done = {s: done for s, done in self._done.items() if s >= step}
         if self._disputed is not None and step >= self._disputed:
             self._disputed, self._first = None, {}

@@ -27,8 +27,7 @@ class TransformerEngine:
 
     Parameters keep their names, shapes and places, so a checkpoint goes with or without it.
     Embedding and head stay as they are, and so does attention with `context` above 1 or texts
-    apart. Needs the extra `te` on the workers, and precision
-    `bfloat16`.
+    apart. Needs the extra `te` on the workers, and precision `bfloat16`.
     """
 
     float8: Literal["current", "block"] | None = None
