@@ -119,12 +119,19 @@ FAULTS: dict[str, Fault] = {
     ),
     "mtu_black_hole": Fault(
         ("link",),
-        lambda run, victim: run.hosts.lose(victim.host, "meta length > 1000"),
-        lambda run, victim: run.hosts.lose_nothing(victim.host),
+        lambda run, victim: run.hosts.lose(victim.host, 'iifname != "lo" meta length > 1000'),
+        lambda run, victim: replace_lossy(run, victim),
         node=True,
     ),
     "slow_worker": Fault(("slow",), told("slow"), told("fast"), shown_by=events.StragglersFound),
 }
+
+
+def replace_lossy(run: PartitionRun, victim: Victim) -> None:
+    """Another machine in the place of the one that gets no large packets: that one gets no slot any
+    more."""
+    run.hosts.lose_nothing(victim.host)
+    restart(run, victim)
 
 
 def restart(run: PartitionRun, victim: Victim) -> None:

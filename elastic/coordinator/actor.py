@@ -197,7 +197,7 @@ class Coordinator(CoordinatorApi):
             config.health.regroup_timeout_s,
         )
         self._troubles = Troubles(config.health, self._membership, self._dispatcher, self._workers)
-        self._link_tests = LinkTests(self._membership, self._workers, self._records)
+        self._link_tests = LinkTests(self._membership, self._workers, self._agents, self._records)
         aside = Aside(self._membership, self._dispatcher)
         self._replacements = Replacements(config, self._workers, self._records, aside)
         self._remedies = Remedies(
@@ -241,6 +241,7 @@ class Coordinator(CoordinatorApi):
             self._dispatcher,
             self._workers,
             self._agents,
+            self._link_tests,
             self._break_off,
         )
 

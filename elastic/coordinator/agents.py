@@ -210,6 +210,40 @@ class NodeAgents:
             self._ask(node, NodeAgent.evidence, workers) for node, workers in by_node.items()
         )
 
+    async def try_links(self, nodes: Sequence[str], bound_s: float) -> dict[tuple[str, str], int]:
+        """Has the agents of nodes try the connections between them, all at once.
+
+        Args:
+            nodes: some.
+            bound_s: how long a message of `LINK_BYTES` may take.
+
+        Returns:
+            Sender, receiver -> how much came, where it was not all. Nothing is said of a node whose
+            agent did not answer.
+        """
+        opened = await asyncio.gather(
+            *(_within(ANSWER_S, self._ask(node, NodeAgent.open_link_door)) for node in nodes)
+        )
+        doors = {rank: door for rank, door in enumerate(opened) if door is not None}
+        tried = [
+            self._ask(
+                nodes[rank],
+                NodeAgent.try_links,
+                rank,
+                {peer: door for peer, door in doors.items() if peer != rank},
+                bound_s,
+            )
+            for rank in doors
+        ]
+        answers = await asyncio.gather(*(_within(bound_s + ANSWER_S, one) for one in tried))
+        short = {rank: a for rank, a in zip(doors, answers, strict=True) if a is not None}
+        return {
+            (nodes[sender], nodes[receiver]): count
+            for receiver, counts in short.items()
+            for sender, count in counts.items()
+            if sender in short
+        }
+
     async def _ask(
         self,
         node: str,

@@ -1,19 +1,42 @@
-"""What the workers of a roster have found of their connections, and who is taken out for it."""
+"""What is found of the connections between workers, and who is taken out for it.
+
+collectives across replicas fail again and again ──► the workers of the roster try their connections
+a replica on several nodes stands still ──► the agents of the nodes try those between them
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
+from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.workers import Workers
-from elastic.membership.links import FailedLink, describe, find_failed, plan_removals
+from elastic.membership.links import (
+    FailedLink,
+    between_workers,
+    describe,
+    find_failed,
+    plan_removals,
+)
 from elastic.membership.machine import Membership
 from elastic.protocol import events
 from elastic.protocol.causes import LINK
 from elastic.protocol.messages import LinkTest
+from trainer.backend.link_exchange import LINK_BYTES
 
 _MOST_NOTED = 100
 """Failed connections in an event."""
+
+_WITNESSES = 2
+"""Nodes beside those of a replica that stands still: they tell which end of a connection is bad."""
+
+_MOST_NODES = 64
+"""That are tried at once: each sends to all others."""
+
+_STILL_BOUND_S = 1.0
+"""How long a message may take between two nodes of a replica that stands still. A good connection
+takes milliseconds; and only what fails twice in a row has failed."""
 
 
 class LinkTests:
@@ -23,11 +46,15 @@ class LinkTests:
     Args:
         membership: knows the roster, and is told what was found.
         workers: loses them.
+        agents: try connections between nodes.
         records: where it is written down.
     """
 
-    def __init__(self, membership: Membership, workers: Workers, records: RunLog) -> None:
-        self._membership, self._workers, self._records = membership, workers, records
+    def __init__(
+        self, membership: Membership, workers: Workers, agents: NodeAgents, records: RunLog
+    ) -> None:
+        self._membership, self._workers = membership, workers
+        self._agents, self._records = agents, records
         self._generation = 0
         self._found: dict[str, LinkTest] = {}
 
@@ -45,15 +72,41 @@ class LinkTests:
             await self._conclude()
 
     async def _conclude(self) -> None:
-        membership, roster = self._membership, self._membership.roster
-        failed = find_failed(roster, self._found)
-        nodes = {worker: identity.node for worker, identity in membership.members.items()}
+        failed = find_failed(self._membership.roster, self._found)
+        self._membership.links_tested = describe(failed, self._nodes)
+        await self.remove(failed, keep_state=True)
+
+    async def try_between(self, workers: Sequence[str]) -> list[FailedLink]:
+        """Has the agents try the connections between the nodes of `workers`, who stand still, and
+        those to some others of the roster. Where there are many nodes, those of the first workers
+        count.
+
+        Returns:
+            Those that failed; none where all are on one node.
+        """
+        members = {w: self._nodes[w] for w in self._membership.roster.workers if w in self._nodes}
+        theirs = list(dict.fromkeys(members[w] for w in workers if w in members))
+        if len(theirs) < 2:
+            return []
+        others = dict.fromkeys(node for node in members.values() if node not in theirs)
+        asked = [*theirs[:_MOST_NODES], *[*others][:_WITNESSES]]
+        short = await self._agents.try_links(asked, _STILL_BOUND_S)
+        if short:
+            again = await self._agents.try_links(asked, _STILL_BOUND_S)
+            short = {link: count for link, count in short.items() if link in again}
+        return between_workers(short, members, LINK_BYTES, _STILL_BOUND_S)
+
+    async def remove(self, failed: Sequence[FailedLink], *, keep_state: bool) -> set[str]:
+        """Notes which connections have failed, and takes out those workers whom they have in
+        common. `keep_state`: see `plan_removals`. Returns them."""
+        membership, roster, nodes = self._membership, self._membership.roster, self._nodes
         removed = plan_removals(
             failed,
             roster,
             nodes,
             idle=membership.places.idle,
             least=membership.config.min_replicas,
+            keep_state=keep_state,
         )
         self._records.note(
             events.LinksTested(
@@ -64,13 +117,18 @@ class LinkTests:
                 removed=sorted(removed),
             )
         )
-        membership.links_tested = describe(failed, nodes)
         self._workers.shun({nodes[worker] for worker in removed})
         for worker in sorted(removed):
             await self._workers.kill(worker, LINK, _describe_for(worker, failed, nodes))
+        return removed
+
+    @property
+    def _nodes(self) -> dict[str, str]:
+        """Worker -> its node."""
+        return {worker: one.node for worker, one in self._membership.members.items()}
 
 
-def _describe_for(worker: str, failed: list[FailedLink], nodes: dict[str, str]) -> str:
+def _describe_for(worker: str, failed: Sequence[FailedLink], nodes: dict[str, str]) -> str:
     """The evidence against a worker."""
     own = [link for link in failed if worker in link[:2]]
     return f"connections fail, and no worker on its node gets a slot now: {describe(own, nodes)}"

@@ -1,7 +1,10 @@
 """Watches that steps are committed, and finds out who keeps them where none is.
 
-    no step for 0.6 of the bound ──► where is everybody? who is suspect? evidence is taken
-    no step for the bound ─────────► those who have not moved since are killed; the rest is recovery
+    no step for 0.6 of the bound ──► where is everybody? who is suspect? evidence is taken, and
+                                     connections between the nodes of those who wait are tried
+    no step for 0.8 of the bound ──► evidence is taken again
+    no step for the bound ─────────► those who have not moved since are killed, or those on the node
+                                     that no large message reaches; the rest is recovery
                                      where all wait for each other, they are called to regroup
 
 Nobody is asked anything while steps come. `health/progress.py` decides.
@@ -12,15 +15,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.evidence import keep_evidence
+from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.workers import Workers
+from elastic.membership.links import FailedLink
 from elastic.membership.machine import Membership
 from elastic.protocol.causes import HANG
 from elastic.protocol.events import StepRecord
@@ -35,8 +40,22 @@ _WAITERS = 2
 """Stacks taken of those who wait, beside the suspects'."""
 _CALM_S = 0.5
 """Between two looks at whether steps come."""
+_AGAIN = 0.8
+"""Share of the bound at which evidence is taken again: it takes up to a second."""
 _LOOK_S = 0.2
 """Between two looks at where all are, while none comes."""
+
+
+@dataclass
+class _Found:
+    """What looks at a standstill have found so far."""
+
+    first: dict[str, Evidence] = field(default_factory=dict)
+    """Of workers when they were suspected."""
+    second: dict[str, Evidence] = field(default_factory=dict)
+    """Of workers later."""
+    failed: list[FailedLink] | None = None
+    """Connections; None: they were not tried yet."""
 
 
 class StandstillWatch:
@@ -50,6 +69,7 @@ class StandstillWatch:
         dispatcher: runs it, and decides what follows.
         workers: ends those at fault.
         agents: know where workers are.
+        link_tests: try connections, and take out whom failed ones have in common.
         cross_lost: called where all wait for each other, with generation and reason.
     """
 
@@ -62,11 +82,13 @@ class StandstillWatch:
         dispatcher: Dispatcher,
         workers: Workers,
         agents: NodeAgents,
+        link_tests: LinkTests,
         cross_lost: Callable[[int, str], Coroutine[Any, Any, None]],
     ) -> None:
         self._least_s, self._shared_s, self._incidents = least_s, shared_s, incidents
         self._membership, self._dispatcher = membership, dispatcher
         self._workers, self._agents, self._cross_lost = workers, agents, cross_lost
+        self._link_tests = link_tests
         self._steps_s: deque[float] = deque(maxlen=_STEPS)
         self._last: StepRecord | None = None
         self._came_s = 0.0
@@ -92,7 +114,7 @@ class StandstillWatch:
     async def _look(self, last: StepRecord) -> None:
         """No step has come for long. Whoever is suspect is looked at again before it is accused."""
         marks: dict[str, int] = {}
-        found: dict[str, Evidence] = {}
+        found = _Found()
         while not self._over(last):
             places = await self._places()
             soon, now = (
@@ -107,8 +129,16 @@ class StandstillWatch:
             if accused or now.all_wait:
                 await self._act(last, accused, found, places)
                 return
-            if any(suspect.worker not in found for suspect in soon.suspects):
-                found |= await self._evidence([suspect.worker for suspect in soon.suspects])
+            suspects = [suspect.worker for suspect in soon.suspects]
+            if found.failed is None:
+                waiting = self._mates(suspects) or self._membership.roster.workers
+                found.first, found.failed = await asyncio.gather(
+                    self._evidence(suspects), self._link_tests.try_between(waiting)
+                )
+            elif _lacks(found.first, suspects):
+                found.first |= await self._evidence(suspects)
+            elif self._still_s >= _AGAIN * self._bound_s and _lacks(found.second, suspects):
+                found.second |= await self._evidence(suspects)
             marks = {suspect.worker: suspect.mark for suspect in soon.suspects}
             await asyncio.sleep(_LOOK_S)
 
@@ -116,33 +146,47 @@ class StandstillWatch:
         self,
         last: StepRecord,
         accused: Mapping[str, str],
-        found: Mapping[str, Evidence],
+        found: _Found,
         places: Sequence[Mapping[str, Place | None]],
     ) -> None:
         """Keeps what was found, then ends those at fault."""
-        again = await self._evidence(list(accused))
-        both = {**found, **{w: _twice(found.get(w), second) for w, second in again.items()}}
+        if _lacks(found.second, list(accused)):
+            found.second |= await self._evidence(list(accused))
+        both = {w: _twice(found.first.get(w), second) for w, second in found.second.items()}
         await asyncio.to_thread(
             keep_evidence,
             self._incidents,
             accused,
-            both,
+            {**found.first, **both},
             step=last.step + 1,
             generation=last.generation,
             no_step_for_s=round(self._still_s, 1),
             bound_s=round(self._bound_s, 1),
+            failed_links=[link._asdict() for link in found.failed or ()],
             places={w: None if p is None else asdict(p) for r in places for w, p in r.items()},
         )
         if self._over(last):
             return
+        removed: set[str] = set()
+        if found.failed:
+            # Whoever is accused is ended otherwise, with the state.
+            removed = await self._link_tests.remove(found.failed, keep_state=not accused)
+        explained = {*self._mates(removed)}
         for worker, evidence in accused.items():
-            await self._workers.kill(
-                worker, HANG, f"it keeps the others: {evidence} (health.progress_timeout_s)"
-            )
-        if not accused:
+            if worker not in explained:
+                await self._workers.kill(
+                    worker, HANG, f"it keeps the others: {evidence} (health.progress_timeout_s)"
+                )
+        if not accused and not removed:
             reason = f"no step for {self._still_s:.1f} s, and all wait for each other"
             await self._cross_lost(last.generation, reason)
         self._came_s = time.monotonic()  # what follows has its own bounds
+
+    def _mates(self, workers: Iterable[str]) -> list[str]:
+        """All workers of the replicas of `workers`, these first."""
+        theirs = set(workers)
+        replicas = [r.workers for r in self._membership.roster.replicas if theirs & {*r.workers}]
+        return sorted((w for each in replicas for w in each), key=lambda w: w not in theirs)
 
     @property
     def _bound_s(self) -> float:
@@ -181,6 +225,10 @@ class StandstillWatch:
         started = self._workers.started
         asked = [started[w] for w in (*suspects, *waiters) if w in started]
         return await self._agents.evidence(asked)
+
+
+def _lacks(found: Mapping[str, Evidence], suspects: Sequence[str]) -> bool:
+    return not found or not found.keys() >= {*suspects}
 
 
 def _twice(first: Evidence | None, second: Evidence) -> Evidence:

@@ -1,8 +1,9 @@
 """Who is taken out where connections between workers fail, and all of them live. Pure.
 
 The workers of a roster have tried their connections (`trainer/backend/link_test.py`), each to the
-others of its cross group. A connection between two has two ends, and does not say which one is bad.
-What several have in common does: mostly a machine.
+others of its cross group; or the agents of the nodes have, where a replica stands still. A
+connection between two has two ends, and does not say which one is bad. What several have in common
+does: mostly a machine.
 """
 
 from __future__ import annotations
@@ -43,8 +44,37 @@ def find_failed(roster: Roster, found: Mapping[str, LinkTest]) -> list[FailedLin
     ]
 
 
+def between_workers(
+    short: Mapping[tuple[str, str], int],
+    nodes: Mapping[str, str],
+    of_bytes: int,
+    bound_s: float,
+) -> list[FailedLink]:
+    """The connections between workers that failed, by what their nodes have found.
+
+    Args:
+        short: node that sent, node that received -> bytes that came, of those that were too few.
+        nodes: worker -> its node, of all in the roster.
+        of_bytes: size of a message.
+        bound_s: the time that it had.
+    """
+    on: dict[str, list[str]] = defaultdict(list)
+    for worker, node in nodes.items():
+        on[node].append(worker)
+    return [
+        FailedLink(sender, receiver, _came(count, of_bytes, bound_s))
+        for (source, target), count in sorted(short.items())
+        for sender in on[source]
+        for receiver in on[target]
+    ]
+
+
 def _describe_short(count: int, test: LinkTest) -> str:
-    return f"{count:,} of {test.of_bytes:,} bytes in {test.bound_s:g} s"
+    return _came(count, test.of_bytes, test.bound_s)
+
+
+def _came(count: int, of_bytes: int, bound_s: float) -> str:
+    return f"{count:,} of {of_bytes:,} bytes in {bound_s:g} s"
 
 
 def plan_removals(
@@ -54,6 +84,7 @@ def plan_removals(
     *,
     idle: Collection[str],
     least: int,
+    keep_state: bool = True,
 ) -> set[str]:
     """The workers to take out, so that those who stay reach each other; none where too few replicas
     would be left, or none with state.
@@ -64,6 +95,8 @@ def plan_removals(
         nodes: worker -> its node.
         idle: workers without a place, who may take those of others.
         least: fewest replicas to train with.
+        keep_state: a replica with state has to be left. False where those that stand still would be
+            ended otherwise, state and all.
     """
     culprits = find_culprits(failed, roster, nodes)
     kept = [replica for replica in roster.replicas if culprits.isdisjoint(replica.workers)]
@@ -72,7 +105,7 @@ def plan_removals(
     survivors = staying - {worker for replica in kept for worker in replica.workers}
     free = len(survivors) + sum(nodes[worker] not in bad for worker in idle)
     possible = len(kept) + free // len(roster.replicas[0].workers)
-    with_state = any(roster.lanes[replica.index] for replica in kept)
+    with_state = not keep_state or any(roster.lanes[replica.index] for replica in kept)
     return culprits if possible >= least and with_state else set()
 
 

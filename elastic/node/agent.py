@@ -27,7 +27,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import ray
@@ -38,6 +38,7 @@ from elastic.doctor.finding import Finding
 from elastic.node.beats import BeatSender
 from elastic.node.gpu_gauges import GpuGauges
 from elastic.node.health_watch import own_names, start_health_watch
+from elastic.node.link_door import LinkDoor
 from elastic.node.preflight import start_preflight
 from elastic.node.process_watch import ProcessWatch
 from elastic.protocol.causes import HANG, NODE
@@ -52,6 +53,7 @@ from health.lease import AwakeClock, Reach, decide_cut_off
 from health.progress import Place
 from health.reading import Reading
 from health.verdict import Sign
+from trainer.backend.link_exchange import Address
 
 _SAMPLE_INTERVAL_S = 0.2
 _TELL_INTERVAL_S = 0.02
@@ -91,6 +93,7 @@ class NodeAgent:
         self._processes = ProcessWatch(health.freeze_timeout_s)
         self._helpers = ProcessWatch(health.freeze_timeout_s)
         self._beats = BeatSender(beats, token)
+        self._door = LinkDoor(address)
         self._clock = AwakeClock(_SAMPLE_INTERVAL_S)
         self._deaths: list[Death] = []
         self._call: ObjectRef[bool] | None = None
@@ -164,6 +167,16 @@ class NodeAgent:
         """What is found of workers of this node."""
         found = {worker: self._processes.evidence(worker) for worker in workers}
         return {w: self._with_readings(w, one) for w, one in found.items() if one is not None}
+
+    def open_link_door(self) -> Address:
+        """Where this node listens from now on, for a test of the connections between nodes."""
+        return self._door.open()
+
+    def try_links(
+        self, rank: int, peers: Mapping[int, Address], bound_s: float
+    ) -> dict[int, int] | None:
+        """Tries the connections to other nodes, whose agents do the same (`LinkDoor.try_links`)."""
+        return self._door.try_links(rank, peers, bound_s)
 
     def _with_readings(self, worker: str, found: Evidence) -> Evidence:
         pid = self._processes.pid_of(worker)

@@ -132,8 +132,9 @@ class CrossGroupLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LinksTested(Event):
-    """The workers of a roster have tried their connections, since collectives across replicas had
-    failed again and again with nobody lost."""
+    """The connections between workers were tried: by the workers of a roster, since collectives
+    across replicas had failed again and again with nobody lost; or by the agents of the nodes of a
+    replica that stood still."""
 
     generation: int
     """Generation of the roster."""

@@ -56,7 +56,8 @@ from trainer.backend.groups import (
     leave_replica_group,
     make_replica_group,
 )
-from trainer.backend.link_test import BOUND_S, LINK_BYTES, try_links
+from trainer.backend.link_exchange import LINK_BYTES
+from trainer.backend.link_test import BOUND_S, try_links
 from trainer.backend.near_gpu import stay_near
 from trainer.backend.node_network import NodeNetwork
 from trainer.backend.origin import Origin, origin_of

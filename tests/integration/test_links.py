@@ -1,10 +1,12 @@
 """A path between two hosts that loses large packets. The workers' test of their connections names
-it; and a run over it, in which nobody dies and each collective fails, goes on without one of them.
+it; and a run over it, in which nobody dies and all wait, goes on without one of them. A host that
+gets no large packets is left, also where its replica lies on it and another.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import sys
 import time
 from pathlib import Path
@@ -14,17 +16,17 @@ import pytest
 from elastic.protocol import events
 from tests.support import ROOT
 from tests.support.black_hole import dig_black_hole
-from tests.support.hosts import Network, ip_of, requires_hosts
+from tests.support.hosts import Network, ip_of, requires_hosts, why_no_hosts
 from tests.support.run_on_hosts import PATIENCE_S, run_on
 from tests.support.watching import wait_until
-from trainer.backend.link_test import LINK_BYTES
+from trainer.backend.link_exchange import LINK_BYTES
 
 TRY = ROOT / "tests/support/links_over_hosts.py"
 RUN = ROOT / "tests/support/black_hole_run.py"
 BOUND_S = 3.0
 MOST_REGROUPS = 4
-"""Two after collectives that have failed, and one without the worker that is taken out; a test that
-is cut short on a busy machine is made again."""
+"""One, without the worker that is taken out, where the agents have seen it while all waited; on a
+busy machine two before it, after collectives that have failed, or a test that is cut short."""
 SOME = 20
 """Steps that show that the run goes on."""
 
@@ -79,3 +81,29 @@ def test_one_end_of_a_black_hole_is_taken_out(tmp_path: Path, hosts: int) -> Non
             assert all(worker in text for worker in ends), (text, ends)
         called = [e for e in run.of_kind(events.RegroupCalled, after_s=dug) if e.reason == "fault"]
         assert len(called) <= MOST_REGROUPS
+
+
+@pytest.mark.timeout(3 * PATIENCE_S)
+@pytest.mark.soak
+@pytest.mark.skipif(why_no_hosts(lossy=True) is not None, reason="loss needs nft")
+def test_the_node_of_a_replica_that_gets_no_large_packets_is_left(tmp_path: Path) -> None:
+    """Its replica waits in a collective of its own, where nothing tells the two workers apart. The
+    other one keeps its state, and a spare on a fifth host takes the place. The weights are those
+    of an undisturbed run."""
+    with run_on(tmp_path, hosts=5, replicas=2, shard=2, program=RUN) as run:
+        lead = run.under_way()
+        hosts = run.hosts_of(1)
+        assert len({*hosts, *run.hosts_of(0)}) == 4
+        bad = next(rank for rank in (1, 0) if hosts[rank] != lead)
+        run.hosts.lose(hosts[bad], 'iifname != "lo" meta length > 1000')
+        run.wait_until(lambda: bool(run.of_kind(events.WorkerLost)))
+        (lost,) = run.of_kind(events.WorkerLost)
+        assert (lost.cause, lost.slot) == ("link", f"replica 1 shard {bad} tensor 0")
+        run.wait_for_replicas(2, after_s=lost.time)
+        run.finish()
+        assert run.of_kind(events.WorkerLost) == [lost]
+        (tested,) = run.of_kind(events.LinksTested)
+        assert tested.removed == [lost.worker]
+        (manifest,) = run.root.glob("incidents/*/manifest.json")
+        ends = json.loads(manifest.read_text())["failed_links"]
+        assert ends and all(lost.worker in (end["sender"], end["receiver"]) for end in ends)

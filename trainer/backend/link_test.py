@@ -9,11 +9,8 @@ Who has not got all of a peer's in time names that peer. This is no part of any 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-import struct
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 from torch._C._distributed_c10d import PrefixStore
@@ -21,20 +18,11 @@ from torch._C._distributed_c10d import PrefixStore
 from trainer.backend.aside import make_aside
 from trainer.backend.groups import gather
 from trainer.backend.interface import group_addresses
+from trainer.backend.link_exchange import Address, exchange
 from trainer.backend.rendezvous import Rendezvous
-from trainer.errors import GroupError
-
-LINK_BYTES = 256 * 1024
-"""What crosses a connection, each way: many packets of full size."""
 
 BOUND_S = 10.0
 """A good connection takes milliseconds, and may lose its first packet three times in a row."""
-
-_SMALL = struct.Struct("!I60x")
-"""The first message, in a packet of its own: who sends."""
-
-_POLL_S = 0.01
-_Address = tuple[str, int]
 
 
 def try_links(
@@ -68,8 +56,7 @@ def try_links(
     own, *_ = group_addresses(rendezvous.host, rendezvous.port)
     with socket.create_server((own, 0), backlog=size) as listening:
         peers = _meet(rendezvous, prefix, rank, size, listening, leave_now)
-        arrived = asyncio.run(_exchange(listening, rank, peers, leave_now, bound_s))
-    return {peer: count for peer, count in arrived.items() if count < LINK_BYTES}
+        return asyncio.run(exchange(listening, rank, peers, leave_now, bound_s))
 
 
 def _meet(
@@ -79,7 +66,7 @@ def _meet(
     size: int,
     listening: socket.socket,
     leave_now: Callable[[], bool],
-) -> dict[int, _Address]:
+) -> dict[int, Address]:
     """Waits until all listen. Returns where each peer does."""
     host, port, *_ = listening.getsockname()
     names = [str(peer) for peer in range(size)]
@@ -92,50 +79,3 @@ def _meet(
         told = make_aside(ask, leave_now, rendezvous.timeout_s)
     found = [value.decode().split() for value in told]
     return {peer: (h, int(p)) for peer, (h, p) in enumerate(found) if peer != rank}
-
-
-async def _exchange(
-    listening: socket.socket,
-    rank: int,
-    peers: Mapping[int, _Address],
-    leave_now: Callable[[], bool],
-    bound_s: float,
-) -> dict[int, int]:
-    """Sends to all peers and hears them. Returns how many bytes have come of each."""
-    arrived = dict.fromkeys(peers, 0)
-
-    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            (peer,) = _SMALL.unpack(await reader.readexactly(_SMALL.size))
-            if peer in arrived:
-                arrived[peer] += _SMALL.size
-                while part := await reader.read(LINK_BYTES):
-                    arrived[peer] += len(part)
-        writer.close()
-
-    async def send(address: _Address) -> None:
-        with contextlib.suppress(OSError):
-            _, writer = await asyncio.open_connection(*address)
-            try:
-                writer.write(_SMALL.pack(rank))
-                await writer.drain()
-                writer.write(bytes(LINK_BYTES - _SMALL.size))
-                writer.close()
-                await writer.wait_closed()
-            finally:
-                writer.transport.abort()
-
-    server = await asyncio.start_server(hear, sock=listening, backlog=len(peers))
-    sending = [asyncio.create_task(send(address)) for address in peers.values()]
-    deadline = time.monotonic() + bound_s
-    while not (
-        all(task.done() for task in sending)
-        and all(count >= LINK_BYTES for count in arrived.values())
-    ):
-        if leave_now():
-            raise GroupError("left the test of the connections for a regroup")
-        if time.monotonic() > deadline:
-            break
-        await asyncio.sleep(_POLL_S)
-    server.close()
-    return arrived

@@ -79,6 +79,9 @@ class Reduction:
         self._last: list[tuple[list[Flight], slice]] = []
         self._ended = 0
         """Of `_last`, from its beginning."""
+        self._free = [] if into.is_cuda else cross.free
+        """Memory of buckets that have arrived and been added up. CUDA's allocator keeps its own;
+        on a CPU the pages would be new in each step."""
         self.wrote = False
         """Something has been written to `into`, or may be."""
 
@@ -187,7 +190,7 @@ class Reduction:
         receives = [len(blocks) * piece for blocks in cross.blocks]
         count = sum(receives)
         if self._needs_memory:
-            incoming = place.new_empty(count)
+            incoming = self._find_memory(count, place)
         else:
             self.wrote, incoming = True, place[:count]
         flight = cross.start(
@@ -196,6 +199,11 @@ class Reduction:
             outgoing,
         )
         self._arriving.append((flight, bucket, incoming))
+
+    def _find_memory(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        """For `count` numbers that arrive."""
+        freed = self._free.pop() if self._free else like.new_empty(0)
+        return freed[:count] if len(freed) >= count else like.new_empty(count)
 
     def _advance(self) -> None:
         """Sums and gathers what has arrived, in order."""
@@ -212,6 +220,8 @@ class Reduction:
         nodes = [node for blocks in cross.blocks for node in blocks]
         own = place[cross.rank * piece :][:piece]
         sum_into(own, dict(zip(nodes, incoming.split(piece), strict=True)), cross.total_lanes)
+        if self._needs_memory:
+            self._free.append(incoming)
         self._last.append((cross.start_gathering(place), bucket))
 
 

@@ -79,6 +79,8 @@ class CrossGroup:
         self._leave_now, self._on_lost = leave_now, on_lost
         self._in_flight: dict[int, Flight] = {}
         self._groups: list[Any] = []
+        self.free: list[torch.Tensor] = []
+        """Memory of buckets, kept from step to step."""
         self._lost: str | None = None
         self._ended = True
         self._timeout_s = rendezvous.timeout_s

@@ -1,30 +1,47 @@
 """What the coordinator does about connections that fail: nothing before all have told, and then
-those in common are lost, with the evidence."""
+those in common are lost, with the evidence. And whose it has tried where a replica stands still."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic.coordinator.link_tests import LinkTests
 from elastic.protocol import events
 from elastic.protocol.messages import Identity, LinkTest
+from elastic.protocol.roster import Replica, Roster
 from tests.support.coordinator_desk import CoordinatorDesk
 
 ALL_GOOD: dict[str, dict[int, int]] = {"a": {}, "b": {}, "c": {}}
 B_FAILS: dict[str, dict[int, int]] = {"a": {1: 64}, "b": {0: 64, 2: 0}, "c": {1: 64}}
 
 
+class Doors:
+    """Agents whose tests find what is told here, one after the other."""
+
+    def __init__(self, *found: Mapping[tuple[str, str], int]) -> None:
+        self._found = list(found)
+        self.asked: list[list[str]] = []
+
+    async def try_links(self, nodes: Sequence[str], bound_s: float) -> dict[tuple[str, str], int]:
+        self.asked.append(list(nodes))
+        return dict(self._found.pop(0))
+
+
 class Desk(CoordinatorDesk):
     """The one that link tests are told to."""
 
-    def __init__(self, root: Path, *, least: int = 1, spares: Sequence[str] = ()) -> None:
+    def __init__(
+        self, root: Path, *, least: int = 1, spares: Sequence[str] = (), doors: Doors | None = None
+    ) -> None:
         super().__init__(root, least=least, spares=spares)
-        self.tests = LinkTests(self.membership, self.workers, self.records)
+        agents: Any = doors
+        self.tests = LinkTests(self.membership, self.workers, agents, self.records)
 
     async def tell(self, found: dict[str, dict[int, int]], *, generation: int = 1) -> None:
         for worker, short in found.items():
@@ -92,3 +109,49 @@ def test_no_worker_on_the_same_machine_takes_its_place(tmp_path: Path) -> None:
     desk.join("b3")
     assert "b3" in places.retired and "b3" not in places.idle
     assert {"a", "c"}.isdisjoint(places.retired)
+
+
+TO_B = {("A", "B"): 64, ("C", "B"): 0}
+
+
+def across_nodes(root: Path, doors: Doors) -> Desk:
+    """Replicas of two workers: a and b on nodes of their own, and c and d on C."""
+    desk = Desk(root, doors=doors)
+    pairs = enumerate((("a", "b"), ("c", "d")))
+    replicas = tuple(Replica(index=i, formed=i + 1, workers=workers) for i, workers in pairs)
+    desk.membership.roster = Roster(generation=1, replicas=replicas, lanes={0: (0,), 1: (1,)})
+    for rank, (worker, node) in enumerate({"a": "A", "b": "B", "c": "C", "d": "C"}.items()):
+        identity = Identity(worker=worker, rank=rank, node=node, pid=rank)
+        desk.membership.members[worker] = desk.workers.started[worker] = identity
+    return desk
+
+
+def test_between_the_nodes_of_a_replica_and_others_only_what_fails_twice_has_failed(
+    tmp_path: Path,
+) -> None:
+    doors = Doors({**TO_B, ("B", "C"): 7}, {**TO_B, ("C", "A"): 7})
+    desk = across_nodes(tmp_path, doors)
+    failed = asyncio.run(desk.tests.try_between(["b", "a"]))
+    assert doors.asked == [["B", "A", "C"]] * 2
+    assert [link[:2] for link in failed] == [("a", "b"), ("c", "b"), ("d", "b")]
+    assert failed[0].came == "64 of 262,144 bytes in 1 s"
+
+    async def remove() -> set[str]:
+        return await desk.tests.remove(failed, keep_state=False)
+
+    assert asyncio.run(remove()) == {"b"}
+    gc.enable()
+    (tested,), (lost,) = desk.happened(events.LinksTested), desk.happened(events.WorkerLost)
+    assert (tested.removed, lost.worker, lost.cause) == (["b"], "b", "link")
+
+
+def test_good_connections_are_tried_once(tmp_path: Path) -> None:
+    doors = Doors({})
+    assert asyncio.run(across_nodes(tmp_path, doors).tests.try_between(["a", "b"])) == []
+    assert doors.asked == [["A", "B", "C"]]
+
+
+def test_nothing_is_tried_inside_a_node(tmp_path: Path) -> None:
+    doors = Doors()
+    assert asyncio.run(across_nodes(tmp_path, doors).tests.try_between(["d", "c"])) == []
+    assert doors.asked == []

@@ -151,6 +151,15 @@ def test_never_the_last_that_has_state() -> None:
     assert plan_removals(links("a b"), there, APART, idle=(), least=1) == {"b"}
 
 
+def test_state_counts_for_nothing_where_it_would_be_lost_otherwise() -> None:
+    there, nodes = roster("a b"), on("A: a", "B: b", "S: s")
+    for idle, keep_state, expected in (("s", True, ""), ("s", False, "b"), ("", False, "")):
+        gone = plan_removals(
+            links("a b"), there, nodes, idle=idle.split(), least=1, keep_state=keep_state
+        )
+        assert gone == set(expected.split())
+
+
 def test_what_workers_have_found_is_put_together() -> None:
     there = roster("a b", "c d", remnant="- e")
 
