@@ -85,15 +85,22 @@ def parallelize(
         compile_blocks(model, blocks, required=compiled == "require")
     if offload is not None:
         offload.cover(model, blocks)
+    ends = family.ends(model)
     with resharded(mesh, reshard) as after_forward:
-        for name in (*blocks, *family.ends(model)):
+        for name in (*blocks, *ends[:1]):
             fully_shard(
                 model.get_submodule(name),
                 mesh=mesh.fsdp,
                 mp_policy=policy,
                 reshard_after_forward=after_forward,
             )
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
+    for name in (*ends[1:], ""):  # the backward of head and root comes at once: they stay
+        fully_shard(
+            model.get_submodule(name),
+            mesh=mesh.fsdp,
+            mp_policy=policy,
+            reshard_after_forward=False,
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
