@@ -149,7 +149,7 @@ def test_agent_worker_and_coordinator_are_killed_one_after_the_other(
     assert "restore" not in [e["outcome"] for e in run.events("regroup_done")]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_agents_that_keep_ending_lose_the_node(cluster: None, tmp_path: Path) -> None:
     """With the reason; those that replace its workers have agents again."""
 

@@ -175,7 +175,7 @@ class Filler(threading.Thread):
         file.unlink()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 def test_a_disk_that_fills(cluster: None, run: Path, tmp_path: Path) -> None:
     """A save fails, perhaps the last one too; the training comes to its end meanwhile, and the next

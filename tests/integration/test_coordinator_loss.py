@@ -121,7 +121,7 @@ def test_the_coordinator_is_lost(
     assert pulse is not None and pulse.time > anew["time"] and pulse.steps == STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_coordinator_s_event_loop_is_stuck(
     undisturbed: Outcome, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,7 +88,7 @@ def test_the_driver_is_killed_and_the_same_command_attaches(
     wait_until(lambda: not is_left(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_job_that_is_stopped_saves_without_its_driver(undisturbed: str, tmp_path: Path) -> None:
     """`ray job stop` sends SIGTERM and kills what is there 3 s later: here the run stands still all
     that time."""

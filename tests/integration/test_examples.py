@@ -34,7 +34,7 @@ def run(example: str, storage: Path, *arguments: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_bring_your_own_model_learns_through_a_fault(tmp_path: Path) -> None:
     result = run("custom_task.py", tmp_path, "--fault", "kill@20")
     assert (result["faults_fired"], result["lost_steps"]) == (1, 0)

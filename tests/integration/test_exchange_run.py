@@ -13,7 +13,7 @@ from elastic.cli.main import main
 from elastic.reporting.event_log import read_steps
 from tests.support.tiny import tiny_train, tiny_trainer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 
 def elastic(*arguments: object) -> None:

@@ -64,7 +64,7 @@ def fit(text: Path, storage: Path, steps: int) -> None:
     tiny_trainer(text, storage, train=train, checkpoint=keep_one, health=PATIENT, wait_s=300).fit()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_their_bytes_are_written_once(cluster: None, text: Path, tmp_path: Path) -> None:
     fit(text, tmp_path, STEPS)

@@ -22,7 +22,7 @@ from tests.support.watching import events_of
 TIMEOUT_S, EVALUATION_S = 2.0, 8.0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_evaluation_longer_than_the_timeouts(cluster: None, tmp_path: Path) -> None:
     """After the first kill the only replica with state evaluates while a successor waits to enter:
     it was killed for it. It enters and heals before the second kill, which finds the others

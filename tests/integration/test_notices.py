@@ -43,7 +43,7 @@ def test_the_only_worker_has_a_checkpoint_written_at_once(
     assert first["time"] > notice["time"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_spare_takes_over_from_the_only_worker_with_nothing_repeated(
     cluster: None, tmp_path: Path
 ) -> None:

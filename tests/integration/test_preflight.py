@@ -64,7 +64,7 @@ def machines(tmp_path: Path) -> Iterator[tuple[Cluster, str, str]]:
         cluster.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_machine_that_has_failed_gets_no_worker(
     machines: tuple[Cluster, str, str], tmp_path: Path
 ) -> None:

@@ -63,7 +63,7 @@ def unstopped(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Callab
     ("before", "after", "signals"),
     [
         pytest.param(2, 1, 1, marks=pytest.mark.soak),
-        pytest.param(1, 2, 2, marks=pytest.mark.slow),
+        pytest.param(1, 2, 2, marks=pytest.mark.soak),
     ],
 )
 def test_stopped_at_half_and_started_again(

@@ -27,7 +27,7 @@ from tests.support.fakes.s3_server import BUCKET, faulty_s3_server
 from tests.support.gated_run import HALF, STEPS, gated_trainer, saved_weights
 from tests.support.watching import events_of, stop_at_once, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 DEADLINE_S = 240.0
 
@@ -87,6 +87,7 @@ def saves(storage: Path) -> list[tuple[str, int]]:
     return [(e["kind"], e["step"]) for e in ended]
 
 
+@pytest.mark.soak
 def test_a_worker_is_killed_while_its_part_is_on_its_way(
     undisturbed: str,
     config: S3Config,
@@ -113,7 +114,10 @@ def test_a_worker_is_killed_while_its_part_is_on_its_way(
     assert saved_weights(config.below("gated")) == undisturbed
 
 
-@pytest.mark.parametrize("fate", ["lost", "done"])
+@pytest.mark.parametrize(
+    "fate",
+    [pytest.param("lost", marks=pytest.mark.soak), pytest.param("done", marks=pytest.mark.slow)],
+)
 def test_the_coordinator_is_killed_as_it_commits(
     fate: str,
     undisturbed: str,
@@ -143,6 +147,7 @@ def test_the_coordinator_is_killed_as_it_commits(
     assert saved_weights(config.below("gated")) == undisturbed
 
 
+@pytest.mark.soak
 def test_the_store_refuses_a_coordinator_started_anew(
     undisturbed: str,
     config: S3Config,

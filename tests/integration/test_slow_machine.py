@@ -53,7 +53,7 @@ def of_kind(all_: list[Event], kind: type[Event]) -> list[Event]:
     return [event for event in all_ if isinstance(event, kind)]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)  # on a busy machine
 @requires_quota
 def test_a_machine_that_goes_slow_is_found_left_and_replaced(

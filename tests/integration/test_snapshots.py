@@ -106,7 +106,7 @@ def test_the_only_replica_is_killed(
     assert saved_weights(tmp_path / "gated" / "checkpoints") == undisturbed(shard)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_coordinator_dies_with_the_only_worker(
     undisturbed: Undisturbed, tmp_path: Path, memory: Path
 ) -> None:

@@ -153,13 +153,12 @@ def test_machines_may_be_corrected() -> None:
     assert plan_machine(None, None, None, None) is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
-        "llama_8b.py:in_float32 --instance p5e",
-        "llama_70b.py:on_p4d --instance p4d --nodes 128",
-        "llama_70b.py:on_p5 --instance p5 --nodes 16",
+        pytest.param("llama_8b.py:in_float32 --instance p5e", marks=pytest.mark.slow),
+        pytest.param("llama_70b.py:on_p4d --instance p4d --nodes 128", marks=pytest.mark.slow),
+        pytest.param("llama_70b.py:on_p5 --instance p5 --nodes 16", marks=pytest.mark.soak),
     ],
 )
 def test_the_manual_shows_what_large_models_need(
