@@ -11,6 +11,7 @@ from typing import Literal
 
 from benchmarks._chaos_features import Features, draw_features
 from elastic import HealthConfig
+from elastic.coordinator.fault_injection import TOGETHER_S
 from elastic.protocol.faults import Fault, Kind, draw_faults
 from trainer.loop.phases import Phase
 
@@ -195,10 +196,13 @@ class Schedule:
 
     @property
     def health(self) -> HealthConfig:
-        """Timeouts and budgets of the run. Who waits because the run is paused does not hang."""
+        """Timeouts and budgets of the run. Who waits for the soak does not hang: in a pause, or
+        for others who are to be hit at the same time."""
         health = SLOW_HEALTH if self.evaluation_s else HEALTH
         if any(action.paused for action in self.actions):
             return replace(health, progress_timeout_s=2 * NOTICE_S)
+        if any(len(fault.workers) > 1 for fault in self.faults):
+            return replace(health, progress_timeout_s=2 * TOGETHER_S)
         return health
 
     def __str__(self) -> str:

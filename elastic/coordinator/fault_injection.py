@@ -12,7 +12,7 @@ from elastic.membership.machine import Membership
 from elastic.protocol import events
 from elastic.protocol.faults import FaultPlan
 
-_TOGETHER_S = 5.0
+TOGETHER_S = 5.0
 """How long an injected fault waits for the other workers that it is to hit at the same time."""
 
 
@@ -47,7 +47,7 @@ class Injections:
             return False
         self._note(str(self._plan.faults[index]), step, worker)
         await self._dispatcher.tell()
-        await self._dispatcher.until(lambda: self._plan.fired(index), _TOGETHER_S)
+        await self._dispatcher.until(lambda: self._plan.fired(index), TOGETHER_S)
         return True
 
     def hit_spares(self) -> None:
