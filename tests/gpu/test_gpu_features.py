@@ -50,7 +50,8 @@ def test_two_workers_that_divide_a_sample_or_a_layer_compute_what_one_does(
 ) -> None:
     """But for rounding."""
     (one,) = trained(text, fabric)
-    two = trained(text, fabric, parallel=ParallelConfig(**{degree: 2}))
+    degrees: dict[str, Any] = {degree: 2}
+    two = trained(text, fabric, parallel=ParallelConfig(**degrees))
     np.testing.assert_allclose(two[0].losses, one.losses, rtol=1e-4)
     expected = full_parameters([one])
     for name, weights in full_parameters(two).items():
