@@ -482,7 +482,7 @@ class Worker:
             source=heal if isinstance(heal, Source) else None,
             newcomer=heal if isinstance(heal, Newcomer) else None,
             part="remnant" if run.follows else "joining" if joins else "whole",
-            followed=run.followers[run.rank] > 0,
+            followers=run.followers,
             profiler=self.make_profiler(run),
         )
 

@@ -63,7 +63,8 @@ class TrainLoop:
         source: where this worker's state is sent to newcomers.
         newcomer: where this worker has no state yet.
         part: what this worker's replica is in the roster.
-        followed: whether workers of no whole replica take part in this one's sums.
+        followers: how many workers of no whole replica take part in the sums of each rank of the
+            replica; empty: none.
         profiler: looks at some steps.
     """
 
@@ -80,7 +81,7 @@ class TrainLoop:
         source: Source | None = None,
         newcomer: Newcomer | None = None,
         part: Part = "whole",
-        followed: bool = False,
+        followers: Sequence[int] = (),
         profiler: StepProfiler | None = None,
     ) -> None:
         self.engine, self.cross, self.sums, self.link = engine, cross, sums, link
@@ -89,7 +90,10 @@ class TrainLoop:
         self.data: SampleSource = engine.task.train_data()
         self.loader: Loader | None = None
         self.source, self.newcomer = source, newcomer
-        self.part, self.followed = part, followed
+        self.part, self.followed = part, bool(followers) and followers[engine.rank] > 0
+        self.alone = cross.size == 1 and not any(followers)
+        """No rank of this replica adds up anything with others. All ranks have to say the same:
+        what lanes are kept where, and so which are computed again, follows from it."""
         self.clock, self.profiler = StepClock(engine.device), profiler
         self.due = BetweenSteps(
             engine,
@@ -169,9 +173,8 @@ class TrainLoop:
         self.clock.begin()
         if self.newcomer is not None:
             self.follow(self.newcomer)
-        alone = self.cross.size == 1
         witness = self.lanes_to_witness(step) if self.sums.is_new(step) else []
-        missing = self.sums.begin(step, self.lanes, self.engine.gradient, alone=alone)
+        missing = self.sums.begin(step, self.lanes, self.engine.gradient, alone=self.alone)
         self.begin_reading(step, [*witness, *missing])
         witnessed = [self.witness(step, lane) for lane in witness]
         reduction = self.make_reduction()
@@ -206,7 +209,7 @@ class TrainLoop:
         self.compute_lane(step, lane, None)
         digest = self.sums.gradients[lane]
         self.sums.clear()
-        self.sums.begin(step, self.lanes, gradient, alone=self.cross.size == 1)
+        self.sums.begin(step, self.lanes, gradient, alone=self.alone)
         return digest
 
     def begin_reading(self, step: int, missing: Sequence[int]) -> None:

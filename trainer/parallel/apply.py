@@ -101,6 +101,9 @@ def parallelize(
             mp_policy=policy,
             reshard_after_forward=False,
         )
+    for embedding in map(model.get_submodule, ends[:1]):
+        if isinstance(embedding, nn.Embedding):  # whose backward does not ask for its weight
+            cast(FSDPModule, embedding).set_unshard_in_backward(False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)

@@ -58,11 +58,11 @@ def test_state_is_a_share_of_the_model(sharded: RankNeeds) -> None:
 def test_collectives_are_those_of_a_whole_step(sharded: RankNeeds) -> None:
     found = {(c.group, c.kind): (c.count, c.bytes) for c in sharded.collectives}
     micro_batches = 2 * 4
-    # In forward all groups are gathered, in backward all but the root's, which stays: the last
-    # norm.
-    gathered = (2 * PARAMETERS - D) * 4
+    # In forward all groups are gathered, in backward the blocks: the head and the root, which is
+    # the last norm, stay, and the embedding's backward needs no weight.
+    gathered = (2 * LAYERS * BLOCK + ROOT) * 4
     assert found["shard", "all_gather"] == (
-        micro_batches * (2 * (LAYERS + 2) + 1),
+        micro_batches * (2 * LAYERS + 3),
         micro_batches * gathered,
     )
     assert found["shard", "reduce_scatter"] == (
