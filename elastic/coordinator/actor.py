@@ -59,7 +59,7 @@ from elastic.coordinator.retreat import Retreat
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.slow_watch import SlowWatch
 from elastic.coordinator.snapshots import Snapshots, start_holder
-from elastic.coordinator.standstill import StandstillWatch
+from elastic.coordinator.standstill import STEPS, StandstillWatch
 from elastic.coordinator.store_keys import Past, sweep_store
 from elastic.coordinator.supervised import Supervised
 from elastic.coordinator.training_watch import TrainingWatch
@@ -91,6 +91,7 @@ from elastic.protocol.run_paths import find_checkpoint
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
 from elastic.ray_compat.cluster import own_address, started_anew
 from elastic.ray_compat.kept import Kept
+from elastic.reporting.event_log import recent_steps
 from health.verdict import Sign
 
 log = logging.getLogger(__name__)
@@ -269,6 +270,9 @@ class Coordinator(CoordinatorApi):
         self._membership.skips += replayed.skips
         self._corruption.replay(replayed.happened)
         self._training.replay(replayed.recorded)
+        if self._standstill is not None:
+            latest = recent_steps(self.config.paths.steps, replayed.recorded, STEPS)
+            self._standstill.replay(latest)
         if replayed.going_back is not None:
             self._retreat.give_up_after(replayed.going_back)
         self._pulses.replay(replayed.happened)
@@ -287,6 +291,8 @@ class Coordinator(CoordinatorApi):
         regrouped = effects.regrouped
         if regrouped is not None and regrouped.outcome in ("start", "restore"):
             self._snapshots.went_back(regrouped.step, regrouped.roster.generation)
+        if regrouped is not None and self._standstill is not None:
+            self._standstill.begin()
         if regrouped is not None:
             self._dispatcher.spawn(self._sweep(regrouped.roster.generation - 1))
         if effects.signals:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.dispatcher import Dispatcher
@@ -34,7 +34,7 @@ from health.progress import SOON, Place, bound_s, find_standstill
 
 _FEWEST_STEPS = 3
 """Durations of steps from which a bound follows."""
-_STEPS = 50
+STEPS = 50
 """The latest ones count."""
 _WAITERS = 2
 """Stacks taken of those who wait, beside the suspects'."""
@@ -44,6 +44,15 @@ _AGAIN = 0.8
 """Share of the bound at which evidence is taken again: it takes up to a second."""
 _LOOK_S = 0.2
 """Between two looks at where all are, while none comes."""
+
+
+class _Stand(NamedTuple):
+    """How far the run is. Where it goes back, there is another generation."""
+
+    step: int
+    """The latest in the records."""
+    generation: int
+    """Of the roster that is at work now."""
 
 
 @dataclass
@@ -89,17 +98,25 @@ class StandstillWatch:
         self._membership, self._dispatcher = membership, dispatcher
         self._workers, self._agents, self._cross_lost = workers, agents, cross_lost
         self._link_tests = link_tests
-        self._steps_s: deque[float] = deque(maxlen=_STEPS)
+        self._steps_s: deque[float] = deque(maxlen=STEPS)
         self._last: StepRecord | None = None
         self._came_s = 0.0
         self._watching = False
 
-    def committed(self, steps: Sequence[StepRecord]) -> None:
-        """Steps are in the records."""
+    def replay(self, steps: Sequence[StepRecord]) -> None:
+        """Steps were in the records when the coordinator was started anew."""
         for step in steps:
             before, self._last = self._last, step
             if before is not None and before.generation == step.generation:
                 self._steps_s.append(max(0.0, step.time - before.time))
+
+    def committed(self, steps: Sequence[StepRecord]) -> None:
+        """Steps are in the records."""
+        self.replay(steps)
+        self.begin()
+
+    def begin(self) -> None:
+        """A step is in the records; or a roster begins, whose first step may stand still, too."""
         self._came_s = time.monotonic()
         if not self._watching and len(self._steps_s) >= _FEWEST_STEPS:
             self._watching = True
@@ -109,9 +126,12 @@ class StandstillWatch:
         while self._membership.stopped is None:
             await asyncio.sleep(_CALM_S)
             if self._still_s >= SOON * self._bound_s and self._last is not None:
-                await self._look(self._last)
+                await self._look(self._at(self._last))
 
-    async def _look(self, last: StepRecord) -> None:
+    def _at(self, last: StepRecord) -> _Stand:
+        return _Stand(last.step, self._membership.roster.generation)
+
+    async def _look(self, last: _Stand) -> None:
         """No step has come for long. Whoever is suspect is looked at again before it is accused."""
         marks: dict[str, int] = {}
         found = _Found()
@@ -144,7 +164,7 @@ class StandstillWatch:
 
     async def _act(
         self,
-        last: StepRecord,
+        last: _Stand,
         accused: Mapping[str, str],
         found: _Found,
         places: Sequence[Mapping[str, Place | None]],
@@ -197,14 +217,14 @@ class StandstillWatch:
         """Since the latest step was committed, or something was done about it."""
         return time.monotonic() - self._came_s
 
-    def _over(self, last: StepRecord) -> bool:
+    def _over(self, last: _Stand) -> bool:
         """Whether things have moved since: a step, a call, the end."""
         membership = self._membership
         return (
-            self._last is not last
+            self._last is None
+            or self._at(self._last) != last
             or membership.stopped is not None
             or membership.call is not None
-            or membership.roster.generation != last.generation
         )
 
     async def _places(self) -> list[dict[str, Place | None]]:

@@ -51,6 +51,8 @@ _LONG_S = 1.0
 """Shorter stays in a phase are not remembered: no bound is below a few seconds."""
 _FIRST_STEPS = 2
 """Of a process: its code may be compiled in them. They say nothing of those that follow."""
+_SETTLED = 100
+"""Phases after which a process has more than these behind it, though nobody here has seen it."""
 
 
 @dataclass(kw_only=True)
@@ -82,6 +84,8 @@ class _Process:
             return
         if record.phase in _STEP and self.first_step is None:
             self.first_step = record.step
+            if record.serial >= _SETTLED:
+                self.first_step -= _FIRST_STEPS
         if before is not None and before.left == record.left and self._is_busy(before):
             stay_s = self._awake_s(before, record.phase_s)
             if stay_s > _LONG_S:

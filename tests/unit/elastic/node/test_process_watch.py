@@ -208,6 +208,21 @@ heartbeat.mark(7, forward)
     assert 1.0 < now.longest_s < 1.9
 
 
+def test_a_worker_that_has_long_worked_counts_at_once(start: Start) -> None:
+    """To the agent of a coordinator that was started anew."""
+    process, fd = start(
+        step_by_step("for step in range(60):\n    heartbeat.mark(step, forward)\n" * 2)
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    process.stdout.readline()
+    watch = ProcessWatch(DEADLINE_S)
+    watch.watch("w0", process.pid, fd)
+    found = watch.places()["w0"]
+    assert found is not None and found.in_step
+
+
 def test_time_without_a_core_is_not_counted(start: Start) -> None:
     watch = ProcessWatch(DEADLINE_S)
     steps = """
