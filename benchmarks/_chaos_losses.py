@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from benchmarks._chaos import OF_COORDINATOR, Deed, Layout
-from elastic.protocol.causes import COLLECTIVE, LINK
+from elastic.protocol.causes import COLLECTIVE, HANG, LINK
 from elastic.protocol.events import (
     CoordinatorStarted,
     Draining,
@@ -157,8 +157,9 @@ def _cut_off(loss: WorkerLost, deed: Deed) -> bool:
 
 def _peer_cut_off(loss: WorkerLost, happened: Sequence[Event], deeds: Sequence[Deed]) -> bool:
     """Whether a worker was lost for a collective of its replica, which reached to a machine whose
-    connections were cut off. Which end of them is at fault is not looked for (decision 034)."""
-    if loss.cause != COLLECTIVE:
+    connections were cut off: it failed, or still waited for a packet to be sent again when the
+    connections were good again. Which end of them is at fault is not looked for (decision 034)."""
+    if loss.cause not in (COLLECTIVE, HANG):
         return False
     own = _replica_of(loss.worker, loss.time, happened)
     workers = [] if own is None else own.workers

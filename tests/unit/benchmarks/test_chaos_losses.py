@@ -110,6 +110,8 @@ def test_losses_with_a_reason() -> None:
     [
         ("collective", "m", 9, True),
         ("collective", "n", 9, True),  # where the lost one itself is
+        ("hang", "m", 9, True),
+        ("hang", "o", 9, False),
         ("collective", "o", 9, False),  # no machine of its replica
         ("collective", "m", 30, False),  # long after
         ("crash", "m", 9, False),
