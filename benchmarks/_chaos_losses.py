@@ -85,8 +85,9 @@ def find_unexplained_losses(happened: Sequence[Event], deeds: Sequence[Deed] = (
             hit.add(event.worker)
         elif isinstance(event, WorkerLost):
             lagged = event.cause == "hang" and "is frozen" not in event.detail
-            gone = _machine_gone(event, deeds) or _peer_cut_off(event, happened, deeds)
-            if lagged or not (event.worker in hit or gone):
+            cut_off = _peer_cut_off(event, happened, deeds)
+            gone = cut_off or _machine_gone(event, deeds)
+            if (lagged and not cut_off) or not (event.worker in hit or gone):
                 reason = event.detail.strip().splitlines() or [""]
                 found.append(f"{event.worker}: {event.cause}, {reason[-1]}")
     return found
