@@ -63,6 +63,9 @@ class Standstill:
 
     suspects: tuple[Suspect, ...] = ()
     """Those who keep the others."""
+    standing: tuple[str, ...] = ()
+    """The same, but by what is long for each replica, whatever most of them do: some of these may
+    wait for what never comes over a bad connection."""
     all_wait: bool = False
     """Nobody does: each waits for others, in a collective that does not end."""
 
@@ -99,12 +102,14 @@ def find_standstill(
     if any(place is None or not place.in_step for place in places):
         return Standstill()
     found = [_suspects(_known(replica), least_s, steps_s, share) for replica in replicas]
+    standing = tuple(suspect.worker for of_replica in found for suspect in of_replica)
     if _most(replicas, found):
         found = [_suspects(_known(replica), shared_s, steps_s, share) for replica in replicas]
     suspects = tuple(suspect for of_replica in found for suspect in of_replica)
     still = share * bound_s(least_s, steps_s)
     return Standstill(
         suspects=suspects,
+        standing=standing,
         all_wait=all(p is not None and p.waits and p.in_phase_s > still for p in places),
     )
 

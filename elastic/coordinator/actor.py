@@ -284,16 +284,21 @@ class Coordinator(CoordinatorApi):
             self._workers,
             snapshots,
             self.config.health.freeze_timeout_s,
+            self._watch_steps,
         )
+
+    def _watch_steps(self) -> None:
+        """From now on a step is due: a roster has been decided, or stands as it did."""
+        if self._standstill is not None:
+            self._standstill.begin()
 
     def _carry_on(self, effects: Effects) -> None:
         """What follows from a decision for others than those who wait."""
         regrouped = effects.regrouped
         if regrouped is not None and regrouped.outcome in ("start", "restore"):
             self._snapshots.went_back(regrouped.step, regrouped.roster.generation)
-        if regrouped is not None and self._standstill is not None:
-            self._standstill.begin()
         if regrouped is not None:
+            self._watch_steps()
             self._dispatcher.spawn(self._sweep(regrouped.roster.generation - 1))
         if effects.signals:
             self._dispatcher.spawn(self._workers.lose_laggards(effects.signals))
@@ -385,8 +390,8 @@ class Coordinator(CoordinatorApi):
         self._pulses.take_steps(taken)
         self._corruption.take(taken)
         self._training.take(taken)
-        if self._standstill is not None and steps:
-            self._standstill.committed(steps)
+        if self._standstill is not None and taken:
+            self._standstill.committed(taken)
         self._injections.hit_spares()
 
     @_when_known

@@ -44,6 +44,10 @@ start of another one takes on a busy machine."""
 ANSWER_S = 5.0
 """How long to wait for what an agent knows of its workers, where they stand still."""
 
+DOOR_S = 1.0
+"""How long to wait for what an agent says in a test of connections. Who is later says nothing: it
+may have had no core."""
+
 End = Literal["ended", "node ended", "refused"]
 """What becomes of an agent: its process ended, all of the node's did, or Ray starts it not."""
 
@@ -222,7 +226,7 @@ class NodeAgents:
             agent did not answer.
         """
         opened = await asyncio.gather(
-            *(_within(ANSWER_S, self._ask(node, NodeAgent.open_link_door)) for node in nodes)
+            *(_within(DOOR_S, self._ask(node, NodeAgent.open_link_door)) for node in nodes)
         )
         doors = {rank: door for rank, door in enumerate(opened) if door is not None}
         tried = [
@@ -235,7 +239,7 @@ class NodeAgents:
             )
             for rank in doors
         ]
-        answers = await asyncio.gather(*(_within(bound_s + ANSWER_S, one) for one in tried))
+        answers = await asyncio.gather(*(_within(bound_s + DOOR_S, one) for one in tried))
         short = {rank: a for rank, a in zip(doors, answers, strict=True) if a is not None}
         return {
             (nodes[sender], nodes[receiver]): count

@@ -9,6 +9,7 @@ a call comes, or a worker says where it stands ──► those that the records 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.replay import Replay
@@ -32,6 +33,7 @@ class Failover:
         snapshots: looks for what the nodes hold; None where the run takes none.
         silent_s: how long to wait for workers and nodes: one whose heartbeat stands still for as
             long is frozen.
+        on_ready: called once the run is known.
     """
 
     def __init__(
@@ -42,8 +44,9 @@ class Failover:
         workers: Workers,
         snapshots: Snapshots | None,
         silent_s: float,
+        on_ready: Callable[[], None],
     ) -> None:
-        self._silent_s = silent_s
+        self._silent_s, self._on_ready = silent_s, on_ready
         self._replayed, self._membership, self._dispatcher = replayed, membership, dispatcher
         self._workers, self._snapshots = workers, snapshots
         self._standings: dict[str, Standing] = {}
@@ -97,6 +100,7 @@ class Failover:
         living = expected.keys() & self._standings.keys()
         self._go_on(living)
         self._dispatcher.ready.set()
+        self._on_ready()
         silent = (
             f"said nothing for {self._silent_s:g} s after the coordinator was started anew "
             f"(health.freeze_timeout_s)"

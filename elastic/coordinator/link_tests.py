@@ -7,7 +7,7 @@ a replica on several nodes stands still ──► the agents of the nodes try th
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.run_log import RunLog
@@ -31,12 +31,12 @@ _MOST_NOTED = 100
 _WITNESSES = 2
 """Nodes beside those of a replica that stands still: they tell which end of a connection is bad."""
 
-_MOST_NODES = 64
-"""That are tried at once: each sends to all others."""
+_MOST_NODES = 16
+"""That are tried at once: each sends to all others, and is told of all in one small message."""
 
-_STILL_BOUND_S = 1.0
-"""How long a message may take between two nodes of a replica that stands still. A good connection
-takes milliseconds; and only what fails twice in a row has failed."""
+_STILL_BOUND_S = 1.5
+"""How long a message may take between two nodes where workers stand still. A good connection takes
+milliseconds, and may lose its first packet once."""
 
 
 class LinkTests:
@@ -74,12 +74,12 @@ class LinkTests:
     async def _conclude(self) -> None:
         failed = find_failed(self._membership.roster, self._found)
         self._membership.links_tested = describe(failed, self._nodes)
-        await self.remove(failed, keep_state=True)
+        await self.remove(failed)
 
     async def try_between(self, workers: Sequence[str]) -> list[FailedLink]:
         """Has the agents try the connections between the nodes of `workers`, who stand still, and
         those to some others of the roster. Where there are many nodes, those of the first workers
-        count.
+        count. What fails once may have been late.
 
         Returns:
             Those that failed; none where all are on one node.
@@ -91,14 +91,13 @@ class LinkTests:
         others = dict.fromkeys(node for node in members.values() if node not in theirs)
         asked = [*theirs[:_MOST_NODES], *[*others][:_WITNESSES]]
         short = await self._agents.try_links(asked, _STILL_BOUND_S)
-        if short:
-            again = await self._agents.try_links(asked, _STILL_BOUND_S)
-            short = {link: count for link, count in short.items() if link in again}
         return between_workers(short, members, LINK_BYTES, _STILL_BOUND_S)
 
-    async def remove(self, failed: Sequence[FailedLink], *, keep_state: bool) -> set[str]:
+    async def remove(
+        self, failed: Sequence[FailedLink], *, lost_anyway: Collection[str] = ()
+    ) -> set[str]:
         """Notes which connections have failed, and takes out those workers whom they have in
-        common. `keep_state`: see `plan_removals`. Returns them."""
+        common. `lost_anyway`: see `plan_removals`. Returns them."""
         membership, roster, nodes = self._membership, self._membership.roster, self._nodes
         removed = plan_removals(
             failed,
@@ -106,7 +105,7 @@ class LinkTests:
             nodes,
             idle=membership.places.idle,
             least=membership.config.min_replicas,
-            keep_state=keep_state,
+            lost_anyway=lost_anyway,
         )
         self._records.note(
             events.LinksTested(

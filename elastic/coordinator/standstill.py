@@ -63,8 +63,10 @@ class _Found:
     """Of workers when they were suspected."""
     second: dict[str, Evidence] = field(default_factory=dict)
     """Of workers later."""
-    failed: list[FailedLink] | None = None
-    """Connections; None: they were not tried yet."""
+    waiting: Sequence[str] = ()
+    """Workers between whose nodes connections were tried."""
+    failed: Sequence[FailedLink] | None = None
+    """Those that failed; None: they were not tried yet."""
 
 
 class StandstillWatch:
@@ -102,6 +104,8 @@ class StandstillWatch:
         self._last: StepRecord | None = None
         self._came_s = 0.0
         self._watching = False
+        self._good: _Stand | None = None
+        """Where connections were tried and are good, or nobody can be taken out."""
 
     def replay(self, steps: Sequence[StepRecord]) -> None:
         """Steps were in the records when the coordinator was started anew."""
@@ -134,7 +138,7 @@ class StandstillWatch:
     async def _look(self, last: _Stand) -> None:
         """No step has come for long. Whoever is suspect is looked at again before it is accused."""
         marks: dict[str, int] = {}
-        found = _Found()
+        found = _Found(failed=() if self._good == last else None)
         while not self._over(last):
             places = await self._places()
             soon, now = (
@@ -143,18 +147,20 @@ class StandstillWatch:
                 )
                 for share in (SOON, 1.0)
             )
-            if not (soon.suspects or soon.all_wait):
+            may_fail = soon.standing and (found.failed is None or found.failed)
+            if not (soon.suspects or soon.all_wait or may_fail):
                 return
             accused = {s.worker: s.evidence for s in now.suspects if marks.get(s.worker) == s.mark}
-            if accused or now.all_wait:
-                await self._act(last, accused, found, places)
+            if accused or now.all_wait or (now.standing and found.failed):
+                await self._act(last, accused, found, places, all_wait=now.all_wait)
                 return
             suspects = [suspect.worker for suspect in soon.suspects]
             if found.failed is None:
-                waiting = self._mates(suspects) or self._membership.roster.workers
+                found.waiting = self._mates(soon.standing) or self._membership.roster.workers
                 found.first, found.failed = await asyncio.gather(
-                    self._evidence(suspects), self._link_tests.try_between(waiting)
+                    self._evidence(suspects), self._link_tests.try_between(found.waiting)
                 )
+                self._good = None if found.failed else last
             elif _lacks(found.first, suspects):
                 found.first |= await self._evidence(suspects)
             elif self._still_s >= _AGAIN * self._bound_s and _lacks(found.second, suspects):
@@ -168,8 +174,11 @@ class StandstillWatch:
         accused: Mapping[str, str],
         found: _Found,
         places: Sequence[Mapping[str, Place | None]],
+        *,
+        all_wait: bool,
     ) -> None:
         """Keeps what was found, then ends those at fault."""
+        failed = await self._failed_still(found)
         if _lacks(found.second, list(accused)):
             found.second |= await self._evidence(list(accused))
         both = {w: _twice(found.first.get(w), second) for w, second in found.second.items()}
@@ -182,25 +191,36 @@ class StandstillWatch:
             generation=last.generation,
             no_step_for_s=round(self._still_s, 1),
             bound_s=round(self._bound_s, 1),
-            failed_links=[link._asdict() for link in found.failed or ()],
+            failed_links=[link._asdict() for link in failed],
             places={w: None if p is None else asdict(p) for r in places for w, p in r.items()},
         )
         if self._over(last):
             return
+        if accused:
+            failed = [link for link in failed if not accused.keys().isdisjoint(link[:2])]
         removed: set[str] = set()
-        if found.failed:
-            # Whoever is accused is ended otherwise, with the state.
-            removed = await self._link_tests.remove(found.failed, keep_state=not accused)
-        explained = {*self._mates(removed)}
+        if failed:
+            removed = await self._link_tests.remove(failed, lost_anyway=accused)
+        cut_off = {end for link in failed if removed & {*link[:2]} for end in link[:2]}
         for worker, evidence in accused.items():
-            if worker not in explained:
+            if worker not in cut_off:
                 await self._workers.kill(
                     worker, HANG, f"it keeps the others: {evidence} (health.progress_timeout_s)"
                 )
         if not accused and not removed:
-            reason = f"no step for {self._still_s:.1f} s, and all wait for each other"
-            await self._cross_lost(last.generation, reason)
+            self._good = last
+            if all_wait:
+                reason = f"no step for {self._still_s:.1f} s, and all wait for each other"
+                await self._cross_lost(last.generation, reason)
         self._came_s = time.monotonic()  # what follows has its own bounds
+
+    async def _failed_still(self, found: _Found) -> list[FailedLink]:
+        """The connections that fail now as they did when workers were suspected."""
+        if not found.failed:
+            return []
+        before = {link[:2] for link in found.failed}
+        again = await self._link_tests.try_between(found.waiting)
+        return [link for link in again if link[:2] in before]
 
     def _mates(self, workers: Iterable[str]) -> list[str]:
         """All workers of the replicas of `workers`, these first."""

@@ -84,7 +84,7 @@ def plan_removals(
     *,
     idle: Collection[str],
     least: int,
-    keep_state: bool = True,
+    lost_anyway: Collection[str] = (),
 ) -> set[str]:
     """The workers to take out, so that those who stay reach each other; none where too few replicas
     would be left, or none with state.
@@ -95,8 +95,8 @@ def plan_removals(
         nodes: worker -> its node.
         idle: workers without a place, who may take those of others.
         least: fewest replicas to train with.
-        keep_state: a replica with state has to be left. False where those that stand still would be
-            ended otherwise, state and all.
+        lost_anyway: workers who are ended otherwise: no state is lost in addition where only their
+            replicas break.
     """
     culprits = find_culprits(failed, roster, nodes)
     kept = [replica for replica in roster.replicas if culprits.isdisjoint(replica.workers)]
@@ -105,8 +105,10 @@ def plan_removals(
     survivors = staying - {worker for replica in kept for worker in replica.workers}
     free = len(survivors) + sum(nodes[worker] not in bad for worker in idle)
     possible = len(kept) + free // len(roster.replicas[0].workers)
-    with_state = not keep_state or any(roster.lanes[replica.index] for replica in kept)
-    return culprits if possible >= least and with_state else set()
+    with_state = any(roster.lanes[replica.index] for replica in kept)
+    broken = [replica for replica in roster.replicas if replica not in kept]
+    harmless = all(not {*lost_anyway}.isdisjoint(replica.workers) for replica in broken)
+    return culprits if possible >= least and (with_state or harmless) else set()
 
 
 def find_culprits(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Mapping
 
 from trainer.backend.interface import group_addresses
@@ -25,12 +26,14 @@ class LinkDoor:
     def __init__(self, towards: Address) -> None:
         self._towards = towards
         self._listening: socket.socket | None = None
+        self._opened_s = 0.0
 
     def open(self) -> Address:
         """Listens from now on. Returns where. A test that was not made is forgotten."""
         self._close()
         own, *_ = group_addresses(*self._towards)
         self._listening = socket.create_server((own, 0), backlog=_MOST_WAITING)
+        self._opened_s = time.monotonic()
         host, port, *_ = self._listening.getsockname()
         return host, port
 
@@ -38,11 +41,13 @@ class LinkDoor:
         self, rank: int, peers: Mapping[int, Address], bound_s: float
     ) -> dict[int, int] | None:
         """Sends to all peers and hears them, who do the same at this time: see `exchange`. None
-        where it does not listen."""
+        where it does not listen, or hears of it so late that the others have stopped."""
         listening, self._listening = self._listening, None
         if listening is None:
             return None
         with listening:
+            if time.monotonic() - self._opened_s > bound_s:
+                return None
             return asyncio.run(exchange(listening, rank, peers, bool, bound_s))
 
     def _close(self) -> None:

@@ -53,13 +53,13 @@ async def exchange(
     arrived = dict.fromkeys(peers, 0)
 
     async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        lost = contextlib.suppress(OSError, asyncio.IncompleteReadError)
+        with contextlib.closing(writer.transport), lost:
             (peer,) = _SMALL.unpack(await reader.readexactly(_SMALL.size))
             if peer in arrived:
                 arrived[peer] += _SMALL.size
                 while part := await reader.read(LINK_BYTES):
                     arrived[peer] += len(part)
-        writer.close()
 
     async def send(address: Address) -> None:
         with contextlib.suppress(OSError):

@@ -102,7 +102,7 @@ def parallelize(
             reshard_after_forward=False,
         )
     for embedding in map(model.get_submodule, ends[:1]):
-        if isinstance(embedding, nn.Embedding):  # whose backward does not ask for its weight
+        if mesh.regather is None and _is_table(embedding):
             cast(FSDPModule, embedding).set_unshard_in_backward(False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -114,6 +114,13 @@ def parallelize(
     if gather_ahead > 1 and mesh.fsdp.size() > 1:
         _gather_ahead([model.get_submodule(name) for name in blocks], gather_ahead)
     return model
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Whether it looks rows up in its only parameter, and no more: the backward of that asks for no
+    parameter. Subclasses may multiply by it, or have a norm of their own."""
+    own = [name for name, _ in module.named_parameters()]
+    return own == ["weight"] and type(module).forward is nn.Embedding.forward
 
 
 def _gather_ahead(blocks: Sequence[nn.Module], ahead: int) -> None:

@@ -190,38 +190,40 @@ class Reduction:
         receives = [len(blocks) * piece for blocks in cross.blocks]
         count = sum(receives)
         if self._needs_memory:
-            incoming = self._find_memory(count, place)
+            memory = self._find_memory(count, place)
         else:
-            self.wrote, incoming = True, place[:count]
+            self.wrote, memory = True, place
+        incoming = memory[:count]
         flight = cross.start(
             lambda group: group.alltoall_base(incoming, outgoing, receives, sends),
             incoming,
             outgoing,
         )
-        self._arriving.append((flight, bucket, incoming))
+        self._arriving.append((flight, bucket, memory))
 
     def _find_memory(self, count: int, like: torch.Tensor) -> torch.Tensor:
-        """For `count` numbers that arrive."""
+        """For `count` numbers that arrive, or more."""
         freed = self._free.pop() if self._free else like.new_empty(0)
-        return freed[:count] if len(freed) >= count else like.new_empty(count)
+        return freed if len(freed) >= count else like.new_empty(count)
 
     def _advance(self) -> None:
         """Sums and gathers what has arrived, in order."""
         while self._arriving and self._cross.may_follow(self._arriving[0][0]):
-            flight, bucket, incoming = self._arriving.popleft()
+            flight, bucket, memory = self._arriving.popleft()
             self._cross.follow(flight)
-            self._gather(bucket, incoming)
+            self._gather(bucket, memory)
 
-    def _gather(self, bucket: slice, incoming: torch.Tensor) -> None:
+    def _gather(self, bucket: slice, memory: torch.Tensor) -> None:
         """Sums the own piece and starts the gathering of all pieces."""
         self.wrote = True
         cross, place = self._cross, self._place(bucket)
         piece = place.numel() // cross.size
         nodes = [node for blocks in cross.blocks for node in blocks]
         own = place[cross.rank * piece :][:piece]
-        sum_into(own, dict(zip(nodes, incoming.split(piece), strict=True)), cross.total_lanes)
+        incoming = memory[: piece * len(nodes)].split(piece)
+        sum_into(own, dict(zip(nodes, incoming, strict=True)), cross.total_lanes)
         if self._needs_memory:
-            self._free.append(incoming)
+            self._free.append(memory)
         self._last.append((cross.start_gathering(place), bucket))
 
 

@@ -120,13 +120,23 @@ async def failover(root: Path) -> None:
     snapshots = SlowSnapshots(membership)
     workers: Any = Workers(membership)
     looking: Any = snapshots
-    work = Failover(replayed(), membership, dispatcher, workers, looking, 10.0)
+    ready: list[bool] = []
+    work = Failover(
+        replayed(),
+        membership,
+        dispatcher,
+        workers,
+        looking,
+        10.0,
+        lambda: ready.append(dispatcher.ready.is_set()),
+    )
     await work.hear(Standing(identity=SPARE))
     await snapshots.asked.wait()
     await dispatcher.tell()
     assert not dispatcher.ready.is_set(), "all workers have spoken, the nodes have not"
     snapshots.answer.set()
     await dispatcher.ready.wait()
+    assert ready == [True]
     build = await dispatcher.join(report(built=0))
     assert isinstance(build, Build)
     run = await dispatcher.join(report(built=build.formed))

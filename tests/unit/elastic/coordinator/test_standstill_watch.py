@@ -17,6 +17,7 @@ from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.standstill import StandstillWatch
 from elastic.protocol import events
 from elastic.protocol.messages import Evidence, Identity
+from elastic.protocol.roster import Replica, Roster
 from health.progress import Place
 from tests.support.coordinator_desk import CoordinatorDesk
 
@@ -34,19 +35,22 @@ LOOPS = replace(WAITS, phase="phase forward of step 5", waits=False)
 
 
 class Agents:
-    """Know where the workers are, and find nothing else."""
+    """Know where the workers are, and which connections fail in each test."""
 
-    def __init__(self, desk: CoordinatorDesk) -> None:
-        self._desk = desk
+    def __init__(self) -> None:
+        self.known: dict[str, Place | None] = {"a": WAITS, "b": LOOPS, "c": WAITS}
+        self.short: list[dict[tuple[str, str], int]] = []
+        self.tests = 0
 
     async def places(self, nodes: Iterable[str]) -> dict[str, Place | None]:
-        return {"a": WAITS, "b": LOOPS, "c": WAITS}
+        return self.known
 
     async def evidence(self, identities: Iterable[Identity]) -> dict[str, Evidence]:
         return {}
 
     async def try_links(self, nodes: Iterable[str], bound_s: float) -> dict[tuple[str, str], int]:
-        return {}
+        self.tests += 1
+        return self.short.pop(0) if self.short else {}
 
 
 class Desk(CoordinatorDesk):
@@ -54,7 +58,8 @@ class Desk(CoordinatorDesk):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        agents: Any = Agents(self)
+        self.doors = Agents()
+        agents: Any = self.doors
         self.watch = StandstillWatch(
             LEAST_S,
             PATIENCE_S,
@@ -67,8 +72,25 @@ class Desk(CoordinatorDesk):
             self._cross_lost,
         )
 
+        self.regroups = 0
+
     async def _cross_lost(self, generation: int, reason: str) -> None:
-        raise AssertionError(reason)
+        self.regroups += 1
+
+    def lay_out(self, *replicas: str, spare: str = "") -> None:
+        """Replicas of these workers, each on a node that is named after it."""
+        workers = [worker for replica in replicas for worker in replica.split()]
+        self.membership.roster = Roster(
+            generation=1,
+            replicas=tuple(
+                Replica(index=index, formed=index + 1, workers=tuple(replica.split()))
+                for index, replica in enumerate(replicas)
+            ),
+            lanes={index: (index,) for index, _ in enumerate(replicas)},
+        )
+        for rank, worker in enumerate(workers):
+            identity = Identity(worker=worker, rank=rank, node=worker.upper(), pid=rank)
+            self.membership.members[worker] = self.workers.started[worker] = identity
 
     def steps(self, count: int) -> list[events.StepRecord]:
         """Of an older roster."""
@@ -123,3 +145,70 @@ def test_before_some_steps_are_known_nobody_is_accused(tmp_path: Path) -> None:
         return await desk.killed(5 * LEAST_S)
 
     assert asyncio.run(run()) == []
+
+
+HOLE = {("A", "B"): 64, ("C", "B"): 64, ("D", "B"): 64}
+ELSEWHERE = {("C", "D"): 64}
+STUCK, REDUCES = LOOPS, WAITS
+
+
+@pytest.mark.parametrize(
+    ("short", "expected"),
+    [
+        ([HOLE, HOLE], {"b": "link"}),
+        ([HOLE, {}], {"a": "hang", "b": "hang"}),  # it has passed by the time of the verdict
+        ([], {"a": "hang", "b": "hang"}),
+        ([ELSEWHERE, ELSEWHERE], {"a": "hang", "b": "hang"}),
+    ],
+)
+def test_connections_that_fail_name_one_of_those_who_wait(
+    tmp_path: Path, short: list[dict[tuple[str, str], int]], expected: dict[str, str]
+) -> None:
+    """Nothing tells a and b apart; others explain nothing of it."""
+    desk = Desk(tmp_path)
+    desk.lay_out("a b", "c d")
+    desk.doors.known = {"a": STUCK, "b": STUCK, "c": REDUCES, "d": REDUCES}
+    desk.doors.short = short
+
+    async def run() -> None:
+        desk.watch.committed(desk.steps(5))
+        await desk.killed(PATIENCE_S)
+
+    asyncio.run(run())
+    lost = desk.happened(events.WorkerLost)
+    assert {event.worker: event.cause for event in lost} == expected
+
+
+@pytest.mark.parametrize(
+    ("short", "expected"), [([HOLE, HOLE], {"b": "link"}), ([], {}), ([HOLE, {}], {})]
+)
+def test_where_most_stand_still_connections_alone_accuse(
+    tmp_path: Path, short: list[dict[tuple[str, str], int]], expected: dict[str, str]
+) -> None:
+    """All of the only replicas wait inside themselves, as for a storage that does not answer."""
+    desk = Desk(tmp_path)
+    desk.lay_out("a b", "c d")
+    desk.doors.known = {"a": STUCK, "b": STUCK, "c": STUCK, "d": STUCK}
+    desk.doors.short = list(short)
+
+    async def run() -> None:
+        desk.watch.committed(desk.steps(5))
+        await desk.killed(10 * LEAST_S)
+
+    asyncio.run(run())
+    lost = desk.happened(events.WorkerLost)
+    assert {event.worker: event.cause for event in lost} == expected
+    assert (desk.doors.tests, desk.regroups) == (max(1, len(short)), 0), "once is enough"
+
+
+def test_all_that_wait_for_each_other_are_called_to_regroup(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.doors.known = {"a": WAITS, "b": WAITS, "c": WAITS}
+
+    async def run() -> None:
+        desk.watch.committed(desk.steps(5))
+        await desk.killed(4 * LEAST_S)
+
+    asyncio.run(run())
+    assert desk.regroups > 0
+    assert desk.happened(events.WorkerLost) == []

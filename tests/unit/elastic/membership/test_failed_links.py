@@ -153,11 +153,20 @@ def test_never_the_last_that_has_state() -> None:
 
 def test_state_counts_for_nothing_where_it_would_be_lost_otherwise() -> None:
     there, nodes = roster("a b"), on("A: a", "B: b", "S: s")
-    for idle, keep_state, expected in (("s", True, ""), ("s", False, "b"), ("", False, "")):
+    for idle, lost, expected in (("s", "", ""), ("s", "a b", "b"), ("", "a b", "")):
         gone = plan_removals(
-            links("a b"), there, nodes, idle=idle.split(), least=1, keep_state=keep_state
+            links("a b"), there, nodes, idle=idle.split(), least=1, lost_anyway=lost.split()
         )
         assert gone == set(expected.split())
+
+
+@pytest.mark.parametrize(("lost", "expected"), [("b", "a"), ("c", ""), ("", "")])
+def test_only_the_replicas_that_are_lost_anyway_excuse_it(lost: str, expected: str) -> None:
+    there, nodes = roster("a b", "c d", lacking=1), on("A: a", "B: b", "C: c", "D: d")
+    gone = plan_removals(
+        links("a c", "a d"), there, nodes, idle=(), least=1, lost_anyway=lost.split()
+    )
+    assert gone == set(expected.split())
 
 
 def test_what_workers_have_found_is_put_together() -> None:

@@ -82,11 +82,11 @@ def test_two_levels_are_counted_apart() -> None:
     train = small_train(parallel=layout, lanes=2, global_batch=12, micro_batch=1)
     found = {(c.group, c.kind): c for c in dry_run(train, replicas=2, device="cuda").collectives}
     # As above, but padded to six shards.
-    gathers, scatters = 2 * (LAYERS + 2) + 1, LAYERS + 3
+    gathers, scatters = 2 * LAYERS + 3, LAYERS + 3
     nodes, node = found["nodes", "send"], found["node", "send"]
     assert (nodes.ranks, node.ranks) == (3, 2)
     assert nodes.count == 2 * (gathers + scatters)
-    buffers = (3 * PARAMETERS - D) * 4
+    buffers = (2 * LAYERS * BLOCK + ROOT + PARAMETERS) * 4
     assert nodes.bytes == pytest.approx(2 / 6 * buffers, rel=0.02)
     assert node.bytes == pytest.approx(3 / 6 * buffers, rel=0.02)
     assert not [

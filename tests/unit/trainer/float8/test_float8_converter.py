@@ -132,7 +132,7 @@ def test_a_dry_run_sees_half_the_bytes_gathered(needs: dict[str, RankNeeds]) -> 
     }
     assert gathered["plain"].count == gathered["gathered"].count
     blocks = 4 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 256 * 512)
-    forward_and_backward, micro_batches = 2, gathered["plain"].count // (2 * 4 + 2 + 2 + 1)
+    forward_and_backward, micro_batches = 2, gathered["plain"].count // (2 * 4 + 1 + 1 + 1)
     saved = gathered["plain"].bytes - gathered["gathered"].bytes
     assert saved == blocks * forward_and_backward * micro_batches
     maxima = next(
