@@ -48,7 +48,8 @@ def was_wrong(before: Sequence[int | None], position: int, confirmed: int | None
             before, the error had spread to all by then, and nobody can be told from another.
     """
     mine = before[position]
-    return confirmed in before and mine is not None and mine != confirmed
+    known = confirmed is not None and confirmed in before
+    return known and mine is not None and mine != confirmed
 
 
 def find_other_lanes(first: bytes, again: bytes) -> tuple[int, ...]:

@@ -107,10 +107,16 @@ def find_standstill(
         found = [_suspects(_known(replica), shared_s, steps_s, share) for replica in replicas]
     suspects = tuple(suspect for of_replica in found for suspect in of_replica)
     still = share * bound_s(least_s, steps_s)
+    waiting = [
+        place is not None and (place.waits or _waits_for_mate(place, known))
+        for replica in replicas
+        for known in [_known(replica)]
+        for place in replica.values()
+    ]
     return Standstill(
         suspects=suspects,
         standing=standing,
-        all_wait=all(p is not None and p.waits and p.in_phase_s > still for p in places),
+        all_wait=all(waiting) and all(p is not None and p.in_phase_s > still for p in places),
     )
 
 
@@ -127,11 +133,21 @@ def _most(
     return 2 * sum(map(bool, found)) > len(replicas)
 
 
+def _waits_for_mate(place: Place, places: Mapping[str, Place]) -> bool:
+    """Whether a worker is in a collective that one of its replica has yet to enter, which waits for
+    other replicas."""
+    return any(mate.waits and mate.collectives < place.collectives for mate in places.values())
+
+
 def _suspects(
     places: Mapping[str, Place], least_s: float, steps_s: Sequence[float], share: float
 ) -> list[Suspect]:
     """Of one replica."""
-    busy = {worker: place for worker, place in places.items() if not place.waits}
+    busy = {
+        worker: place
+        for worker, place in places.items()
+        if not place.waits and not _waits_for_mate(place, places)
+    }
     fewest = min((place.collectives for place in busy.values()), default=0)
     most = max((place.collectives for place in busy.values()), default=0)
     found = []

@@ -81,8 +81,11 @@ class Disputes:
         shown = ", ".join(f"{digest:x}" for digest in digests.values())
         at, before = self._gradients
         if found.equal:
-            if at == step and before is not None and before != mine:
+            proven = len(digests) > 1 and mine is not None  # else nobody has confirmed anything
+            if proven and at == step and before is not None and before != mine:
                 self._leave(run, f"{_WRONG} {step}: {before:x}, then {shown}", spread=False)
+            if proven:
+                self._gradients = NO_STEP, None
             return True
         if run.position in [positions[outlier] for outlier in found.outliers]:
             self._leave(run, f"{_WRONG} {step}: {mine:x} of {shown}", spread=False)

@@ -352,6 +352,8 @@ class Worker:
             self.pause(run.pause_s)
         if run.restore or run.lacks_state:
             self.progress = None
+        if run.restore and self.sums is not None:
+            self.sums.clear()  # the same step may have other samples now
         cross = self.make_cross_group(run, self.engine)
         heal: Source | Newcomer | None = None
         loop: TrainLoop | None = None

@@ -311,6 +311,7 @@ class TrainLoop:
             witnessed=self.as_witness(drawn, digests[len(losses) :]),
         )
         if follows:
+            self.enter(step, "in_commit")
             total = self.sum_over_replicas(vector)
         else:
             replica = self.engine.sum_at_first(vector)

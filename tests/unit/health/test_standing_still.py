@@ -98,3 +98,19 @@ def test_what_most_have_in_common_is_not_their_fault() -> None:
 
 def test_in_a_single_replica_one_may_keep_the_others() -> None:
     assert suspects({"a": place(collectives=41), "b": place(collectives=40)}) == ["b"]
+
+
+def test_who_waits_for_a_mate_that_waits_for_other_replicas_keeps_nobody() -> None:
+    """The sum of one column hangs; the other ranks wait for theirs inside their replicas."""
+    waits, after = place("reduce"), place("before_commit", collectives=41)
+    found = standstill({"a": after, "b": waits}, {"c": after, "d": waits})
+    assert found.all_wait and not found.suspects and not found.standing
+    loops = place("before_commit")
+    assert suspects({"a": after, "b": waits}, {"c": loops, "d": waits}) == ["c"]
+    assert suspects({"a": loops, "b": after}, {"c": waits, "d": waits}) == ["a"]
+
+
+def test_where_most_stand_still_they_are_told_without_being_accused() -> None:
+    found = standstill({"a": place(), "b": place()}, {"c": place(), "d": place()})
+    assert not found.suspects and not found.all_wait
+    assert found.standing == ("a", "b", "c", "d")

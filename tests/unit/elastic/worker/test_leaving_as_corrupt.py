@@ -138,3 +138,23 @@ def test_two_that_differ_twice_end_the_run(links: Workers) -> None:
     assert [told(link) for link in pair] == [[], [CoordinatorApi.fail.__name__]]
     assert "twice: 7, 8" in pair[1].coordinator.told[0][1]
     assert not pair[0].witnessed(14, {1: 7, 0: 8}), "of another step it is the first time"
+
+
+def test_a_lane_that_nobody_else_computed_confirms_nothing(links: Workers) -> None:
+    """The repeat was interrupted, and after it this replica still had its own lanes."""
+    a, b = links(2)
+    for link in (a, b):
+        assert not link.witnessed(9, {0: 7, 1: 8})
+        link.coordinator.told.clear()
+    assert a.witnessed(9, {0: 7}) and b.witnessed(9, {0: 7})
+    assert told(a) == told(b) == []
+
+
+def test_what_was_settled_is_forgotten(links: Workers) -> None:
+    """The run goes back later, and the same step has other samples."""
+    a, b = links(2)
+    for link in (a, b):
+        assert not link.witnessed(9, {0: 7, 1: 8})
+    assert a.witnessed(9, {0: 7, 1: 7})
+    a.coordinator.told.clear()
+    assert a.witnessed(9, {0: 5, 1: 5}) and told(a) == []
