@@ -396,9 +396,13 @@ class Membership:
             if self.winding_down:
                 effects.called = "stop" if self.until == self.config.steps else None
             else:
-                mendable = self.formations.mendable
                 effects.called = decide_planned(
-                    self.places, self.heals, least, most, mendable=mendable
+                    self.places,
+                    self.heals,
+                    least,
+                    most,
+                    mendable=self.formations.mendable,
+                    uneven=self.roster.uneven,
                 )
             if effects.called is not None:
                 self._signal_roster("boundary", effects)

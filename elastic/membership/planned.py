@@ -28,7 +28,13 @@ def all_copies_go(places: Places, heals: Heals) -> bool:
 
 
 def decide_planned(
-    places: Places, heals: Heals, min_replicas: int, max_replicas: int, *, mendable: bool
+    places: Places,
+    heals: Heals,
+    min_replicas: int,
+    max_replicas: int,
+    *,
+    mendable: bool,
+    uneven: bool = False,
 ) -> RegroupReason | None:
     """Why to regroup after a step. A heal is not disturbed for a replica that could join later.
 
@@ -38,6 +44,8 @@ def decide_planned(
         min_replicas: fewest to train with.
         max_replicas: most.
         mendable: whether what is left of a replica can be made whole.
+        uneven: whether a replica has two lanes more than another: one of them got its state while a
+            fault was met, in which all lanes were kept where they were.
     """
     leaving = plan_departures(places, heals, min_replicas, max_replicas)
     if leaving:
@@ -47,6 +55,6 @@ def decide_planned(
     if heals.behind:
         return None
     ready = len(places.forming) > places.unready
-    if heals.plan:
+    if heals.plan or uneven:
         return "heal"
     return "grow" if ready else "repair" if mendable else None

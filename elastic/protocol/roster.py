@@ -58,6 +58,13 @@ class Roster:
         """All workers with a slot."""
         return tuple(worker for replica in self.replicas for worker in replica.workers)
 
+    @property
+    def uneven(self) -> bool:
+        """Whether a replica has two lanes more than another: dealt anew, they would differ by one
+        at most."""
+        counts = [len(lanes) for lanes in self.lanes.values()]
+        return max(counts, default=0) - min(counts, default=0) > 1
+
     @cached_property
     def followers(self) -> Mapping[str, Remnant]:
         """All workers of remnants, with theirs."""

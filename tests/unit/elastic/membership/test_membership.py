@@ -335,6 +335,27 @@ def test_a_spare_takes_a_dead_workers_place_while_the_others_train() -> None:
     assert (run.step, run.heals, run.restore) == (8, (), False)
 
 
+def test_a_newcomer_that_got_the_state_in_a_fault_gets_lanes_at_the_next_boundary() -> None:
+    """A fault leaves all lanes where they are, though nobody was lost."""
+    group = Group(replicas=2, start=3, lanes=4)
+    group.start("a0", "b1", "c2")
+    group.lose("b1")
+    group.join("a0", step=3, in_step=True, last=commit(2))
+    group.build("c2")
+    group.join("a0", step=5, last=commit(4, boundary=True))
+    group.membership.cross_lost(group.membership.roster.generation, "reset")
+    group.advance()
+    group.join("a0", step=5, in_step=True, last=commit(4))
+    effects = group.join("c2", step=5, in_step=True, last=commit(4))  # it has come just now
+    run = run_of(effects, "c2")
+    assert (run.lanes, run.heals) == (((0, 1, 2, 3), ()), ())
+    assert effects.called == "heal" or group.advance().called == "heal"
+    group.join("a0", step=6, last=commit(5, boundary=True))
+    effects = group.join("c2", step=6, last=commit(5, boundary=True))
+    assert run_of(effects, "c2").lanes == ((0, 1), (2, 3))
+    assert group.advance().called is None
+
+
 def test_without_a_spare_the_replacement_grows_the_run_again() -> None:
     group = Group(replicas=2)
     group.start("a0", "b1")
