@@ -218,9 +218,10 @@ class Worker:
 
     def recover(self, detail: str, cause: Cause) -> None:
         """After an exception: joins again where a peer was lost, exits where it was this worker's
-        own."""
+        own, or has left the state half stepped."""
         step = None if self.progress is None else self.progress.step
-        if self.link.trouble(step, detail, cause):
+        half_stepped = self.progress is not None and self.progress.applying
+        if self.link.trouble(step, detail, cause) and not half_stepped:
             self.leave_replica()
         else:
             self.exit(detail)

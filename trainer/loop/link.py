@@ -29,6 +29,8 @@ class Progress:
     """Outcome of step - 1, where this worker was there."""
     in_step: bool = False
     """Whether work on `step` has begun."""
+    applying: bool = False
+    """The optimizer is at work: after an exception the state is of no step."""
 
 
 @dataclass(frozen=True, kw_only=True)

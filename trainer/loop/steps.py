@@ -407,7 +407,9 @@ class TrainLoop:
             self.source.await_copy()
         if commit.finite:
             scale = commit.scale(self.train.optimizer.clip_norm)
+            self.progress.applying = True
             self.engine.apply(commit.step, scale=scale)
+            self.progress.applying = False
         self.progress.skipped_in_a_row = 0 if commit.finite else self.progress.skipped_in_a_row + 1
 
     def follow(self, newcomer: Newcomer) -> None:
