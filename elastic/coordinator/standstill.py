@@ -179,6 +179,9 @@ class StandstillWatch:
     ) -> None:
         """Keeps what was found, then ends those at fault."""
         failed = await self._failed_still(found)
+        if not (accused or all_wait or failed):
+            self._good = last
+            return
         if _lacks(found.second, list(accused)):
             found.second |= await self._evidence(list(accused))
         both = {w: _twice(found.first.get(w), second) for w, second in found.second.items()}

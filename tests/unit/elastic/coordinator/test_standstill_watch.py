@@ -199,6 +199,7 @@ def test_where_most_stand_still_connections_alone_accuse(
     lost = desk.happened(events.WorkerLost)
     assert {event.worker: event.cause for event in lost} == expected
     assert (desk.doors.tests, desk.regroups) == (max(1, len(short)), 0), "once is enough"
+    assert desk.paths.incidents.exists() == bool(expected)
 
 
 def test_all_that_wait_for_each_other_are_called_to_regroup(tmp_path: Path) -> None:
