@@ -88,16 +88,17 @@ def _loop(gradient: torch.Tensor) -> None:
 
 
 class Data:
-    """Points on a parabola."""
+    """Points on a parabola. Faults hit steps, not evaluations, which have other bounds."""
 
-    def __init__(self, tasks: Tasks) -> None:
+    def __init__(self, tasks: Tasks | None = None) -> None:
         self._tasks = tasks
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self._tasks.sample()
+        if self._tasks is not None:
+            self._tasks.sample()
         x = torch.tensor([index / SAMPLES])
         return x, x * x
 
@@ -113,7 +114,8 @@ class Loss:
     ) -> tuple[torch.Tensor, int]:
         x, y = batch
         out = model(x)
-        self._tasks.forward(out)
+        if model.training:
+            self._tasks.forward(out)
         return (out - y).square().sum(), len(x)
 
 
@@ -127,7 +129,7 @@ def main() -> None:
                 build_model=build_wide_model,
                 loss_function=Loss(tasks),
                 dataset=Data(tasks),
-                eval_dataset=Data(tasks),
+                eval_dataset=Data(),
             ),
             steps=STEPS,
             eval_every=EVAL_EVERY,
