@@ -109,6 +109,11 @@ class Desk(CoordinatorDesk):
             for step in range(count)
         ]
 
+    async def stand_still(self, within_s: float) -> None:
+        """Some steps, and then none."""
+        self.watch.committed(self.steps(5))
+        await self.killed(within_s)
+
     async def killed(self, within_s: float) -> list[str]:
         """Who has been ended, once somebody is."""
         deadline = time.monotonic() + within_s
@@ -170,11 +175,7 @@ def test_connections_that_fail_name_one_of_those_who_wait(
     desk.doors.known = {"a": STUCK, "b": STUCK, "c": REDUCES, "d": REDUCES}
     desk.doors.short = short
 
-    async def run() -> None:
-        desk.watch.committed(desk.steps(5))
-        await desk.killed(PATIENCE_S)
-
-    asyncio.run(run())
+    asyncio.run(desk.stand_still(PATIENCE_S))
     lost = desk.happened(events.WorkerLost)
     assert {event.worker: event.cause for event in lost} == expected
 
@@ -191,11 +192,7 @@ def test_where_most_stand_still_connections_alone_accuse(
     desk.doors.known = {"a": STUCK, "b": STUCK, "c": STUCK, "d": STUCK}
     desk.doors.short = list(short)
 
-    async def run() -> None:
-        desk.watch.committed(desk.steps(5))
-        await desk.killed(10 * LEAST_S)
-
-    asyncio.run(run())
+    asyncio.run(desk.stand_still(10 * LEAST_S))
     lost = desk.happened(events.WorkerLost)
     assert {event.worker: event.cause for event in lost} == expected
     assert (desk.doors.tests, desk.regroups) == (max(1, len(short)), 0), "once is enough"
@@ -206,10 +203,6 @@ def test_all_that_wait_for_each_other_are_called_to_regroup(tmp_path: Path) -> N
     desk = Desk(tmp_path)
     desk.doors.known = {"a": WAITS, "b": WAITS, "c": WAITS}
 
-    async def run() -> None:
-        desk.watch.committed(desk.steps(5))
-        await desk.killed(4 * LEAST_S)
-
-    asyncio.run(run())
+    asyncio.run(desk.stand_still(4 * LEAST_S))
     assert desk.regroups > 0
     assert desk.happened(events.WorkerLost) == []
