@@ -66,10 +66,7 @@ def play(
 def _stands_still(pid: int) -> bool:
     """Whether a signal has stopped a process."""
     try:
-        try:
         status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # it ends while it is read
-        return False
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it has ended, perhaps while it was read
         return False
     return status.rpartition(")")[2].split()[0] == "T"
