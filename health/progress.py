@@ -101,22 +101,21 @@ def find_standstill(
     places = [place for replica in replicas for place in replica.values()]
     if any(place is None or not place.in_step for place in places):
         return Standstill()
-    found = [_suspects(_known(replica), least_s, steps_s, share) for replica in replicas]
+    known = [_known(replica) for replica in replicas]
+    found = [_suspects(replica, least_s, steps_s, share) for replica in known]
     standing = tuple(suspect.worker for of_replica in found for suspect in of_replica)
     if _most(replicas, found):
-        found = [_suspects(_known(replica), shared_s, steps_s, share) for replica in replicas]
+        found = [_suspects(replica, shared_s, steps_s, share) for replica in known]
     suspects = tuple(suspect for of_replica in found for suspect in of_replica)
     still = share * bound_s(least_s, steps_s)
-    waiting = [
-        place is not None and (place.waits or _waits_for_mate(place, known))
-        for replica in replicas
-        for known in [_known(replica)]
-        for place in replica.values()
-    ]
     return Standstill(
         suspects=suspects,
         standing=standing,
-        all_wait=all(waiting) and all(p is not None and p.in_phase_s > still for p in places),
+        all_wait=all(
+            (place.waits or _waits_for_mate(place, replica)) and place.in_phase_s > still
+            for replica in known
+            for place in replica.values()
+        ),
     )
 
 

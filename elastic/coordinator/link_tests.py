@@ -84,7 +84,8 @@ class LinkTests:
         Returns:
             Those that failed; none where all are on one node.
         """
-        members = {w: self._nodes[w] for w in self._membership.roster.workers if w in self._nodes}
+        nodes = self._nodes
+        members = {w: nodes[w] for w in self._membership.roster.workers if w in nodes}
         theirs = list(dict.fromkeys(members[w] for w in workers if w in members))
         if len(theirs) < 2:
             return []

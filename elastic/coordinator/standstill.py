@@ -129,11 +129,16 @@ class StandstillWatch:
     async def _watch(self) -> None:
         while self._membership.stopped is None:
             await asyncio.sleep(_CALM_S)
-            if self._still_s >= SOON * self._bound_s and self._last is not None:
-                await self._look(self._at(self._last))
+            stand = self._stand
+            if stand is not None and self._still_s >= SOON * self._bound_s:
+                await self._look(stand)
 
-    def _at(self, last: StepRecord) -> _Stand:
-        return _Stand(last.step, self._membership.roster.generation)
+    @property
+    def _stand(self) -> _Stand | None:
+        """None before the first step."""
+        if self._last is None:
+            return None
+        return _Stand(self._last.step, self._membership.roster.generation)
 
     async def _look(self, last: _Stand) -> None:
         """No step has come for long. Whoever is suspect is looked at again before it is accused."""
@@ -243,12 +248,7 @@ class StandstillWatch:
     def _over(self, last: _Stand) -> bool:
         """Whether things have moved since: a step, a call, the end."""
         membership = self._membership
-        return (
-            self._last is None
-            or self._at(self._last) != last
-            or membership.stopped is not None
-            or membership.call is not None
-        )
+        return self._stand != last or membership.stopped is not None or membership.call is not None
 
     async def _places(self) -> list[dict[str, Place | None]]:
         """Of the roster's workers, by replica, or by what is left of one."""

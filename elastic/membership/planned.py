@@ -34,7 +34,7 @@ def decide_planned(
     max_replicas: int,
     *,
     mendable: bool,
-    uneven: bool = False,
+    uneven: bool,
 ) -> RegroupReason | None:
     """Why to regroup after a step. A heal is not disturbed for a replica that could join later.
 

@@ -3,7 +3,6 @@ the connections between their machines."""
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import time
 from collections.abc import Mapping
@@ -48,7 +47,7 @@ class LinkDoor:
         with listening:
             if time.monotonic() - self._opened_s > bound_s:
                 return None
-            return asyncio.run(exchange(listening, rank, peers, bool, bound_s))
+            return exchange(listening, rank, peers, bool, bound_s)
 
     def _close(self) -> None:
         if self._listening is not None:

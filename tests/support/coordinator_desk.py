@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
 from elastic.protocol import events
 from elastic.protocol.messages import Build, Identity, Report
+from elastic.protocol.roster import Replica, Roster
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
 from trainer.loop.samples import Ledger
@@ -90,6 +91,20 @@ class CoordinatorDesk:
             self.join(worker)
         for worker in ("a", "b", "c"):
             self.join(worker, built=self.built[worker])
+
+    def lay_out(self, *replicas: str, nodes: Mapping[str, str]) -> None:
+        """A roster of replicas of these workers, on these nodes."""
+        self.membership.roster = Roster(
+            generation=1,
+            replicas=tuple(
+                Replica(index=index, formed=index + 1, workers=tuple(replica.split()))
+                for index, replica in enumerate(replicas)
+            ),
+            lanes={index: (index,) for index, _ in enumerate(replicas)},
+        )
+        for rank, (worker, node) in enumerate(nodes.items()):
+            identity = Identity(worker=worker, rank=rank, node=node, pid=rank)
+            self.membership.members[worker] = self.workers.started[worker] = identity
 
     def join(self, worker: str, built: int = 0) -> None:
         self.membership.join(Report(identity=self.workers.started[worker], built=built))

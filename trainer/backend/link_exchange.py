@@ -27,7 +27,7 @@ Address = tuple[str, int]
 """Host and port."""
 
 
-async def exchange(
+def exchange(
     listening: socket.socket,
     rank: int,
     peers: Mapping[int, Address],
@@ -50,6 +50,18 @@ async def exchange(
     Raises:
         GroupError: `leave_now` became true.
     """
+    arrived = asyncio.run(_exchange(listening, rank, peers, leave_now, bound_s))
+    return {peer: count for peer, count in arrived.items() if count < LINK_BYTES}
+
+
+async def _exchange(
+    listening: socket.socket,
+    rank: int,
+    peers: Mapping[int, Address],
+    leave_now: Callable[[], bool],
+    bound_s: float,
+) -> dict[int, int]:
+    """Returns how many bytes have come of each peer."""
     arrived = dict.fromkeys(peers, 0)
 
     async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -86,4 +98,4 @@ async def exchange(
             break
         await asyncio.sleep(_POLL_S)
     server.close()
-    return {peer: count for peer, count in arrived.items() if count < LINK_BYTES}
+    return arrived

@@ -8,7 +8,6 @@ Who has not got all of a peer's in time names that peer. This is no part of any 
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -45,8 +44,7 @@ def try_links(
         bound_s: how long a peer's message may take.
 
     Returns:
-        Rank of each peer whose `LINK_BYTES` have not come -> bytes that have; 0: no connection, or
-        nothing came over it.
+        See `exchange`.
 
     Raises:
         GroupError: `leave_now` became true, or a peer or the store's answer did not come.
@@ -56,7 +54,7 @@ def try_links(
     own, *_ = group_addresses(rendezvous.host, rendezvous.port)
     with socket.create_server((own, 0), backlog=size) as listening:
         peers = _meet(rendezvous, prefix, rank, size, listening, leave_now)
-        return asyncio.run(exchange(listening, rank, peers, leave_now, bound_s))
+        return exchange(listening, rank, peers, leave_now, bound_s)
 
 
 def _meet(

@@ -14,7 +14,6 @@ import pytest
 from elastic.coordinator.link_tests import LinkTests
 from elastic.protocol import events
 from elastic.protocol.messages import Identity, LinkTest
-from elastic.protocol.roster import Replica, Roster
 from tests.support.coordinator_desk import CoordinatorDesk
 
 ALL_GOOD: dict[str, dict[int, int]] = {"a": {}, "b": {}, "c": {}}
@@ -117,12 +116,7 @@ TO_B = {("A", "B"): 64, ("C", "B"): 0}
 def across_nodes(root: Path, doors: Doors) -> Desk:
     """Replicas of two workers: a and b on nodes of their own, and c and d on C."""
     desk = Desk(root, doors=doors)
-    pairs = enumerate((("a", "b"), ("c", "d")))
-    replicas = tuple(Replica(index=i, formed=i + 1, workers=workers) for i, workers in pairs)
-    desk.membership.roster = Roster(generation=1, replicas=replicas, lanes={0: (0,), 1: (1,)})
-    for rank, (worker, node) in enumerate({"a": "A", "b": "B", "c": "C", "d": "C"}.items()):
-        identity = Identity(worker=worker, rank=rank, node=node, pid=rank)
-        desk.membership.members[worker] = desk.workers.started[worker] = identity
+    desk.lay_out("a b", "c d", nodes={"a": "A", "b": "B", "c": "C", "d": "C"})
     return desk
 
 
@@ -133,11 +127,7 @@ def test_connections_between_the_nodes_of_a_replica_and_others(tmp_path: Path) -
     assert doors.asked == [["B", "A", "C"]]
     assert [link[:2] for link in failed] == [("a", "b"), ("c", "b"), ("d", "b")]
     assert failed[0].came == "64 of 262,144 bytes in 1.5 s"
-
-    async def remove() -> set[str]:
-        return await desk.tests.remove(failed)
-
-    assert asyncio.run(remove()) == {"b"}
+    assert asyncio.run(desk.tests.remove(failed)) == {"b"}
     gc.enable()
     (tested,), (lost,) = desk.happened(events.LinksTested), desk.happened(events.WorkerLost)
     assert (tested.removed, lost.worker, lost.cause) == (["b"], "b", "link")

@@ -17,7 +17,6 @@ from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.standstill import StandstillWatch
 from elastic.protocol import events
 from elastic.protocol.messages import Evidence, Identity
-from elastic.protocol.roster import Replica, Roster
 from health.progress import Place
 from tests.support.coordinator_desk import CoordinatorDesk
 
@@ -71,26 +70,10 @@ class Desk(CoordinatorDesk):
             LinkTests(self.membership, self.workers, agents, self.records),
             self._cross_lost,
         )
-
         self.regroups = 0
 
     async def _cross_lost(self, generation: int, reason: str) -> None:
         self.regroups += 1
-
-    def lay_out(self, *replicas: str, spare: str = "") -> None:
-        """Replicas of these workers, each on a node that is named after it."""
-        workers = [worker for replica in replicas for worker in replica.split()]
-        self.membership.roster = Roster(
-            generation=1,
-            replicas=tuple(
-                Replica(index=index, formed=index + 1, workers=tuple(replica.split()))
-                for index, replica in enumerate(replicas)
-            ),
-            lanes={index: (index,) for index, _ in enumerate(replicas)},
-        )
-        for rank, worker in enumerate(workers):
-            identity = Identity(worker=worker, rank=rank, node=worker.upper(), pid=rank)
-            self.membership.members[worker] = self.workers.started[worker] = identity
 
     def steps(self, count: int) -> list[events.StepRecord]:
         """Of an older roster."""
@@ -152,9 +135,22 @@ def test_before_some_steps_are_known_nobody_is_accused(tmp_path: Path) -> None:
     assert asyncio.run(run()) == []
 
 
+NODES = {"a": "A", "b": "B", "c": "C", "d": "D"}
 HOLE = {("A", "B"): 64, ("C", "B"): 64, ("D", "B"): 64}
 ELSEWHERE = {("C", "D"): 64}
-STUCK, REDUCES = LOOPS, WAITS
+
+
+def stand_still(
+    root: Path, short: list[dict[tuple[str, str], int]], stuck: str, within_s: float
+) -> tuple[Desk, dict[str, str]]:
+    """Two replicas of two workers, of whom those of `stuck` wait inside their replicas. Returns who
+    was lost for what, too."""
+    desk = Desk(root)
+    desk.lay_out("a b", "c d", nodes=NODES)
+    desk.doors.known = {worker: LOOPS if worker in stuck else WAITS for worker in NODES}
+    desk.doors.short = list(short)
+    asyncio.run(desk.stand_still(within_s))
+    return desk, {event.worker: event.cause for event in desk.happened(events.WorkerLost)}
 
 
 @pytest.mark.parametrize(
@@ -170,14 +166,8 @@ def test_connections_that_fail_name_one_of_those_who_wait(
     tmp_path: Path, short: list[dict[tuple[str, str], int]], expected: dict[str, str]
 ) -> None:
     """Nothing tells a and b apart; others explain nothing of it."""
-    desk = Desk(tmp_path)
-    desk.lay_out("a b", "c d")
-    desk.doors.known = {"a": STUCK, "b": STUCK, "c": REDUCES, "d": REDUCES}
-    desk.doors.short = short
-
-    asyncio.run(desk.stand_still(PATIENCE_S))
-    lost = desk.happened(events.WorkerLost)
-    assert {event.worker: event.cause for event in lost} == expected
+    _, lost = stand_still(tmp_path, short, "ab", PATIENCE_S)
+    assert lost == expected
 
 
 @pytest.mark.parametrize(
@@ -187,14 +177,8 @@ def test_where_most_stand_still_connections_alone_accuse(
     tmp_path: Path, short: list[dict[tuple[str, str], int]], expected: dict[str, str]
 ) -> None:
     """All of the only replicas wait inside themselves, as for a storage that does not answer."""
-    desk = Desk(tmp_path)
-    desk.lay_out("a b", "c d")
-    desk.doors.known = {"a": STUCK, "b": STUCK, "c": STUCK, "d": STUCK}
-    desk.doors.short = list(short)
-
-    asyncio.run(desk.stand_still(10 * LEAST_S))
-    lost = desk.happened(events.WorkerLost)
-    assert {event.worker: event.cause for event in lost} == expected
+    desk, lost = stand_still(tmp_path, short, "abcd", 10 * LEAST_S)
+    assert lost == expected
     assert (desk.doors.tests, desk.regroups) == (max(1, len(short)), 0), "once is enough"
     assert desk.paths.incidents.exists() == bool(expected)
 
