@@ -560,6 +560,7 @@ class Coordinator(CoordinatorApi):
         await self._dispatcher.until(lambda: self._membership.stopped is not None)
 
     async def end(self, outcome: events.RunOutcome, error: str | None) -> None:
+        await self._pulses.finish()
         self._records.end(outcome, error)
 
 

@@ -3,12 +3,14 @@
     every PULSE_S:  events and steps so far, who is there ──► gauges of Ray (`reporting/meter.py`)
                                                           └─► pulse.json (`protocol/pulse.py`)
 
-Nobody waits for it, and where it fails the run goes on: then the pulse stands still, and whoever
-watches the run (`elastic watch`) says so.
+No step waits for it, and where it fails the run goes on: then the pulse stands still, and whoever
+watches the run (`elastic watch`) says so. The run's end waits a moment, for the last one.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -29,6 +31,9 @@ log = logging.getLogger(__name__)
 
 RUN_TAG = "ray_train_run_name"
 """Ray Train's own label for the run: its dashboards' filters find these metrics, too."""
+
+_LAST_S = 5.0
+"""The run's end waits so long for the last pulse: a file system may hang."""
 
 
 class Pulses:
@@ -55,6 +60,7 @@ class Pulses:
         self._meter = Meter(config.started, config.groups.min_replicas)
         self._gauges = Gauges({RUN_TAG: config.started.name})
         self._begun = False
+        self._ended = asyncio.Event()
         self._spareless_since: float | None = None
         records.followers.append(self._meter.take)
 
@@ -75,15 +81,27 @@ class Pulses:
             self._begun = True
             self._aside.spawn(self._beat())
 
+    async def finish(self) -> None:
+        """Call it at the run's end. Waits until that is told, or for so long."""
+        if self._begun and self._membership.stopped is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), _LAST_S)
+
     async def _beat(self) -> None:
         goes_on = True
-        while goes_on:
-            goes_on = await self._aside.goes_on_for(PULSE_S)  # once more when the run is over
-            now = time.time()
-            standing = self._standing()
-            steps = self._membership.progress.recorded
-            samples = list(self._meter.samples(now, steps, standing))
-            await self._aside.on_thread(self._tell, self._pulse(now, standing), samples)
+        try:
+            while goes_on:
+                goes_on = await self._aside.goes_on_for(PULSE_S)  # once more when the run is over
+                await self._pulse_once()
+        finally:
+            self._ended.set()
+
+    async def _pulse_once(self) -> None:
+        now = time.time()
+        standing = self._standing()
+        steps = self._membership.progress.recorded
+        samples = list(self._meter.samples(now, steps, standing))
+        await self._aside.on_thread(self._tell, self._pulse(now, standing), samples)
 
     def _standing(self) -> Standing:
         progress, most = self._membership.progress, self._config.health

@@ -111,3 +111,21 @@ def test_a_directory_that_cannot_be_written_to_ends_nothing(tmp_path: Path) -> N
         assert desk.membership.stopped is None
 
     desk.run(story)
+
+
+def test_the_run_s_end_waits_for_the_last_pulse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulses, "PULSE_S", 60.0)  # a run that ends before its first one
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        desk.pulses.begin()
+        await asyncio.sleep(0)
+        desk.membership.stop("enough")
+        await desk.dispatcher.tell()
+        await desk.pulses.finish()
+        assert desk.pulse() is not None
+        assert desk.gauge("elastic_over") == 1
+
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
