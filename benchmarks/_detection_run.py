@@ -12,6 +12,7 @@ import gc
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from tests.support.black_hole_run import build_wide_model
 from tests.support.partition_run import join_cluster
 
 STEPS, BATCH, LANES, SAMPLES, EVAL_EVERY = 100_000, 8, 2, 4096, 200
+EVAL_SAMPLES = 64
 SAMPLES_OF_WORKER = BATCH // 4
 PACE_S = 0.02
 """A sample takes so long: a step of two replicas of two workers some 0.1 s."""
@@ -47,13 +49,18 @@ class Tasks:
         self._storage = storage
         self.pace_s = PACE_S
         self._random = random.Random(os.getpid())
+        self._evaluated = 0
 
-    def sample(self) -> None:
-        """Reads a sample, which takes its time."""
+    def take_time(self) -> None:
+        """Reading a sample does."""
         slow = (self._storage / NOISE).exists() and self._random.random() < 0.05 / SAMPLES_OF_WORKER
         time.sleep(self.pace_s * (1 + 4 * SAMPLES_OF_WORKER * slow))
         if slow:
             gc.collect()
+
+    def sample(self) -> None:
+        """Reads a sample of a step."""
+        self.take_time()
         if self._takes("slow"):
             self.pace_s = SLOW * PACE_S
         if self._takes("fast"):
@@ -73,6 +80,13 @@ class Tasks:
         if self._takes("backward"):
             out.register_hook(_loop)
 
+    def evaluate(self) -> None:
+        """In the worker's own code, with a batch of an evaluation; not in its first one."""
+        self._evaluated += 1
+        if self._evaluated * BATCH > EVAL_SAMPLES and self._takes("evaluate"):
+            while True:
+                pass
+
     def _takes(self, task: str) -> bool:
         path = self._storage / f"{task}-{os.getpid()}"
         if not path.exists():
@@ -88,17 +102,16 @@ def _loop(gradient: torch.Tensor) -> None:
 
 
 class Data:
-    """Points on a parabola. Faults hit steps, not evaluations, which have other bounds."""
+    """Points on a parabola."""
 
-    def __init__(self, tasks: Tasks | None = None) -> None:
-        self._tasks = tasks
+    def __init__(self, reads: Callable[[], None]) -> None:
+        self._reads = reads
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._tasks is not None:
-            self._tasks.sample()
+        self._reads()
         x = torch.tensor([index / SAMPLES])
         return x, x * x
 
@@ -116,6 +129,8 @@ class Loss:
         out = model(x)
         if model.training:
             self._tasks.forward(out)
+        else:
+            self._tasks.evaluate()
         return (out - y).square().sum(), len(x)
 
 
@@ -128,12 +143,12 @@ def main() -> None:
             task=CustomTask(
                 build_model=build_wide_model,
                 loss_function=Loss(tasks),
-                dataset=Data(tasks),
-                eval_dataset=Data(),
+                dataset=Data(tasks.sample),
+                eval_dataset=Data(tasks.take_time),
             ),
             steps=STEPS,
             eval_every=EVAL_EVERY,
-            eval_samples=BATCH,
+            eval_samples=EVAL_SAMPLES,
             global_batch=BATCH,
             lanes=LANES,
             parallel=ParallelConfig(shard=shard),

@@ -67,6 +67,8 @@ class Fault:
     mend: Callable[[PartitionRun, Victim], None] = lambda run, victim: None
     node: bool = False
     """It takes all workers of the host along."""
+    waits: bool = False
+    """It hits when its time has come, which `act` waits for."""
     shown_by: type[events.Event] = events.WorkerLost
     """The event that names it."""
 
@@ -74,6 +76,19 @@ class Fault:
 def told(task: str) -> Callable[[PartitionRun, Victim], None]:
     """The victim itself does it, at its next sample or in its next forward."""
     return lambda run, victim: (run.storage / f"{task}-{victim.pid}").touch()
+
+
+def told_for_later(task: str) -> Callable[[PartitionRun, Victim], None]:
+    """It does it some time, which is waited for."""
+
+    def act(run: PartitionRun, victim: Victim) -> None:
+        task_of_victim = run.storage / f"{task}-{victim.pid}"
+        task_of_victim.touch()
+        deadline = time.monotonic() + UNSEEN_S
+        while task_of_victim.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    return act
 
 
 def sent(number: int) -> Callable[[PartitionRun, Victim], None]:
@@ -106,6 +121,7 @@ FAULTS: dict[str, Fault] = {
     "exception": Fault(("user_error",), told("raise")),
     "user_loop": Fault(("hang",), told("loop")),
     "peer_loop": Fault(("hang",), told("backward")),
+    "evaluation_loop": Fault(("hang",), told_for_later("evaluate"), waits=True),
     "hung_mount": Fault(("hang",), told("mount")),
     "agent_killed": Fault((), kill_agent, shown_by=events.AgentEnded),
     "raylet_killed": Fault(
@@ -162,6 +178,8 @@ def measure(run: PartitionRun, name: str) -> dict[str, Any]:
     generation = run.steps()[-1].generation
     began = time.time()
     fault.act(run, victim)
+    if fault.waits:
+        began = time.time()
     loses = fault.shown_by is events.WorkerLost
     found = _first(lambda: run.of_kind(fault.shown_by, after_s=began))
     verdict_s = found[0].time - began if found else None

@@ -7,8 +7,9 @@ replica's workers they have begun the fewest collectives: the others wait in one
 to enter.
 
 How long is too long follows from the run itself: its median step, and the longest that this worker
-has been in one phase of a step and went on. Where more than half of the replicas seem to keep the
-rest, the cause is one that they share, such as a storage that does not answer: they get far longer.
+has been in one phase of a step, or one batch of an evaluation, and went on. Where more than half of
+the replicas seem to keep the rest, the cause is one that they share, such as a storage that does
+not answer: they get far longer.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ class Place:
     """That phase, with its step, in words."""
     in_phase_s: float
     """How long it has been in it, without the time in which it could run and had no core."""
-    in_step: bool
-    """It is a phase of a step."""
+    bounded: bool
+    """It may not take long: a phase of a step, or a batch of an evaluation."""
     waits: bool
     """It is one in which it waits for other replicas."""
     collectives: int
     """Collectives that it has begun with the others of its replica."""
     longest_s: float
-    """The longest of late that it was in a phase of a step in which it waits for nobody, and went
-    on."""
+    """The longest of late that it was in such a phase in which it waits for nobody, and went on: of
+    steps where it is in one, of evaluations where it evaluates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class Standstill:
 
 
 def bound_s(least_s: float, steps_s: Sequence[float], longest_s: float = 0.0) -> float:
-    """How long a phase of a step may take.
+    """How long a phase of a step, or a batch of an evaluation, may take.
 
     Args:
         least_s: whatever the steps take.
@@ -99,7 +100,7 @@ def find_standstill(
         shared_s: how long a phase may take where most are in one that takes long.
     """
     places = [place for replica in replicas for place in replica.values()]
-    if any(place is None or not place.in_step for place in places):
+    if any(place is None or not place.bounded for place in places):
         return Standstill()
     known = [_known(replica) for replica in replicas]
     found = [_suspects(replica, least_s, steps_s, share) for replica in known]

@@ -37,6 +37,8 @@ from trainer.loop.phases import PHASES, STEP_PHASES
 _WAITING = frozenset(map(PHASES.index, ("reduce", "in_commit")))
 """Numbers of the phases in which a worker waits for other replicas."""
 _STEP = frozenset(map(PHASES.index, STEP_PHASES))
+_EVALUATION = PHASES.index("evaluation")
+"""Entered with each batch."""
 
 _LOCKED = frozenset(map(PHASES.index, ("build", "compile", "profile")))
 """Numbers of the phases in which libraries hold the interpreter's lock for long: NCCL's start, a
@@ -51,6 +53,8 @@ _LONG_S = 1.0
 """Shorter stays in a phase are not remembered: no bound is below a few seconds."""
 _FIRST_STEPS = 2
 """Of a process: its code may be compiled in them. They say nothing of those that follow."""
+_FIRST_BATCHES = 2
+"""Of a process's evaluations: the data may come from far, for the first time."""
 _SETTLED = 100
 """Phases after which a process has more than these behind it, though nobody here has seen it."""
 
@@ -76,6 +80,10 @@ class _Process:
     """How long it had had no core when it was first seen in its present phase."""
     stays_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     """The latest long stays in phases of steps in which it waited for nobody."""
+    batches: int = 0
+    """Batches of evaluations that it was seen to leave behind."""
+    batches_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+    """The latest of them that took long."""
 
     def sample(self, record: Record) -> None:
         """Notes what its heartbeat shows now."""
@@ -86,10 +94,8 @@ class _Process:
             self.first_step = record.step
             if record.serial >= _SETTLED:
                 self.first_step -= _FIRST_STEPS
-        if before is not None and before.left == record.left and self._is_busy(before):
-            stay_s = self._awake_s(before, record.phase_s)
-            if stay_s > _LONG_S:
-                self.stays_s.append(stay_s)
+        if before is not None and before.left == record.left:
+            self._went_on(before, self._awake_s(before, record.phase_s))
         self.starved_s = read_starved_s(self.pid, record.thread)
 
     def place(self) -> Place | None:
@@ -102,17 +108,29 @@ class _Process:
             mark=record.serial,
             phase=_phase_of(record),
             in_phase_s=self._awake_s(record, time.monotonic()),
-            in_step=record.phase in _STEP and self._counts(record),
+            bounded=self._counts(record),
             waits=record.phase in _WAITING,
             collectives=record.collectives,
-            longest_s=max(self.stays_s, default=0.0),
+            longest_s=max(self._stays_like(record), default=0.0),
         )
 
-    def _is_busy(self, record: Record) -> bool:
-        return record.phase in _STEP - _WAITING and self._counts(record)
+    def _went_on(self, record: Record, stay_s: float) -> None:
+        """It has left what `record` shows."""
+        evaluated = record.phase == _EVALUATION
+        self.batches += evaluated
+        busy = evaluated or (self._counts(record) and record.phase not in _WAITING)
+        if busy and stay_s > _LONG_S:
+            self._stays_like(record).append(stay_s)
+
+    def _stays_like(self, record: Record) -> deque[float]:
+        return self.batches_s if record.phase == _EVALUATION else self.stays_s
 
     def _counts(self, record: Record) -> bool:
-        return self.first_step is not None and record.step >= self.first_step + _FIRST_STEPS
+        """Whether what it does then tells how long that takes, and may be told to take too long."""
+        if record.phase == _EVALUATION:
+            return self.batches >= _FIRST_BATCHES
+        first = self.first_step
+        return record.phase in _STEP and first is not None and record.step >= first + _FIRST_STEPS
 
     def _awake_s(self, record: Record, until_s: float) -> float:
         """How long it was in a phase, without the time in which it had no core."""

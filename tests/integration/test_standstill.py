@@ -6,11 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from ray.train import RunConfig
 
-from elastic import HealthConfig
-from elastic.protocol.events import RegroupCalled, RunStarted, WorkerLost
+from elastic import (
+    CustomTask,
+    ElasticTrainer,
+    HealthConfig,
+    ScalingConfig,
+    TrainConfig,
+    parse_faults,
+)
+from elastic.protocol.events import FaultFired, RegroupCalled, RunStarted, WorkerLost
 from elastic.reporting.event_log import read_events
 from tests.support.tiny import fit, tiny_trainer
+from tests.support.user_code import model, slow_to_evaluate
 
 SOON = HealthConfig(progress_timeout_s=2.0)
 
@@ -51,6 +61,32 @@ def test_the_worker_that_loops_is_ended_and_no_other(
         path.name for path in incident.iterdir() if path.name != "manifest.json"
     }
     assert lost.worker in json.loads((incident / "readings.json").read_text())
+
+
+def test_a_worker_that_loops_in_an_evaluation_is_ended(cluster: None, tmp_path: Path) -> None:
+    """In its second one: how long a batch takes is known from the first."""
+    samples = [torch.tensor([float(i)]) for i in range(16)]
+    task = CustomTask(
+        build_model=model,
+        loss_function=slow_to_evaluate,
+        dataset=samples,
+        eval_dataset=samples[:4],
+    )
+    result = ElasticTrainer(
+        TrainConfig(task=task, steps=10, global_batch=2, lanes=2, eval_every=4),
+        scaling=ScalingConfig(max_replicas=2),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+        health=SOON,
+        faults=parse_faults("loop@8.evaluation:1"),
+    ).fit()
+    assert result.metrics is not None
+    assert (result.metrics["outcome"], result.metrics["lost_steps"]) == ("finished", 0)
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    (lost,) = [event for event in events if isinstance(event, WorkerLost)]
+    (fired,) = [event for event in events if isinstance(event, FaultFired)]
+    assert (lost.cause, lost.slot) == ("hang", "replica 1 shard 0 tensor 0")
+    assert "in phase evaluation of step 8, where 2.0 s are long" in lost.detail
+    assert lost.time - fired.time < 4.0
 
 
 def test_nobody_is_accused_in_a_run_without_fault(

@@ -29,10 +29,12 @@ Phase = Literal[
     "wait",
     "shutdown",
 ]
-"""`profile`: beginning to profile, or writing down what was found. `build`: making a replica's
-process group and model. `compile`: compiling a model's blocks, before its first step or in it.
-`regroup`: making the group across replicas. `heal_source`, `heal_target`: beginning to send or to
-receive state; both go on beside the steps. `wait`: in `join`, without a slot or called there."""
+"""`checkpoint`: handing over what is saved; at the end, waiting until it is stored. `evaluation`:
+entered with each batch. `profile`: beginning to profile, or writing down what was found. `build`:
+making a replica's process group and model. `compile`: compiling a model's blocks, before its first
+step, or in a micro-batch of a step or an evaluation. `regroup`: making the group across replicas.
+`heal_source`, `heal_target`: beginning to send or to receive state; both go on beside the steps.
+`wait`: in `join`, without a slot or called there."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 

@@ -15,7 +15,7 @@ def place(phase: str = "forward", in_phase_s: float = 6.0, **changes: object) ->
         mark=7,
         phase=f"phase {phase} of step 3",
         in_phase_s=in_phase_s,
-        in_step=phase != "evaluation",
+        bounded=phase != "checkpoint",
         waits=phase == "reduce",
         collectives=40,
         longest_s=0.0,
@@ -52,7 +52,7 @@ def test_a_replica_in_which_one_has_just_moved_is_left_alone() -> None:
 
 
 def test_a_phase_round_the_steps_is_for_other_bounds() -> None:
-    assert suspects({"a": place("reduce")}, {"b": place("evaluation", 60.0)}) == []
+    assert suspects({"a": place("reduce")}, {"b": place("checkpoint", 60.0)}) == []
 
 
 def test_nobody_is_accused_where_somebody_is_not_heard_of() -> None:

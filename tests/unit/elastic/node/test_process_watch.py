@@ -169,20 +169,21 @@ def step_by_step(steps: str) -> str:
     return f"""
 import time
 forward, reduce = PHASES.index("forward"), PHASES.index("reduce")
+evaluation, checkpoint = PHASES.index("evaluation"), PHASES.index("checkpoint")
 {steps}
 print(flush=True)
 sys.stdin.readline()
 """
 
 
-def place_after(watch: ProcessWatch, process: subprocess.Popen[bytes]) -> Place:
+def place_after(watch: ProcessWatch, process: subprocess.Popen[bytes], worker: str = "w0") -> Place:
     """Where it is when it has done its steps, looked at as often as an agent does."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(b"\n")
     process.stdin.flush()
     while not select.select([process.stdout], [], [], 0.1)[0]:
         watch.frozen(time.monotonic())
-    found = watch.places()["w0"]
+    found = watch.places()[worker]
     assert found is not None
     return found
 
@@ -200,12 +201,34 @@ heartbeat.mark(7, forward)
 """
     process, fd = start(step_by_step(steps))
     watch.watch("w0", process.pid, fd)
-    assert not watch.places()["w0"].in_step  # type: ignore[union-attr]
+    assert not watch.places()["w0"].bounded  # type: ignore[union-attr]
     now = place_after(watch, process)
     assert (now.mark, now.phase) == (6, "phase forward of step 7")
-    assert now.in_step and not now.waits
+    assert now.bounded and not now.waits
     # The stay in step 6: not that in step 5, the wait, or what was left.
     assert 1.0 < now.longest_s < 1.9
+
+
+def test_a_batch_of_an_evaluation_may_not_take_long_once_two_are_known(start: Start) -> None:
+    """The first ones may read data from far. How long they took says nothing of steps."""
+    watch = ProcessWatch(DEADLINE_S)
+    steps = """
+heartbeat.mark(5, evaluation); time.sleep(1.3)
+heartbeat.mark(5, evaluation); time.sleep(0.5)
+heartbeat.mark(5, {last}); time.sleep(1.0)
+"""
+    found = []
+    for last in ("evaluation", "checkpoint"):
+        process, fd = start(step_by_step(steps.format(last=last)))
+        watch.watch(last, process.pid, fd)
+        found.append(place_after(watch, process, last))
+    evaluates, saves = found
+    assert evaluates.bounded and not evaluates.waits
+    assert 1.2 < evaluates.longest_s < 2.0
+    assert not saves.bounded and saves.longest_s == 0.0
+    process, fd = start(step_by_step("heartbeat.mark(5, evaluation); time.sleep(0.5)"))
+    watch.watch("new", process.pid, fd)
+    assert not place_after(watch, process, "new").bounded
 
 
 def test_a_worker_that_has_long_worked_counts_at_once(start: Start) -> None:
@@ -220,7 +243,7 @@ def test_a_worker_that_has_long_worked_counts_at_once(start: Start) -> None:
     watch = ProcessWatch(DEADLINE_S)
     watch.watch("w0", process.pid, fd)
     found = watch.places()["w0"]
-    assert found is not None and found.in_step
+    assert found is not None and found.bounded
 
 
 def test_time_without_a_core_is_not_counted(start: Start) -> None:

@@ -16,6 +16,8 @@ from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.loop.between_steps import BetweenSteps
 from trainer.loop.link import LoopConfig, Progress
+from trainer.loop.phases import Phase
+from trainer.tasks.custom import CustomTask
 
 STEPS = 3
 
@@ -27,19 +29,15 @@ def meet() -> Iterator[Rendezvous]:
     leave_replica_group()
 
 
-def loss_with(weights: dict[str, torch.Tensor], data: torch.Tensor) -> float:
-    """The mean loss, by a model that FSDP2 knows nothing of."""
-    model = build_model()
-    model.load_state_dict(weights)
-    total, terms = loss_of(model, data)
-    return float(total) / terms
+def between_steps(
+    meet: Rendezvous, task: CustomTask, entered: list[Phase]
+) -> tuple[BetweenSteps, SavingLink]:
+    """What a lone replica does between steps; `entered` gets the phases."""
 
+    def enter(step: int, phase: Phase) -> None:
+        entered.append(phase)
 
-def test_a_replica_without_lanes_evaluates_what_it_has_become(meet: Rendezvous) -> None:
-    """It applies steps, and has no backward, after which FSDP2 would gather the weights anew."""
-    data = small_task().dataset[:8]
-    task, link = replace(small_task(), eval_dataset=data), SavingLink()
-    engine = make_engine(0, meet, task, small_train(STEPS))
+    engine, link = make_engine(0, meet, task, small_train(STEPS)), SavingLink()
     cross = FabricGroup(
         GLOO, meet, "alone", lanes=[(0, 1)], total_lanes=2, rank=0, leave_now=lambda: False
     )
@@ -51,9 +49,39 @@ def test_a_replica_without_lanes_evaluates_what_it_has_become(meet: Rendezvous) 
             lanes=2, save_every=None, compare_every=None, max_nonfinite_steps=1, until=STEPS
         ),
         link=link,
-        samples=len(task.dataset),
-        enter=lambda step, phase: None,
+        samples=len(task.train_data()),
+        enter=enter,
     )
+    return due, link
+
+
+def loss_with(weights: dict[str, torch.Tensor], data: torch.Tensor) -> float:
+    """The mean loss, by a model that FSDP2 knows nothing of."""
+    model = build_model()
+    model.load_state_dict(weights)
+    total, terms = loss_of(model, data)
+    return float(total) / terms
+
+
+def test_a_batch_of_a_new_size_compiles(meet: Rendezvous) -> None:
+    """No bound of an evaluation holds for it: graphs are made for a size, here 4 and 1."""
+    entered: list[Phase] = []
+    task = replace(small_task(), eval_dataset=small_task().dataset[:9])
+    due, _ = between_steps(meet, task, entered)
+    due.evaluate()
+    assert entered == ["evaluation"] * 3
+    due.engine.evaluated_sizes.clear()
+    due.train = replace(due.train, compile="on")
+    due.evaluate()
+    due.evaluate()
+    assert entered[3:] == ["compile", "evaluation", "compile", *["evaluation"] * 3]
+
+
+def test_a_replica_without_lanes_evaluates_what_it_has_become(meet: Rendezvous) -> None:
+    """It applies steps, and has no backward, after which FSDP2 would gather the weights anew."""
+    data = small_task().dataset[:8]
+    due, link = between_steps(meet, replace(small_task(), eval_dataset=data), [])
+    engine = due.engine
     expected = []
     for step in range(STEPS):
         weights = {
