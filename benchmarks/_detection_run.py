@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import random
 import time
@@ -19,6 +20,7 @@ import torch
 from ray.train import RunConfig
 from torch import nn
 
+from benchmarks import _detection_store
 from elastic import (
     CheckpointConfig,
     CustomTask,
@@ -39,7 +41,10 @@ PACE_S = 0.02
 SLOW = 3.0
 NOISE = "noise"
 """A file: while it stands, a step in twenty takes five times as long on one worker or another, and
-some collect garbage."""
+some collect garbage, each process compiles something once, and saves take long."""
+COMPILE_S = 20.0
+"""At least."""
+SAVE_EVERY = 500
 
 
 class Tasks:
@@ -49,11 +54,11 @@ class Tasks:
         self._storage = storage
         self.pace_s = PACE_S
         self._random = random.Random(os.getpid())
-        self._evaluated = 0
+        self._evaluated, self._compiled = 0, False
 
     def take_time(self) -> None:
         """Reading a sample does."""
-        slow = (self._storage / NOISE).exists() and self._random.random() < 0.05 / SAMPLES_OF_WORKER
+        slow = self._is_noisy() and self._random.random() < 0.05 / SAMPLES_OF_WORKER
         time.sleep(self.pace_s * (1 + 4 * SAMPLES_OF_WORKER * slow))
         if slow:
             gc.collect()
@@ -83,9 +88,15 @@ class Tasks:
     def evaluate(self) -> None:
         """In the worker's own code, with a batch of an evaluation; not in its first one."""
         self._evaluated += 1
+        if self._is_noisy() and not self._compiled:
+            self._compiled = True
+            _compile()
         if self._evaluated * BATCH > EVAL_SAMPLES and self._takes("evaluate"):
             while True:
                 pass
+
+    def _is_noisy(self) -> bool:
+        return (self._storage / NOISE).exists()
 
     def _takes(self, task: str) -> bool:
         path = self._storage / f"{task}-{os.getpid()}"
@@ -94,6 +105,20 @@ class Tasks:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
         return True
+
+
+def _compile() -> None:
+    """One thing after the other, as long as it is to take; no cache has them."""
+    begun = time.monotonic()
+    for number in itertools.count():
+        if time.monotonic() - begun > COMPILE_S:
+            return
+        torch.compiler.reset()
+        torch.compile(_made_of(number + 1e4 * os.getpid()))(torch.ones(8))
+
+
+def _made_of(number: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: (x * number).sin()
 
 
 def _loop(gradient: torch.Tensor) -> None:
@@ -156,7 +181,9 @@ def main() -> None:
         ),
         scaling=ScalingConfig(max_replicas=replicas, spares=1),
         run_config=RunConfig(name="run", storage_path=storage),
-        checkpoint=CheckpointConfig(every_steps=None),
+        checkpoint=CheckpointConfig(
+            every_steps=SAVE_EVERY, store=f"{_detection_store.SCHEME}://{storage}/checkpoints"
+        ),
     ).fit()
 
 
