@@ -13,9 +13,10 @@ Reach = Literal["answers", "refuses", "silent"]
 """What becomes of an attempt to connect to the coordinator's process: its kernel accepts, also
 where the process is only slow; it refuses, as the process has ended; nothing comes back."""
 
-_ENDING_S = 30.0
-"""How long an agent may outlive its coordinator's process at the most. Ray ends it at once, or 5 s
-after it has heard of that."""
+_ENDING_S = 120.0
+"""How long an agent may outlive its coordinator at the most. Ray ends it within 5 s of the end of
+the coordinator's process; a machine that says nothing any more it gives up after 55 to 70 s; its
+own head may be away for 60 s, and needs 20 s then."""
 
 _MOST_ENDS, _ENDS_WITHIN_S = 3, 60.0
 """An agent that has ended so often within so many seconds is not started again."""
@@ -70,19 +71,36 @@ def decide_hopeless(ended_s: Sequence[float]) -> bool:
     return len(last) == _MOST_ENDS and last[-1] - last[0] <= _ENDS_WITHIN_S
 
 
-def decide_cut_off(reach: Reach, silent_s: float, timeout_s: float) -> bool:
+def decide_gone(asked: int, silences_s: Sequence[float], timeout_s: float) -> bool:
+    """Whether the coordinator's machine is gone, by the word of other nodes' agents: most of those
+    that were asked answer, so this node is not cut off from the others; and none of them hears the
+    coordinator, which would mean that it lives and has written this node off.
+
+    Where nobody can be asked, the node counts as cut off.
+
+    Args:
+        asked: how many.
+        silences_s: of each that has answered, the seconds since it heard the coordinator.
+        timeout_s: how long a lease lasts.
+    """
+    return 2 * len(silences_s) > asked and all(s > timeout_s / 2 for s in silences_s)
+
+
+def decide_cut_off(reach: Reach, gone: bool, silent_s: float, timeout_s: float) -> bool:
     """Whether a node that heard nothing for `silent_s` is cut off, and has to end its workers.
 
-    A coordinator's process that has ended is started anew, and takes the run up from the workers:
-    to end them then would lose what it is to take up. Another agent watches them by and by; until
-    then this one waits. Should it have to for longer than it can live on, somebody on the way
-    refuses in the coordinator's place.
+    A coordinator whose process has ended, or whose machine is gone, is started anew and takes the
+    run up from the workers: to end them then would lose what it is to take up. Another agent
+    watches them by and by; until then this one waits. Should it have to for longer than it can live
+    on, somebody on the way refuses in the coordinator's place, or the network is in two halves and
+    the coordinator in the other one.
 
     Args:
         reach: what an attempt to connect has shown now.
+        gone: whether the coordinator's machine is, by what others say (`decide_gone`).
         silent_s: time awake since the last renewal.
         timeout_s: how long a lease lasts.
     """
-    if reach == "refuses":
+    if reach == "refuses" or (reach == "silent" and gone):
         return silent_s > timeout_s + _ENDING_S
     return reach == "silent" and silent_s > timeout_s

@@ -25,6 +25,7 @@ from ray.exceptions import (
 
 from elastic.config import HealthConfig
 from elastic.coordinator.listening import open_beats
+from elastic.coordinator.witness_ring import WitnessRing
 from elastic.node.agent import NodeAgent, find_reach
 from elastic.node.beats import BeatListener, Paces, name_of
 from elastic.protocol.coordinator_api import CoordinatorApi
@@ -34,6 +35,7 @@ from elastic.ray_compat.cluster import raylet_of, start_actor
 from health.laggards import Position
 from health.lease import AwakeClock, decide_hopeless, decide_lost_nodes
 from health.progress import Place
+from trainer.backend.link_exchange import Address
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +87,12 @@ class NodeAgents:
 
     def __init__(self, health: HealthConfig, address: tuple[str, int]) -> None:
         self._health, self._address = health, address
-        self._coordinator = uuid.uuid4().hex
+        self._coordinator, self._secret = uuid.uuid4().hex, secrets.token_hex()
         self._agents: dict[str, _Agent] = {}
         self._tokens: dict[bytes, str] = {}  # by name of an agent, those of the forgotten too
         self._nodes: dict[str, str] = {}  # by token
         self._socket = open_beats(address[0])
+        self._ring = WitnessRing(address[0])
         self.pace_followers: list[Callable[[str, Paces], None]] = []
         """Told of each node's paces, with its beats."""
         self.check_interval_s = health.node_beat_s / 2
@@ -99,13 +102,20 @@ class NodeAgents:
     async def listen(self) -> None:
         """Takes beats that come as datagrams from now on. Called once, on the event loop."""
         await asyncio.get_running_loop().create_datagram_endpoint(
-            lambda: BeatListener(self._tokens, self.renew_by_token, self._hear_paces),
+            lambda: BeatListener(self._tokens, self.renew_by_token, self._hear_paces, self._meet),
             sock=self._socket,
         )
 
     def _hear_paces(self, token: str, paces: Paces) -> None:
         for follower in self.pace_followers:
             follower(self._nodes[token], paces)
+
+    def _meet(self, token: str, door: Address) -> Sequence[Address]:
+        """The agent with `token` answers others at `door`. Returns where those answer that it may
+        ask."""
+        node = self._nodes[token]
+        current = self._agents[node].token == token
+        return self._ring.meet(node, door) if current else ()
 
     # -- agents that start and end -----------------------------------------------------------------
 
@@ -128,6 +138,7 @@ class NodeAgents:
         `workers`, and the helpers. Returns its token."""
         agent = self._agents[node]
         agent.earlier.add(agent.token)
+        self._ring.forget(node)
         agent.renewed_s = None
         if agent.unheard_s is None:
             agent.unheard_s = self._clock.awake_s
@@ -147,7 +158,15 @@ class NodeAgents:
         beats = self._address[0], self._socket.getsockname()[1]
         start = start_actor(NodeAgent, node=node, max_concurrency=8)
         handle = start(
-            coordinator, node, token, self._address, beats, self._health, workers, helpers
+            coordinator,
+            node,
+            token,
+            self._address,
+            beats,
+            self._secret,
+            self._health,
+            workers,
+            helpers,
         )
         return token, handle
 
@@ -182,6 +201,7 @@ class NodeAgents:
     def forget(self, node: str) -> None:
         """The node was written off, or can have no agent."""
         self._agents.pop(node, None)
+        self._ring.forget(node)
 
     # -- what agents do ----------------------------------------------------------------------------
 

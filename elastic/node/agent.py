@@ -8,13 +8,16 @@ a firewall drops them, the call is made for the renewal alone. It kills frozen h
 
 Where no renewal comes through for the length of a lease, and the coordinator's machine is silent,
 the node is cut off: the coordinator has written its workers off, or is about to. So the agent kills
-them; they neither train on nor publish anything. A machine that refuses to connect is there and has
-lost the coordinator's process: the one started in its place takes the run up from these very
-workers, and this agent ends with its owner, at once or within seconds. The other way round, an
-agent that was written off hears so in the answer to its next call, ends what is left, and itself.
+them; they neither train on nor publish anything. Two things look alike and are not: a machine that
+refuses to connect is there and has lost the coordinator's process; and one that nobody hears, as
+the agents of other nodes say (`witnesses.py`), is itself gone. The coordinator that is started in
+its place takes the run up from these very workers, and this agent ends with its owner, once Ray has
+seen the loss. The other way round, an agent that was written off hears so in the answer to its next
+call, ends what is left, and itself.
 
     lease runs out at the coordinator: its workers are lost, it is forgotten ──► False to its beats
-    lease runs out here: the workers are killed ──► their deaths wait to be told
+    lease runs out here ──► connects, asks others ──► cut off: the workers are killed, their deaths
+                                                      wait to be told
 
 An agent whose own process ends costs nobody anything: the coordinator starts another, which takes
 the same workers and helpers up and reports those that have ended in between.
@@ -28,7 +31,8 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import ray
 from ray import ObjectRef
@@ -41,6 +45,7 @@ from elastic.node.health_watch import own_names, start_health_watch
 from elastic.node.link_door import LinkDoor
 from elastic.node.preflight import start_preflight
 from elastic.node.process_watch import ProcessWatch
+from elastic.node.witnesses import WitnessStand, ask
 from elastic.protocol.causes import HANG, NODE
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.messages import Death, Evidence, Helper, Identity
@@ -49,7 +54,7 @@ from elastic.providers.node_watches import start_watches
 from elastic.providers.tell import tell_coordinator
 from elastic.ray_compat.cluster import drain_node
 from health.laggards import Position
-from health.lease import AwakeClock, Reach, decide_cut_off
+from health.lease import AwakeClock, Reach, decide_cut_off, decide_gone
 from health.progress import Place
 from health.reading import Reading
 from health.verdict import Sign
@@ -59,8 +64,21 @@ _SAMPLE_INTERVAL_S = 0.2
 _TELL_INTERVAL_S = 0.02
 """How often to look for the answer to a call while news waits for it."""
 _PROBE_TIMEOUT_S = 1.0
+"""How long an attempt to connect, or the answers of other agents, may take."""
 _MOST_UNANSWERED = 2
 """Beats without an answer, before the coordinator is called instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Look:
+    """What becomes of an attempt to tell a node that is cut off from a coordinator that is gone."""
+
+    reach: Future[Reach]
+    """Of the coordinator's machine."""
+    asked: int
+    """Agents of other nodes."""
+    silences_s: Future[list[float]]
+    """What those say that have answered."""
 
 
 class NodeAgent:
@@ -72,6 +90,7 @@ class NodeAgent:
         token: tells this agent from others that the node may have had.
         address: host and port on which the coordinator's process listens.
         beats: host and port of its socket for beats.
+        secret: of all agents of this coordinator, by which they know each other.
         health: bounds.
         workers: of this node, which an agent before this one has watched.
         helpers: of this node, likewise.
@@ -84,6 +103,7 @@ class NodeAgent:
         token: str,
         address: tuple[str, int],
         beats: tuple[str, int],
+        secret: str,
         health: HealthConfig,
         workers: Iterable[Identity] = (),
         helpers: Iterable[Helper] = (),
@@ -92,7 +112,9 @@ class NodeAgent:
         self._address, self._health = address, health
         self._processes = ProcessWatch(health.freeze_timeout_s)
         self._helpers = ProcessWatch(health.freeze_timeout_s)
-        self._beats = BeatSender(beats, token)
+        self._stand, self._secret = WitnessStand(address, secret), secret
+        self._witnesses: tuple[Address, ...] = ()
+        self._beats = BeatSender(beats, token, self._stand.port)
         self._door = LinkDoor(address)
         self._clock = AwakeClock(_SAMPLE_INTERVAL_S)
         self._deaths: list[Death] = []
@@ -103,6 +125,10 @@ class NodeAgent:
         self._beat_s = -health.node_beat_s
         self._heard_s = 0.0
         """Awake time up to which the coordinator is known to have been in reach."""
+        self._heard_at = self._called_at = time.monotonic()
+        """The same on the monotonic clock: others are told no less than the time that went by."""
+        self._lookers = ThreadPoolExecutor(2, thread_name_prefix="look")
+        self._look: _Look | None = None
         self._run_over = False
         self._waiter = threading.Event()
         for worker in workers:
@@ -219,6 +245,7 @@ class NodeAgent:
                 sampled_s = now_s
             if not self._run_over:
                 self._renew(now_s)
+            self._stand.answer(time.monotonic() - self._heard_at)
 
     def _end_frozen_helpers(self, now_s: float) -> None:
         self._helpers.ended(timeout_s=0)
@@ -238,13 +265,19 @@ class NodeAgent:
             self._beat_s = now_s
         unheard = beat and self._beats.unanswered > _MOST_UNANSWERED
         if self._call is None and (self._deaths or unheard):
-            self._told, self._called_s = len(self._deaths), now_s
+            self._told = len(self._deaths)
+            self._called_s, self._called_at = now_s, time.monotonic()
             self._call = self._coordinator.send(
                 CoordinatorApi.beat, self._node, self._token, self._deaths
             )
         silent_s = now_s - self._heard_s
-        if silent_s > self._health.node_timeout_s and not self._run_over:
-            self._fence(silent_s, now_s)
+        if silent_s <= self._health.node_timeout_s:
+            self._look = None
+        elif self._look is None:
+            self._look = self._begin_to_look()
+        elif self._look.reach.done() and self._look.silences_s.done() and not self._run_over:
+            look, self._look = self._look, None
+            self._fence(look, silent_s, now_s)
 
     def _take_echo(self) -> None:
         heard = self._beats.hear()
@@ -252,7 +285,9 @@ class NodeAgent:
             return
         if not heard.kept:
             self._leave()
+        self._witnesses = heard.witnesses
         self._heard_s = max(self._heard_s, heard.sent_s)
+        self._heard_at = max(self._heard_at, time.monotonic() - heard.ago_s)
 
     def _take_answer(self) -> None:
         if self._call is None or not ray.wait([self._call], timeout=0)[0]:
@@ -269,19 +304,33 @@ class NodeAgent:
             self._leave()
         del self._deaths[: self._told]
         self._heard_s = max(self._heard_s, self._called_s)
+        self._heard_at = max(self._heard_at, self._called_at)
 
-    def _fence(self, silent_s: float, now_s: float) -> None:
+    def _begin_to_look(self) -> _Look:
+        """On threads: this one has workers to watch, and others to answer."""
+        return _Look(
+            reach=self._lookers.submit(find_reach, self._address),
+            asked=len(self._witnesses),
+            silences_s=self._lookers.submit(ask, self._witnesses, self._secret, _PROBE_TIMEOUT_S),
+        )
+
+    def _fence(self, look: _Look, silent_s: float, now_s: float) -> None:
         """Kills the workers where this node is cut off."""
-        reach, timeout_s = find_reach(self._address), self._health.node_timeout_s
-        cut_off = decide_cut_off(reach, silent_s, timeout_s)
+        reach, said_s = look.reach.result(), look.silences_s.result()
+        timeout_s = self._health.node_timeout_s
+        gone = decide_gone(look.asked, said_s, timeout_s)
+        cut_off = decide_cut_off(reach, gone, silent_s, timeout_s)
         if cut_off:
             detail = (
                 f"its node could not reach the coordinator for {silent_s:.1f} s "
-                f"(health.node_timeout_s = {timeout_s:g})"
+                f"(health.node_timeout_s = {timeout_s:g}; of {look.asked} other nodes "
+                f"{len(said_s)} answered)"
             )
             self._deaths += self._processes.kill_all(NODE, detail)
         if cut_off or reach == "answers":
             self._heard_s = now_s
+        if reach == "answers":
+            self._heard_at = time.monotonic()
 
     def _leave(self) -> None:
         """The node was written off: ends its workers and this actor."""

@@ -1,9 +1,11 @@
 """Heartbeats as datagrams: a node's agent renews its lease with one, and hears in another whether
 the lease was kept.
 
-    beat:    "ETb3", name of the agent (16 bytes), number of the beat (8), paces, signature (32)
+    beat:    "ETb4", name of the agent (16 bytes), number of the beat (8), its port for others'
+             questions (2), paces, signature (32)
     pace:    process id (4), number (4) and times of the latest window (28) of a worker of the node
-    answer:  "ETa2", name, number, kept: 1 or written off: 0, signature
+    answer:  "ETa3", name, number, kept: 1 or written off: 0, witnesses, signature
+    witness: IPv6 address (16; an IPv4 one is mapped) and port (2) of another agent (`witnesses.py`)
 
 A call to an actor costs the coordinator's process most of a millisecond, and there are thousands of
 nodes. Any of the datagrams may be lost: a lease lasts for several beats, and an agent that hears
@@ -23,22 +25,28 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import socket
 import struct
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from health.pace import Pace, pace_of
+from trainer.backend.link_exchange import Address
 
-_BEAT = struct.Struct("!4s16sQ")
+_BEAT = struct.Struct("!4s16sQH")
 _ANSWER = struct.Struct("!4s16sQ?")
 _PACE = struct.Struct("!II7f")
-_BEAT_MARK, _ANSWER_MARK = b"ETb3", b"ETa2"
-_NAME_BYTES, _SIGNATURE_BYTES = 16, 32
+_WITNESS = struct.Struct("!16sH")
+_BEAT_MARK, _ANSWER_MARK = b"ETb4", b"ETa3"
+_NAME_BYTES = 16
+SIGNATURE_BYTES = 32
+_MOST_ANSWER_BYTES = 1000
 
 MOST_PACES = 24
-"""In a beat, which then has 924 bytes."""
+"""In a beat, which then has 926 bytes."""
 
 Paces = Mapping[int, Pace]
 """Of the workers of a node, by their processes."""
@@ -60,12 +68,27 @@ def _parse_paces(data: bytes) -> dict[int, Pace]:
     return {pid: pace_of(number, times) for pid, number, *times in _PACE.iter_unpack(data)}
 
 
-def _signed(message: bytes, token: str) -> bytes:
-    return message + hmac.digest(token.encode(), message, "sha256")
+def _pack_witness(witness: Address) -> bytes:
+    host, port = witness
+    address = ipaddress.ip_address(host)
+    if address.version == 4:
+        address = ipaddress.IPv6Address(f"::ffff:{host}")
+    return _WITNESS.pack(address.packed, port)
 
 
-def _is_genuine(data: bytes, token: str) -> bool:
-    return hmac.compare_digest(data, _signed(data[:-_SIGNATURE_BYTES], token))
+def _parse_witnesses(data: bytes) -> tuple[Address, ...]:
+    found = [(ipaddress.IPv6Address(host), port) for host, port in _WITNESS.iter_unpack(data)]
+    return tuple((str(host.ipv4_mapped or host), port) for host, port in found)
+
+
+def signed(message: bytes, secret: str) -> bytes:
+    """A message and its signature."""
+    return message + hmac.digest(secret.encode(), message, "sha256")
+
+
+def is_genuine(data: bytes, secret: str) -> bool:
+    """Whether `data` is a message that was signed with `secret`."""
+    return hmac.compare_digest(data, signed(data[:-SIGNATURE_BYTES], secret))
 
 
 class BeatListener(asyncio.DatagramProtocol):
@@ -75,6 +98,8 @@ class BeatListener(asyncio.DatagramProtocol):
         tokens: of all agents, by name; more may come.
         renew: takes the token of a beat. Returns whether the lease was kept.
         paced: takes the token of a beat whose lease was kept, and the paces in it.
+        meet: takes the token of such a beat, and where its agent answers others. Returns where
+            those answer that it may ask.
     """
 
     def __init__(
@@ -82,8 +107,9 @@ class BeatListener(asyncio.DatagramProtocol):
         tokens: Mapping[bytes, str],
         renew: Callable[[str], bool],
         paced: Callable[[str, Paces], None],
+        meet: Callable[[str, Address], Sequence[Address]] = lambda token, door: (),
     ) -> None:
-        self._tokens, self._renew, self._paced = tokens, renew, paced
+        self._tokens, self._renew, self._paced, self._meet = tokens, renew, paced, meet
         self._latest: dict[bytes, int] = {}
         self._transport: Any = None
 
@@ -93,19 +119,21 @@ class BeatListener(asyncio.DatagramProtocol):
 
     def datagram_received(self, data: bytes, addr: Any) -> None:
         """Called by asyncio."""
-        paces = data[_BEAT.size : -_SIGNATURE_BYTES]
-        if len(data) < _BEAT.size + _SIGNATURE_BYTES or len(paces) % _PACE.size:
+        paces = data[_BEAT.size : -SIGNATURE_BYTES]
+        if len(data) < _BEAT.size + SIGNATURE_BYTES or len(paces) % _PACE.size:
             return
-        mark, name, number = _BEAT.unpack_from(data)
+        mark, name, number, port = _BEAT.unpack_from(data)
         token = self._tokens.get(name)
-        if mark != _BEAT_MARK or token is None or not _is_genuine(data, token):
+        if mark != _BEAT_MARK or token is None or not is_genuine(data, token):
             return
         if number <= self._latest.get(name, 0):
             return  # sent once more by somebody, or overtaken by a later one
         self._latest[name] = number
         kept = self._renew(token)
+        witnesses = self._meet(token, (addr[0], port)) if kept else ()
         answer = _ANSWER.pack(_ANSWER_MARK, name, number, kept)
-        self._transport.sendto(_signed(answer, token), addr)
+        answer += b"".join(map(_pack_witness, witnesses))
+        self._transport.sendto(signed(answer, token), addr)
         if kept and paces:
             self._paced(token, _parse_paces(paces))
 
@@ -118,6 +146,10 @@ class Heard:
     """When the latest beat that was answered had been sent."""
     kept: bool
     """Whether the lease was kept."""
+    witnesses: tuple[Address, ...] = ()
+    """Where other agents answer this one."""
+    ago_s: float = field(default=0.0, compare=False)
+    """How long ago that beat was sent, on the monotonic clock."""
 
 
 class BeatSender:
@@ -126,17 +158,18 @@ class BeatSender:
     Args:
         address: host and port of the coordinator's socket.
         token: the agent's.
+        port: where it answers other agents.
     """
 
-    def __init__(self, address: tuple[str, int], token: str) -> None:
+    def __init__(self, address: tuple[str, int], token: str, port: int = 0) -> None:
         family, kind, *_, where = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
         self._socket = socket.socket(family, kind)
-        self._token, self._name = token, name_of(token)
+        self._token, self._name, self._port = token, name_of(token), port
         self._socket.setblocking(False)
         with contextlib.suppress(OSError):  # no way there, and none for any beat
             self._socket.connect(where)  # the kernel drops what others send
         self._number = 0
-        self._unanswered: dict[int, float] = {}
+        self._unanswered: dict[int, tuple[float, float]] = {}
 
     @property
     def unanswered(self) -> int:
@@ -146,12 +179,12 @@ class BeatSender:
     def send(self, now_s: float, paces: Paces | None = None) -> None:
         """Sends a beat at `now_s`, with what is known of the workers' paces."""
         self._number += 1
-        self._unanswered[self._number] = now_s
+        self._unanswered[self._number] = now_s, time.monotonic()
         self._unanswered.pop(self._number - _REMEMBERED, None)
         with contextlib.suppress(OSError):  # as good as lost on the way
-            beat = _BEAT.pack(_BEAT_MARK, self._name, self._number)
+            beat = _BEAT.pack(_BEAT_MARK, self._name, self._number, self._port)
             told = _pack_paces(self._turn(list((paces or {}).items())))
-            self._socket.send(_signed(beat + told, self._token))
+            self._socket.send(signed(beat + told, self._token))
 
     def _turn(self, paces: list[tuple[int, Pace]]) -> list[tuple[int, Pace]]:
         """Those whose turn it is."""
@@ -164,18 +197,24 @@ class BeatSender:
         heard = None
         with contextlib.suppress(OSError):  # there is no more; or nobody listens there
             while True:
-                heard = self._take(self._socket.recv(_ANSWER.size + _SIGNATURE_BYTES + 1)) or heard
+                heard = self._take(self._socket.recv(_MOST_ANSWER_BYTES)) or heard
         return heard
 
     def _take(self, data: bytes) -> Heard | None:
-        if len(data) != _ANSWER.size + _SIGNATURE_BYTES or not _is_genuine(data, self._token):
+        witnesses = data[_ANSWER.size : -SIGNATURE_BYTES]
+        if len(data) < _ANSWER.size + SIGNATURE_BYTES or not is_genuine(data, self._token):
             return None
         mark, _, number, kept = _ANSWER.unpack_from(data)
         if mark != _ANSWER_MARK or number not in self._unanswered:
             return None
-        sent_s = self._unanswered[number]
+        sent_s, sent_at = self._unanswered[number]
         self._unanswered = {n: s for n, s in self._unanswered.items() if n > number}
-        return Heard(sent_s=sent_s, kept=kept)
+        return Heard(
+            sent_s=sent_s,
+            kept=kept,
+            witnesses=_parse_witnesses(witnesses),
+            ago_s=time.monotonic() - sent_at,
+        )
 
     def close(self) -> None:
         """Closes the socket."""

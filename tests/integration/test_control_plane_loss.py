@@ -51,6 +51,20 @@ def test_the_machine_of_the_control_plane_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_the_machine_of_the_control_plane_loses_its_power(tmp_path: Path) -> None:
+    """Nothing refuses a connection then. The agents of the other two ask each other, and end nobody
+    until Ray has given the machine up, which takes it longer than any lease."""
+    with run_on(tmp_path, hosts=3, replicas=2, idle=[IDLE], driver=IDLE) as run:
+        run.under_way()
+        killed_s = time.time()
+        run.hosts.vanish(IDLE)
+        run.process.wait()
+        run.start_driver(HEAD)
+        wait_for_a_coordinator(run, killed_s)
+        finish(run, killed_s)
+
+
+@pytest.mark.soak
 def test_the_machine_of_rays_head_is_lost(tmp_path: Path) -> None:
     """And with it driver, supervisor and coordinator. What Ray knows lies on a disk of its own, and
     another machine takes the address."""

@@ -22,6 +22,7 @@ from checkpointing import CheckpointConfig
 from elastic import HealthConfig
 from elastic.node.agent import NodeAgent
 from elastic.node.beats import BeatListener, name_of
+from elastic.node.witnesses import WitnessStand
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.messages import Identity
 from elastic.protocol.rpc import Remote
@@ -35,6 +36,7 @@ STEPS, STOP_AFTER = 400, 5
 NODE_TIMEOUT_S = 1.5
 HEALTH = HealthConfig(node_beat_s=0.2, node_timeout_s=NODE_TIMEOUT_S)
 DEADLINE_S = 120.0
+SECRET = "of the agents"
 
 
 class Stopper(threading.Thread):
@@ -134,7 +136,7 @@ def test_a_node_without_an_answer_ends_its_workers_where_the_coordinators_machin
         # It has the one call that an agent makes.
         api: Remote[CoordinatorApi] = Remote(coordinator.handle)
         start_agent = start_actor(NodeAgent, node=node, max_concurrency=8)
-        agent = start_agent(api, node, "token", address, deaf.getsockname(), HEALTH)
+        agent = start_agent(api, node, "token", address, deaf.getsockname(), SECRET, HEALTH)
         identity = Identity(worker="w0", rank=0, node=node, pid=sleeper.pid)
         ray.get(agent.send(NodeAgent.watch, identity))
         if reach != "silent":
@@ -148,6 +150,52 @@ def test_a_node_without_an_answer_ends_its_workers_where_the_coordinators_machin
         ray.kill(agent.handle)
         ray.kill(coordinator.handle)
     assert (death.worker, death.cause) == ("w0", "node" if reach == "silent" else "crash")
+
+
+@pytest.mark.parametrize(("witness_silent_s", "ends"), [(60.0, False), (0.0, True), (None, True)])
+def test_workers_go_on_where_the_coordinators_machine_is_gone_for_another_node_as_well(
+    cluster: None,
+    sleeper: subprocess.Popen[bytes],
+    witness_silent_s: float | None,
+    ends: bool,
+) -> None:
+    """They end where that one hears it, or says nothing."""
+    node = ray.get_runtime_context().get_node_id()
+    with (
+        contextlib.closing(WitnessStand(("127.0.0.1", 1), SECRET)) as stand,
+        socket.socket(type=socket.SOCK_DGRAM) as mailbox,
+        coordinators_port("silent") as address,
+    ):
+        listener = BeatListener(
+            {name_of("token"): "token"},
+            lambda token: True,
+            lambda token, paces: None,
+            lambda token, door: [("127.0.0.1", stand.port)],
+        )
+        mailbox.bind(("127.0.0.1", 0))
+        mailbox.settimeout(DEADLINE_S)
+        listener.connection_made(Through(mailbox))
+        coordinator = start_actor(DeafCoordinator, max_concurrency=100)()
+        # It has the one call that an agent makes.
+        api: Remote[CoordinatorApi] = Remote(coordinator.handle)
+        start_agent = start_actor(NodeAgent, node=node, max_concurrency=8)
+        agent = start_agent(api, node, "token", address, mailbox.getsockname(), SECRET, HEALTH)
+        identity = Identity(worker="w0", rank=0, node=node, pid=sleeper.pid)
+        watched = agent.send(NodeAgent.watch, identity)
+        while not ray.wait([watched], timeout=0)[0]:
+            listener.datagram_received(*mailbox.recvfrom(100))
+        listener.datagram_received(*mailbox.recvfrom(100))
+        heard_s = time.monotonic()
+
+        def ended() -> bool:
+            if witness_silent_s is not None:
+                stand.answer(witness_silent_s)
+            return sleeper.poll() is not None
+
+        wait_until(lambda: ended() or time.monotonic() - heard_s > 4 * NODE_TIMEOUT_S)
+        ray.kill(agent.handle)
+        ray.kill(coordinator.handle)
+    assert (sleeper.poll() is not None) == ends
 
 
 class Through(asyncio.DatagramTransport):
@@ -175,7 +223,7 @@ def test_a_node_whose_datagrams_are_not_answered_calls_until_they_are(cluster: N
         api: Remote[CoordinatorApi] = Remote(coordinator.handle)
         ray.get(coordinator.send(DeafCoordinator.listen))
         start_agent = start_actor(NodeAgent, node=node, max_concurrency=8)
-        agent = start_agent(api, node, "token", address, address, health)
+        agent = start_agent(api, node, "token", address, address, SECRET, health)
         wait_until(lambda: ray.get(coordinator.send(DeafCoordinator.called)) > 2)
         unheard = ray.get(coordinator.send(DeafCoordinator.called))
         for _ in range(unheard + 2):  # those that led to these calls, and the first two

@@ -127,6 +127,12 @@ class Network:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
 
+    def vanish(self, host: int) -> None:
+        """A host beside the head loses its power: nothing of it says another word, so what others
+        have open with it stays open."""
+        self.cut(host)
+        self.kill(host)
+
     def processes(self, host: int) -> set[int]:
         """Ids of the processes of a host."""
         return set(map(int, _run("ip", "netns", "pids", self._names[host]).stdout.split()))

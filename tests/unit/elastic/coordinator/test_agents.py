@@ -133,6 +133,27 @@ def test_the_last_words_of_an_agent_that_ended_renew_nothing_and_harm_nobody(
     assert not agents.renew("n", first) and not agents.renew("n", second)
 
 
+def test_agents_may_ask_those_of_other_nodes_that_are_there_now(agents: NodeAgents) -> None:
+    doors = {node: (f"10.1.0.{number}", 7000) for number, node in enumerate("abc")}
+    tokens = {node: started(agents, node) for node in doors}
+
+    def may_ask(node: str) -> set[str]:
+        found = agents._meet(tokens[node], doors[node])
+        return {other for other, door in doors.items() if door in found}
+
+    assert may_ask("a") == set()
+    assert may_ask("b") == {"a"} and may_ask("c") == {"a", "b"}
+    assert agents._meet(tokens["a"], ("127.0.0.1", 1)) == [doors["b"], doors["c"]]
+    assert may_ask("b") == {"c"}, "nobody on the coordinator's own machine"
+    agents.forget("c")
+    first = tokens["b"]
+    tokens["b"] = next_one(agents, "b")
+    assert may_ask("a") == set()
+    assert agents._meet(first, doors["b"]) == (), "the last words of one that has ended"
+    assert may_ask("a") == set()
+    assert may_ask("b") == {"a"} and may_ask("a") == {"b"}
+
+
 def test_agents_that_keep_ending_are_not_started_again(agents: NodeAgents) -> None:
     token, again = started(agents, "n"), []
     for now_s in (0.0, 10.0, 20.0):

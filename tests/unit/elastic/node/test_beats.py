@@ -78,6 +78,32 @@ def test_a_beat_is_answered_by_what_became_of_the_lease(token: str, kept: bool) 
     Coordinator(kept="one", gone="two").play(agent)
 
 
+@pytest.mark.parametrize("witnesses", [(), (("10.0.0.7", 7001),), (("fd00::7", 1), ("fd00::8", 2))])
+def test_an_answer_names_who_may_be_asked_and_a_beat_where_its_agent_answers(
+    witnesses: tuple[tuple[str, int], ...],
+) -> None:
+    met: list[tuple[str, tuple[str, int]]] = []
+
+    def meet(token: str, door: tuple[str, int]) -> tuple[tuple[str, int], ...]:
+        met.append((token, door))
+        return witnesses
+
+    with socket.socket(type=socket.SOCK_DGRAM) as coordinator:
+        coordinator.bind((HOST, 0))
+        coordinator.settimeout(DEADLINE_S)
+        tokens = {name_of(token): token for token in ("one", "two")}
+        listener = BeatListener(tokens, lambda token: token == "one", no_paces, meet)
+        listener.connection_made(Answering(coordinator))
+        for token in ("one", "two"):
+            with closing(BeatSender(coordinator.getsockname(), token, port=7777)) as sender:
+                sender.send(1.0)
+                listener.datagram_received(*coordinator.recvfrom(1000))
+                heard = heard_now(sender)
+                assert heard.witnesses == (witnesses if token == "one" else ())
+                assert 0 <= heard.ago_s < DEADLINE_S
+    assert met == [("one", (HOST, 7777))], "and nobody who was written off"
+
+
 def beats_of(token: str, count: int) -> list[bytes]:
     """What an agent sends."""
     with socket.socket(type=socket.SOCK_DGRAM) as spy:
@@ -104,7 +130,7 @@ def test_what_is_no_beat_or_not_signed_by_an_agent_is_passed_by() -> None:
         with socket.socket(type=socket.SOCK_DGRAM) as stranger:
             stranger.connect(address)
             stranger.setblocking(False)
-            for datagram in (b"", os.urandom(60), beat + b"x", beat[:-1], b"ETa2" + beat[4:]):
+            for datagram in (b"", os.urandom(62), beat + b"x", beat[:-1], b"ETa2" + beat[4:]):
                 stranger.send(datagram)
             for at in (0, 4, 20, 27, 28, 59):  # mark, name, number, signature
                 stranger.send(flipped(beat, at))
