@@ -512,7 +512,7 @@ class Worker:
         """Hands in everything that the run still needs from this worker. Returns False where a
         fault calls it away before."""
         assert self.engine is not None
-        self.link.at_step(run.until, "checkpoint")
+        self.link.at_step(run.until, "wait")
         if not self.link.saves.wait():
             return False
         self.link.outbox.flush()
