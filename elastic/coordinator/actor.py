@@ -91,7 +91,7 @@ from elastic.protocol.run_paths import find_checkpoint
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
 from elastic.ray_compat.cluster import own_address, started_anew
 from elastic.ray_compat.kept import Kept
-from elastic.reporting.event_log import recent_steps
+from elastic.reporting.event_log import read_start, recent_steps
 from health.verdict import Sign
 
 log = logging.getLogger(__name__)
@@ -128,10 +128,10 @@ class Coordinator(CoordinatorApi):
     """
 
     def __init__(self, config: CoordinatorConfig | Kept[CoordinatorConfig]) -> None:
-        anew = started_anew()
         if isinstance(config, Kept):
             config = config.value
-        self.config = config = _as_stored(config) if anew else config
+        happened = read_start(config.paths.events, config.started.time) if started_anew() else []
+        self.config = config = _as_stored(config) if happened else config
         host = own_address()
         self._store = host_store(host)
         self._membership = Membership(
@@ -225,11 +225,11 @@ class Coordinator(CoordinatorApi):
         )
         self._supervised = Supervised(config, self._dispatcher, self._records)
         self._failover: Failover | None = None
-        if anew:
-            self._failover = self._replay(faults)
+        if happened:
+            self._failover = self._replay(faults, happened)
         else:
             self._dispatcher.ready.set()
-        self._records.begin(anew=anew)
+        self._records.begin(happened)
 
     def _watch_for_standstill(self) -> StandstillWatch | None:
         if self.config.health.progress_timeout_s is None:
@@ -257,9 +257,14 @@ class Coordinator(CoordinatorApi):
             timeout_s=self.config.health.collective_timeout_s,
         )
 
-    def _replay(self, faults: FaultPlan) -> Failover:
-        """The run as its records have it, to be taken up where its workers stand."""
-        replayed = replay(self.config.paths, self.config.started.start_step)
+    def _replay(self, faults: FaultPlan, happened: Sequence[events.Event]) -> Failover:
+        """The run as its records have it, to be taken up where its workers stand.
+
+        Args:
+            faults: told which went off.
+            happened: the events of this start.
+        """
+        replayed = replay(self.config.paths, happened, self.config.started.start_step)
         self._records.restored = replayed.restored
         self._arrivals.hellos = replayed.started
         self._workers.draining_nodes.update(replayed.draining_nodes)

@@ -12,6 +12,7 @@ from elastic.coordinator.config import CoordinatorConfig
 from elastic.membership.decisions import Effects, Regrouped
 from elastic.membership.machine import Membership
 from elastic.protocol import events
+from elastic.protocol.messages import Stop
 from elastic.reporting.event_log import EventLog
 from trainer.loop.samples import LedgerError
 
@@ -37,12 +38,20 @@ class RunLog:
         """Generation of the roster that workers are called for, until they have come."""
         self._came = 0.0
         """When the last of them came, in seconds since the epoch."""
+        self._over = False
+        """`RunEnded` is written: nothing follows it in this start of the run."""
         config.paths.root.mkdir(parents=True, exist_ok=True)
         self._event_log = EventLog(config.paths.events)
         self._step_log = EventLog(config.paths.steps)
 
-    def begin(self, *, anew: bool) -> None:
-        """Notes that the run, or, started `anew`, its coordinator has begun."""
+    def begin(self, happened: Sequence[events.Event]) -> None:
+        """Notes that the run has begun, or, where this start of it has `happened` so far, that its
+        coordinator has anew. Where it has ended, nothing is written any more."""
+        for event in happened:
+            if isinstance(event, events.RunEnded):
+                self._over = True
+                self._membership.stopped = Stop(error=event.error, cause=event.cause)
+        anew = bool(happened)
         if not anew:
             self.note(self._config.started)
         self.note(events.CoordinatorStarted(time=time.time(), pid=os.getpid(), anew=anew))
@@ -53,7 +62,9 @@ class RunLog:
         return self._config.paths.steps
 
     def note(self, event: events.Event) -> None:
-        """Writes an event down."""
+        """Writes an event down, unless the run has ended."""
+        if self._over:
+            return
         self._append(self._event_log, event)
         for follower in self.followers:
             follower(event)
@@ -62,7 +73,7 @@ class RunLog:
         """Writes committed steps down, and returns them. Those known already are passed by, and all
         while the run goes back: they will be done again, perhaps with other samples."""
         membership, taken = self._membership, list[events.StepRecord]()
-        for step in [] if membership.progress.going_back else steps:
+        for step in [] if self._over or membership.progress.going_back else steps:
             if membership.progress.awaits(step.step, step.generation):
                 self._check_ledger(step)
                 self._append(self._step_log, step)
@@ -134,7 +145,9 @@ class RunLog:
         self.note(events.ReplicasCompared(time=time.time(), step=step, equal=equal))
 
     def end(self, outcome: events.RunOutcome, error: str | None) -> None:
-        """Writes the last event and closes the records."""
+        """Writes the last event and closes the records. Once more, it does nothing."""
+        if self._over:
+            return
         membership = self._membership
         if outcome == "finished" and membership.winding_down:
             outcome = "stopped"
@@ -153,6 +166,7 @@ class RunLog:
                     time=time.time(), step=step, outcome=outcome, error=error, cause=cause
                 )
             )
+            self._over = True
 
 
 def _regroup_done(now: float, regrouped: Regrouped) -> events.RegroupDone:

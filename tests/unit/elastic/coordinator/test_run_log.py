@@ -20,7 +20,7 @@ from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
 from elastic.protocol import events
-from elastic.protocol.messages import Answer, Build, Identity, Report, Run
+from elastic.protocol.messages import Answer, Build, Identity, Report, Run, Stop
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
 from trainer.config import TrainConfig
@@ -240,3 +240,27 @@ def test_a_run_that_ends_gathers_nobody(tmp_path: Path, clock: list[Desk]) -> No
 
     asyncio.run(play())
     assert desk.regroups() == [("regroup_called", 101.0, 2)]
+
+
+def test_nothing_follows_the_end_of_a_run(tmp_path: Path, clock: list[Desk]) -> None:
+    """Not what its coordinator is told meanwhile, nor one that is started anew."""
+    desk = desk_of(clock, tmp_path, replicas=1)
+    desk.records.begin([])
+    desk.records.end("failed", "too many crashes")
+    happened = read_events(desk.paths.events)
+    desk.records.note(events.StopRequested(time=1.0, reason="SIGINT"))
+    desk.records.end("finished", None)
+    anew = Desk(tmp_path, replicas=1)
+    anew.records.begin(happened)
+    anew.records.end("finished", None)
+    assert read_events(desk.paths.events) == happened
+    assert anew.membership.stopped == Stop(error="too many crashes")
+
+
+def test_a_run_begins_once_and_its_coordinator_each_time(tmp_path: Path, clock: list[Desk]) -> None:
+    desk = desk_of(clock, tmp_path, replicas=1)
+    desk.records.begin([])
+    begun = read_events(desk.paths.events)
+    assert [e.kind for e in begun] == ["run_started", "coordinator_started"]
+    desk.records.begin(begun)
+    assert [e.kind for e in read_events(desk.paths.events)][2:] == ["coordinator_started"]
