@@ -429,10 +429,11 @@ class Coordinator(CoordinatorApi):
     async def links_tested(self, worker: str, test: LinkTest) -> None:
         await self._link_tests.take(worker, test)
 
-    async def compare(self, slot: str, digest: str) -> None:
+    @_when_known
+    async def compare(self, worker: str, generation: int, slot: str, digest: str) -> None:
         if self._membership.progress.going_back:
             return
-        if not self._records.compare(slot, digest):
+        if not self._records.compare(worker, generation, slot, digest):
             await self._dispatcher.stop(
                 f"replicas differ at the end of the run in {slot}: this is a bug"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,23 @@ from elastic.protocol import events
 from elastic.protocol.messages import Stop
 from elastic.reporting.event_log import EventLog
 from trainer.loop.samples import LedgerError
+
+
+def decide_equal(
+    digests: Mapping[str, Mapping[str, str]], *, slots: int, replicas: int
+) -> bool | None:
+    """Whether all replicas have the same state; None where that is not known (yet), or there is but
+    one.
+
+    Args:
+        digests: slot -> worker -> digest of its state.
+        slots: workers of a replica.
+        replicas: those that are known to have state; more may hand theirs in.
+    """
+    if any(len(set(found.values())) > 1 for found in digests.values()):
+        return False
+    compared = min((len(found) for found in digests.values()), default=0)
+    return True if len(digests) == slots and compared >= max(2, replicas) else None
 
 
 class RunLog:
@@ -31,7 +48,10 @@ class RunLog:
         """Generation that last began from a checkpoint: what older ones still write is void."""
         self.followers: list[Callable[[events.Event], None]] = []
         """Told of each event that is written down."""
-        self._digests: dict[str, str] = {}
+        self._digests: dict[str, dict[str, str]] = {}
+        """Slot -> worker -> digest of its state at the end, in the newest roster."""
+        self._equal: bool | None = None
+        """What was noted of them."""
         self._short_of = 0
         self._began = config.started.start_step
         self._gathering = 0
@@ -117,6 +137,7 @@ class RunLog:
                 )
             )
         if effects.regrouped is not None:
+            self._digests, self._equal = {}, None
             if effects.regrouped.outcome == "restore":
                 self.restored = effects.regrouped.roster.generation
                 self._began = min(self._began, effects.regrouped.step)
@@ -133,16 +154,23 @@ class RunLog:
             self.note(events.RegroupGathered(time=self._came, generation=self._gathering))
             self._gathering = 0
 
-    def compare(self, slot: str, digest: str) -> bool:
-        """Whether a worker's state at the end is that of the others in `slot`, as far as known."""
-        equal = self._digests.setdefault(slot, digest) == digest
-        if not equal:
-            self._note_compared(equal=False)
-        return equal
-
-    def _note_compared(self, *, equal: bool) -> None:
-        step = self._membership.until
-        self.note(events.ReplicasCompared(time=time.time(), step=step, equal=equal))
+    def compare(self, worker: str, generation: int, slot: str, digest: str) -> bool:
+        """Whether a worker's state at the end is that of the others in `slot`, as far as known.
+        One of an older roster is passed by: all who are in the newest hand theirs in again."""
+        membership = self._membership
+        roster, behind = membership.roster, membership.heals.behind
+        if generation != roster.generation:
+            return True
+        self._digests.setdefault(slot, {})[worker] = digest
+        equal = decide_equal(
+            self._digests,
+            slots=membership.config.workers_per_replica,
+            replicas=sum(replica.formed not in behind for replica in roster.replicas),
+        )
+        if equal is not None and equal != self._equal:
+            self._equal, step = equal, membership.until
+            self.note(events.ReplicasCompared(time=time.time(), step=step, equal=equal))
+        return equal is not False
 
     def end(self, outcome: events.RunOutcome, error: str | None) -> None:
         """Writes the last event and closes the records. Once more, it does nothing."""
@@ -154,8 +182,6 @@ class RunLog:
         finished = membership.stopped is not None and membership.stopped.error is None
         membership.stop(f"the run was {outcome}")
         cause = membership.stopped.cause if membership.stopped and outcome == "failed" else None
-        if finished and self._digests:
-            self._note_compared(equal=True)
         if finished:
             steps = membership.progress.recorded - self._began
             self.note(events.LedgerChecked(time=time.time(), steps=steps))
