@@ -266,6 +266,10 @@ class Coordinator(CoordinatorApi):
         """
         replayed = replay(self.config.paths, happened, self.config.started.start_step)
         self._records.restored = replayed.restored
+        # The end may come before the workers have spoken.
+        self._membership.progress.recorded = replayed.recorded
+        if replayed.winding_down:
+            self._membership.wind_down()
         self._arrivals.hellos = replayed.started
         self._workers.draining_nodes.update(replayed.draining_nodes)
         faults.count_as_fired(replayed.fired)

@@ -177,7 +177,8 @@ class RunLog:
         if self._over:
             return
         membership = self._membership
-        if outcome == "finished" and membership.winding_down:
+        undone = membership.progress.restore_step < membership.config.steps
+        if outcome == "finished" and membership.winding_down and undone:
             outcome = "stopped"
         finished = membership.stopped is not None and membership.stopped.error is None
         membership.stop(f"the run was {outcome}")

@@ -319,3 +319,15 @@ def test_the_last_states_are_noted_once_all_are_known(tmp_path: Path, clock: lis
     assert compared(desk) == [True]
     assert not desk.records.compare("w1", 1, "shard 0", "y")
     assert compared(desk) == [True, False]
+
+
+@pytest.mark.parametrize(("saved", "outcome"), [(STEPS - 1, "stopped"), (STEPS, "finished")])
+def test_a_run_that_was_asked_to_stop_in_its_last_step_is_finished(
+    tmp_path: Path, clock: list[Desk], saved: int, outcome: str
+) -> None:
+    desk = desk_of(clock, tmp_path, replicas=1)
+    desk.membership.wind_down()
+    desk.membership.progress.checkpointed(saved)
+    desk.records.end("finished", None)
+    ended = read_events(desk.paths.events)[-1]
+    assert isinstance(ended, events.RunEnded) and ended.outcome == outcome
