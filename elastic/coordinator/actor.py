@@ -36,7 +36,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from checkpointing import Receipt, StoreUnavailableError
+from checkpointing import CheckpointError, Receipt, StoreUnavailableError
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.arrivals import Arrivals
 from elastic.coordinator.aside import Aside
@@ -283,7 +283,7 @@ class Coordinator(CoordinatorApi):
             latest = recent_steps(self.config.paths.steps, replayed.recorded, STEPS)
             self._standstill.replay(latest)
         if replayed.going_back is not None:
-            self._retreat.give_up_after(replayed.going_back)
+            self._give_up_after(replayed.going_back)
         self._pulses.replay(replayed.happened)
         snapshots = self._snapshots if self.config.in_memory else None
         return Failover(
@@ -295,6 +295,13 @@ class Coordinator(CoordinatorApi):
             self.config.health.freeze_timeout_s,
             self._watch_steps,
         )
+
+    def _give_up_after(self, step: int) -> None:
+        """What a coordinator before this one had no time for. If it raised, this one would end."""
+        try:
+            _once_available(lambda: self._retreat.give_up_after(step))
+        except CheckpointError as error:
+            self._membership.stop(f"Later checkpoints cannot be set aside: {error}")
 
     def _watch_steps(self) -> None:
         """From now on a step is due: a roster has been decided, or stands as it did."""
@@ -575,15 +582,17 @@ class Coordinator(CoordinatorApi):
 
 
 def _as_stored(config: CoordinatorConfig) -> CoordinatorConfig:
-    """The run's config for a coordinator that is started anew, in the middle of it.
+    """The run's config for a coordinator that is started anew, in the middle of it."""
+    stored = _once_available(lambda: find_checkpoint(config.paths))
+    return replace(config, restore_step=0 if stored is None else stored.step, snapshot=None)
 
-    No step waits for it, so a store that does not answer is asked until it does.
-    """
+
+def _once_available(ask: Callable[[], _Reply]) -> _Reply:
+    """What the store does for a coordinator that is started anew. No step waits for that, so a
+    store that does not answer is asked until it does."""
     while True:
         try:
-            stored = find_checkpoint(config.paths)
+            return ask()
         except StoreUnavailableError as error:
-            log.warning("a coordinator started anew does not know the checkpoints yet: %s", error)
+            log.warning("a coordinator started anew waits for the checkpoints' store: %s", error)
             time.sleep(_STORE_RETRY_S)
-        else:
-            return replace(config, restore_step=0 if stored is None else stored.step, snapshot=None)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from checkpointing import CheckpointError, StoreUnavailableError
 from elastic.coordinator import actor
 from elastic.coordinator.actor import Coordinator
 from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.retreat import Retreat
 from elastic.protocol import events
 from elastic.protocol.messages import Stop
 from elastic.reporting.event_log import EventLog, read_events
@@ -95,3 +97,36 @@ def test_a_stop_is_known_to_an_end_that_comes_before_the_workers(
     ended = read_events(config.paths.events)[-1]
     assert isinstance(ended, events.RunEnded)
     assert (ended.outcome, ended.step) == ("stopped", 4)
+
+
+BACK = events.WentBack(time=3.0, step=2, before=4, reason="")
+
+
+def test_a_store_that_is_away_does_not_end_it(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def give_up_after(self: Retreat, step: int) -> None:
+        asked.append(step)
+        if len(asked) < 3:
+            raise StoreUnavailableError("s3://b", None, "no answer")
+
+    monkeypatch.setattr(Retreat, "give_up_after", give_up_after)
+    monkeypatch.setattr(actor, "_STORE_RETRY_S", 0.0)
+    write(config, config.started, BEGUN, BACK)
+    assert asyncio.run(Coordinator(config).verdict()) is None
+    assert asked == [2, 2, 2]
+
+
+def test_checkpoints_that_cannot_be_set_aside_end_the_run(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give_up_after(self: Retreat, step: int) -> None:
+        raise CheckpointError("it is locked")
+
+    monkeypatch.setattr(Retreat, "give_up_after", give_up_after)
+    write(config, config.started, BEGUN, BACK)
+    stop = asyncio.run(Coordinator(config).verdict())
+    assert stop is not None and stop.error is not None
+    assert stop.error.endswith("cannot be set aside: it is locked")
