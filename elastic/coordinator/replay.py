@@ -9,7 +9,7 @@ from typing import TypeVar
 from elastic.protocol import events
 from elastic.protocol.causes import LINK
 from elastic.protocol.run_paths import RunPaths
-from elastic.reporting.event_log import last_step, read_events
+from elastic.reporting.event_log import last_step
 from trainer.loop.samples import Skip, Skips
 
 _Event = TypeVar("_Event")
@@ -59,14 +59,14 @@ class Replay:
     """Step that it was going back to, where no roster has stood since."""
 
 
-def replay(paths: RunPaths, start_step: int) -> Replay:
-    """Reads the records of a run.
+def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -> Replay:
+    """What the records of a run say of its present start.
 
     Args:
         paths: the run directory.
+        happened: the events of this start.
         start_step: where this start of the run began.
     """
-    happened = _this_start(read_events(paths.events))
     rosters = _all(happened, events.RegroupDone)
     newest = rosters[-1] if rosters else None
     asked = [e.time for e in _all(happened, events.StopRequested)]
@@ -132,11 +132,6 @@ def _all(happened: Sequence[events.Event], kind: type[_Event]) -> list[_Event]:
 
 def _workers(drained: Sequence[events.Draining]) -> frozenset[str]:
     return frozenset(worker for event in drained for worker in event.workers)
-
-
-def _this_start(happened: Sequence[events.Event]) -> Sequence[events.Event]:
-    starts = [i for i, e in enumerate(happened) if isinstance(e, events.RunStarted)]
-    return happened[starts[-1] if starts else 0 :]
 
 
 def _recorded(paths: RunPaths, newest: events.RegroupDone | None, start_step: int) -> int:

@@ -224,10 +224,11 @@ class Workers:
         self.signal(worker, signal.SIGKILL)
         await self.lose(worker, cause, detail)
 
-    async def expel(self, worker: str) -> None:
-        """Ends the process of a worker that a coordinator before this one has written off."""
+    def expel(self, worker: str) -> None:
+        """Ends the process of a worker that a coordinator before this one has written off. At once
+        it counts as started no more: its death may be waiting to be counted."""
         identity = self.started.pop(worker)
-        await self._agents.signal(identity, signal.SIGKILL)
+        self._dispatcher.spawn(self._agents.signal(identity, signal.SIGKILL))
 
     def signal(self, worker: str, number: int) -> None:
         """Sends a signal to the process of a worker, where it has started."""

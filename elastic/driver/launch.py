@@ -219,7 +219,7 @@ class Launch:
                 restarts=True,
                 name=paths.key,
                 variables=controller_variables(),
-            )(Kept.keep(f"{prefix}plan", self._run_plan(job, plan, prefix)))
+            )(Kept.keep(f"{prefix}plan", self._run_plan(job, plan, prefix, config.started.time)))
         except BaseException:
             end_all(prefix)
             raise
@@ -232,7 +232,7 @@ class Launch:
         carried = layout.replicas > 1 or self.checkpoint.memory_every is not None
         log.log(logging.INFO if carried else logging.WARNING, "layout: %s", layout)
 
-    def _run_plan(self, job: Job, plan: WorkerPlan, prefix: str) -> RunPlan:
+    def _run_plan(self, job: Job, plan: WorkerPlan, prefix: str, began: float) -> RunPlan:
         return RunPlan(
             job=job,
             workers=plan.workers(self.train.parallel),
@@ -243,6 +243,7 @@ class Launch:
             ),
             run_config=self.run_config,
             prefix=prefix,
+            began=began,
         )
 
     def _find_origin(

@@ -30,7 +30,7 @@ from ray.train import TrainingFailedError
 
 from elastic.node.snapshot_survey import clear_snapshots
 from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.events import RunEnded, RunOutcome
+from elastic.protocol.events import RunOutcome
 from elastic.protocol.run_paths import RunPaths, hold_run
 from elastic.protocol.supervisor_api import About, Ending, SupervisorApi
 from elastic.providers.ray_drain import DrainWatch
@@ -41,7 +41,7 @@ from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.trainer import ElasticRayTrainer
 from elastic.ray_compat.workers import WorkerNames
 from elastic.reporting.conclusion import conclude
-from elastic.reporting.event_log import last_event
+from elastic.reporting.event_log import find_end
 from elastic.supervisor.coordinator_watch import CoordinatorWatch
 from elastic.supervisor.plan import RunPlan
 from elastic.worker.entry import train_worker
@@ -118,7 +118,7 @@ class Supervisor(SupervisorApi):
         end_own_actor()
 
     def _supervise(self, paths: RunPaths) -> Ending:
-        if self._anew and isinstance(ended := last_event(paths.events), RunEnded):
+        if self._anew and (ended := find_end(paths.events, self._plan.began)) is not None:
             return Ending(error=ended.error, cause=ended.cause)
         drains = DrainWatch(draining_nodes, tell_coordinator(self._coordinator))
         with CoordinatorWatch(self._coordinator), contextlib.closing(drains):

@@ -517,5 +517,5 @@ class Worker:
             return False
         self.link.outbox.flush()
         where = " ".join(f"{name} {at}" for name, at in self.engine.slot.coordinates.items())
-        self.link.compare(f"generation {run.generation} {where}", self.engine.state.digest())
+        self.link.compare(where, self.engine.state.digest())
         return True
