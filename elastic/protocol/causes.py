@@ -179,6 +179,14 @@ LINK = register_cause(
         against_machine=1.0,
     ),
 )
+HEAL = register_cause(
+    "heal",
+    CauseEntry(  # nothing against its machine: the source's, or the network, may be the bad one
+        text="it did not get the state from other replicas, again and again",
+        budget="max_crashes",
+        color="#b0a030",
+    ),
+)
 CORRUPTION = register_cause(
     "corruption",
     CauseEntry(
