@@ -250,6 +250,50 @@ def test_a_weak_reading_acts_when_it_comes_again(tmp_path: Path) -> None:
     desk.run(story)
 
 
+def test_a_loss_elsewhere_is_no_second_alarm_of_a_weak_reading(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        desk.shows("B", ECC)
+        await desk.settle()
+        await desk.lose("a")
+        await desk.until_met(("new_process", "taken"))
+        await desk.settle()
+
+    desk.run(story)
+    (one,) = desk.met()
+    assert one.cause == "crash" and not desk.happened(events.NodeReplacement)
+
+
+def test_what_stands_and_was_met_is_not_met_again_for_a_loss_elsewhere(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        desk.shows("B", replace(GPU_LOST, remedy="new_process"))
+        await desk.until_met(("new_process", "taken"))
+        await desk.lose("a")
+        await desk.settle()
+
+    desk.run(story)
+    assert [one.cause for one in desk.met()] == ["gpu_error", "crash"]
+
+
+def test_a_loss_that_a_standing_reading_explains_is_met_though_that_was_met(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        desk.shows("B", replace(GPU_LOST, remedy="new_process"))
+        await desk.until_met(("new_process", "taken"))
+        await desk.lose("b")
+        await desk.settle()
+
+    desk.run(story)
+    assert [(one.cause, one.workers) for one in desk.met()] == [
+        ("gpu_error", []),
+        ("gpu_error", ["b"]),
+    ]
+
+
 def test_two_sources_that_agree_act(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
 
