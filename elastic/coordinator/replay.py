@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from elastic.protocol import events
-from elastic.protocol.causes import LINK
+from elastic.protocol.causes import LINK, PATH
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import last_step, read_events
 from trainer.loop.samples import Skip, Skips
@@ -110,7 +110,7 @@ def _shunned(
         for event in _all(happened, events.VerdictReached)
         if (event.step, event.outcome) == ("other_seat", "taken")
     ]
-    left = {e.node for e in _all(happened, events.WorkerLost) if e.cause == LINK}
+    left = {e.node for e in _all(happened, events.WorkerLost) if e.cause in (LINK, PATH)}
     left.update(joined[w].node for event in seats for w in event.workers if w in joined)
     return frozenset(left.union(*(event.nodes for event in seats)))
 

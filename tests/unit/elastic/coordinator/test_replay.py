@@ -5,7 +5,7 @@ from typing import Any
 
 from elastic.coordinator.replay import replay
 from elastic.protocol import events
-from elastic.protocol.causes import CRASH, LINK, Cause
+from elastic.protocol.causes import CRASH, LINK, PATH, Cause
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog
 from health.verdict import Step
@@ -68,7 +68,7 @@ def test_the_present_start_counts(tmp_path: Path) -> None:
     forming = events.ReplicaForming(time=3.0, formed=4, replica=0, workers=["a"])
     fault = events.FaultFired(time=3.0, fault="kill@3:1", step=3, worker="c")
     now = [started(2.0, 2), joined("a"), joined("b"), joined("c")]
-    now += [forming, drain, leave, fault, lost("c"), lost("d", LINK)]
+    now += [forming, drain, leave, fault, lost("c"), lost("d", LINK), lost("e", PATH)]
     now += [met("other_seat", "taken"), met("other_seat", "told"), met("new_process", "taken")]
     rosters = [regrouped(4.0, 2, 2, "restore"), regrouped(5.0, 3, 4, "repeat")]
     steps = [step(0, 1, 1.1), step(1, 1, 1.2), step(2, 2, 4.1), step(3, 2, 4.2), step(4, 3, 5.1)]
@@ -77,7 +77,7 @@ def test_the_present_start_counts(tmp_path: Path) -> None:
     assert known.workers.keys() == {"a", "b"} and known.workers["a"].node == "n-a"
     assert known.draining == {"b"} and known.draining_nodes == {"n-b"}
     assert known.leaving == {"a"}
-    assert known.shunned_nodes == {"n-d", "n-b", "other_seat taken"}
+    assert known.shunned_nodes == {"n-d", "n-e", "n-b", "other_seat taken"}
     assert (known.generation, known.restored, known.formations) == (3, 2, 4)
     assert known.began == 4
     assert known.recorded == 5 and known.fired == ("kill@3:1",)
