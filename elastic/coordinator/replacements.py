@@ -153,7 +153,7 @@ class Replacements:
             await self._replace_when_allowed(self._provider, machine, reason, step)
 
     async def _go_on(self, event: events.NodeReplacement) -> None:
-        machine = await self._suspicions.machine_of(event.node)
+        machine = await self._suspicions.machine_named(event.node, event.machine)
         if self._provider is None or not self._can_replace(machine, event.reason, event.step):
             return
         if event.outcome == "begun":

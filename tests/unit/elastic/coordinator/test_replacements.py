@@ -54,10 +54,12 @@ class Desk(CoordinatorDesk):
         provider: NodeProvider | None = None,
         per_hour: int = 4,
         head: str = "",
+        gone: str = "",
         tells: bool = False,
     ) -> None:
         root.mkdir(parents=True, exist_ok=True)
         super().__init__(root / "run", health=HealthConfig(max_replacements_per_hour=per_hour))
+        self._head, self._gone = head, gone
         self.ended: list[str] = []
         self.drained: list[str] = []
         self.file = SuspectFile(root)
@@ -68,11 +70,15 @@ class Desk(CoordinatorDesk):
             self.records,
             self.aside,
             provider=provider or (None if tells else RayProvider(self.ended.append)),
-            find=lambda node: NodeIdentity(
-                node=node, address="10.0.0.1", instance=f"m-{node}", head=node == head
-            ),
+            find=self._find,
             drain=lambda node, deadline_s, reason: self.drained.append(node),
         )
+
+    def _find(self, node: str) -> NodeIdentity:
+        if node == self._gone:
+            raise LookupError(f"Ray knows no node {node}")
+        head = node == self._head
+        return NodeIdentity(node=node, address="10.0.0.1", instance=f"m-{node}", head=head)
 
     def run(self, story: Callable[[], Awaitable[None]]) -> None:
         async def tell() -> None:
@@ -258,6 +264,7 @@ class Scarce:
 
     def __init__(self, *errors: Exception) -> None:
         self.errors, self.asked = list(errors), 0
+        self.replaced: list[str] = []
 
     def machine_of(self, node: NodeIdentity) -> str:
         return node.name
@@ -266,6 +273,7 @@ class Scarce:
         self.asked += 1
         if self.errors:
             raise self.errors.pop(0)
+        self.replaced.append(machine)
         return "done"
 
     def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
@@ -382,6 +390,31 @@ def test_a_coordinator_that_is_started_anew_goes_on(
 
     desk.run(story)
     assert desk.ended == ["B"]
+
+
+@pytest.mark.parametrize("gone", ["", "B"])
+@pytest.mark.parametrize("outcome", ["begun", "held_back"])
+def test_after_a_restart_the_machine_is_the_one_that_was_known(
+    tmp_path: Path, outcome: events.ReplacementOutcome, gone: str
+) -> None:
+    """It may have ended since, with the coordinator on it, and its address may be another's."""
+    provider = Forgetful(99)
+    desk = Desk(tmp_path, provider=provider, gone=gone)
+    before = events.NodeReplacement(
+        time=time.time(), node="B", machine="i-B", outcome=outcome, reason="link: r", detail=""
+    )
+    desk.file.add("i-B", mark())
+    desk.replacements.replay([before])
+
+    async def story() -> None:
+        desk.replacements.begin()
+        await desk.lose("b", cause=CRASH)
+        expected = ["replaced"] if outcome == "begun" else ["begun", "replaced"]
+        *_, done = await desk.outcomes(*expected)
+        assert (done.node, done.machine) == ("B", "i-B")
+
+    desk.run(story)
+    assert provider.replaced == ["i-B"] and desk.file.read() == {}
 
 
 def test_nothing_is_done_before_a_coordinator_started_anew_knows_who_has_a_place(
