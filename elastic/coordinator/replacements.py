@@ -86,10 +86,10 @@ class Replacements:
         self._suspicions = Suspicions(
             config.paths, self._provider, workers, aside, self._suspect, find
         )
-        self._suspected: dict[str, float] = {}
-        """Node -> since when, in seconds since the epoch."""
-        self._settled: set[str] = set()
-        """Those of them for which nothing more is done."""
+        self._suspected: set[str] = set()
+        """Nodes whose machines are suspect, or were."""
+        self._settled: dict[str, events.NodeReplacement] = {}
+        """Those of them for which nothing more is done -> what became of them."""
         self._begun: list[float] = []
         self._unfinished: list[events.NodeReplacement] = []
         self._began = False
@@ -100,17 +100,17 @@ class Replacements:
         suspect machines in this start of the run."""
         newest: dict[str, events.NodeReplacement] = {}
         for event in happened:
-            self._suspected.setdefault(event.node, event.time)
+            self._suspected.add(event.node)
             newest[event.node] = event
             if event.outcome == "begun":
                 self._begun.append(event.time)
         for node, event in newest.items():
             if event.outcome == "cleared":
-                del self._suspected[node]
+                self._suspected.discard(node)
             elif event.outcome in ("begun", "held_back"):
                 self._unfinished.append(event)
             else:
-                self._settled.add(node)
+                self._settled[node] = event
 
     def begin(self) -> None:
         """The first worker is there."""
@@ -139,7 +139,7 @@ class Replacements:
         node = machine.node.node
         if node in self._suspected:
             return
-        self._suspected[node] = time.time()
+        self._suspected.add(node)
         if not await self._aside.goes_on_for(SETTLE_S):
             return
         if machine.unknown is not None:  # whom to ask was perhaps away
@@ -181,7 +181,7 @@ class Replacements:
             if not await self._aside.goes_on_for(LOOK_S):
                 return
             if not await self._suspicions.stands(machine):
-                del self._suspected[machine.node.node]
+                self._suspected.discard(machine.node.node)
                 self._note(machine, "cleared", reason, "nothing speaks against it any more", step)
                 return
         self._begun.append(time.time())
@@ -189,11 +189,11 @@ class Replacements:
         await self._replace(provider, machine, reason, step)
 
     def _hold(self) -> str | None:
-        open_ = self._suspected.keys() - self._settled
+        open_ = self._suspected - self._settled.keys()
         return decide_hold(
             machines=len(self._workers.nodes | open_),
             suspects=len(open_),
-            settled=[self._suspected[node] for node in self._settled],
+            settled=[event.time for event in self._settled.values()],
             begun=self._begun,
             now=time.time(),
             most_per_hour=self._most_per_hour,
@@ -246,19 +246,18 @@ class Replacements:
         detail: str,
         step: Step,
     ) -> None:
-        if outcome in ("told", "rebooted", "replaced", "failed"):
-            self._settled.add(machine.node.node)
-        self._records.note(
-            events.NodeReplacement(
-                time=time.time(),
-                node=machine.node.node,
-                machine=machine.name,
-                outcome=outcome,
-                reason=reason,
-                detail=detail,
-                step=step,
-            )
+        event = events.NodeReplacement(
+            time=time.time(),
+            node=machine.node.node,
+            machine=machine.name,
+            outcome=outcome,
+            reason=reason,
+            detail=detail,
+            step=step,
         )
+        if outcome in ("told", "rebooted", "replaced", "failed"):
+            self._settled[machine.node.node] = event
+        self._records.note(event)
 
 
 def _carry_out(

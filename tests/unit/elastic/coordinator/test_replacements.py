@@ -204,6 +204,25 @@ def test_what_is_settled_holds_nobody_back_after_a_while(
     assert desk.ended == ["B", "C"]
 
 
+def test_one_that_was_replaced_counts_on_from_then_however_long_it_was_held_back(
+    tmp_path: Path,
+) -> None:
+    desk = Desk(tmp_path)
+    now = time.time()
+    desk.replacements.replay(
+        events.NodeReplacement(
+            time=now - ago_s, node="Z", machine="m-Z", outcome=one, reason="", detail=""
+        )
+        for one, ago_s in (("held_back", 2000.0), ("begun", 300.0), ("replaced", 100.0))
+    )
+
+    async def story() -> None:
+        await desk.lose("b")
+        await desk.outcomes("held_back")
+
+    desk.run(story)
+
+
 def test_no_more_than_so_many_an_hour(tmp_path: Path) -> None:
     desk = Desk(tmp_path, per_hour=1)
     begun = events.NodeReplacement(
