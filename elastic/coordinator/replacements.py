@@ -61,6 +61,8 @@ class Replacements:
         workers: leave the machine.
         records: tell what happens, and take what became of it.
         aside: where all this is done.
+        begun: when replacements of this run began so far, in any start of it, in seconds since the
+            epoch.
         provider: instead of that of `config`.
         find: what Ray knows of a node.
         drain: has Ray drain one.
@@ -73,6 +75,7 @@ class Replacements:
         records: RunLog,
         aside: Aside,
         *,
+        begun: Iterable[float] = (),
         provider: NodeProvider | None = None,
         find: Find = identify,
         drain: Drain = drain_node,
@@ -90,8 +93,10 @@ class Replacements:
         """Nodes whose machines are suspect, or were."""
         self._settled: dict[str, events.NodeReplacement] = {}
         """Those of them for which nothing more is done -> what became of them."""
-        self._begun: list[float] = []
+        self._begun = list(begun)
         self._unfinished: list[events.NodeReplacement] = []
+        self._left: set[str] = set()
+        """Nodes of those of them whose replacement had begun."""
         self._began = False
         records.followers.append(self._suspicions.hear)
 
@@ -103,7 +108,7 @@ class Replacements:
             self._suspected.add(event.node)
             newest[event.node] = event
             if event.outcome == "begun":
-                self._begun.append(event.time)
+                self._left.add(event.node)
         for node, event in newest.items():
             if event.outcome == "cleared":
                 self._suspected.discard(node)
@@ -156,7 +161,7 @@ class Replacements:
         machine = await self._suspicions.machine_named(event.node, event.machine)
         if self._provider is None or not self._can_replace(machine, event.reason, event.step):
             return
-        if event.outcome == "begun":
+        if event.node in self._left:  # held back since, if at all, for want of capacity
             await self._replace(self._provider, machine, event.reason, event.step)
         else:
             await self._replace_when_allowed(self._provider, machine, event.reason, event.step)

@@ -101,6 +101,16 @@ def replay(paths: RunPaths, start_step: int) -> Replay:
     )
 
 
+def replacements_begun(paths: RunPaths) -> list[float]:
+    """When the replacements of machines began, in all starts of a run, in seconds since the epoch.
+
+    Args:
+        paths: the run directory.
+    """
+    told = _all(read_events(paths.events), events.NodeReplacement)
+    return [event.time for event in told if event.outcome == "begun"]
+
+
 def _shunned(
     happened: Sequence[events.Event], joined: Mapping[str, events.WorkerJoined]
 ) -> frozenset[str]:

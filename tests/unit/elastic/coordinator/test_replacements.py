@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Desk(CoordinatorDesk):
         *,
         provider: NodeProvider | None = None,
         per_hour: int = 4,
+        begun: Sequence[float] = (),
         head: str = "",
         gone: str = "",
         tells: bool = False,
@@ -69,6 +70,7 @@ class Desk(CoordinatorDesk):
             self.workers,
             self.records,
             self.aside,
+            begun=begun,
             provider=provider or (None if tells else RayProvider(self.ended.append)),
             find=self._find,
             drain=lambda node, deadline_s, reason: self.drained.append(node),
@@ -224,14 +226,7 @@ def test_one_that_was_replaced_counts_on_from_then_however_long_it_was_held_back
 
 
 def test_no_more_than_so_many_an_hour(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, per_hour=1)
-    begun = events.NodeReplacement(
-        time=time.time() - 1800, node="Z", machine="m-Z", outcome="begun", reason="", detail=""
-    )
-    done = events.NodeReplacement(
-        time=time.time() - 1700, node="Z", machine="m-Z", outcome="replaced", reason="", detail=""
-    )
-    desk.replacements.replay([begun, done])
+    desk = Desk(tmp_path, per_hour=1, begun=(time.time() - 1800,))
 
     async def story() -> None:
         desk.replacements.begin()
@@ -241,6 +236,26 @@ def test_no_more_than_so_many_an_hour(tmp_path: Path) -> None:
 
     desk.run(story)
     assert desk.ended == []
+
+
+def test_what_waits_for_capacity_is_not_held_back_by_its_own_beginning(tmp_path: Path) -> None:
+    """Nor does it begin a second time, after the coordinator was started anew."""
+    now = time.time()
+    desk = Desk(tmp_path, per_hour=1, begun=(now,))
+    desk.replacements.replay(
+        events.NodeReplacement(
+            time=now, node="B", machine="m-B", outcome=one, reason="link: r", detail=""
+        )
+        for one in ("begun", "held_back")
+    )
+
+    async def story() -> None:
+        desk.replacements.begin()
+        await desk.lose("b", cause=CRASH)
+        await desk.outcomes("replaced")
+
+    desk.run(story)
+    assert desk.ended == ["B"]
 
 
 def test_a_machine_is_not_ended_while_a_worker_has_a_place_there(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from elastic.coordinator.replay import replay
+from elastic.coordinator.replay import replacements_begun, replay
 from elastic.protocol import events
 from elastic.protocol.causes import CRASH, LINK, PATH, Cause
 from elastic.protocol.run_paths import RunPaths
@@ -89,9 +89,10 @@ def test_what_became_of_suspect_machines_in_this_start(tmp_path: Path) -> None:
             time=1.0, node="n", machine="m", outcome=outcome, reason="", detail=""
         )
 
-    happened = [started(0.0), told("failed"), started(0.5), told("held_back"), told("begun")]
-    known = replay(write(tmp_path, happened, []), 0)
-    assert known.replacements == (told("held_back"), told("begun"))
+    before = [started(0.0), told("begun"), told("failed")]
+    paths = write(tmp_path, [*before, started(0.5), told("held_back"), told("begun")], [])
+    assert replay(paths, 0).replacements == (told("held_back"), told("begun"))
+    assert replacements_begun(paths) == [1.0, 1.0], "an hour has room for so many, at any start"
 
 
 def test_steps_that_were_given_up_do_not_count(tmp_path: Path) -> None:
