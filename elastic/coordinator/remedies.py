@@ -172,11 +172,13 @@ class Remedies:
         self, verdicts: Sequence[Verdict], facts: Facts, committed: int, *, counts: bool = True
     ) -> None:
         """Those of one look, with so many steps committed: the same fault of several machines is
-        one try. What happens on a machine that is suspect already has been met."""
+        one try. What happens on machines that are being mended, or were, has been met."""
         due = [(verdict, decide_step(verdict, self._ledger, committed)) for verdict in verdicts]
         tried = set[str]()
         for verdict, step in due:
-            if step is None or any(map(self._replacements.knows, _machines(verdict, facts))):
+            machines = _machines(verdict, facts)
+            attended = bool(machines) and all(map(self._replacements.attends_to, machines))
+            if step is None or attended:
                 continue
             is_try = counts and verdict.fingerprint not in tried
             if await self._meet(verdict, step, facts, committed, is_try) and is_try:
@@ -190,6 +192,8 @@ class Remedies:
         held = self._no_seats(verdict, facts) if step == "other_seat" else None
         if held is not None and verdict.nodes:
             step, held = "replace_node", None  # the machine that comes has the seats
+        if step in MACHINE_STEPS:
+            held = self._replacements.why_not(verdict.nodes)
         outcome: events.RemedyOutcome = "taken" if held is None else "held_back"
         if not self._replacements.acts:
             outcome, held = "told", 'health.replace_nodes = "tell"'

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.config import CoordinatorConfig
@@ -131,9 +131,21 @@ class Replacements:
         a machine is; a `weight` of 0.5 is enough."""
         self._suspicions.accuse(node, cause, detail, weight, step)
 
-    def knows(self, node: str) -> bool:
-        """Whether a machine is suspect already, whatever becomes of it."""
-        return node in self._suspected
+    def attends_to(self, node: str) -> bool:
+        """Whether a machine is suspect, and is being mended or was: what happens there is met. One
+        that is only told of, or could not be replaced, goes on as it is."""
+        if not self.acts or node not in self._suspected:
+            return False
+        settled = self._settled.get(node)
+        return settled is None or settled.outcome in ("rebooted", "replaced")
+
+    def why_not(self, nodes: Collection[str]) -> str | None:
+        """Why nothing more is done to any of these machines; None where something may be."""
+        settled = [self._settled[node] for node in nodes if node in self._settled]
+        failed = [event for event in settled if event.outcome == "failed"]
+        if not failed or len(failed) < len(nodes):
+            return None
+        return "; ".join(f"{event.machine} was not replaced: {event.detail}" for event in failed)
 
     @property
     def acts(self) -> bool:
