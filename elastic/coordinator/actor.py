@@ -53,7 +53,7 @@ from elastic.coordinator.pulses import Pulses
 from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.remedies import Remedies
 from elastic.coordinator.replacements import Replacements
-from elastic.coordinator.replay import replay
+from elastic.coordinator.replay import replacements_begun, replay
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.retreat import Retreat
 from elastic.coordinator.run_log import RunLog
@@ -200,7 +200,9 @@ class Coordinator(CoordinatorApi):
         self._troubles = Troubles(config.health, self._membership, self._dispatcher, self._workers)
         self._link_tests = LinkTests(self._membership, self._workers, self._agents, self._records)
         aside = Aside(self._membership, self._dispatcher)
-        self._replacements = Replacements(config, self._workers, self._records, aside)
+        self._replacements = Replacements(
+            config, self._workers, self._records, aside, begun=replacements_begun(config.paths)
+        )
         self._remedies = Remedies(
             self._membership,
             self._dispatcher,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from elastic.protocol import events
-from elastic.protocol.causes import LINK
+from elastic.protocol.causes import LINK, PATH
 from elastic.protocol.run_paths import RunPaths
-from elastic.reporting.event_log import last_step
+from elastic.reporting.event_log import last_step, read_events
 from trainer.loop.samples import Skip, Skips
 
 _Event = TypeVar("_Event")
@@ -101,6 +101,16 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
     )
 
 
+def replacements_begun(paths: RunPaths) -> list[float]:
+    """When the replacements of machines began, in all starts of a run, in seconds since the epoch.
+
+    Args:
+        paths: the run directory.
+    """
+    told = _all(read_events(paths.events), events.NodeReplacement)
+    return [event.time for event in told if event.outcome == "begun"]
+
+
 def _shunned(
     happened: Sequence[events.Event], joined: Mapping[str, events.WorkerJoined]
 ) -> frozenset[str]:
@@ -110,7 +120,7 @@ def _shunned(
         for event in _all(happened, events.VerdictReached)
         if (event.step, event.outcome) == ("other_seat", "taken")
     ]
-    left = {e.node for e in _all(happened, events.WorkerLost) if e.cause == LINK}
+    left = {e.node for e in _all(happened, events.WorkerLost) if e.cause in (LINK, PATH)}
     left.update(joined[w].node for event in seats for w in event.workers if w in joined)
     return frozenset(left.union(*(event.nodes for event in seats)))
 

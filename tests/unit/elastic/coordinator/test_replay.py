@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from elastic.coordinator.replay import Replay, replay
+from elastic.coordinator.replay import Replay, replacements_begun, replay
 from elastic.protocol import events
-from elastic.protocol.causes import CRASH, LINK, Cause
+from elastic.protocol.causes import CRASH, LINK, PATH, Cause
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog, read_events, read_start
 from health.verdict import Step
@@ -74,7 +74,7 @@ def test_the_present_start_counts(tmp_path: Path) -> None:
     forming = events.ReplicaForming(time=3.0, formed=4, replica=0, workers=["a"])
     fault = events.FaultFired(time=3.0, fault="kill@3:1", step=3, worker="c")
     now = [started(2.0, 2), joined("a"), joined("b"), joined("c")]
-    now += [forming, drain, leave, fault, lost("c"), lost("d", LINK)]
+    now += [forming, drain, leave, fault, lost("c"), lost("d", LINK), lost("e", PATH)]
     now += [met("other_seat", "taken"), met("other_seat", "told"), met("new_process", "taken")]
     rosters = [regrouped(4.0, 2, 2, "restore"), regrouped(5.0, 3, 4, "repeat")]
     steps = [step(0, 1, 1.1), step(1, 1, 1.2), step(2, 2, 4.1), step(3, 2, 4.2), step(4, 3, 5.1)]
@@ -83,7 +83,7 @@ def test_the_present_start_counts(tmp_path: Path) -> None:
     assert known.workers.keys() == {"a", "b"} and known.workers["a"].node == "n-a"
     assert known.draining == {"b"} and known.draining_nodes == {"n-b"}
     assert known.leaving == {"a"}
-    assert known.shunned_nodes == {"n-d", "n-b", "other_seat taken"}
+    assert known.shunned_nodes == {"n-d", "n-e", "n-b", "other_seat taken"}
     assert (known.generation, known.restored, known.formations) == (3, 2, 4)
     assert known.began == 4
     assert known.recorded == 5 and known.fired == ("kill@3:1",)
@@ -95,9 +95,10 @@ def test_what_became_of_suspect_machines_in_this_start(tmp_path: Path) -> None:
             time=1.0, node="n", machine="m", outcome=outcome, reason="", detail=""
         )
 
-    happened = [started(0.0), told("failed"), started(0.5), told("held_back"), told("begun")]
-    known = replay_of(write(tmp_path, happened, []), 0)
-    assert known.replacements == (told("held_back"), told("begun"))
+    before = [started(0.0), told("begun"), told("failed")]
+    paths = write(tmp_path, [*before, started(0.5), told("held_back"), told("begun")], [])
+    assert replay_of(paths, 0).replacements == (told("held_back"), told("begun"))
+    assert replacements_begun(paths) == [1.0, 1.0], "an hour has room for so many, at any start"
 
 
 def test_steps_that_were_given_up_do_not_count(tmp_path: Path) -> None:
