@@ -28,7 +28,7 @@ from concurrent.futures import Future
 import ray
 from ray.train import TrainingFailedError
 
-from elastic.node.snapshot_survey import clear_snapshots
+from elastic.node.snapshot_survey import clear_snapshots, end_is_stored
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.events import RunEnded, RunOutcome
 from elastic.protocol.run_paths import RunPaths, hold_run
@@ -109,6 +109,8 @@ class Supervisor(SupervisorApi):
         try:
             with _hold(paths, anew=self._anew):
                 ending = self._supervise(paths)
+                if end_is_stored(paths, self._plan.job.identity):
+                    clear_snapshots(paths)  # also those of a start with other settings
         except BaseException:
             ending = Ending(error=f"the run's supervisor failed:\n{traceback.format_exc()}")
         end_all(self._plan.prefix)
@@ -128,8 +130,6 @@ class Supervisor(SupervisorApi):
             outcome, ending = "interrupted", Ending(error=None)
         with contextlib.suppress(ray.exceptions.RayError):
             self._coordinator.call(CoordinatorApi.end, outcome, ending.error)
-        if self._plan.job.checkpoint.memory_every is not None and outcome == "finished":
-            clear_snapshots(paths)  # the run's end is in the store
         return ending
 
     def _train(self) -> Ending:
