@@ -36,6 +36,7 @@ from elastic.driver.resume import (
     steps_done,
 )
 from elastic.driver.running import check_same, find_run, follow, is_over, may_be_going_on
+from elastic.errors import RunGoesOnError
 from elastic.membership.decisions import GroupConfig
 from elastic.node.snapshot_survey import find_snapshot
 from elastic.protocol import events
@@ -60,7 +61,6 @@ from trainer.config import TrainConfig
 from trainer.engine.build import build_model
 from trainer.engine.optimizer import try_optimizer
 from trainer.engine.state import state_table
-from trainer.errors import ConfigError
 from trainer.loop.samples import Ledger
 from trainer.progress import tell
 from trainer.tasks.causal_lm import CausalLM
@@ -173,7 +173,7 @@ class Launch:
         tell("joining the Ray cluster")
         connect()
         if find_run(paths) is not None:
-            raise ConfigError(
+            raise RunGoesOnError(
                 "run_config.name",
                 paths.root.name,
                 "a run of this name has just been started",

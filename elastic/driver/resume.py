@@ -64,7 +64,8 @@ def run_directory(run_config: RunConfig, checkpoint: CheckpointConfig) -> Iterat
     For `resume="never"` an earlier run of this name is set aside first.
 
     Raises:
-        ConfigError: the storage cannot be used, or a run of this name is going on.
+        ConfigError: the storage cannot be used.
+        RunGoesOnError: a run of this name is going on.
     """
     storage = str(run_config.storage_path)
     if "://" in storage and not storage.startswith("file://"):

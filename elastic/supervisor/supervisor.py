@@ -28,6 +28,7 @@ from concurrent.futures import Future
 import ray
 from ray.train import TrainingFailedError
 
+from elastic.errors import RunGoesOnError
 from elastic.node.snapshot_survey import clear_snapshots, end_is_stored
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.events import RunEnded, RunOutcome
@@ -45,7 +46,6 @@ from elastic.reporting.event_log import last_event
 from elastic.supervisor.coordinator_watch import CoordinatorWatch
 from elastic.supervisor.plan import RunPlan
 from elastic.worker.entry import train_worker
-from trainer.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def _hold(paths: RunPaths, *, anew: bool) -> Iterator[None]:
     that is started `anew` goes on without the lock where a lost machine still seems to hold it.
 
     Raises:
-        ConfigError: it is held by somebody else.
+        RunGoesOnError: it is held by somebody else.
     """
     deadline = time.monotonic() + _HANDOVER_S
     with contextlib.ExitStack() as held:
@@ -174,7 +174,7 @@ def _hold(paths: RunPaths, *, anew: bool) -> Iterator[None]:
             try:
                 held.enter_context(hold_run(paths))
                 break
-            except ConfigError as error:
+            except RunGoesOnError as error:
                 if anew:
                     log.warning("the run goes on without its lock: %s", error)
                     break
