@@ -118,7 +118,8 @@ class Launch:
             log.warning("the run in %s is going on: attached to it", paths.root)
             observer = Observer(paths, self.callbacks, attaches=True)
         else:
-            with run_directory(self.run_config, self.checkpoint) as paths, phases(sys.stderr):
+            directory = run_directory(self.run_config, self.checkpoint, self._claim)
+            with directory as paths, phases(sys.stderr):
                 ready = self._prepare(paths)
                 over = is_over(paths, ready.origin.manifest, self.train.steps)
                 started = None if over else self._start(paths, ready)
@@ -133,6 +134,18 @@ class Launch:
         about = about or run.call(SupervisorApi.about)
         paths = about.job.paths
         return _result(paths, follow(run, about.job.coordinator, observer), about.task_info)
+
+    def _claim(self, paths: RunPaths) -> None:
+        """Ends what lives on of a start whose supervisor is gone, before it is looked what there is
+        to go on from: its workers train, and its coordinator commits. The run's lock is held.
+
+        Raises:
+            RunGoesOnError: see `_end_leftovers`.
+        """
+        moves = self.checkpoint.resume == "never" and paths.root.exists()
+        if moves or may_be_going_on(paths):
+            connect()
+            _end_leftovers(paths)
 
     def _prepare(self, paths: RunPaths) -> _Ready:
         """All that is done before the cluster is needed, on CPU; the errors of bad input come from
@@ -172,13 +185,7 @@ class Launch:
         identity, model, origin, task = ready.identity, ready.model, ready.origin, ready.task
         tell("joining the Ray cluster")
         connect()
-        if find_run(paths) is not None:
-            raise RunGoesOnError(
-                "run_config.name",
-                paths.root.name,
-                "a run of this name has just been started",
-                "Run the same command again to attach to it, or use another name",
-            )
+        _end_leftovers(paths)  # they may hold what the workers need
         check_tensor_groups(self.scaling, self.train.parallel)
         self._say_layout()
         tell("waiting for the resources of the smallest layout")
@@ -191,7 +198,6 @@ class Launch:
         prefix = f"{paths.key}/{attempt:08x}/"
         config = self._coordinator_config(paths, origin, plan, task, prefix, ready.flops_per_token)
         observer = Observer(paths, self.callbacks)
-        end_all(f"{paths.key}/")  # what a start that was ended from outside has left
         try:
             coordinator = start_actor(
                 Coordinator,
@@ -330,6 +336,23 @@ class Launch:
                 flops_per_token=flops_per_token,
             ),
         )
+
+
+def _end_leftovers(paths: RunPaths) -> None:
+    """Ends what an earlier start of the run, without a supervisor now, has left on the cluster.
+
+    Raises:
+        RunGoesOnError: there is a supervisor: another driver has just started the run. Its lock may
+            be free then, until the supervisor takes it.
+    """
+    if find_run(paths) is not None:
+        raise RunGoesOnError(
+            "run_config.name",
+            paths.root.name,
+            "a run of this name has just been started",
+            "Run the same command again to attach to it, or use another name",
+        )
+    end_all(f"{paths.key}/")
 
 
 def _result(paths: RunPaths, report: Report, task_info: Mapping[str, Any]) -> Result:

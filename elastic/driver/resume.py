@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,10 +58,20 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def run_directory(run_config: RunConfig, checkpoint: CheckpointConfig) -> Iterator[RunPaths]:
+def run_directory(
+    run_config: RunConfig,
+    checkpoint: CheckpointConfig,
+    claim: Callable[[RunPaths], None] = lambda paths: None,
+) -> Iterator[RunPaths]:
     """The run directory, checked and held against other drivers while the context lasts.
 
     For `resume="never"` an earlier run of this name is set aside first.
+
+    Args:
+        run_config: where it is.
+        checkpoint: where checkpoints are, and what becomes of an earlier run.
+        claim: called as soon as it is held, before anything is moved or looked at; raises where
+            the run goes on all the same.
 
     Raises:
         ConfigError: the storage cannot be used.
@@ -80,24 +90,32 @@ def run_directory(run_config: RunConfig, checkpoint: CheckpointConfig) -> Iterat
         store=checkpoint.place(str(run_config.name)),
     )
     with ExitStack() as held:
-        try:
+        with _must_be_writable(storage):
             paths.root.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(hold_run(paths))
+        claim(paths)
+        with _must_be_writable(storage):
             if paths.store is not None:
                 _check_place(paths.store, checkpoint.resume)
             aside = _set_aside(paths) if checkpoint.resume == "never" else None
             if paths.store is None:
                 _check_store(open_store(paths.checkpoints))
-        except (OSError, StoreError) as error:
-            raise ConfigError(
-                "run_config.storage_path",
-                storage,
-                f"it cannot be written: {error}",
-                f"Use a directory that user {os.getuid()} may write",
-            ) from error
         if aside is not None:
             log.warning("resume='never': the earlier run was moved to %s", aside)
         yield paths
+
+
+@contextmanager
+def _must_be_writable(storage: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, StoreError) as error:
+        raise ConfigError(
+            "run_config.storage_path",
+            storage,
+            f"it cannot be written: {error}",
+            f"Use a directory that user {os.getuid()} may write",
+        ) from error
 
 
 def _set_aside(paths: RunPaths) -> Path | None:
