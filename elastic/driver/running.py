@@ -118,7 +118,12 @@ def follow(
         _ending(run)
         _conclude(run, observer)
         raise
-    report = _conclude(run, observer)
+    try:
+        report = _conclude(run, observer)
+    except Exception as unreported:
+        if ending.error is None:
+            raise
+        raise RunFailedError(ending.error, ending.cause) from unreported
     if ending.error is not None:
         raise RunFailedError(ending.error, ending.cause)
     stopping.settle()
@@ -140,9 +145,10 @@ def watch(run: Remote[SupervisorApi], observer: Observer) -> Ending:
 
 def _conclude(run: Remote[SupervisorApi], observer: Observer) -> Report:
     """The run has ended: writes the report, and lets the supervisor go."""
-    report = observer.finish()
-    ray.kill(run.handle)
-    return report
+    try:
+        return observer.finish()
+    finally:
+        ray.kill(run.handle)
 
 
 def _ending(run: Remote[SupervisorApi]) -> Ending:

@@ -113,11 +113,19 @@ class Supervisor(SupervisorApi):
                     clear_snapshots(paths)  # also those of a start with other settings
         except BaseException:
             ending = Ending(error=f"the run's supervisor failed:\n{traceback.format_exc()}")
-        end_all(self._plan.prefix)
+        # Whatever fails from here on must keep nobody waiting.
+        try:
+            end_all(self._plan.prefix)
+        except Exception:
+            log.exception("the next start of the run ends what is left of it on the cluster")
         self._ending.set_result(ending)
         time.sleep(LINGER_S)
-        conclude(paths)
-        end_own_actor()
+        try:
+            conclude(paths)
+        except Exception:
+            log.exception("the run has no report")
+        finally:
+            end_own_actor()
 
     def _supervise(self, paths: RunPaths) -> Ending:
         if self._anew and isinstance(ended := last_event(paths.events), RunEnded):

@@ -1,0 +1,53 @@
+"""The end of a run, for a driver that cannot take its word: on a real cluster, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from elastic.driver.observer import Observer
+from elastic.driver.running import follow
+from elastic.errors import RunFailedError
+from elastic.protocol.causes import USER_ERROR
+from elastic.protocol.rpc import Remote
+from elastic.protocol.run_paths import RunPaths
+from elastic.protocol.supervisor_api import Ending
+from elastic.ray_compat.cluster import start_actor
+from elastic.reporting.event_log import RecordError
+
+
+class Ended:
+    """Stands for the supervisor of a run that has ended."""
+
+    def __init__(self, error: str | None) -> None:
+        self.error = error
+
+    async def ending(self) -> Ending:
+        return Ending(error=self.error, cause=None if self.error is None else USER_ERROR)
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(root=tmp_path / "run")
+    paths.root.mkdir()
+    paths.events.write_text("no record\n")
+    return paths
+
+
+def test_records_that_cannot_be_read_hide_no_failure(cluster: None, damaged: RunPaths) -> None:
+    run: Any = start_actor(Ended, max_concurrency=10)("user code raised")
+    with pytest.raises(RunFailedError, match="user code raised") as failed:
+        follow(run, Remote(None), Observer(damaged, ()))
+    assert failed.value.cause == USER_ERROR
+    assert isinstance(failed.value.__cause__, RecordError)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(run.handle.ending.remote())
+
+
+def test_of_a_run_that_went_well_they_are_told(cluster: None, damaged: RunPaths) -> None:
+    run: Any = start_actor(Ended, max_concurrency=10)(None)
+    with pytest.raises(RecordError):
+        follow(run, Remote(None), Observer(damaged, ()))
