@@ -32,6 +32,7 @@ from elastic.errors import RunGoesOnError
 from elastic.node.snapshot_survey import clear_snapshots, end_is_stored
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.events import RunEnded, RunOutcome
+from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths, hold_run
 from elastic.protocol.supervisor_api import About, Ending, SupervisorApi
 from elastic.providers.ray_drain import DrainWatch
@@ -59,6 +60,10 @@ report and ends the supervisor before; where there is none, the supervisor does 
 _HANDOVER_S = 30.0
 """How long the driver may hold on to the lock of the run directory."""
 _LOCK_RETRY_S = 0.2
+
+_HEARD_S = 20.0
+"""How long a run that is interrupted waits for its coordinator. One that is started anew on another
+machine takes so long; one whose store does not answer would take for ever."""
 
 _FAREWELL_S = 5.0
 """How long workers may take to follow an interruption."""
@@ -89,20 +94,13 @@ class Supervisor(SupervisorApi):
     async def interrupt(self) -> None:
         if not self._interrupted:
             self._interrupted = True
-            threading.Thread(target=self._interrupt, name="interrupt", daemon=True).start()
+            what = (self._coordinator, self._plan.prefix)
+            threading.Thread(target=end_at_once, args=what, name="interrupt", daemon=True).start()
 
     async def ending(self) -> Ending:
         return await asyncio.wrap_future(self._ending)
 
     # -- threads -----------------------------------------------------------------------------------
-
-    def _interrupt(self) -> None:
-        with contextlib.suppress(ray.exceptions.RayError):
-            # First, so that the ends of its workers are no losses.
-            self._coordinator.call(CoordinatorApi.fail, "the run was interrupted")
-        time.sleep(_FAREWELL_S)
-        # Whoever still starts, or is in a long step.
-        end_actors(WorkerNames(self._plan.prefix).workers)
 
     def _run(self) -> None:
         paths = self._plan.job.paths
@@ -166,6 +164,30 @@ class Supervisor(SupervisorApi):
             again = "run the same name again to continue"
             return Ending(error=f"Ray Train gave up; {again}. It said: {failure}")
         return Ending(error=None)
+
+
+def end_at_once(coordinator: Remote[CoordinatorApi], prefix: str) -> None:
+    """Ends the workers of a run, and their coordinator where that does not answer in `_HEARD_S`.
+
+    Args:
+        coordinator: the run's coordinator actor.
+        prefix: of the run's names.
+    """
+
+    def tell() -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            coordinator.call(CoordinatorApi.fail, "the run was interrupted")
+
+    # First, so that the ends of its workers are no losses.
+    telling = threading.Thread(target=tell, name="tell", daemon=True)
+    telling.start()
+    telling.join(_HEARD_S)
+    if telling.is_alive():
+        log.warning("the coordinator is ended: it has not answered in %g s", _HEARD_S)
+        ray.kill(coordinator.handle)  # the controller waits for its answers, too
+    time.sleep(_FAREWELL_S)
+    # Whoever still starts, or is in a long step.
+    end_actors(WorkerNames(prefix).workers)
 
 
 @contextlib.contextmanager

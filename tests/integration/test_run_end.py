@@ -1,7 +1,10 @@
-"""The end of a run, for a driver that cannot take its word: on a real cluster, without training."""
+"""The end of a run whose records are damaged, or whose coordinator does not answer: on a real
+cluster, without training."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,11 @@ from elastic.protocol.causes import USER_ERROR
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import Ending
-from elastic.ray_compat.cluster import start_actor
+from elastic.ray_compat.cluster import named_actors, start_actor
+from elastic.ray_compat.workers import WorkerNames
 from elastic.reporting.event_log import RecordError
+from elastic.supervisor import supervisor
+from tests.support.watching import wait_until
 
 
 class Ended:
@@ -51,3 +57,33 @@ def test_of_a_run_that_went_well_they_are_told(cluster: None, damaged: RunPaths)
     run: Any = start_actor(Ended, max_concurrency=10)(None)
     with pytest.raises(RecordError):
         follow(run, Remote(None), Observer(damaged, ()))
+
+
+class Deaf:
+    """Stands for a coordinator that waits for its store."""
+
+    async def fail(self, error: str) -> None:
+        await asyncio.Event().wait()
+
+
+class Worker:
+    """Stands for one that is in a long step."""
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+def test_a_run_that_is_interrupted_does_not_wait_for_its_coordinator(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_HEARD_S", 1.0)
+    monkeypatch.setattr(supervisor, "_FAREWELL_S", 0.0)
+    coordinator: Any = start_actor(Deaf, max_concurrency=10)()
+    name = f"{WorkerNames('run/').workers}group/0/1"
+    worker = start_actor(Worker, max_concurrency=1, name=name)()
+    asked = coordinator.send(Deaf.fail, "the controller asks, too")
+    supervisor.end_at_once(coordinator, "run/")
+    for answer in (asked, worker.send(Worker.pid)):
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(answer, timeout=20)
+    wait_until(lambda: not named_actors("run/"), 20)
