@@ -40,6 +40,7 @@ from elastic.errors import RunGoesOnError
 from elastic.membership.decisions import GroupConfig
 from elastic.node.snapshot_survey import find_snapshot
 from elastic.protocol import events
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.faults import Fault
 from elastic.protocol.job import Job
 from elastic.protocol.rpc import Remote
@@ -102,7 +103,7 @@ class Launch:
         """See `ElasticTrainer.fit`."""
         try_optimizer(self.train.optimizer)
         paths = RunPaths(root=run_root(self.run_config))
-        run = about = None
+        run = None
         if may_be_going_on(paths):
             connect()
             run = find_run(paths)
@@ -117,23 +118,24 @@ class Launch:
             )
             log.warning("the run in %s is going on: attached to it", paths.root)
             observer = Observer(paths, self.callbacks, attaches=True)
+            paths, coordinator, task_info = about.job.paths, about.job.coordinator, about.task_info
         else:
             directory = run_directory(self.run_config, self.checkpoint, self._claim)
             with directory as paths, phases(sys.stderr):
                 ready = self._prepare(paths)
                 over = is_over(paths, ready.origin.manifest, self.train.steps)
                 started = None if over else self._start(paths, ready)
+            task_info = ready.task.info
             if started is None:
                 log.warning("the run in %s is over: all its steps are done", paths.root)
                 observer = Observer(paths, self.callbacks, tensorboard=False)
                 observer.start()
-                return _result(paths, observer.finish(), ready.task.info)
-            run, observer = started
+                return _result(paths, observer.finish(), task_info)
+            run, coordinator, observer = started
         if detach:
             return Result(metrics=None, checkpoint=None, error=None, path=str(paths.root))
-        about = about or run.call(SupervisorApi.about)
-        paths = about.job.paths
-        return _result(paths, follow(run, about.job.coordinator, observer), about.task_info)
+        # At once: until then, a signal would leave the run going on.
+        return _result(paths, follow(run, coordinator, observer), task_info)
 
     def _claim(self, paths: RunPaths) -> None:
         """Ends what lives on of a start whose supervisor is gone, before it is looked what there is
@@ -180,7 +182,9 @@ class Launch:
             flops_per_token=dict(task.flops_per_token(built)),
         )
 
-    def _start(self, paths: RunPaths, ready: _Ready) -> tuple[Remote[SupervisorApi], Observer]:
+    def _start(
+        self, paths: RunPaths, ready: _Ready
+    ) -> tuple[Remote[SupervisorApi], Remote[CoordinatorApi], Observer]:
         """Starts the run: from here on it belongs to the cluster."""
         identity, model, origin, task = ready.identity, ready.model, ready.origin, ready.task
         tell("joining the Ray cluster")
@@ -229,7 +233,7 @@ class Launch:
         except BaseException:
             end_all(prefix)
             raise
-        return run, observer
+        return run, coordinator, observer
 
     def _say_layout(self) -> None:
         """What the layout is called, and what follows from it for a fault: a warning where one

@@ -108,10 +108,10 @@ def follow(
     Raises:
         RunFailedError: the run ended with an error.
     """
-    observer.start()
     stopping = Stopping(coordinator)
     try:
         with stopping:
+            observer.start()
             ending = _ending(run)
     except (KeyboardInterrupt, SystemExit):
         run.call(SupervisorApi.interrupt)

@@ -23,6 +23,7 @@ from elastic.cli.main import main
 from elastic.driver import launch
 from elastic.driver.running import find_run
 from elastic.errors import RunGoesOnError
+from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.cluster import NAMESPACE, named_actors
 from tests.support import ROOT
@@ -243,4 +244,25 @@ def test_a_run_that_has_just_been_started_is_not_moved_by_a_second_start(
     gate.touch()
     wait_until(lambda: bool(events_of(paths.root, "run_ended")))
     assert len(events_of(paths.root, "run_started")) == 1
+    wait_until(lambda: not is_left(tmp_path))
+
+
+def test_a_stop_in_the_first_moment_of_a_run_is_heeded(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its supervisor has been asked for, and takes seconds to answer the first question."""
+    call, asked = Remote.call, list[str]()
+
+    def interrupted(run: Any, method: Any, *arguments: Any) -> Any:
+        if not asked and method.__qualname__.startswith("SupervisorApi."):
+            asked.append(method.__name__)
+            signal.raise_signal(signal.SIGINT)
+        return call(run, method, *arguments)
+
+    monkeypatch.setattr(Remote, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gated_trainer(str(tmp_path), str(tmp_path / "gate"), 1).fit()
+    assert asked
+    (ended,) = events_of(tmp_path / "gated", "run_ended")
+    assert (ended["outcome"], ended["step"]) == ("stopped", 0)
     wait_until(lambda: not is_left(tmp_path))
