@@ -69,6 +69,7 @@ def tell(ending: Ending) -> int:
 
 def stop_run(options: argparse.Namespace) -> int:
     """`stop`"""
+    from elastic.driver.running import await_end
     from elastic.protocol.coordinator_api import CoordinatorApi
     from elastic.protocol.supervisor_api import SupervisorApi
 
@@ -78,7 +79,7 @@ def stop_run(options: argparse.Namespace) -> int:
     else:
         coordinator = run.call(SupervisorApi.about).job.coordinator
         coordinator.call(CoordinatorApi.wind_down, "elastic stop")
-    run.call(SupervisorApi.ending)
+    await_end(run)
     print(f"the run in {options.run} has stopped")
     return 0
 

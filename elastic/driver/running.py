@@ -19,7 +19,7 @@ from elastic.protocol.events import RunEnded
 from elastic.protocol.job import Job
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
-from elastic.protocol.supervisor_api import Ending, SupervisorApi
+from elastic.protocol.supervisor_api import WAIT_S, Ending, SupervisorApi
 from elastic.ray_compat.cluster import find_actor
 from elastic.reporting.event_log import last_event
 from elastic.reporting.report import Report
@@ -112,10 +112,10 @@ def follow(
     try:
         with stopping:
             observer.start()
-            ending = _ending(run)
+            ending = await_end(run)
     except (KeyboardInterrupt, SystemExit):
         run.call(SupervisorApi.interrupt)
-        _ending(run)
+        await_end(run)
         _conclude(run, observer)
         raise
     try:
@@ -138,7 +138,7 @@ def watch(run: Remote[SupervisorApi], observer: Observer) -> Ending:
         observer: tells the callbacks.
     """
     observer.start()
-    ending = _ending(run)
+    ending = await_end(run)
     observer.finish()
     return ending
 
@@ -151,8 +151,11 @@ def _conclude(run: Remote[SupervisorApi], observer: Observer) -> Report:
         ray.kill(run.handle)
 
 
-def _ending(run: Remote[SupervisorApi]) -> Ending:
+def await_end(run: Remote[SupervisorApi]) -> Ending:
+    """Waits for the end of a run, also where its supervisor does not live to tell."""
     try:
-        return run.call(SupervisorApi.ending)
+        while (ending := run.call(SupervisorApi.ending, WAIT_S)) is None:
+            pass
     except ray.exceptions.RayActorError as gone:
         return Ending(error=f"its supervisor was ended ({gone}); run the same name again")
+    return ending

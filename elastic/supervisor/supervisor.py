@@ -51,7 +51,8 @@ from elastic.worker.entry import train_worker
 log = logging.getLogger(__name__)
 
 MOST_DRIVERS = 1000
-"""Calls pending in the actor at once: each driver that is attached has one."""
+"""Calls pending in the actor at once: each driver that is attached has one, and each that has left
+in the last `WAIT_S`."""
 
 LINGER_S = 10.0
 """How long a run that is over can be asked for its ending. A driver that is attached writes the
@@ -82,6 +83,7 @@ class Supervisor(SupervisorApi):
         self._coordinator = self._plan.job.coordinator
         self._anew, self._interrupted = started_anew(), False
         self._ending: Future[Ending] = Future()
+        self._over: asyncio.Future[Ending] | None = None
         threading.Thread(target=self._run, name="supervisor", daemon=True).start()
 
     async def about(self) -> About:
@@ -97,8 +99,11 @@ class Supervisor(SupervisorApi):
             what = (self._coordinator, self._plan.prefix)
             threading.Thread(target=end_at_once, args=what, name="interrupt", daemon=True).start()
 
-    async def ending(self) -> Ending:
-        return await asyncio.wrap_future(self._ending)
+    async def ending(self, timeout_s: float) -> Ending | None:
+        if self._over is None:  # one for all: each adds something to `_ending`
+            self._over = asyncio.wrap_future(self._ending)
+        await asyncio.wait([self._over], timeout=timeout_s)
+        return self._ending.result() if self._ending.done() else None
 
     # -- threads -----------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ class Ended:
     def __init__(self, error: str | None) -> None:
         self.error = error
 
-    async def ending(self) -> Ending:
+    async def ending(self, timeout_s: float) -> Ending:
         return Ending(error=self.error, cause=None if self.error is None else USER_ERROR)
 
 
@@ -50,7 +50,7 @@ def test_records_that_cannot_be_read_hide_no_failure(cluster: None, damaged: Run
     assert failed.value.cause == USER_ERROR
     assert isinstance(failed.value.__cause__, RecordError)
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(run.handle.ending.remote())
+        ray.get(run.handle.ending.remote(0.0))
 
 
 def test_of_a_run_that_went_well_they_are_told(cluster: None, damaged: RunPaths) -> None:
