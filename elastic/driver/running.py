@@ -21,6 +21,7 @@ from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import WAIT_S, Ending, SupervisorApi
 from elastic.ray_compat.cluster import find_actor
+from elastic.reporting.conclusion import recorded_ending
 from elastic.reporting.event_log import last_event
 from elastic.reporting.report import Report
 from trainer.config import TrainConfig
@@ -112,10 +113,10 @@ def follow(
     try:
         with stopping:
             observer.start()
-            ending = await_end(run)
+            ending = await_end(run, observer.paths)
     except (KeyboardInterrupt, SystemExit):
         run.call(SupervisorApi.interrupt)
-        await_end(run)
+        await_end(run, observer.paths)
         _conclude(run, observer)
         raise
     try:
@@ -138,7 +139,7 @@ def watch(run: Remote[SupervisorApi], observer: Observer) -> Ending:
         observer: tells the callbacks.
     """
     observer.start()
-    ending = await_end(run)
+    ending = await_end(run, observer.paths)
     observer.finish()
     return ending
 
@@ -151,11 +152,12 @@ def _conclude(run: Remote[SupervisorApi], observer: Observer) -> Report:
         ray.kill(run.handle)
 
 
-def await_end(run: Remote[SupervisorApi]) -> Ending:
-    """Waits for the end of a run, also where its supervisor does not live to tell."""
+def await_end(run: Remote[SupervisorApi], paths: RunPaths) -> Ending:
+    """Waits for the end of a run. Where its supervisor does not live to tell, its records may."""
     try:
         while (ending := run.call(SupervisorApi.ending, WAIT_S)) is None:
             pass
     except ray.exceptions.RayActorError as gone:
-        return Ending(error=f"its supervisor was ended ({gone}); run the same name again")
+        lost = Ending(error=f"its supervisor was ended ({gone}); run the same name again")
+        return recorded_ending(paths) or lost
     return ending

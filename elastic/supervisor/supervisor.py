@@ -31,7 +31,7 @@ from ray.train import TrainingFailedError
 from elastic.errors import RunGoesOnError
 from elastic.node.snapshot_survey import clear_snapshots, end_is_stored
 from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.events import RunEnded, RunOutcome
+from elastic.protocol.events import RunOutcome
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths, hold_run
 from elastic.protocol.supervisor_api import About, Ending, SupervisorApi
@@ -42,8 +42,7 @@ from elastic.ray_compat.groups import end_all
 from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.trainer import ElasticRayTrainer
 from elastic.ray_compat.workers import WorkerNames
-from elastic.reporting.conclusion import conclude
-from elastic.reporting.event_log import last_event
+from elastic.reporting.conclusion import conclude, recorded_ending
 from elastic.supervisor.coordinator_watch import CoordinatorWatch
 from elastic.supervisor.plan import RunPlan
 from elastic.worker.entry import train_worker
@@ -131,8 +130,8 @@ class Supervisor(SupervisorApi):
             end_own_actor()
 
     def _supervise(self, paths: RunPaths) -> Ending:
-        if self._anew and isinstance(ended := last_event(paths.events), RunEnded):
-            return Ending(error=ended.error, cause=ended.cause)
+        if self._anew and (ended := recorded_ending(paths)) is not None:
+            return ended
         drains = DrainWatch(draining_nodes, tell_coordinator(self._coordinator))
         with CoordinatorWatch(self._coordinator), contextlib.closing(drains):
             ending = self._train()

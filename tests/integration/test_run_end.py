@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import ray
 
+from elastic.cli.main import main
 from elastic.driver.observer import Observer
 from elastic.driver.running import follow
 from elastic.errors import RunFailedError
 from elastic.protocol.causes import USER_ERROR
+from elastic.protocol.events import RunEnded
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import Ending
-from elastic.ray_compat.cluster import named_actors, start_actor
+from elastic.ray_compat.cluster import end_actors, named_actors, start_actor
 from elastic.ray_compat.workers import WorkerNames
-from elastic.reporting.event_log import RecordError
+from elastic.reporting.event_log import EventLog, RecordError
 from elastic.supervisor import supervisor
 from tests.support.watching import wait_until
 
@@ -57,6 +59,46 @@ def test_of_a_run_that_went_well_they_are_told(cluster: None, damaged: RunPaths)
     run: Any = start_actor(Ended, max_concurrency=10)(None)
     with pytest.raises(RecordError):
         follow(run, Remote(None), Observer(damaged, ()))
+
+
+class GoingOn(Ended):
+    """One whose run goes on until it is interrupted."""
+
+    async def going_on(self) -> bool:
+        return True
+
+    async def interrupt(self) -> None:
+        if self.error is None:  # the run has ended by itself a moment ago
+            os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("error", "records", "status", "says"),
+    [
+        ("user code raised", False, 93, "the run failed: user code raised"),
+        (None, True, 0, "has stopped"),
+        (None, False, 1, "its supervisor was ended"),
+    ],
+)
+def test_a_run_that_is_asked_to_stop_may_have_failed_or_ended(
+    cluster: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    error: str | None,
+    records: bool,
+    status: int,
+    says: str,
+) -> None:
+    paths = RunPaths(root=tmp_path / "run")
+    start_actor(GoingOn, max_concurrency=10, name=paths.key)(error)
+    if records:
+        with EventLog(paths.events) as log:
+            log.append(RunEnded(time=1.0, step=3, outcome="finished", error=None))
+    address = ray.get_runtime_context().gcs_address
+    assert main(["stop", str(paths.root), "--now", "--address", address]) == status
+    out, err = capsys.readouterr()
+    assert says in out + err
+    end_actors(paths.key)
 
 
 class Deaf:
