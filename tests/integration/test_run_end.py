@@ -1,5 +1,4 @@
-"""The end of a run whose records are damaged, or whose coordinator does not answer: on a real
-cluster, without training."""
+"""The end of a run where something is amiss: on a real cluster, without training."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.util.placement_group import placement_group, placement_group_table
 
 from elastic.cli.main import main
 from elastic.driver.observer import Observer
@@ -20,7 +20,9 @@ from elastic.protocol.events import RunEnded
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import Ending
-from elastic.ray_compat.cluster import end_actors, named_actors, start_actor
+from elastic.ray_compat.cluster import end_actors, end_own_actor, named_actors, start_actor
+from elastic.ray_compat.groups import end_all
+from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.workers import WorkerNames
 from elastic.reporting.event_log import EventLog, RecordError
 from elastic.supervisor import supervisor
@@ -129,3 +131,36 @@ def test_a_run_that_is_interrupted_does_not_wait_for_its_coordinator(
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(answer, timeout=20)
     wait_until(lambda: not named_actors("run/"), 20)
+
+
+class Cleaner:
+    """Clears up after a run that it is itself an actor of, as the coordinator does."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+
+    def clear_up(self) -> None:
+        end_all(self.prefix)
+
+    def what_is_left(self) -> list[str]:
+        groups = [g["name"] for g in placement_group_table().values() if g["state"] != "REMOVED"]
+        return [*named_actors(self.prefix), *(g for g in groups if g.startswith(self.prefix))]
+
+    def leave(self) -> None:
+        end_own_actor()
+
+
+def test_an_actor_of_the_run_ends_itself_last(cluster: None) -> None:
+    """Else placement groups, which hold machines, stay for good."""
+    prefix = "cleaned/"
+    kept = Kept.keep(f"{prefix}plan", 1)
+    start_actor(Worker, max_concurrency=1, name=f"{prefix}worker/group/0/1")()
+    placement_group([{"CPU": 1}], name=f"{prefix}group/0", lifetime="detached")
+    cleaner = start_actor(Cleaner, max_concurrency=1, name=f"{prefix}coordinator")(prefix)
+    ray.get(cleaner.send(Cleaner.clear_up))
+    own = [f"{prefix}coordinator"]
+    wait_until(lambda: ray.get(cleaner.send(Cleaner.what_is_left)) == own, 20)
+    with pytest.raises(KeyError):
+        kept.value  # noqa: B018
+    cleaner.send(Cleaner.leave)
+    wait_until(lambda: not named_actors(prefix), 20)
