@@ -264,7 +264,7 @@ class Launch:
     ) -> Origin:
         """What to go on from, and with which lanes."""
         origin = find_origin(paths, identity, snapshot, model)
-        check_found(paths, self.checkpoint.resume, origin)
+        check_found(paths, identity, self.checkpoint.resume, origin)
         if origin.manifest is not None and self.train.lanes is None:
             # They belong to the run; an imported checkpoint has none.
             self.lanes = int(origin.manifest.training_state.get("lanes", self.lanes))
