@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group, placement_group_table
+from ray.util.placement_group import placement_group
 
 from elastic.cli.main import main
 from elastic.driver.observer import Observer
@@ -19,24 +17,13 @@ from elastic.protocol.causes import USER_ERROR
 from elastic.protocol.events import RunEnded
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
-from elastic.protocol.supervisor_api import Ending
-from elastic.ray_compat.cluster import end_actors, end_own_actor, named_actors, start_actor
-from elastic.ray_compat.groups import end_all
+from elastic.ray_compat.cluster import end_actors, named_actors, start_actor
 from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.workers import WorkerNames
 from elastic.reporting.event_log import EventLog, RecordError
 from elastic.supervisor import supervisor
+from tests.support.run_end import Cleaner, Deaf, Ended, GoingOn, StandingWorker
 from tests.support.watching import wait_until
-
-
-class Ended:
-    """Stands for the supervisor of a run that has ended."""
-
-    def __init__(self, error: str | None) -> None:
-        self.error = error
-
-    async def ending(self, timeout_s: float) -> Ending:
-        return Ending(error=self.error, cause=None if self.error is None else USER_ERROR)
 
 
 @pytest.fixture
@@ -61,17 +48,6 @@ def test_of_a_run_that_went_well_they_are_told(cluster: None, damaged: RunPaths)
     run: Any = start_actor(Ended, max_concurrency=10)(None)
     with pytest.raises(RecordError):
         follow(run, Remote(None), Observer(damaged, ()))
-
-
-class GoingOn(Ended):
-    """One whose run goes on until it is interrupted."""
-
-    async def going_on(self) -> bool:
-        return True
-
-    async def interrupt(self) -> None:
-        if self.error is None:  # the run has ended by itself a moment ago
-            os._exit(0)
 
 
 @pytest.mark.parametrize(
@@ -103,20 +79,6 @@ def test_a_run_that_is_asked_to_stop_may_have_failed_or_ended(
     end_actors(paths.key)
 
 
-class Deaf:
-    """Stands for a coordinator that waits for its store."""
-
-    async def fail(self, error: str) -> None:
-        await asyncio.Event().wait()
-
-
-class Worker:
-    """Stands for one that is in a long step."""
-
-    async def pid(self) -> int:
-        return os.getpid()
-
-
 def test_a_run_that_is_interrupted_does_not_wait_for_its_coordinator(
     cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,37 +86,20 @@ def test_a_run_that_is_interrupted_does_not_wait_for_its_coordinator(
     monkeypatch.setattr(supervisor, "_FAREWELL_S", 0.0)
     coordinator: Any = start_actor(Deaf, max_concurrency=10)()
     name = f"{WorkerNames('run/').workers}group/0/1"
-    worker = start_actor(Worker, max_concurrency=1, name=name)()
+    worker = start_actor(StandingWorker, max_concurrency=1, name=name)()
     asked = coordinator.send(Deaf.fail, "the controller asks, too")
     supervisor.end_at_once(coordinator, "run/")
-    for answer in (asked, worker.send(Worker.pid)):
+    for answer in (asked, worker.send(StandingWorker.pid)):
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(answer, timeout=20)
     wait_until(lambda: not named_actors("run/"), 20)
-
-
-class Cleaner:
-    """Clears up after a run that it is itself an actor of, as the coordinator does."""
-
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
-
-    def clear_up(self) -> None:
-        end_all(self.prefix)
-
-    def what_is_left(self) -> list[str]:
-        groups = [g["name"] for g in placement_group_table().values() if g["state"] != "REMOVED"]
-        return [*named_actors(self.prefix), *(g for g in groups if g.startswith(self.prefix))]
-
-    def leave(self) -> None:
-        end_own_actor()
 
 
 def test_an_actor_of_the_run_ends_itself_last(cluster: None) -> None:
     """Else placement groups, which hold machines, stay for good."""
     prefix = "cleaned/"
     kept = Kept.keep(f"{prefix}plan", 1)
-    start_actor(Worker, max_concurrency=1, name=f"{prefix}worker/group/0/1")()
+    start_actor(StandingWorker, max_concurrency=1, name=f"{prefix}worker/group/0/1")()
     placement_group([{"CPU": 1}], name=f"{prefix}group/0", lifetime="detached")
     cleaner = start_actor(Cleaner, max_concurrency=1, name=f"{prefix}coordinator")(prefix)
     ray.get(cleaner.send(Cleaner.clear_up))
