@@ -111,15 +111,15 @@ class Supervisor(SupervisorApi):
         try:
             with _hold(paths, anew=self._anew):
                 ending = self._supervise(paths)
-                if end_is_stored(paths, self._plan.job.identity):
-                    clear_snapshots(paths)  # also those of a start with other settings
         except BaseException:
             ending = Ending(error=f"the run's supervisor failed:\n{traceback.format_exc()}")
         # Whatever fails from here on must keep nobody waiting.
         try:
             end_all(self._plan.prefix)
+            if end_is_stored(paths, self._plan.job.identity):
+                clear_snapshots(paths)  # also those of an earlier start with other settings
         except Exception:
-            log.exception("the next start of the run ends what is left of it on the cluster")
+            log.exception("something of the run is left; its next start clears up")
         self._ending.set_result(ending)
         time.sleep(LINGER_S)
         try:
