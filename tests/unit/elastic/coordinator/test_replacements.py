@@ -211,11 +211,13 @@ def test_one_that_was_replaced_counts_on_from_then_however_long_it_was_held_back
 ) -> None:
     desk = Desk(tmp_path)
     now = time.time()
+    past: list[tuple[events.ReplacementOutcome, float]]
+    past = [("held_back", 2000.0), ("begun", 300.0), ("replaced", 100.0)]
     desk.replacements.replay(
         events.NodeReplacement(
             time=now - ago_s, node="Z", machine="m-Z", outcome=one, reason="", detail=""
         )
-        for one, ago_s in (("held_back", 2000.0), ("begun", 300.0), ("replaced", 100.0))
+        for one, ago_s in past
     )
 
     async def story() -> None:
