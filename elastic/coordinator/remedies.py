@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.dispatcher import Dispatcher
@@ -119,7 +120,8 @@ class Remedies:
         workers = [event.worker for event in lost]
         facts = self._facts.between(begin, now, workers)
         # What machines show without a loss is met when they tell: it has not come again.
-        stands = self._standing_verdicts(self._facts.standing())
+        signs = [sign for sign in facts.signs if sign.source != "loss"]
+        stands = self._standing_verdicts(replace(facts, signs=signs))
         self._facts.forget_before(min(begin, now - AGAIN_S))
         stops = any(event.slot is not None for event in lost)  # a lost spare stops nobody
         found = [

@@ -294,11 +294,11 @@ def test_what_stands_and_was_met_is_not_met_again_for_a_loss_elsewhere(tmp_path:
 
 
 def test_a_loss_that_a_standing_reading_explains_is_met_though_that_was_met(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
+    desk = Desk(tmp_path, tells=True)
 
     async def story() -> None:
         desk.shows("B", replace(GPU_LOST, remedy="new_process"))
-        await desk.until_met(("new_process", "taken"))
+        await desk.until_met(("new_process", "told"))
         await desk.lose("b")
         await desk.settle()
 
@@ -395,9 +395,9 @@ def test_a_machine_that_could_not_be_replaced_stays_on_the_ladder(tmp_path: Path
         await desk.until_replaced("begun", "failed")
         await desk.lose("d", cause=USER_ERROR)
         await desk.until_met(("reboot", "taken"), ("new_process", "taken"))
-        await desk.lose("d2")
+        desk.shows("D", GPU_LOST, replace(GPU_LOST, name="disk_lost", cause="node"))
         *_, last = await desk.until_met(
-            ("reboot", "taken"), ("new_process", "taken"), ("replace_node", "held_back")
+            ("reboot", "taken"), ("new_process", "taken"), ("reboot", "held_back")
         )
         assert last.detail == "m-D was not replaced: PermissionError: no rights"
         assert not last.tried

@@ -108,7 +108,7 @@ def test_an_instrument_that_fails_leaves_the_others_and_is_told_of_once(
     for look in range(8):
         watch.look(1000 + look * SAMPLE_S, 0.0)
     assert about(told, "w1")[-1] == {"idle"}
-    assert capfd.readouterr().err.count("the device answers no more") == 1
+    assert capfd.readouterr().err.count("ValueError: the device answers no more\n") == 1
 
 
 def test_it_looks_on_a_thread_that_holds_nobody_up_and_goes_on_after_a_failure(

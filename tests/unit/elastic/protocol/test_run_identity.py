@@ -297,5 +297,5 @@ def test_a_run_that_went_back_to_the_seed_begins_there_again(paths: RunPaths) ->
         with pytest.raises(ConfigError, match="a checkpoint of step 2 was committed"):
             check_found(paths, identity, "auto", find_origin(paths, identity, None, None))
         store.put(f"{KEYS.commit(6)}.unreadable", [b"damaged"])
-        with pytest.raises(ConfigError, match=r"there are m/0+6\.json\.unreadable;"):
+        with pytest.raises(ConfigError, match=r"there are m/0+6\.json\.unreadable\. Repair"):
             check_found(paths, identity, "auto", find_origin(paths, identity, None, None))
