@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from benchmarks._chaos import OF_COORDINATOR, Deed, Layout
-from elastic.protocol.causes import COLLECTIVE, HANG, LINK
+from elastic.protocol.causes import COLLECTIVE, HANG, LINK, PATH
 from elastic.protocol.events import (
     CoordinatorStarted,
     Draining,
@@ -99,7 +99,7 @@ def _causes(
     """What the loss of a worker that a fault has hit may be put down to."""
     causes = {CAUSES[fault.kind]}
     if _machine_gone(loss, deeds):
-        causes |= {"node", "crash", "preemption", LINK}
+        causes |= {"node", "crash", "preemption", LINK, PATH}
     if fault.kind == "kill" and any(loss.worker in e.workers for e in _of(Draining, happened)):
         causes.add("preemption")
     return causes
@@ -152,7 +152,7 @@ def _machine_gone(loss: WorkerLost, deeds: Sequence[Deed]) -> bool:
 def _cut_off(loss: WorkerLost, deed: Deed) -> bool:
     """Whether a worker was lost as its machine, or its connection to another, was cut off."""
     kind = deed.action.kind
-    fits = kind == "link" or (kind == "mtu" and loss.cause == LINK)
+    fits = kind == "link" or (kind == "mtu" and loss.cause in (LINK, PATH))
     return fits and loss.time <= deed.ended + _LATE_S
 
 

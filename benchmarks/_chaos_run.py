@@ -124,7 +124,7 @@ class _Run:
             error=None if outcome else f"{type(end).__name__}: {end}",
             ledger_exact=outcome is not None and outcome.samples == whole.samples,
             bitwise_equal=outcome is not None
-            and outcome.report["replicas_equal"] is True
+            and outcome.report["replicas_equal"] is not False  # None: one alone was left
             and (outcome.params, outcome.losses) == (whole.params, whole.losses),
             faults_fired=0 if outcome is None else outcome.report["faults_fired"],
             faults_unfired=len(find_unfired(happened, schedule.faults, schedule.layout)),

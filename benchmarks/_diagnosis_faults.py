@@ -242,7 +242,7 @@ def _place(worker: str, scene: Scene, stuck_s: float, mates_phase: str) -> Place
         mark=70,
         phase=f"{phase} of step 9",
         in_phase_s=stuck_s + (0.0 if worker == scene.victim else 0.2),
-        bounded=True,
+        bound="pace",
         waits=waits,
         collectives=12 if worker == scene.victim else 13,
         longest_s=0.4,

@@ -128,8 +128,9 @@ class HealthConfig:
     """Where no step is committed for this long, for three median steps, and for twice the longest
     that a worker was in one phase of a step before, whichever is the longest: those who keep the
     others are found by what they have begun and where they are, and killed. It counts from a
-    worker's third step on, in phases of steps alone, without the time in which it had no core;
-    None: `regroup_timeout_s` and `collective_timeout_s` are what is left."""
+    worker's third step on, and from the third batch of its evaluations, without the time in which
+    it had no core. Before, in saves, and where most replicas stand still, `regroup_timeout_s`
+    counts in its place. None: that and `collective_timeout_s` are what is left."""
     node_beat_s: float = 1.0
     """How often a node says that it is there. A death is told at once, whatever this is."""
     node_timeout_s: float = 5.0

@@ -5,6 +5,7 @@ ElasticError
 ├── RunFailedError    the run ended with an error
 ├── SuspectFileError  the record of suspect machines cannot be read
 ├── WebhookError      news of a run did not reach whom they were meant for
+├── RunGoesOnError    a run of this name is going on (a ConfigError, too)
 └── ReplaceError      a machine was not replaced
     └── NoCapacityError  there is none to be had now
 
@@ -13,6 +14,8 @@ CheckpointError (checkpointing/errors.py): CorruptError, MissingError, StoreUnav
 """
 
 from __future__ import annotations
+
+import trainer.errors
 
 
 class ElasticError(Exception):
@@ -79,6 +82,11 @@ class WebhookError(ElasticError):
 
     def __str__(self) -> str:
         return f"{self.whom}: {self.fact}. {self.fix}."
+
+
+class RunGoesOnError(ElasticError, trainer.errors.ConfigError):
+    """A run of this name is going on. No setting is wrong: once it has ended, or can be attached
+    to, the same command works."""
 
 
 class ReplaceError(ElasticError):

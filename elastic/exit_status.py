@@ -11,7 +11,7 @@ import sys
 from types import TracebackType
 
 from checkpointing import CheckpointConfigError
-from elastic.errors import RunFailedError
+from elastic.errors import RunFailedError, RunGoesOnError
 from elastic.protocol.causes import entry_of
 from trainer.errors import ConfigError
 
@@ -24,8 +24,11 @@ def decide_exit_status(error: BaseException) -> int:
 
     A retry is useless where the settings cannot work, and where a cause came back that only a
     change of code, data or settings mends (`CauseEntry.needs_change`). It may help where memory ran
-    out, machines were taken away or missing, a budget of losses was spent, or storage failed.
+    out, machines were taken away or missing, a budget of losses was spent, or storage failed; and
+    where another process has the run for now.
     """
+    if isinstance(error, RunGoesOnError):
+        return FAILED
     if isinstance(error, ConfigError | CheckpointConfigError):
         return RETRY_IS_USELESS
     if isinstance(error, RunFailedError):

@@ -29,7 +29,7 @@ def decide_hold(
     Args:
         machines: that the run works on, the suspect ones included.
         suspects: those of them that something is still to be done about.
-        settled: when each one became suspect that nothing more is done about, as it is replaced.
+        settled: since when nothing more is done about each one that was suspect, as it is replaced.
             Within `AT_ONCE_S` it counts on: what they have in common goes on.
         begun: when each replacement of the run began.
         now: in seconds since the epoch, as all times.

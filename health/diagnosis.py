@@ -24,7 +24,7 @@ from health.verdict import STEPS, Confidence, Sign, Step, Verdict
 _MACHINE_CAUSES = frozenset({"gpu_error", "node"})
 """Causes of machine signs that may explain the loss of a worker."""
 
-_UNEXPLAINED = frozenset({"crash", "hang", "gpu_error", "gpu_memory", "collective"})
+_UNEXPLAINED = frozenset({"crash", "hang", "gpu_error", "gpu_memory", "collective", "heal"})
 """Causes of losses that do not say yet what was behind them."""
 
 _OF_THE_NODE = frozenset({"node", "link"})

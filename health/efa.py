@@ -50,5 +50,10 @@ def _is_efa(device: Path) -> bool:
 
 
 def _counters(port: Path) -> dict[str, float]:
-    files = {name: port / "hw_counters" / name for name in COUNTERS}
-    return {name: float(file.read_text()) for name, file in files.items() if file.exists()}
+    values = {}
+    for name in COUNTERS:
+        try:
+            values[name] = float((port / "hw_counters" / name).read_text())
+        except OSError:  # its driver has no such counter, or the device answers no more
+            continue
+    return values

@@ -80,12 +80,12 @@ class Gpus:
         return Reading(kind="gpu", of=address, at_s=at_s, values=values, pids=pids)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """The answer; None where this GPU or this driver does not have it."""
+        """The answer; None where this GPU, this driver or this package of NVML does not have it."""
         try:
             return question()
         except self._nvml.NVMLError_GpuIsLost:
             raise
-        except self._nvml.NVMLError:
+        except (self._nvml.NVMLError, AttributeError):  # an older package lacks the question
             return None
 
     def _questions(self, handle: Any) -> dict[tuple[str, ...], Callable[[], Any]]:
@@ -114,16 +114,16 @@ class Gpus:
             ("ecc_corrected_volatile",): errors(corrected, volatile),
             ("remap_pending", "remap_failed"): lambda: nvml.nvmlDeviceGetRemappedRows(handle)[2:],
             ("pcie_replays",): lambda: (nvml.nvmlDeviceGetPcieReplayCounter(handle),),
-            ("nvlink_errors",): self._field(handle, nvml.NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS),
+            ("nvlink_errors",): self._field(handle, "NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS"),
             ("nvlink_recoveries",): self._field(
-                handle, nvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS
+                handle, "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS"
             ),
-            ("recovery_action",): self._field(handle, nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION),
+            ("recovery_action",): self._field(handle, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"),
         }
 
-    def _field(self, handle: Any, field: int) -> Callable[[], Any]:
+    def _field(self, handle: Any, field: str) -> Callable[[], Any]:
         def read() -> tuple[int] | None:
-            (value,) = self._nvml.nvmlDeviceGetFieldValues(handle, [field])
+            (value,) = self._nvml.nvmlDeviceGetFieldValues(handle, [getattr(self._nvml, field)])
             if value.nvmlReturn != self._nvml.NVML_SUCCESS:
                 return None
             return (_number(value, self._nvml),)

@@ -9,14 +9,17 @@ to enter.
 How long is too long follows from the run itself: its median step, and the longest that this worker
 has been in one phase of a step, or one batch of an evaluation, and went on. Where more than half of
 the replicas seem to keep the rest, the cause is one that they share, such as a storage that does
-not answer: they get far longer.
+not answer: they get far longer. When that ends, those who come back later than most get as long as
+if they had come into their phase then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
+from typing import Literal, NamedTuple
 
 MEDIANS = 3.0
 """Median steps that a phase of a step may take."""
@@ -36,10 +39,12 @@ class Place:
     """That phase, with its step, in words."""
     in_phase_s: float
     """How long it has been in it, without the time in which it could run and had no core."""
-    bounded: bool
-    """It may not take long: a phase of a step, or a batch of an evaluation."""
+    bound: Literal["pace", "shared"] | None
+    """How long it may take. By the run's pace: a phase of a step, or a batch of an evaluation. As
+    long as where the cause is shared: the same in the first steps and the first evaluated batches
+    of a process, and saves. None: it has no bound here."""
     waits: bool
-    """It is one in which it waits for other replicas."""
+    """It is one in which it waits for other replicas, or for what follows."""
     collectives: int
     """Collectives that it has begun with the others of its replica."""
     longest_s: float
@@ -69,6 +74,8 @@ class Standstill:
     wait for what never comes over a bad connection."""
     all_wait: bool = False
     """Nobody does: each waits for others, in a collective that does not end."""
+    shared: bool = False
+    """Most replicas stand still: the cause is one that they share."""
 
 
 def bound_s(least_s: float, steps_s: Sequence[float], longest_s: float = 0.0) -> float:
@@ -89,6 +96,7 @@ def find_standstill(
     *,
     share: float = 1.0,
     shared_s: float,
+    single_s: float = inf,
 ) -> Standstill:
     """Who keeps the others, where nothing moves.
 
@@ -98,26 +106,55 @@ def find_standstill(
         steps_s: see `bound_s`.
         share: of the bound that counts.
         shared_s: how long a phase may take where most are in one that takes long.
+        single_s: for how long no more than a minority has stood still.
     """
     places = [place for replica in replicas for place in replica.values()]
-    if any(place is None or not place.bounded for place in places):
+    if any(place is None for place in places):
         return Standstill()
     known = [_known(replica) for replica in replicas]
-    found = [_suspects(replica, least_s, steps_s, share) for replica in known]
+    limits = _Limits(least_s, steps_s, shared_s, share)
+    found = [_suspects(replica, limits) for replica in known]
     standing = tuple(suspect.worker for of_replica in found for suspect in of_replica)
-    if _most(replicas, found):
-        found = [_suspects(replica, shared_s, steps_s, share) for replica in known]
-    suspects = tuple(suspect for of_replica in found for suspect in of_replica)
+    shared = _most(replicas, found)
+    if shared or any(_settles(place) for replica in known for place in replica.values()):
+        limits = limits._replace(least_s=shared_s)
+    else:
+        limits = limits._replace(single_s=single_s)
+    suspects = tuple(suspect for replica in known for suspect in _suspects(replica, limits))
     still = share * bound_s(least_s, steps_s)
     return Standstill(
         suspects=suspects,
         standing=standing,
         all_wait=all(
-            (place.waits or _waits_for_mate(place, replica)) and place.in_phase_s > still
+            place.bound == "pace"
+            and (place.waits or _waits_for_mate(place, replica))
+            and place.in_phase_s > still
             for replica in known
             for place in replica.values()
         ),
+        shared=shared,
     )
+
+
+class _Limits(NamedTuple):
+    """Of `find_standstill`."""
+
+    least_s: float
+    steps_s: Sequence[float]
+    shared_s: float
+    share: float
+    single_s: float = inf
+
+    def of(self, place: Place) -> float:
+        """How long a worker may be there, waiting for nobody."""
+        if place.bound is None:
+            return inf
+        least_s = self.least_s if place.bound == "pace" else self.shared_s
+        return self.share * bound_s(least_s, self.steps_s, place.longest_s)
+
+    def are_kept(self, place: Place) -> bool:
+        """Whether it is there for no longer."""
+        return min(place.in_phase_s, self.single_s) <= self.of(place)
 
 
 def _known(replica: Mapping[str, Place | None]) -> dict[str, Place]:
@@ -133,15 +170,19 @@ def _most(
     return 2 * sum(map(bool, found)) > len(replicas)
 
 
+def _settles(place: Place) -> bool:
+    """Whether a worker is at what comes before its steps, or in the first of them. Others may be at
+    their part of it meanwhile: the source of its state copies that."""
+    return place.bound != "pace" and not place.waits
+
+
 def _waits_for_mate(place: Place, places: Mapping[str, Place]) -> bool:
     """Whether a worker is in a collective that one of its replica has yet to enter, which waits for
     other replicas."""
     return any(mate.waits and mate.collectives < place.collectives for mate in places.values())
 
 
-def _suspects(
-    places: Mapping[str, Place], least_s: float, steps_s: Sequence[float], share: float
-) -> list[Suspect]:
+def _suspects(places: Mapping[str, Place], limits: _Limits) -> list[Suspect]:
     """Of one replica."""
     busy = {
         worker: place
@@ -152,12 +193,12 @@ def _suspects(
     most = max((place.collectives for place in busy.values()), default=0)
     found = []
     for worker, place in busy.items():
-        bound = share * bound_s(least_s, steps_s, place.longest_s)
-        if place.in_phase_s <= bound:
+        if limits.are_kept(place):
             return []  # it has just moved, and so will the others
         if place.collectives == fewest:
             evidence = (
-                f"for {place.in_phase_s:.1f} s in {place.phase}, where {bound:.1f} s are long"
+                f"for {place.in_phase_s:.1f} s in {place.phase}, where {limits.of(place):.1f} s "
+                "are long"
             )
             if most > fewest:
                 evidence += f"; it has begun {fewest} collectives, and its peers wait in the next"

@@ -16,7 +16,8 @@ _HOLD_S = 60.0
 """How long a reading's sign stands after it was seen last."""
 
 MOST = 50
-"""Signs that stand at once; the first ones count: what comes after is mostly their echo."""
+"""Signs that stand at once; the first ones count: what comes after is mostly their echo. What is
+decisive always counts."""
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Standing:
     def _take(self, sign: Sign, now_s: float) -> None:
         key = (sign.name, sign.of, sign.worker, sign.peer)
         held = self._held.get(key)
-        if held is None and len(self._held) >= MOST:
+        if held is None and len(self._held) >= MOST and not sign.decisive:
             return
         if held is not None and sign.source == "log":
             sign = replace(sign, repeated=True)

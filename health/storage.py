@@ -7,6 +7,7 @@ mount. Source of the time that is too long, 15 s: nvidia-resiliency-ext's storag
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import threading
 import time
@@ -16,6 +17,8 @@ from pathlib import Path
 
 from health.mounts import PROC
 from health.reading import Reading
+
+log = logging.getLogger(__name__)
 
 EVERY_S = 30.0
 """Between two questions to a mount."""
@@ -80,15 +83,20 @@ class StorageWatch:
             latest = self._latest.get(mount)
             answered = latest is None or latest.answered_s is not None
             if answered and (latest is None or now_s - latest.asked_s >= EVERY_S):
-                self._latest[mount] = question = _Question(asked_s=now_s)
+                question = _Question(asked_s=now_s)
                 work = threading.Thread(target=self._wait, args=(mount, question), daemon=True)
                 work.start()
+                self._latest[mount] = question  # not before somebody waits for the answer
         return readings
 
     def _wait(self, mount: str, question: _Question) -> None:
         began_s = time.monotonic()
-        self._ask(mount)
-        question.answered_s = time.monotonic() - began_s
+        try:
+            self._ask(mount)
+        except OSError as error:  # no process could be started, which says nothing of the mount
+            log.warning("%s is not asked whether it answers: %s", mount, error)
+        finally:
+            question.answered_s = time.monotonic() - began_s
 
     def _reading(self, mount: str, question: _Question, now_s: float) -> Reading:
         answered_s = question.answered_s

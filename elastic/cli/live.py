@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -32,7 +33,7 @@ def add_to(commands: Any) -> None:
         "stop",
         help="have a run save and stop",
         description="Has a run stop after the step that is under way, with a checkpoint, and waits "
-        "until it has. The same name again continues it.",
+        "until it has. The same name again continues it. Exit status as of attach.",
     )
     stop.add_argument("--now", action="store_true", help="at once, without a checkpoint")
     for verb, action in ((attach, attach_to), (stop, stop_run)):
@@ -69,18 +70,28 @@ def tell(ending: Ending) -> int:
 
 def stop_run(options: argparse.Namespace) -> int:
     """`stop`"""
+    from ray.exceptions import RayActorError
+
+    from elastic.driver.running import await_end
     from elastic.protocol.coordinator_api import CoordinatorApi
+    from elastic.protocol.run_paths import RunPaths
     from elastic.protocol.supervisor_api import SupervisorApi
 
     run = _find(options)
-    if options.now:
-        run.call(SupervisorApi.interrupt)
-    else:
-        coordinator = run.call(SupervisorApi.about).job.coordinator
-        coordinator.call(CoordinatorApi.wind_down, "elastic stop")
-    run.call(SupervisorApi.ending)
-    print(f"the run in {options.run} has stopped")
-    return 0
+    with contextlib.suppress(RayActorError):  # it has just ended by itself
+        if options.now:
+            run.call(SupervisorApi.interrupt)
+        else:
+            coordinator = run.call(SupervisorApi.about).job.coordinator
+            coordinator.call(CoordinatorApi.wind_down, "elastic stop")
+    ending = await_end(run, RunPaths(root=_root(options)))
+    if ending.error is None:
+        print(f"the run in {options.run} has stopped")
+    return tell(ending)
+
+
+def _root(options: argparse.Namespace) -> Path:
+    return Path(options.run).expanduser().absolute()
 
 
 def _find(options: argparse.Namespace) -> Any:
@@ -93,7 +104,7 @@ def _find(options: argparse.Namespace) -> Any:
     from elastic.driver.running import find_run
     from elastic.protocol.run_paths import RunPaths
 
-    root = Path(options.run).expanduser().absolute()
+    root = _root(options)
     run = find_run(RunPaths(root=root))
     if run is None:
         raise ConfigError(

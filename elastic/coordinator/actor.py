@@ -36,7 +36,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from checkpointing import Receipt, StoreUnavailableError
+from checkpointing import CheckpointError, Receipt, StoreUnavailableError
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.arrivals import Arrivals
 from elastic.coordinator.aside import Aside
@@ -53,7 +53,7 @@ from elastic.coordinator.pulses import Pulses
 from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.remedies import Remedies
 from elastic.coordinator.replacements import Replacements
-from elastic.coordinator.replay import replay
+from elastic.coordinator.replay import replacements_begun, replay
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.retreat import Retreat
 from elastic.coordinator.run_log import RunLog
@@ -91,7 +91,7 @@ from elastic.protocol.run_paths import find_checkpoint
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
 from elastic.ray_compat.cluster import own_address, started_anew
 from elastic.ray_compat.kept import Kept
-from elastic.reporting.event_log import recent_steps
+from elastic.reporting.event_log import read_start, recent_steps
 from health.verdict import Sign
 
 log = logging.getLogger(__name__)
@@ -128,10 +128,10 @@ class Coordinator(CoordinatorApi):
     """
 
     def __init__(self, config: CoordinatorConfig | Kept[CoordinatorConfig]) -> None:
-        anew = started_anew()
         if isinstance(config, Kept):
             config = config.value
-        self.config = config = _as_stored(config) if anew else config
+        happened = read_start(config.paths.events, config.started.time) if started_anew() else []
+        self.config = config = _as_stored(config) if happened else config
         host = own_address()
         self._store = host_store(host)
         self._membership = Membership(
@@ -200,7 +200,9 @@ class Coordinator(CoordinatorApi):
         self._troubles = Troubles(config.health, self._membership, self._dispatcher, self._workers)
         self._link_tests = LinkTests(self._membership, self._workers, self._agents, self._records)
         aside = Aside(self._membership, self._dispatcher)
-        self._replacements = Replacements(config, self._workers, self._records, aside)
+        self._replacements = Replacements(
+            config, self._workers, self._records, aside, begun=replacements_begun(config.paths)
+        )
         self._remedies = Remedies(
             self._membership,
             self._dispatcher,
@@ -225,11 +227,11 @@ class Coordinator(CoordinatorApi):
         )
         self._supervised = Supervised(config, self._dispatcher, self._records)
         self._failover: Failover | None = None
-        if anew:
-            self._failover = self._replay(faults)
+        if happened:
+            self._failover = self._replay(faults, happened)
         else:
             self._dispatcher.ready.set()
-        self._records.begin(anew=anew)
+        self._records.begin(happened)
 
     def _watch_for_standstill(self) -> StandstillWatch | None:
         if self.config.health.progress_timeout_s is None:
@@ -257,10 +259,19 @@ class Coordinator(CoordinatorApi):
             timeout_s=self.config.health.collective_timeout_s,
         )
 
-    def _replay(self, faults: FaultPlan) -> Failover:
-        """The run as its records have it, to be taken up where its workers stand."""
-        replayed = replay(self.config.paths, self.config.started.start_step)
+    def _replay(self, faults: FaultPlan, happened: Sequence[events.Event]) -> Failover:
+        """The run as its records have it, to be taken up where its workers stand.
+
+        Args:
+            faults: told which went off.
+            happened: the events of this start.
+        """
+        replayed = replay(self.config.paths, happened, self.config.started.start_step)
         self._records.restored = replayed.restored
+        # The end may come before the workers have spoken.
+        self._membership.progress.recorded = replayed.recorded
+        if replayed.winding_down:
+            self._membership.wind_down()
         self._arrivals.hellos = replayed.started
         self._workers.draining_nodes.update(replayed.draining_nodes)
         faults.count_as_fired(replayed.fired)
@@ -274,7 +285,7 @@ class Coordinator(CoordinatorApi):
             latest = recent_steps(self.config.paths.steps, replayed.recorded, STEPS)
             self._standstill.replay(latest)
         if replayed.going_back is not None:
-            self._retreat.give_up_after(replayed.going_back)
+            self._give_up_after(replayed.going_back)
         self._pulses.replay(replayed.happened)
         snapshots = self._snapshots if self.config.in_memory else None
         return Failover(
@@ -286,6 +297,13 @@ class Coordinator(CoordinatorApi):
             self.config.health.freeze_timeout_s,
             self._watch_steps,
         )
+
+    def _give_up_after(self, step: int) -> None:
+        """What a coordinator before this one had no time for. If it raised, this one would end."""
+        try:
+            _once_available(lambda: self._retreat.give_up_after(step))
+        except CheckpointError as error:
+            self._membership.stop(f"Later checkpoints cannot be set aside: {error}")
 
     def _watch_steps(self) -> None:
         """From now on a step is due: a roster has been decided, or stands as it did."""
@@ -424,10 +442,11 @@ class Coordinator(CoordinatorApi):
     async def links_tested(self, worker: str, test: LinkTest) -> None:
         await self._link_tests.take(worker, test)
 
-    async def compare(self, slot: str, digest: str) -> None:
+    @_when_known
+    async def compare(self, worker: str, generation: int, slot: str, digest: str) -> None:
         if self._membership.progress.going_back:
             return
-        if not self._records.compare(slot, digest):
+        if not self._records.compare(worker, generation, slot, digest):
             await self._dispatcher.stop(
                 f"replicas differ at the end of the run in {slot}: this is a bug"
             )
@@ -565,15 +584,17 @@ class Coordinator(CoordinatorApi):
 
 
 def _as_stored(config: CoordinatorConfig) -> CoordinatorConfig:
-    """The run's config for a coordinator that is started anew, in the middle of it.
+    """The run's config for a coordinator that is started anew, in the middle of it."""
+    stored = _once_available(lambda: find_checkpoint(config.paths))
+    return replace(config, restore_step=0 if stored is None else stored.step, snapshot=None)
 
-    No step waits for it, so a store that does not answer is asked until it does.
-    """
+
+def _once_available(ask: Callable[[], _Reply]) -> _Reply:
+    """What the store does for a coordinator that is started anew. No step waits for that, so a
+    store that does not answer is asked until it does."""
     while True:
         try:
-            stored = find_checkpoint(config.paths)
+            return ask()
         except StoreUnavailableError as error:
-            log.warning("a coordinator started anew does not know the checkpoints yet: %s", error)
+            log.warning("a coordinator started anew waits for the checkpoints' store: %s", error)
             time.sleep(_STORE_RETRY_S)
-        else:
-            return replace(config, restore_step=0 if stored is None else stored.step, snapshot=None)

@@ -31,7 +31,7 @@ MOST_FOLDERS = 100
 def keep_evidence(
     incidents: Path, accused: Mapping[str, str], found: Mapping[str, Evidence], **facts: Any
 ) -> None:
-    """Writes a folder. A disk that is full costs the folder, not the run. Blocks.
+    """Writes a folder. What goes wrong with it costs the folder, not the run. Blocks.
 
     Args:
         incidents: where folders are.
@@ -54,8 +54,8 @@ def keep_evidence(
             "files": {name: _what(name) for name in sorted(files)},
         }
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    except OSError as error:
-        log.warning("what was found is not kept in %s: %s", incidents, error)
+    except Exception:  # a full disk, a recording that is cut off
+        log.warning("what was found is not kept in %s", incidents, exc_info=True)
 
 
 def _make_folder(incidents: Path) -> Path | None:

@@ -107,8 +107,6 @@ class Failover:
         )
         for worker in expected.keys() - living - self._dead:
             await self._workers.kill(worker, CRASH, silent)
-        for worker in self._standings.keys() - living:
-            self._dispatcher.spawn(self._workers.expel(worker))
         await self._dispatcher.advance()
 
     async def _look_for_snapshots(self) -> None:
@@ -134,6 +132,7 @@ class Failover:
                 self._snapshots.went_back(replayed.going_back, since)
         for worker in self._standings.keys() - living:
             self._membership.lose(worker)  # it was written off before
+            self._workers.expel(worker)
         self._workers.shun(replayed.shunned_nodes)
         self._workers.retire(replayed.draining & living, dismiss=False)
         self._workers.retire(replayed.leaving & living, dismiss=True)

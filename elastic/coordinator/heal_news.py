@@ -9,10 +9,11 @@ from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
 from elastic.protocol import events
-from elastic.protocol.causes import CORRUPTION
+from elastic.protocol.causes import HEAL
 
 _MOST_FAILED_HEALS = 3
-"""Heals of one replica that fail with nobody lost, before its worker is taken for the cause."""
+"""Heals of one replica that fail with nobody lost, before its worker is ended: another process may
+get the state, though what is bad may be at the source as well."""
 
 
 class HealNews:
@@ -72,5 +73,5 @@ class HealNews:
             events.HealFailed(time=time.time(), slot=slot, source=source, reason=reason)
         )
         if failures >= _MOST_FAILED_HEALS:
-            await self._workers.kill(worker, CORRUPTION, f"{failures} heals failed: {reason}")
+            await self._workers.kill(worker, HEAL, f"{failures} heals failed: {reason}")
         await self._dispatcher.advance()

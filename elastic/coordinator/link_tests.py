@@ -14,6 +14,7 @@ from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.workers import Workers
 from elastic.membership.links import (
     FailedLink,
+    between_two,
     between_workers,
     describe,
     find_failed,
@@ -21,7 +22,7 @@ from elastic.membership.links import (
 )
 from elastic.membership.machine import Membership
 from elastic.protocol import events
-from elastic.protocol.causes import LINK
+from elastic.protocol.causes import LINK, PATH
 from elastic.protocol.messages import LinkTest
 from trainer.backend.link_exchange import LINK_BYTES
 
@@ -117,9 +118,11 @@ class LinkTests:
                 removed=sorted(removed),
             )
         )
+        either = between_two(removed, failed, nodes)
         self._workers.shun({nodes[worker] for worker in removed})
         for worker in sorted(removed):
-            await self._workers.kill(worker, LINK, _describe_for(worker, failed, nodes))
+            cause = PATH if worker in either else LINK
+            await self._workers.kill(worker, cause, _describe_for(worker, failed, nodes))
         return removed
 
     @property

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.dispatcher import Dispatcher
@@ -116,12 +117,20 @@ class Remedies:
             return
         lost, self._lost = self._lost, []
         now, begin = time.time(), lost[0].time - BEFORE_S
-        facts = self._facts.between(begin, now, [event.worker for event in lost])
+        workers = [event.worker for event in lost]
+        facts = self._facts.between(begin, now, workers)
+        # What machines show without a loss is met when they tell: it has not come again.
+        signs = [sign for sign in facts.signs if sign.source != "loss"]
+        stands = self._standing_verdicts(replace(facts, signs=signs))
         self._facts.forget_before(min(begin, now - AGAIN_S))
         stops = any(event.slot is not None for event in lost)  # a lost spare stops nobody
-        found = [v for v in diagnose(facts) if v.cause != PREEMPTION]  # that was announced
-        weighed = [self._recurrence.weigh(verdict, facts.signs, now) for verdict in found]
-        await self._meet_all(weighed, facts, self._lost_at, counts=stops)
+        found = [
+            verdict
+            for verdict in diagnose(facts)
+            if verdict.cause != PREEMPTION  # that was announced
+            and (not {*workers}.isdisjoint(verdict.workers) or _is_more(verdict, stands))
+        ]
+        await self._meet_all(found, facts, self._lost_at, counts=stops)
 
     async def _judge_signs(self) -> None:
         goes_on = await self._aside.goes_on_for(GATHER_S)
@@ -148,7 +157,7 @@ class Remedies:
     @staticmethod
     def _standing_verdicts(facts: Facts) -> dict[_Key, Verdict]:
         return {
-            (v.fingerprint, v.nodes or v.workers): v
+            _key_of(v): v
             for v in diagnose(facts)
             if v.cause != SLOW  # costs time only: whoever measures it comes to `meet`
         }
@@ -165,11 +174,13 @@ class Remedies:
         self, verdicts: Sequence[Verdict], facts: Facts, committed: int, *, counts: bool = True
     ) -> None:
         """Those of one look, with so many steps committed: the same fault of several machines is
-        one try. What happens on a machine that is suspect already has been met."""
+        one try. What happens on machines that are being mended, or were, has been met."""
         due = [(verdict, decide_step(verdict, self._ledger, committed)) for verdict in verdicts]
         tried = set[str]()
         for verdict, step in due:
-            if step is None or any(map(self._replacements.knows, _machines(verdict, facts))):
+            machines = _machines(verdict, facts)
+            attended = bool(machines) and all(map(self._replacements.attends_to, machines))
+            if step is None or attended:
                 continue
             is_try = counts and verdict.fingerprint not in tried
             if await self._meet(verdict, step, facts, committed, is_try) and is_try:
@@ -183,6 +194,8 @@ class Remedies:
         held = self._no_seats(verdict, facts) if step == "other_seat" else None
         if held is not None and verdict.nodes:
             step, held = "replace_node", None  # the machine that comes has the seats
+        if step in MACHINE_STEPS:
+            held = self._replacements.why_not(verdict.nodes)
         outcome: events.RemedyOutcome = "taken" if held is None else "held_back"
         if not self._replacements.acts:
             outcome, held = "told", 'health.replace_nodes = "tell"'
@@ -262,6 +275,17 @@ class Remedies:
         """Of each idle worker its node."""
         started, places = self._workers.started, self._membership.places
         return [started[w].node for w in places.idle - places.retired if w in started]
+
+
+def _key_of(verdict: Verdict) -> _Key:
+    return verdict.fingerprint, verdict.nodes or verdict.workers
+
+
+def _is_more(verdict: Verdict, stands: Mapping[_Key, Verdict]) -> bool:
+    """Whether losses add to what stands without them, as where machines whose workers were lost
+    name the same peer."""
+    same = stands.get(_key_of(verdict))
+    return same is None or same.confidence != verdict.confidence
 
 
 def _machines(verdict: Verdict, facts: Facts) -> set[str]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.config import CoordinatorConfig
@@ -61,6 +61,8 @@ class Replacements:
         workers: leave the machine.
         records: tell what happens, and take what became of it.
         aside: where all this is done.
+        begun: when replacements of this run began so far, in any start of it, in seconds since the
+            epoch.
         provider: instead of that of `config`.
         find: what Ray knows of a node.
         drain: has Ray drain one.
@@ -73,6 +75,7 @@ class Replacements:
         records: RunLog,
         aside: Aside,
         *,
+        begun: Iterable[float] = (),
         provider: NodeProvider | None = None,
         find: Find = identify,
         drain: Drain = drain_node,
@@ -86,12 +89,14 @@ class Replacements:
         self._suspicions = Suspicions(
             config.paths, self._provider, workers, aside, self._suspect, find
         )
-        self._suspected: dict[str, float] = {}
-        """Node -> since when, in seconds since the epoch."""
-        self._settled: set[str] = set()
-        """Those of them for which nothing more is done."""
-        self._begun: list[float] = []
+        self._suspected: set[str] = set()
+        """Nodes whose machines are suspect, or were."""
+        self._settled: dict[str, events.NodeReplacement] = {}
+        """Those of them for which nothing more is done -> what became of them."""
+        self._begun = list(begun)
         self._unfinished: list[events.NodeReplacement] = []
+        self._left: set[str] = set()
+        """Nodes of those of them whose replacement had begun."""
         self._began = False
         records.followers.append(self._suspicions.hear)
 
@@ -100,17 +105,17 @@ class Replacements:
         suspect machines in this start of the run."""
         newest: dict[str, events.NodeReplacement] = {}
         for event in happened:
-            self._suspected.setdefault(event.node, event.time)
+            self._suspected.add(event.node)
             newest[event.node] = event
             if event.outcome == "begun":
-                self._begun.append(event.time)
+                self._left.add(event.node)
         for node, event in newest.items():
             if event.outcome == "cleared":
-                del self._suspected[node]
+                self._suspected.discard(node)
             elif event.outcome in ("begun", "held_back"):
                 self._unfinished.append(event)
             else:
-                self._settled.add(node)
+                self._settled[node] = event
 
     def begin(self) -> None:
         """The first worker is there."""
@@ -126,9 +131,21 @@ class Replacements:
         a machine is; a `weight` of 0.5 is enough."""
         self._suspicions.accuse(node, cause, detail, weight, step)
 
-    def knows(self, node: str) -> bool:
-        """Whether a machine is suspect already, whatever becomes of it."""
-        return node in self._suspected
+    def attends_to(self, node: str) -> bool:
+        """Whether a machine is suspect, and is being mended or was: what happens there is met. One
+        that is only told of, or could not be replaced, goes on as it is."""
+        if not self.acts or node not in self._suspected:
+            return False
+        settled = self._settled.get(node)
+        return settled is None or settled.outcome in ("rebooted", "replaced")
+
+    def why_not(self, nodes: Collection[str]) -> str | None:
+        """Why nothing more is done to any of these machines; None where something may be."""
+        settled = [self._settled[node] for node in nodes if node in self._settled]
+        failed = [event for event in settled if event.outcome == "failed"]
+        if not failed or len(failed) < len(nodes):
+            return None
+        return "; ".join(f"{event.machine} was not replaced: {event.detail}" for event in failed)
 
     @property
     def acts(self) -> bool:
@@ -139,7 +156,7 @@ class Replacements:
         node = machine.node.node
         if node in self._suspected:
             return
-        self._suspected[node] = time.time()
+        self._suspected.add(node)
         if not await self._aside.goes_on_for(SETTLE_S):
             return
         if machine.unknown is not None:  # whom to ask was perhaps away
@@ -153,10 +170,10 @@ class Replacements:
             await self._replace_when_allowed(self._provider, machine, reason, step)
 
     async def _go_on(self, event: events.NodeReplacement) -> None:
-        machine = await self._suspicions.machine_of(event.node)
+        machine = await self._suspicions.machine_named(event.node, event.machine)
         if self._provider is None or not self._can_replace(machine, event.reason, event.step):
             return
-        if event.outcome == "begun":
+        if event.node in self._left:  # held back since, if at all, for want of capacity
             await self._replace(self._provider, machine, event.reason, event.step)
         else:
             await self._replace_when_allowed(self._provider, machine, event.reason, event.step)
@@ -181,7 +198,7 @@ class Replacements:
             if not await self._aside.goes_on_for(LOOK_S):
                 return
             if not await self._suspicions.stands(machine):
-                del self._suspected[machine.node.node]
+                self._suspected.discard(machine.node.node)
                 self._note(machine, "cleared", reason, "nothing speaks against it any more", step)
                 return
         self._begun.append(time.time())
@@ -189,11 +206,11 @@ class Replacements:
         await self._replace(provider, machine, reason, step)
 
     def _hold(self) -> str | None:
-        open_ = self._suspected.keys() - self._settled
+        open_ = self._suspected - self._settled.keys()
         return decide_hold(
             machines=len(self._workers.nodes | open_),
             suspects=len(open_),
-            settled=[self._suspected[node] for node in self._settled],
+            settled=[event.time for event in self._settled.values()],
             begun=self._begun,
             now=time.time(),
             most_per_hour=self._most_per_hour,
@@ -246,19 +263,18 @@ class Replacements:
         detail: str,
         step: Step,
     ) -> None:
-        if outcome in ("told", "rebooted", "replaced", "failed"):
-            self._settled.add(machine.node.node)
-        self._records.note(
-            events.NodeReplacement(
-                time=time.time(),
-                node=machine.node.node,
-                machine=machine.name,
-                outcome=outcome,
-                reason=reason,
-                detail=detail,
-                step=step,
-            )
+        event = events.NodeReplacement(
+            time=time.time(),
+            node=machine.node.node,
+            machine=machine.name,
+            outcome=outcome,
+            reason=reason,
+            detail=detail,
+            step=step,
         )
+        if outcome in ("told", "rebooted", "replaced", "failed"):
+            self._settled[machine.node.node] = event
+        self._records.note(event)
 
 
 def _carry_out(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from elastic.protocol import events
-from elastic.protocol.causes import LINK
+from elastic.protocol.causes import LINK, PATH
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import last_step, read_events
 from trainer.loop.samples import Skip, Skips
@@ -59,14 +59,14 @@ class Replay:
     """Step that it was going back to, where no roster has stood since."""
 
 
-def replay(paths: RunPaths, start_step: int) -> Replay:
-    """Reads the records of a run.
+def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -> Replay:
+    """What the records of a run say of its present start.
 
     Args:
         paths: the run directory.
+        happened: the events of this start.
         start_step: where this start of the run began.
     """
-    happened = _this_start(read_events(paths.events))
     rosters = _all(happened, events.RegroupDone)
     newest = rosters[-1] if rosters else None
     asked = [e.time for e in _all(happened, events.StopRequested)]
@@ -101,6 +101,16 @@ def replay(paths: RunPaths, start_step: int) -> Replay:
     )
 
 
+def replacements_begun(paths: RunPaths) -> list[float]:
+    """When the replacements of machines began, in all starts of a run, in seconds since the epoch.
+
+    Args:
+        paths: the run directory.
+    """
+    told = _all(read_events(paths.events), events.NodeReplacement)
+    return [event.time for event in told if event.outcome == "begun"]
+
+
 def _shunned(
     happened: Sequence[events.Event], joined: Mapping[str, events.WorkerJoined]
 ) -> frozenset[str]:
@@ -110,7 +120,7 @@ def _shunned(
         for event in _all(happened, events.VerdictReached)
         if (event.step, event.outcome) == ("other_seat", "taken")
     ]
-    left = {e.node for e in _all(happened, events.WorkerLost) if e.cause == LINK}
+    left = {e.node for e in _all(happened, events.WorkerLost) if e.cause in (LINK, PATH)}
     left.update(joined[w].node for event in seats for w in event.workers if w in joined)
     return frozenset(left.union(*(event.nodes for event in seats)))
 
@@ -132,11 +142,6 @@ def _all(happened: Sequence[events.Event], kind: type[_Event]) -> list[_Event]:
 
 def _workers(drained: Sequence[events.Draining]) -> frozenset[str]:
     return frozenset(worker for event in drained for worker in event.workers)
-
-
-def _this_start(happened: Sequence[events.Event]) -> Sequence[events.Event]:
-    starts = [i for i, e in enumerate(happened) if isinstance(e, events.RunStarted)]
-    return happened[starts[-1] if starts else 0 :]
 
 
 def _recorded(paths: RunPaths, newest: events.RegroupDone | None, start_step: int) -> int:

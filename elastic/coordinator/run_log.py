@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +12,26 @@ from elastic.coordinator.config import CoordinatorConfig
 from elastic.membership.decisions import Effects, Regrouped
 from elastic.membership.machine import Membership
 from elastic.protocol import events
+from elastic.protocol.messages import Stop
 from elastic.reporting.event_log import EventLog
 from trainer.loop.samples import LedgerError
+
+
+def decide_equal(
+    digests: Mapping[str, Mapping[str, str]], *, slots: int, replicas: int
+) -> bool | None:
+    """Whether all replicas have the same state; None where that is not known (yet), or there is but
+    one.
+
+    Args:
+        digests: slot -> worker -> digest of its state.
+        slots: workers of a replica.
+        replicas: those that are known to have state; more may hand theirs in.
+    """
+    if any(len(set(found.values())) > 1 for found in digests.values()):
+        return False
+    compared = min((len(found) for found in digests.values()), default=0)
+    return True if len(digests) == slots and compared >= max(2, replicas) else None
 
 
 class RunLog:
@@ -30,19 +48,30 @@ class RunLog:
         """Generation that last began from a checkpoint: what older ones still write is void."""
         self.followers: list[Callable[[events.Event], None]] = []
         """Told of each event that is written down."""
-        self._digests: dict[str, str] = {}
+        self._digests: dict[str, dict[str, str]] = {}
+        """Slot -> worker -> digest of its state at the end, in the newest roster."""
+        self._equal: bool | None = None
+        """What was noted of them."""
         self._short_of = 0
         self._began = config.started.start_step
         self._gathering = 0
         """Generation of the roster that workers are called for, until they have come."""
         self._came = 0.0
         """When the last of them came, in seconds since the epoch."""
+        self._over = False
+        """`RunEnded` is written: nothing follows it in this start of the run."""
         config.paths.root.mkdir(parents=True, exist_ok=True)
         self._event_log = EventLog(config.paths.events)
         self._step_log = EventLog(config.paths.steps)
 
-    def begin(self, *, anew: bool) -> None:
-        """Notes that the run, or, started `anew`, its coordinator has begun."""
+    def begin(self, happened: Sequence[events.Event]) -> None:
+        """Notes that the run has begun, or, where this start of it has `happened` so far, that its
+        coordinator has anew. Where it has ended, nothing is written any more."""
+        for event in happened:
+            if isinstance(event, events.RunEnded):
+                self._over = True
+                self._membership.stopped = Stop(error=event.error, cause=event.cause)
+        anew = bool(happened)
         if not anew:
             self.note(self._config.started)
         self.note(events.CoordinatorStarted(time=time.time(), pid=os.getpid(), anew=anew))
@@ -53,7 +82,9 @@ class RunLog:
         return self._config.paths.steps
 
     def note(self, event: events.Event) -> None:
-        """Writes an event down."""
+        """Writes an event down, unless the run has ended."""
+        if self._over:
+            return
         self._append(self._event_log, event)
         for follower in self.followers:
             follower(event)
@@ -62,7 +93,7 @@ class RunLog:
         """Writes committed steps down, and returns them. Those known already are passed by, and all
         while the run goes back: they will be done again, perhaps with other samples."""
         membership, taken = self._membership, list[events.StepRecord]()
-        for step in [] if membership.progress.going_back else steps:
+        for step in [] if self._over or membership.progress.going_back else steps:
             if membership.progress.awaits(step.step, step.generation):
                 self._check_ledger(step)
                 self._append(self._step_log, step)
@@ -106,6 +137,7 @@ class RunLog:
                 )
             )
         if effects.regrouped is not None:
+            self._digests, self._equal = {}, None
             if effects.regrouped.outcome == "restore":
                 self.restored = effects.regrouped.roster.generation
                 self._began = min(self._began, effects.regrouped.step)
@@ -122,27 +154,35 @@ class RunLog:
             self.note(events.RegroupGathered(time=self._came, generation=self._gathering))
             self._gathering = 0
 
-    def compare(self, slot: str, digest: str) -> bool:
-        """Whether a worker's state at the end is that of the others in `slot`, as far as known."""
-        equal = self._digests.setdefault(slot, digest) == digest
-        if not equal:
-            self._note_compared(equal=False)
-        return equal
-
-    def _note_compared(self, *, equal: bool) -> None:
-        step = self._membership.until
-        self.note(events.ReplicasCompared(time=time.time(), step=step, equal=equal))
+    def compare(self, worker: str, generation: int, slot: str, digest: str) -> bool:
+        """Whether a worker's state at the end is that of the others in `slot`, as far as known.
+        One of an older roster is passed by: all who are in the newest hand theirs in again."""
+        membership = self._membership
+        roster, behind = membership.roster, membership.heals.behind
+        if generation != roster.generation:
+            return True
+        self._digests.setdefault(slot, {})[worker] = digest
+        equal = decide_equal(
+            self._digests,
+            slots=membership.config.workers_per_replica,
+            replicas=sum(replica.formed not in behind for replica in roster.replicas),
+        )
+        if equal is not None and equal != self._equal:
+            self._equal, step = equal, membership.until
+            self.note(events.ReplicasCompared(time=time.time(), step=step, equal=equal))
+        return equal is not False
 
     def end(self, outcome: events.RunOutcome, error: str | None) -> None:
-        """Writes the last event and closes the records."""
+        """Writes the last event and closes the records. Once more, it does nothing."""
+        if self._over:
+            return
         membership = self._membership
-        if outcome == "finished" and membership.winding_down:
+        undone = membership.progress.restore_step < membership.config.steps
+        if outcome == "finished" and membership.winding_down and undone:
             outcome = "stopped"
         finished = membership.stopped is not None and membership.stopped.error is None
         membership.stop(f"the run was {outcome}")
         cause = membership.stopped.cause if membership.stopped and outcome == "failed" else None
-        if finished and self._digests:
-            self._note_compared(equal=True)
         if finished:
             steps = membership.progress.recorded - self._began
             self.note(events.LedgerChecked(time=time.time(), steps=steps))
@@ -153,6 +193,7 @@ class RunLog:
                     time=time.time(), step=step, outcome=outcome, error=error, cause=cause
                 )
             )
+            self._over = True
 
 
 def _regroup_done(now: float, regrouped: Regrouped) -> events.RegroupDone:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from elastic.membership.machine import Membership
 from elastic.protocol.causes import HANG
 from elastic.protocol.events import StepRecord
 from elastic.protocol.messages import Evidence
-from health.progress import SOON, Place, bound_s, find_standstill
+from health.progress import SOON, Place, Standstill, bound_s, find_standstill
 
 _FEWEST_STEPS = 3
 """Durations of steps from which a bound follows."""
@@ -44,6 +45,10 @@ _AGAIN = 0.8
 """Share of the bound at which evidence is taken again: it takes up to a second."""
 _LOOK_S = 0.2
 """Between two looks at where all are, while none comes."""
+
+
+_Places = Sequence[Mapping[str, Place | None]]
+"""Where the roster's workers are, by replica."""
 
 
 class _Stand(NamedTuple):
@@ -103,6 +108,8 @@ class StandstillWatch:
         self._steps_s: deque[float] = deque(maxlen=STEPS)
         self._last: StepRecord | None = None
         self._came_s = 0.0
+        self._shared_until_s = -inf
+        """Most replicas stood still then."""
         self._watching = False
         self._good: _Stand | None = None
         """Where connections were tried and are good, or nobody can be taken out."""
@@ -146,12 +153,7 @@ class StandstillWatch:
         found = _Found(failed=() if self._good == last else None)
         while not self._over(last):
             places = await self._places()
-            soon, now = (
-                find_standstill(
-                    places, self._least_s, self._steps_s, share=share, shared_s=self._shared_s
-                )
-                for share in (SOON, 1.0)
-            )
+            soon, now = self._judge(places)
             may_fail = soon.standing and (found.failed is None or found.failed)
             if not (soon.suspects or soon.all_wait or may_fail):
                 return
@@ -173,16 +175,34 @@ class StandstillWatch:
             marks = {suspect.worker: suspect.mark for suspect in soon.suspects}
             await asyncio.sleep(_LOOK_S)
 
+    def _judge(self, places: _Places) -> tuple[Standstill, Standstill]:
+        """What suspects, and what accuses."""
+        soon, now = (
+            find_standstill(
+                places,
+                self._least_s,
+                self._steps_s,
+                share=share,
+                shared_s=self._shared_s,
+                single_s=time.monotonic() - self._shared_until_s,
+            )
+            for share in (SOON, 1.0)
+        )
+        if soon.shared:
+            self._shared_until_s = time.monotonic()
+        return soon, now
+
     async def _act(
         self,
         last: _Stand,
         accused: Mapping[str, str],
         found: _Found,
-        places: Sequence[Mapping[str, Place | None]],
+        places: _Places,
         *,
         all_wait: bool,
     ) -> None:
-        """Keeps what was found, then ends those at fault."""
+        """Ends those at fault. What was found is kept meanwhile: a storage that takes its time must
+        not hold up their peers."""
         failed = await self._failed_still(found)
         if not (accused or all_wait or failed):
             self._good = last
@@ -190,7 +210,9 @@ class StandstillWatch:
         if _lacks(found.second, list(accused)):
             found.second |= await self._evidence(list(accused))
         both = {w: _twice(found.first.get(w), second) for w, second in found.second.items()}
-        await asyncio.to_thread(
+        if self._over(last) or await self._some_moved(accused, places):
+            return
+        keep = asyncio.to_thread(
             keep_evidence,
             self._incidents,
             accused,
@@ -202,8 +224,7 @@ class StandstillWatch:
             failed_links=[link._asdict() for link in failed],
             places={w: None if p is None else asdict(p) for r in places for w, p in r.items()},
         )
-        if self._over(last):
-            return
+        self._dispatcher.spawn(keep)
         if accused:
             failed = [link for link in failed if not accused.keys().isdisjoint(link[:2])]
         removed: set[str] = set()
@@ -221,6 +242,12 @@ class StandstillWatch:
                 reason = f"no step for {self._still_s:.1f} s, and all wait for each other"
                 await self._cross_lost(last.generation, reason)
         self._came_s = time.monotonic()  # what follows has its own bounds
+
+    async def _some_moved(self, accused: Collection[str], before: _Places) -> bool:
+        """Whether one of the accused has moved since that look: taking evidence takes its time."""
+        marks = _marks(before)
+        now = _marks(await self._places())
+        return any(now.get(worker) != marks.get(worker) for worker in accused)
 
     async def _failed_still(self, found: _Found) -> list[FailedLink]:
         """The connections that fail now as they did when workers were suspected."""
@@ -250,7 +277,7 @@ class StandstillWatch:
         membership = self._membership
         return self._stand != last or membership.stopped is not None or membership.call is not None
 
-    async def _places(self) -> list[dict[str, Place | None]]:
+    async def _places(self) -> _Places:
         """Of the roster's workers, by replica, or by what is left of one."""
         roster, started = self._membership.roster, self._workers.started
         groups = [replica.workers for replica in roster.replicas]
@@ -268,6 +295,10 @@ class StandstillWatch:
         started = self._workers.started
         asked = [started[w] for w in (*suspects, *waiters) if w in started]
         return await self._agents.evidence(asked)
+
+
+def _marks(places: _Places) -> dict[str, int]:
+    return {w: p.mark for replica in places for w, p in replica.items() if p is not None}
 
 
 def _lacks(found: Mapping[str, Evidence], suspects: Sequence[str]) -> bool:

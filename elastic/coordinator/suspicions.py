@@ -63,6 +63,11 @@ def identify(node: str) -> NodeIdentity:
     return NodeIdentity(node=node, address=found.address, instance=found.instance, head=found.head)
 
 
+def _unknown(node: str) -> NodeIdentity:
+    """A node of which no more than its id is known."""
+    return NodeIdentity(node=node, address=node, instance="")
+
+
 class Suspicions:
     """Follows the run's events.
 
@@ -124,8 +129,22 @@ class Suspicions:
             self._met[node] = self._aside.on_thread(self._identify, node)
         return await self._met[node]
 
+    async def machine_named(self, node: str, name: str) -> Machine:
+        """The machine below a node that was known by `name`, and may have ended since: its address
+        may have gone to another."""
+        self._met[node] = self._aside.on_thread(self._identify_named, node, name)
+        return await self._met[node]
+
+    def _identify_named(self, node: str, name: str) -> Machine:
+        try:
+            identity = self._find(node)
+        except Exception as error:
+            log.warning("Ray does not say what node %s was: %s", node, error)
+            identity = _unknown(node)
+        return Machine(node=identity, name=name)
+
     def _identify(self, node: str) -> Machine:
-        identity = NodeIdentity(node=node, address=node, instance="")
+        identity = _unknown(node)
         try:
             identity = self._find(node)
             name = identity.name if self._provider is None else self._provider.machine_of(identity)

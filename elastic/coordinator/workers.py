@@ -224,10 +224,11 @@ class Workers:
         self.signal(worker, signal.SIGKILL)
         await self.lose(worker, cause, detail)
 
-    async def expel(self, worker: str) -> None:
-        """Ends the process of a worker that a coordinator before this one has written off."""
+    def expel(self, worker: str) -> None:
+        """Ends the process of a worker that a coordinator before this one has written off. At once
+        it counts as started no more: its death may be waiting to be counted."""
         identity = self.started.pop(worker)
-        await self._agents.signal(identity, signal.SIGKILL)
+        self._dispatcher.spawn(self._agents.signal(identity, signal.SIGKILL))
 
     def signal(self, worker: str, number: int) -> None:
         """Sends a signal to the process of a worker, where it has started."""
@@ -237,13 +238,15 @@ class Workers:
     async def lose_laggards(self, called: Mapping[str, Signal]) -> None:
         """Ends the workers that have not followed a call in time, and are stuck."""
         timeout_s = pause_s = self._health.regroup_timeout_s
-        while pause_s:
+        while True:
             await asyncio.sleep(pause_s)
             laggards = [
                 self.started[worker]
                 for worker in self._membership.calls.laggards(called)
                 if worker in self.started
             ]
+            if not laggards:
+                return
             found = await asyncio.gather(*map(self._agents.position, laggards))
             positions = dict(zip((one.worker for one in laggards), found, strict=True))
             stuck, pause_s = find_stuck(positions, timeout_s)
@@ -252,6 +255,7 @@ class Workers:
                 if (position := positions[worker]) is not None:
                     detail += f": for {position.in_phase_s:.0f} s in {position.phase}"
                 await self.kill(worker, HANG, detail)
+            pause_s = pause_s or timeout_s  # others may have waited for these, and are to come
 
     async def lose_node(self, node: str, detail: str) -> None:
         """Writes off all workers of a node."""

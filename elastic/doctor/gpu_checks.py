@@ -3,6 +3,7 @@ moment, beside a run."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -84,11 +85,25 @@ def _at_driver_start(root: Path) -> int:
 
 
 def count_given(root: Path) -> int:
-    """GPUs that the driver has found when it was loaded, of those whose device files are here. A
-    container that was given some of its machine's may see all in the driver's list."""
+    """GPUs that the driver has found when it was loaded, of those that are given to this process. A
+    container or a job that was given some of its machine's may see all in the driver's list."""
     lists = (root / "proc/driver/nvidia/gpus").glob("*/information")
     minors = (_MINOR.search(file.read_text(errors="replace")) for file in lists)
-    return sum(found is not None and (root / f"dev/nvidia{found[1]}").exists() for found in minors)
+    devices = [root / f"dev/nvidia{found[1]}" for found in minors if found is not None]
+    return sum(map(_is_given, devices))
+
+
+def _is_given(device: Path) -> bool:
+    """Whether a GPU may be used here. A container has no file of one that it was not given; a
+    cgroup, as of Slurm with ConstrainDevices, leaves the file and lets nobody open it. Any other
+    error is one of a GPU that was given."""
+    try:
+        os.close(os.open(device, os.O_RDONLY | os.O_NONBLOCK))  # which waits for no GPU
+    except (FileNotFoundError, PermissionError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def judge_gpu_health(readings: Sequence[Reading], at_driver_start: int = 0) -> Finding:

@@ -36,9 +36,11 @@ from elastic.driver.resume import (
     steps_done,
 )
 from elastic.driver.running import check_same, find_run, follow, is_over, may_be_going_on
+from elastic.errors import RunGoesOnError
 from elastic.membership.decisions import GroupConfig
 from elastic.node.snapshot_survey import find_snapshot
 from elastic.protocol import events
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.faults import Fault
 from elastic.protocol.job import Job
 from elastic.protocol.rpc import Remote
@@ -60,7 +62,6 @@ from trainer.config import TrainConfig
 from trainer.engine.build import build_model
 from trainer.engine.optimizer import try_optimizer
 from trainer.engine.state import state_table
-from trainer.errors import ConfigError
 from trainer.loop.samples import Ledger
 from trainer.progress import tell
 from trainer.tasks.causal_lm import CausalLM
@@ -102,7 +103,7 @@ class Launch:
         """See `ElasticTrainer.fit`."""
         try_optimizer(self.train.optimizer)
         paths = RunPaths(root=run_root(self.run_config))
-        run = about = None
+        run = None
         if may_be_going_on(paths):
             connect()
             run = find_run(paths)
@@ -117,22 +118,36 @@ class Launch:
             )
             log.warning("the run in %s is going on: attached to it", paths.root)
             observer = Observer(paths, self.callbacks, attaches=True)
+            paths, coordinator, task_info = about.job.paths, about.job.coordinator, about.task_info
         else:
-            with run_directory(self.run_config, self.checkpoint) as paths, phases(sys.stderr):
+            directory = run_directory(self.run_config, self.checkpoint, self._claim)
+            with directory as paths, phases(sys.stderr):
                 ready = self._prepare(paths)
                 over = is_over(paths, ready.origin.manifest, self.train.steps)
                 started = None if over else self._start(paths, ready)
+            task_info = ready.task.info
             if started is None:
                 log.warning("the run in %s is over: all its steps are done", paths.root)
                 observer = Observer(paths, self.callbacks, tensorboard=False)
                 observer.start()
-                return _result(paths, observer.finish(), ready.task.info)
-            run, observer = started
+                return _result(paths, observer.finish(), task_info)
+            run, coordinator, observer = started
         if detach:
             return Result(metrics=None, checkpoint=None, error=None, path=str(paths.root))
-        about = about or run.call(SupervisorApi.about)
-        paths = about.job.paths
-        return _result(paths, follow(run, about.job.coordinator, observer), about.task_info)
+        # At once: until then, a signal would leave the run going on.
+        return _result(paths, follow(run, coordinator, observer), task_info)
+
+    def _claim(self, paths: RunPaths) -> None:
+        """Ends what lives on of a start whose supervisor is gone, before it is looked what there is
+        to go on from: its workers train, and its coordinator commits. The run's lock is held.
+
+        Raises:
+            RunGoesOnError: see `_end_leftovers`.
+        """
+        moves = self.checkpoint.resume == "never" and paths.root.exists()
+        if moves or may_be_going_on(paths):
+            connect()
+            _end_leftovers(paths)
 
     def _prepare(self, paths: RunPaths) -> _Ready:
         """All that is done before the cluster is needed, on CPU; the errors of bad input come from
@@ -167,18 +182,14 @@ class Launch:
             flops_per_token=dict(task.flops_per_token(built)),
         )
 
-    def _start(self, paths: RunPaths, ready: _Ready) -> tuple[Remote[SupervisorApi], Observer]:
+    def _start(
+        self, paths: RunPaths, ready: _Ready
+    ) -> tuple[Remote[SupervisorApi], Remote[CoordinatorApi], Observer]:
         """Starts the run: from here on it belongs to the cluster."""
         identity, model, origin, task = ready.identity, ready.model, ready.origin, ready.task
         tell("joining the Ray cluster")
         connect()
-        if find_run(paths) is not None:
-            raise ConfigError(
-                "run_config.name",
-                paths.root.name,
-                "a run of this name has just been started",
-                "Run the same command again to attach to it, or use another name",
-            )
+        _end_leftovers(paths)  # they may hold what the workers need
         check_tensor_groups(self.scaling, self.train.parallel)
         self._say_layout()
         tell("waiting for the resources of the smallest layout")
@@ -191,7 +202,6 @@ class Launch:
         prefix = f"{paths.key}/{attempt:08x}/"
         config = self._coordinator_config(paths, origin, plan, task, prefix, ready.flops_per_token)
         observer = Observer(paths, self.callbacks)
-        end_all(f"{paths.key}/")  # what a start that was ended from outside has left
         try:
             coordinator = start_actor(
                 Coordinator,
@@ -219,11 +229,11 @@ class Launch:
                 restarts=True,
                 name=paths.key,
                 variables=controller_variables(),
-            )(Kept.keep(f"{prefix}plan", self._run_plan(job, plan, prefix)))
+            )(Kept.keep(f"{prefix}plan", self._run_plan(job, plan, prefix, config.started.time)))
         except BaseException:
             end_all(prefix)
             raise
-        return run, observer
+        return run, coordinator, observer
 
     def _say_layout(self) -> None:
         """What the layout is called, and what follows from it for a fault: a warning where one
@@ -232,7 +242,7 @@ class Launch:
         carried = layout.replicas > 1 or self.checkpoint.memory_every is not None
         log.log(logging.INFO if carried else logging.WARNING, "layout: %s", layout)
 
-    def _run_plan(self, job: Job, plan: WorkerPlan, prefix: str) -> RunPlan:
+    def _run_plan(self, job: Job, plan: WorkerPlan, prefix: str, began: float) -> RunPlan:
         return RunPlan(
             job=job,
             workers=plan.workers(self.train.parallel),
@@ -243,6 +253,7 @@ class Launch:
             ),
             run_config=self.run_config,
             prefix=prefix,
+            began=began,
         )
 
     def _find_origin(
@@ -254,7 +265,7 @@ class Launch:
     ) -> Origin:
         """What to go on from, and with which lanes."""
         origin = find_origin(paths, identity, snapshot, model)
-        check_found(paths, self.checkpoint.resume, origin)
+        check_found(paths, identity, self.checkpoint.resume, origin)
         if origin.manifest is not None and self.train.lanes is None:
             # They belong to the run; an imported checkpoint has none.
             self.lanes = int(origin.manifest.training_state.get("lanes", self.lanes))
@@ -330,6 +341,23 @@ class Launch:
                 flops_per_token=flops_per_token,
             ),
         )
+
+
+def _end_leftovers(paths: RunPaths) -> None:
+    """Ends what an earlier start of the run, without a supervisor now, has left on the cluster.
+
+    Raises:
+        RunGoesOnError: there is a supervisor: another driver has just started the run. Its lock may
+            be free then, until the supervisor takes it.
+    """
+    if find_run(paths) is not None:
+        raise RunGoesOnError(
+            "run_config.name",
+            paths.root.name,
+            "a run of this name has just been started",
+            "Run the same command again to attach to it, or use another name",
+        )
+    end_all(f"{paths.key}/")
 
 
 def _result(paths: RunPaths, report: Report, task_info: Mapping[str, Any]) -> Result:

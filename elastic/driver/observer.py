@@ -55,7 +55,7 @@ class Observer:
         attaches: bool = False,
         tensorboard: bool = True,
     ) -> None:
-        self._paths = paths
+        self.paths = paths
         self._events = Follower(paths.events, event_from_json)
         self._steps = Follower(paths.steps, step_from_json)
         self._printer = ProgressPrinter(sys.stderr)
@@ -67,11 +67,11 @@ class Observer:
         self._report: Future[Report] = Future()
 
     def _catch_up(self) -> None:
-        happened = read_events(self._paths.events)
+        happened = read_events(self.paths.events)
         for kind in (RunStarted, RegroupDone):
             if known := [event for event in happened if isinstance(event, kind)]:
                 self._printer.on_event(known[-1])
-        if (step := last_step(self._paths.steps, lambda _: True)) is not None:
+        if (step := last_step(self.paths.steps, lambda _: True)) is not None:
             self._printer.on_step(step)
 
     def start(self) -> None:
@@ -94,7 +94,7 @@ class Observer:
         while not self._over.wait(_INTERVAL_S):
             self._look()
         self._look()
-        report = conclude(self._paths)
+        report = conclude(self.paths)
         self._tell(report)
         return report
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -58,13 +59,24 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def run_directory(run_config: RunConfig, checkpoint: CheckpointConfig) -> Iterator[RunPaths]:
+def run_directory(
+    run_config: RunConfig,
+    checkpoint: CheckpointConfig,
+    claim: Callable[[RunPaths], None] = lambda paths: None,
+) -> Iterator[RunPaths]:
     """The run directory, checked and held against other drivers while the context lasts.
 
     For `resume="never"` an earlier run of this name is set aside first.
 
+    Args:
+        run_config: where it is.
+        checkpoint: where checkpoints are, and what becomes of an earlier run.
+        claim: called as soon as it is held, before anything is moved or looked at; raises where
+            the run goes on all the same.
+
     Raises:
-        ConfigError: the storage cannot be used, or a run of this name is going on.
+        ConfigError: the storage cannot be used.
+        RunGoesOnError: a run of this name is going on.
     """
     storage = str(run_config.storage_path)
     if "://" in storage and not storage.startswith("file://"):
@@ -79,24 +91,32 @@ def run_directory(run_config: RunConfig, checkpoint: CheckpointConfig) -> Iterat
         store=checkpoint.place(str(run_config.name)),
     )
     with ExitStack() as held:
-        try:
+        with _must_be_writable(storage):
             paths.root.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(hold_run(paths))
+        claim(paths)
+        with _must_be_writable(storage):
             if paths.store is not None:
                 _check_place(paths.store, checkpoint.resume)
             aside = _set_aside(paths) if checkpoint.resume == "never" else None
             if paths.store is None:
                 _check_store(open_store(paths.checkpoints))
-        except (OSError, StoreError) as error:
-            raise ConfigError(
-                "run_config.storage_path",
-                storage,
-                f"it cannot be written: {error}",
-                f"Use a directory that user {os.getuid()} may write",
-            ) from error
         if aside is not None:
             log.warning("resume='never': the earlier run was moved to %s", aside)
         yield paths
+
+
+@contextmanager
+def _must_be_writable(storage: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, StoreError) as error:
+        raise ConfigError(
+            "run_config.storage_path",
+            storage,
+            f"it cannot be written: {error}",
+            f"Use a directory that user {os.getuid()} may write",
+        ) from error
 
 
 def _set_aside(paths: RunPaths) -> Path | None:
@@ -219,12 +239,7 @@ def find_origin(
         model: what the state is; None where that is not known yet.
     """
     given_up = find_given_up(read_events(paths.events))
-
-    def is_given_up(manifest: Manifest) -> bool:
-        """By this run: an imported one is none of it."""
-        own = run_of(manifest) == identity.id
-        return own and any(one.holds(manifest.step, manifest.generation) for one in given_up)
-
+    is_given_up = partial(_is_given_up, given_up, identity)
     stored, passed = newest_own(paths, identity, model, is_given_up=is_given_up)
     if snapshot is not None and is_given_up(snapshot.manifest):
         snapshot = None
@@ -238,9 +253,16 @@ def find_origin(
     return Origin(stored=stored, snapshot=None, passed=passed)
 
 
-def check_found(paths: RunPaths, resume: Resume, origin: Origin) -> None:
+def _is_given_up(given_up: Iterable[GivenUp], identity: RunIdentity, manifest: Manifest) -> bool:
+    """By this run: an imported one is none of it."""
+    own = run_of(manifest) == identity.id
+    return own and any(one.holds(manifest.step, manifest.generation) for one in given_up)
+
+
+def check_found(paths: RunPaths, identity: RunIdentity, resume: Resume, origin: Origin) -> None:
     """Raises ConfigError where there is no state to go on from, and `resume` is "must" or there was
-    one: a run that has lost its checkpoints does not begin again without being told to."""
+    one: a run that has lost its checkpoints does not begin again without being told to. One that
+    went back to the seed does: what it went back for is no state to go on from."""
     if origin.manifest is not None:
         return
     if origin.passed is not None:
@@ -251,14 +273,16 @@ def check_found(paths: RunPaths, resume: Resume, origin: Origin) -> None:
             f"Use the same model, and optimizer.master_dtype and moment_dtype as they were, or "
             f"{_to_begin_anew(paths)}",
         )
-    if resume != "never" and (unreadable := _unreadable(paths)):
+    given_up = find_given_up(read_events(paths.events))
+    is_given_up = partial(_is_given_up, given_up, identity)
+    if resume != "never" and (unreadable := _unreadable(paths, is_given_up)):
         raise ConfigError(
             "checkpoint.resume",
             resume,
             f"no checkpoint in {paths.checkpoints} can be read; there are {', '.join(unreadable)}",
             f"Repair them, or begin anew: delete them, or use {_to_begin_anew(paths)}",
         )
-    if resume != "never" and (step := _last_committed(paths)) is not None:
+    if resume != "never" and (step := _last_committed(paths, given_up)) is not None:
         raise ConfigError(
             "checkpoint.resume",
             resume,
@@ -281,17 +305,27 @@ def _to_begin_anew(paths: RunPaths) -> str:
     return other if paths.store is not None else f"{other} or resume='never'"
 
 
-def _unreadable(paths: RunPaths) -> list[str]:
-    """Commit records that cannot be read, and all that were set aside, where none can."""
-    keys, endings = Keys(), (".json", f".json{SET_ASIDE}")
-    listed = open_store(paths.checkpoints).list(keys.commits)
-    return [key for key in listed if key.endswith(endings) or is_foreign(keys, key)]
+def _unreadable(paths: RunPaths, is_given_up: Callable[[Manifest], bool]) -> list[str]:
+    """Commit records that cannot be read, and all that were set aside, where none can; without
+    those that the run went back for, which are set aside though they are sound."""
+    store, keys, endings = open_store(paths.checkpoints), Keys(), (".json", f".json{SET_ASIDE}")
+
+    def counts(key: str) -> bool:
+        try:
+            return not is_given_up(Manifest.from_bytes(store.get(key), key))
+        except (CorruptError, MissingError):
+            return True
+
+    listed = store.list(keys.commits)
+    found = [key for key in listed if key.endswith(endings) or is_foreign(keys, key)]
+    return [key for key in found if counts(key)]
 
 
-def _last_committed(paths: RunPaths) -> int | None:
-    """The newest checkpoint that the records tell of."""
-    told = [e.step for e in read_events(paths.events) if isinstance(e, CheckpointCommitted)]
-    return max(told, default=None)
+def _last_committed(paths: RunPaths, given_up: Sequence[GivenUp]) -> int | None:
+    """The newest checkpoint that the records tell of, without those that the run went back for."""
+    told = [e for e in read_events(paths.events) if isinstance(e, CheckpointCommitted)]
+    counting = (e for e in told if not any(g.holds(e.step, e.generation) for g in given_up))
+    return max((e.step for e in counting), default=None)
 
 
 def last_generation(paths: RunPaths, manifest: Manifest | None) -> int:

@@ -19,8 +19,9 @@ from elastic.protocol.events import RunEnded
 from elastic.protocol.job import Job
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
-from elastic.protocol.supervisor_api import Ending, SupervisorApi
+from elastic.protocol.supervisor_api import WAIT_S, Ending, SupervisorApi
 from elastic.ray_compat.cluster import find_actor
+from elastic.reporting.conclusion import recorded_ending
 from elastic.reporting.event_log import last_event
 from elastic.reporting.report import Report
 from trainer.config import TrainConfig
@@ -108,17 +109,22 @@ def follow(
     Raises:
         RunFailedError: the run ended with an error.
     """
-    observer.start()
     stopping = Stopping(coordinator)
     try:
         with stopping:
-            ending = _ending(run)
+            observer.start()
+            ending = await_end(run, observer.paths)
     except (KeyboardInterrupt, SystemExit):
         run.call(SupervisorApi.interrupt)
-        _ending(run)
+        await_end(run, observer.paths)
         _conclude(run, observer)
         raise
-    report = _conclude(run, observer)
+    try:
+        report = _conclude(run, observer)
+    except Exception as unreported:
+        if ending.error is None:
+            raise
+        raise RunFailedError(ending.error, ending.cause) from unreported
     if ending.error is not None:
         raise RunFailedError(ending.error, ending.cause)
     stopping.settle()
@@ -133,20 +139,25 @@ def watch(run: Remote[SupervisorApi], observer: Observer) -> Ending:
         observer: tells the callbacks.
     """
     observer.start()
-    ending = _ending(run)
+    ending = await_end(run, observer.paths)
     observer.finish()
     return ending
 
 
 def _conclude(run: Remote[SupervisorApi], observer: Observer) -> Report:
     """The run has ended: writes the report, and lets the supervisor go."""
-    report = observer.finish()
-    ray.kill(run.handle)
-    return report
-
-
-def _ending(run: Remote[SupervisorApi]) -> Ending:
     try:
-        return run.call(SupervisorApi.ending)
+        return observer.finish()
+    finally:
+        ray.kill(run.handle)
+
+
+def await_end(run: Remote[SupervisorApi], paths: RunPaths) -> Ending:
+    """Waits for the end of a run. Where its supervisor does not live to tell, its records may."""
+    try:
+        while (ending := run.call(SupervisorApi.ending, WAIT_S)) is None:
+            pass
     except ray.exceptions.RayActorError as gone:
-        return Ending(error=f"its supervisor was ended ({gone}); run the same name again")
+        lost = Ending(error=f"its supervisor was ended ({gone}); run the same name again")
+        return recorded_ending(paths) or lost
+    return ending

@@ -148,6 +148,26 @@ def find_culprits(
     return culprits
 
 
+def between_two(
+    culprits: Collection[str], failed: Iterable[FailedLink], nodes: Mapping[str, str]
+) -> set[str]:
+    """Those of the culprits whose node has failed connections with one other node alone, apart from
+    those of other culprits: that node explains them as well.
+
+    Args:
+        culprits: of `find_culprits`.
+        failed: connections.
+        nodes: worker -> its node.
+    """
+    bad = {nodes[worker] for worker in culprits}
+    others: dict[str, set[str]] = defaultdict(set)
+    for sender, receiver, _ in failed:
+        for end, other in ((nodes[sender], nodes[receiver]), (nodes[receiver], nodes[sender])):
+            if end in bad and other not in bad:
+                others[end].add(other)
+    return {worker for worker in culprits if len(others[nodes[worker]]) == 1}
+
+
 def describe(failed: Sequence[FailedLink], nodes: Mapping[str, str]) -> str:
     """Failed connections in words, some of many."""
     shown = ", ".join(

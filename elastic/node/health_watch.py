@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,13 +57,10 @@ def start_health_watch(
     """
 
     def run() -> None:
-        try:
-            watch = HealthWatch(node, states, tell, keep)
-            while True:
-                watch.look(time.monotonic(), time.time())
-                time.sleep(SAMPLE_S)
-        except Exception:
-            traceback.print_exc()  # what it would have seen is missing from reports, and no more
+        watch = HealthWatch(node, states, tell, keep)
+        while True:
+            watch.look(time.monotonic(), time.time())
+            time.sleep(SAMPLE_S)
 
     threading.Thread(target=run, name="health-watch", daemon=True).start()
 
@@ -89,20 +86,32 @@ class HealthWatch:
         self._node, self._states, self._tell, self._keep_latest = node, states, tell, keep
         self._tails: dict[str, LogTail] = {}
         self._kernel_log = open_kernel_log()
+        self._instruments: list[Callable[[float], list[Reading]]] = [
+            read_efa,
+            read_nics,
+            read_mounts,
+            StorageWatch().look,
+        ]
         nvml = open_nvml()
-        self._gpus = None if nvml is None else Gpus(nvml)
+        if nvml is not None:
+            self._instruments.append(Gpus(nvml).read)
         self._histories: dict[tuple[Kind, str], deque[Reading]] = defaultdict(deque)
-        self._storage = StorageWatch()
         self._standing = Standing()
         self._has_told = False
+        self._failed: set[str] = set()
+        """What has failed and was told of: each once."""
 
     def look(self, now_s: float, at_s: float) -> None:
-        """One look.
+        """One look. Where it fails the next one may not.
 
         Args:
             now_s: now, on the monotonic clock.
             at_s: now, in seconds since the epoch.
         """
+        with self._going_on("a look"):
+            self._look(now_s, at_s)
+
+    def _look(self, now_s: float, at_s: float) -> None:
         states = self._states()
         readings = self._read(states, now_s)
         self._keep_latest(readings)
@@ -121,15 +130,22 @@ class HealthWatch:
 
     def _read(self, states: Iterable[WorkerState], now_s: float) -> list[Reading]:
         workers = [read_worker(state, now_s) for state in states]
-        gpus = [] if self._gpus is None else self._gpus.read(now_s)
-        return [
-            *(reading for reading in workers if reading is not None),
-            *gpus,
-            *read_efa(now_s),
-            *read_nics(now_s),
-            *read_mounts(now_s),
-            *self._storage.look(now_s),
-        ]
+        readings = [reading for reading in workers if reading is not None]
+        for read in self._instruments:
+            with self._going_on(read.__qualname__):
+                readings += read(now_s)
+        return readings
+
+    @contextlib.contextmanager
+    def _going_on(self, what: str) -> Iterator[None]:
+        """What fails is missing from reports, and no more: the rest of the node is looked at, and
+        what stood is not taken to stand for ever."""
+        try:
+            yield
+        except Exception:
+            if what not in self._failed:
+                self._failed.add(what)
+                traceback.print_exc()
 
     def _keep(self, readings: Iterable[Reading], now_s: float) -> None:
         for reading in readings:

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from elastic.protocol.causes import CRASH, Cause
 from elastic.protocol.messages import Death, Evidence
@@ -36,9 +37,11 @@ from trainer.loop.phases import PHASES, STEP_PHASES
 
 _WAITING = frozenset(map(PHASES.index, ("reduce", "in_commit")))
 """Numbers of the phases in which a worker waits for other replicas."""
+_PATIENT = _WAITING | frozenset(map(PHASES.index, ("wait", "shutdown")))
+"""And in which it has done its part, and waits for what follows."""
 _STEP = frozenset(map(PHASES.index, STEP_PHASES))
-_EVALUATION = PHASES.index("evaluation")
-"""Entered with each batch."""
+_EVALUATION, _CHECKPOINT = PHASES.index("evaluation"), PHASES.index("checkpoint")
+"""An evaluation is entered with each batch."""
 
 _LOCKED = frozenset(map(PHASES.index, ("build", "compile", "profile")))
 """Numbers of the phases in which libraries hold the interpreter's lock for long: NCCL's start, a
@@ -108,11 +111,16 @@ class _Process:
             mark=record.serial,
             phase=_phase_of(record),
             in_phase_s=self._awake_s(record, time.monotonic()),
-            bounded=self._counts(record),
-            waits=record.phase in _WAITING,
+            bound=self._bound(record),
+            waits=record.phase in _PATIENT,
             collectives=record.collectives,
             longest_s=max(self._stays_like(record), default=0.0),
         )
+
+    def _bound(self, record: Record) -> Literal["pace", "shared"] | None:
+        if self._counts(record):
+            return "pace"
+        return "shared" if record.phase in _STEP | {_EVALUATION, _CHECKPOINT} else None
 
     def _went_on(self, record: Record, stay_s: float) -> None:
         """It has left what `record` shows."""

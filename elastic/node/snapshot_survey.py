@@ -1,15 +1,26 @@
 """What a run has in the memory of the nodes: for the driver, what an earlier start has left; for a
-coordinator that was started anew, what it must know."""
+coordinator that was started anew, what it must know; for the supervisor, what nobody needs."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
-from checkpointing import Snapshot, Stock, clear_memory, find_newest, take_stock
-from elastic.protocol.events import RegroupDone
+from checkpointing import (
+    CheckpointError,
+    Snapshot,
+    Stock,
+    clear_memory,
+    find_newest,
+    take_stock,
+)
+from elastic.protocol.events import RegroupDone, RunEnded
+from elastic.protocol.run_identity import RunIdentity, newest_own
 from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.cluster import live_nodes, on_every_node
-from elastic.reporting.event_log import read_events
+from elastic.reporting.event_log import last_event, read_events
+
+log = logging.getLogger(__name__)
 
 SURVEY_TIMEOUT_S = 60.0
 """Bound on the answers of the nodes; those that do not answer hold nothing."""
@@ -33,6 +44,20 @@ def find_snapshot(paths: RunPaths, *, timeout_s: float = SURVEY_TIMEOUT_S) -> Sn
         if isinstance(event, RegroupDone) and event.outcome in ("start", "restore")
     ]
     return find_newest(stocks, went_back)
+
+
+def end_is_stored(paths: RunPaths, identity: RunIdentity) -> bool:
+    """Whether the run has ended well, by its records, and a checkpoint holds that end: nobody needs
+    its snapshots any more. A run that is stopped where nobody has state saves nothing."""
+    ended = last_event(paths.events)
+    if not isinstance(ended, RunEnded) or ended.outcome not in ("finished", "stopped"):
+        return False
+    try:
+        stored, _ = newest_own(paths, identity)
+    except CheckpointError as error:
+        log.warning("the snapshots stay in the nodes' memory: %s", error)
+        return False
+    return stored is not None and stored.step >= ended.step
 
 
 def clear_snapshots(paths: RunPaths) -> None:

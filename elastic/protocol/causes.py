@@ -179,6 +179,23 @@ LINK = register_cause(
         against_machine=1.0,
     ),
 )
+PATH = register_cause(
+    "path",
+    CauseEntry(
+        text="large messages did not pass between its machine and one other: either may be bad",
+        budget="max_hangs",
+        color="#3fa7d6",
+        against_machine=0.3,  # until it comes again, with another machine
+    ),
+)
+HEAL = register_cause(
+    "heal",
+    CauseEntry(  # nothing against its machine: the source's, or the network, may be the bad one
+        text="it did not get the state from other replicas, again and again",
+        budget="max_crashes",
+        color="#b0a030",
+    ),
+)
 CORRUPTION = register_cause(
     "corruption",
     CauseEntry(

@@ -83,8 +83,9 @@ class WorkerCalls(Protocol):
     async def links_tested(self, worker: str, test: LinkTest) -> None:
         """A worker has tried its connections to the others of its cross group."""
 
-    async def compare(self, slot: str, digest: str) -> None:
-        """A worker's state at the end: the workers in `slot` of all replicas must agree."""
+    async def compare(self, worker: str, generation: int, slot: str, digest: str) -> None:
+        """A worker's state at the end, in roster `generation`: those in `slot` of all replicas must
+        agree."""
 
     async def corrupt(self, worker: str, generation: int, detail: str, spread: bool) -> None:
         """A worker's state is, or was, not what it should be: it leaves. `spread`: gradients may

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from checkpointing import Keys, Manifest, StorePlace, memory_folder, newest, open_store
-from trainer.errors import ConfigError
+from elastic.errors import RunGoesOnError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +105,14 @@ def hold_run(paths: RunPaths) -> IO[bytes]:
     """An open file that holds the run's lock; the system lets go of it when its process ends.
 
     Raises:
-        ConfigError: another process holds it.
+        RunGoesOnError: another process holds it.
     """
     file = paths.lock.open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise ConfigError(
+        raise RunGoesOnError(
             "run_config.name",
             paths.root.name,
             f"a run of this name is going on: {paths.lock} is locked",

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 from elastic.protocol.causes import Cause
 from elastic.protocol.job import Job
 
+WAIT_S = 30.0
+"""How long whoever waits for the end of a run does so in one call."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
@@ -43,5 +46,6 @@ class SupervisorApi(Protocol):
     async def interrupt(self) -> None:
         """The run ends at once, without a checkpoint."""
 
-    async def ending(self) -> Ending:
-        """Waits for the end of the run, which has left the run directory by then."""
+    async def ending(self, timeout_s: float) -> Ending | None:
+        """Waits for the end of the run, which has left the run directory by then. None where it
+        does not come in time: nobody who has left keeps a call of the actor for longer."""

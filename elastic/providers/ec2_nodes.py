@@ -87,6 +87,8 @@ class Ec2Provider:
         if group is not None:
             return self._replace_in(group, machine, reason)
         new = self._successor_of(machine)
+        if new is None and KEPT_TAG in tags_of(instance):  # by an earlier call
+            return f"its group starts another; {machine} is kept, with the tag {KEPT_TAG}"
         if new is None:
             new = self._launch(instance)
         return f"instance {new} was started; {self._let_go(machine, reason)}"
@@ -142,13 +144,14 @@ class Ec2Provider:
                 InstanceId=machine, ShouldDecrementDesiredCapacity=False
             )
             return f"it was terminated; its group {group} starts another"
+        kept = self._let_go(machine, reason)  # before it is in no group: who asks again finds that
         scaling.detach_instances(
             InstanceIds=[machine], AutoScalingGroupName=group, ShouldDecrementDesiredCapacity=False
         )
-        return f"its group {group} starts another; {self._let_go(machine, reason)}"
+        return f"its group {group} starts another; {kept}"
 
     def _let_go(self, machine: str, reason: str) -> str:
-        """What becomes of an instance that is in no group. Returns it in words."""
+        """What becomes of an instance that its group does not end. Returns it in words."""
         ec2 = self._client("ec2")
         if self._config.keep_for_inspection:
             ec2.create_tags(Resources=[machine], Tags=[{"Key": KEPT_TAG, "Value": reason[:256]}])
@@ -233,8 +236,12 @@ class Ec2Provider:
 
 def group_of(instance: Mapping[str, Any]) -> str | None:
     """The Auto Scaling group of an instance."""
-    tags = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", ())}
-    return tags.get(_GROUP_TAG)
+    return tags_of(instance).get(_GROUP_TAG)
+
+
+def tags_of(instance: Mapping[str, Any]) -> dict[str, str]:
+    """The tags of an instance by their keys."""
+    return {tag["Key"]: tag["Value"] for tag in instance.get("Tags", ())}
 
 
 def plan_place(interfaces: Sequence[Mapping[str, Any]], subnet: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import ray
 from ray import _raylet
+from ray._private import worker
 from ray._private.state import available_resources_per_node, state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -93,9 +94,12 @@ def named_actors(prefix: str) -> list[str]:
 
 
 def end_actors(prefix: str) -> None:
-    """Ends all named actors whose names begin with `prefix`, for good."""
+    """Ends all named actors whose names begin with `prefix`, for good; but not the one that this
+    process is, which may have more to do (`end_own_actor`)."""
+    here: Any = worker.global_worker
     for name in named_actors(prefix):
-        if (handle := find_actor(name)) is not None:
+        handle = find_actor(name)
+        if handle is not None and handle._actor_id != here.actor_id:
             ray.kill(handle)
 
 

@@ -124,7 +124,7 @@ class PlacementGroups:
 
 def end_all(prefix: str) -> None:
     """Leaves nothing on the cluster whose name begins with `prefix`: actors, placement groups and
-    what is kept for them."""
+    what is kept for them. The actor that this process is stays."""
     end_actors(prefix)
     for row in _groups_of(prefix):
         remove_placement_group(_group_of(row))

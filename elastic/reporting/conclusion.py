@@ -1,14 +1,22 @@
-"""The end of a run's records: its report."""
+"""The end of a run's records: how it ended, and its report."""
 
 from __future__ import annotations
 
 import logging
 
+from elastic.protocol.events import RunEnded
 from elastic.protocol.run_paths import RunPaths
-from elastic.reporting.event_log import read_events, read_steps
+from elastic.protocol.supervisor_api import Ending
+from elastic.reporting.event_log import last_event, read_events, read_steps
 from elastic.reporting.report import Report, build_report, write_report
 
 log = logging.getLogger(__name__)
+
+
+def recorded_ending(paths: RunPaths) -> Ending | None:
+    """How a run has ended; None where its records have no end."""
+    ended = last_event(paths.events)
+    return Ending(error=ended.error, cause=ended.cause) if isinstance(ended, RunEnded) else None
 
 
 def conclude(paths: RunPaths) -> Report:

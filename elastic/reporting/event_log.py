@@ -17,7 +17,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from elastic.protocol.events import Event, StepRecord, event_from_json, step_from_json
+from elastic.protocol.events import (
+    Event,
+    RunEnded,
+    RunStarted,
+    StepRecord,
+    event_from_json,
+    step_from_json,
+)
 
 MOST_PENDING_BYTES = 16 << 20
 """What is kept of records while the disk is full: those of tens of thousands of steps."""
@@ -130,6 +137,36 @@ def last_event(path: str | os.PathLike[str]) -> Event | None:
             return event_from_json(object_of_line(line))
         except ValueError:
             break
+    return None
+
+
+def read_start(path: str | os.PathLike[str], began: float) -> list[Event]:
+    """The events of the present start of a run, if that is the one that `began` (the time of its
+    `RunStarted`); none where it has not come to write that down, and what is there is of a start
+    before it.
+
+    Raises:
+        RecordError: a whole line is not a JSON object.
+    """
+    happened = read_events(path)
+    starts = [(i, e.time) for i, e in enumerate(happened) if isinstance(e, RunStarted)]
+    first, time = starts[-1] if starts else (0, None)
+    return happened[first:] if time == began else []
+
+
+def find_end(path: str | os.PathLike[str], began: float) -> RunEnded | None:
+    """How the start of a run ended that `began` then; None where it has not. See `read_start`.
+    Nothing follows an end but the next start."""
+    end = last_event(path)
+    if not isinstance(end, RunEnded):
+        return None
+    for line in _lines_from_the_end(Path(path)):
+        try:
+            event = event_from_json(object_of_line(line))
+        except ValueError:
+            continue
+        if isinstance(event, RunStarted):
+            return end if event.time == began else None
     return None
 
 

@@ -7,6 +7,7 @@ losses, and what the machines showed round that time. `health/diagnosis.py` deci
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -100,6 +101,8 @@ class EventFacts:
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self._nodes: dict[str, str] = {}
+        self._workers: dict[str, set[str]] = defaultdict(set)
+        """Node -> its workers that were not forgotten; of a node that had some."""
         self._replicas: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._lost: dict[str, WorkerLost] = {}
@@ -126,6 +129,7 @@ class EventFacts:
         """One more event."""
         if isinstance(event, (WorkerJoined, WorkerLost)):
             self._nodes[event.worker] = event.node
+            self._workers[event.node].add(event.worker)
         if isinstance(event, ReplicaForming):
             self._replicas |= dict.fromkeys(event.workers, f"replica {event.replica}")
         elif isinstance(event, WorkerLost):
@@ -145,11 +149,13 @@ class EventFacts:
         del self.stragglers[: bisect_left(self.stragglers, time, key=_time)]
         self._passed, self._base = 0, dict(self._stood)
         for worker in [w for w, event in self._lost.items() if event.time < time]:
-            del self._lost[worker], self._nodes[worker]
+            del self._lost[worker]
+            self._workers[self._nodes.pop(worker)].discard(worker)
             self._replicas.pop(worker, None)
 
     def between(self, begin: float, end: float, lost: Sequence[str]) -> Facts:
-        """The facts of an incident.
+        """The facts of an incident. What a machine shows that had lost all its workers before says
+        nothing of it.
 
         Args:
             begin: from when on signs count, in seconds since the epoch.
@@ -162,11 +168,13 @@ class EventFacts:
         ]
         self._stand_at(begin)
         told = self._told[self._passed : bisect_right(self._told, end, key=_time)]
+        first = min((event.time for event in losses), default=begin)
+        shown = [e for e in (*self._stood.values(), *told) if not self._is_gone(e.node, first)]
         return Facts(
             signs=[
                 *(sign for event in losses for sign in _signs_of_loss(event)),
                 *(sign for event in failed for sign in _signs_of_group(event)),
-                *_signs_of_nodes([*self._stood.values(), *told]),
+                *_signs_of_nodes(shown),
             ],
             nodes=self._nodes,
             replicas={e.worker: e.slot.split(" shard")[0] for e in losses if e.slot},
@@ -203,6 +211,13 @@ class EventFacts:
             nodes=nodes,
             replicas={w: replica for w, replica in self._replicas.items() if w in here},
             names=self._names,
+        )
+
+    def _is_gone(self, node: str, time: float) -> bool:
+        """Whether a node had workers, and has lost all of them before `time`."""
+        return node in self._workers and all(
+            worker in self._lost and self._lost[worker].time < time
+            for worker in self._workers[node]
         )
 
     def _stand_at(self, time: float) -> None:

@@ -24,3 +24,5 @@ class RunPlan:
     """The user's, for Ray Train."""
     prefix: str
     """The names of all that belongs to this start of the run begin with it."""
+    began: float
+    """The `time` of its `RunStarted`, by which its records are told from those of starts before."""

@@ -28,9 +28,11 @@ from concurrent.futures import Future
 import ray
 from ray.train import TrainingFailedError
 
-from elastic.node.snapshot_survey import clear_snapshots
+from elastic.errors import RunGoesOnError
+from elastic.node.snapshot_survey import clear_snapshots, end_is_stored
 from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.events import RunEnded, RunOutcome
+from elastic.protocol.events import RunOutcome
+from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths, hold_run
 from elastic.protocol.supervisor_api import About, Ending, SupervisorApi
 from elastic.providers.ray_drain import DrainWatch
@@ -41,16 +43,16 @@ from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.trainer import ElasticRayTrainer
 from elastic.ray_compat.workers import WorkerNames
 from elastic.reporting.conclusion import conclude
-from elastic.reporting.event_log import last_event
+from elastic.reporting.event_log import find_end
 from elastic.supervisor.coordinator_watch import CoordinatorWatch
 from elastic.supervisor.plan import RunPlan
 from elastic.worker.entry import train_worker
-from trainer.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 MOST_DRIVERS = 1000
-"""Calls pending in the actor at once: each driver that is attached has one."""
+"""Calls pending in the actor at once: each driver that is attached has one, and each that has left
+in the last `WAIT_S`."""
 
 LINGER_S = 10.0
 """How long a run that is over can be asked for its ending. A driver that is attached writes the
@@ -59,6 +61,10 @@ report and ends the supervisor before; where there is none, the supervisor does 
 _HANDOVER_S = 30.0
 """How long the driver may hold on to the lock of the run directory."""
 _LOCK_RETRY_S = 0.2
+
+_HEARD_S = 20.0
+"""How long a run that is interrupted waits for its coordinator. One that is started anew on another
+machine takes so long; one whose store does not answer would take for ever."""
 
 _FAREWELL_S = 5.0
 """How long workers may take to follow an interruption."""
@@ -77,6 +83,7 @@ class Supervisor(SupervisorApi):
         self._coordinator = self._plan.job.coordinator
         self._anew, self._interrupted = started_anew(), False
         self._ending: Future[Ending] = Future()
+        self._over: asyncio.Future[Ending] | None = None
         threading.Thread(target=self._run, name="supervisor", daemon=True).start()
 
     async def about(self) -> About:
@@ -89,20 +96,16 @@ class Supervisor(SupervisorApi):
     async def interrupt(self) -> None:
         if not self._interrupted:
             self._interrupted = True
-            threading.Thread(target=self._interrupt, name="interrupt", daemon=True).start()
+            what = (self._coordinator, self._plan.prefix)
+            threading.Thread(target=end_at_once, args=what, name="interrupt", daemon=True).start()
 
-    async def ending(self) -> Ending:
-        return await asyncio.wrap_future(self._ending)
+    async def ending(self, timeout_s: float) -> Ending | None:
+        if self._over is None:  # one for all: each adds something to `_ending`
+            self._over = asyncio.wrap_future(self._ending)
+        await asyncio.wait([self._over], timeout=timeout_s)
+        return self._ending.result() if self._ending.done() else None
 
     # -- threads -----------------------------------------------------------------------------------
-
-    def _interrupt(self) -> None:
-        with contextlib.suppress(ray.exceptions.RayError):
-            # First, so that the ends of its workers are no losses.
-            self._coordinator.call(CoordinatorApi.fail, "the run was interrupted")
-        time.sleep(_FAREWELL_S)
-        # Whoever still starts, or is in a long step.
-        end_actors(WorkerNames(self._plan.prefix).workers)
 
     def _run(self) -> None:
         paths = self._plan.job.paths
@@ -111,14 +114,24 @@ class Supervisor(SupervisorApi):
                 ending = self._supervise(paths)
         except BaseException:
             ending = Ending(error=f"the run's supervisor failed:\n{traceback.format_exc()}")
-        end_all(self._plan.prefix)
+        # Whatever fails from here on must keep nobody waiting.
+        try:
+            end_all(self._plan.prefix)
+            if end_is_stored(paths, self._plan.job.identity):
+                clear_snapshots(paths)  # also those of an earlier start with other settings
+        except Exception:
+            log.exception("something of the run is left; its next start clears up")
         self._ending.set_result(ending)
         time.sleep(LINGER_S)
-        conclude(paths)
-        end_own_actor()
+        try:
+            conclude(paths)
+        except Exception:
+            log.exception("the run has no report")
+        finally:
+            end_own_actor()
 
     def _supervise(self, paths: RunPaths) -> Ending:
-        if self._anew and isinstance(ended := last_event(paths.events), RunEnded):
+        if self._anew and (ended := find_end(paths.events, self._plan.began)) is not None:
             return Ending(error=ended.error, cause=ended.cause)
         drains = DrainWatch(draining_nodes, tell_coordinator(self._coordinator))
         with CoordinatorWatch(self._coordinator), contextlib.closing(drains):
@@ -128,8 +141,6 @@ class Supervisor(SupervisorApi):
             outcome, ending = "interrupted", Ending(error=None)
         with contextlib.suppress(ray.exceptions.RayError):
             self._coordinator.call(CoordinatorApi.end, outcome, ending.error)
-        if self._plan.job.checkpoint.memory_every is not None and outcome == "finished":
-            clear_snapshots(paths)  # the run's end is in the store
         return ending
 
     def _train(self) -> Ending:
@@ -160,13 +171,37 @@ class Supervisor(SupervisorApi):
         return Ending(error=None)
 
 
+def end_at_once(coordinator: Remote[CoordinatorApi], prefix: str) -> None:
+    """Ends the workers of a run, and their coordinator where that does not answer in `_HEARD_S`.
+
+    Args:
+        coordinator: the run's coordinator actor.
+        prefix: of the run's names.
+    """
+
+    def tell() -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            coordinator.call(CoordinatorApi.fail, "the run was interrupted")
+
+    # First, so that the ends of its workers are no losses.
+    telling = threading.Thread(target=tell, name="tell", daemon=True)
+    telling.start()
+    telling.join(_HEARD_S)
+    if telling.is_alive():
+        log.warning("the coordinator is ended: it has not answered in %g s", _HEARD_S)
+        ray.kill(coordinator.handle)  # the controller waits for its answers, too
+    time.sleep(_FAREWELL_S)
+    # Whoever still starts, or is in a long step.
+    end_actors(WorkerNames(prefix).workers)
+
+
 @contextlib.contextmanager
 def _hold(paths: RunPaths, *, anew: bool) -> Iterator[None]:
     """Holds the lock of the run directory. Whoever has the supervisor's name has the run, so one
     that is started `anew` goes on without the lock where a lost machine still seems to hold it.
 
     Raises:
-        ConfigError: it is held by somebody else.
+        RunGoesOnError: it is held by somebody else.
     """
     deadline = time.monotonic() + _HANDOVER_S
     with contextlib.ExitStack() as held:
@@ -174,7 +209,7 @@ def _hold(paths: RunPaths, *, anew: bool) -> Iterator[None]:
             try:
                 held.enter_context(hold_run(paths))
                 break
-            except ConfigError as error:
+            except RunGoesOnError as error:
                 if anew:
                     log.warning("the run goes on without its lock: %s", error)
                     break

@@ -136,7 +136,15 @@ class CoordinatorLink:
 
     def compare(self, slot: str, digest: str) -> None:
         """Hands in this worker's state digest at the end of the run."""
-        self._coordinator.call(CoordinatorApi.compare, slot, digest)
+        assert self._run is not None
+        worker, generation = self._identity.worker, self._run.generation
+
+        def send() -> ObjectRef[None]:
+            compare = CoordinatorApi.compare
+            return self._coordinator.send(compare, worker, generation, slot, digest)
+
+        self._news.append(send)
+        until_answered(send)
 
     # -- Link: read by the loop --------------------------------------------------------------------
 

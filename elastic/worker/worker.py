@@ -512,10 +512,10 @@ class Worker:
         """Hands in everything that the run still needs from this worker. Returns False where a
         fault calls it away before."""
         assert self.engine is not None
-        self.link.at_step(run.until, "checkpoint")
+        self.link.at_step(run.until, "wait")
         if not self.link.saves.wait():
             return False
         self.link.outbox.flush()
         where = " ".join(f"{name} {at}" for name, at in self.engine.slot.coordinates.items())
-        self.link.compare(f"generation {run.generation} {where}", self.engine.state.digest())
+        self.link.compare(where, self.engine.state.digest())
         return True

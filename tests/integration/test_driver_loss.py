@@ -11,14 +11,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
+from checkpointing import CheckpointConfig
 from elastic import ConfigError, HealthConfig
 from elastic.cli.main import main
+from elastic.driver import launch, resume
 from elastic.driver.running import find_run
+from elastic.errors import RunGoesOnError
+from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.cluster import NAMESPACE, named_actors
 from tests.support import ROOT
@@ -197,4 +202,67 @@ def test_what_is_left_of_a_run_whose_actors_are_ended_by_hand(
     report = numbers_of(gated_trainer(str(tmp_path), str(gate), 2).fit())
     assert report["outcome"] == "finished"
     assert saved_weights(paths.root / "checkpoints") == undisturbed
+    wait_until(lambda: not is_left(tmp_path))
+
+
+@pytest.mark.soak
+def test_what_lives_on_without_a_supervisor_is_ended_before_a_state_is_looked_for(
+    undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it trains on, and commits what the new start does not know of."""
+    gate, paths = tmp_path / "gate", RunPaths(root=tmp_path / "gated")
+    gated_trainer(str(tmp_path), str(gate), 2).fit(detach=True)
+    wait_until((paths.root / "checkpoints" / "m" / f"{HALF:012}.json").exists)
+    ray.kill(ray.get_actor(paths.key, namespace=NAMESPACE))
+    wait_until(lambda: find_run(paths) is None)
+    assert is_left(tmp_path)
+    find_origin = resume.find_origin
+
+    def looks(*arguments: Any) -> Any:
+        wait_until(lambda: not is_left(tmp_path))
+        gate.touch()
+        return find_origin(*arguments)
+
+    monkeypatch.setattr(launch, "find_origin", looks)
+    report = numbers_of(gated_trainer(str(tmp_path), str(gate), 2).fit())
+    assert report["outcome"] == "finished"
+    assert [e["start_step"] for e in events_of(paths.root, "run_started")] == [0, HALF]
+    assert saved_weights(paths.root / "checkpoints") == undisturbed
+
+
+def test_a_run_that_has_just_been_started_is_not_moved_by_a_second_start(
+    cluster: None, tmp_path: Path
+) -> None:
+    """Nobody holds its lock until its supervisor is there, and it has no records yet."""
+    gate, paths = tmp_path / "gate", RunPaths(root=tmp_path / "gated")
+    anew = CheckpointConfig(every_steps=HALF, resume="never")
+    gated_trainer(str(tmp_path), str(gate), 1, checkpoint=anew).fit(detach=True)
+    again = gated_trainer(str(tmp_path), str(gate), 1, checkpoint=anew)
+    with contextlib.suppress(RunGoesOnError):  # it attaches where the first one was quick
+        again.fit(detach=True)
+    assert not list(tmp_path.glob("gated.before-*"))
+    gate.touch()
+    wait_until(lambda: bool(events_of(paths.root, "run_ended")))
+    assert len(events_of(paths.root, "run_started")) == 1
+    wait_until(lambda: not is_left(tmp_path))
+
+
+def test_a_stop_in_the_first_moment_of_a_run_is_heeded(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its supervisor has been asked for, and takes seconds to answer the first question."""
+    call, asked = Remote.call, list[str]()
+
+    def interrupted(run: Any, method: Any, *arguments: Any) -> Any:
+        if not asked and method.__qualname__.startswith("SupervisorApi."):
+            asked.append(method.__name__)
+            signal.raise_signal(signal.SIGINT)
+        return call(run, method, *arguments)
+
+    monkeypatch.setattr(Remote, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gated_trainer(str(tmp_path), str(tmp_path / "gate"), 1).fit()
+    assert asked
+    (ended,) = events_of(tmp_path / "gated", "run_ended")
+    assert (ended["outcome"], ended["step"]) == ("stopped", 0)
     wait_until(lambda: not is_left(tmp_path))

@@ -65,7 +65,7 @@ def test_one_end_of_a_black_hole_is_taken_out(tmp_path: Path, hosts: int) -> Non
         dig_black_hole(run.hosts, lead, other)
         run.wait_until(lambda: bool(run.of_kind(events.WorkerLost)))
         (lost,) = run.of_kind(events.WorkerLost)
-        assert (lost.cause, lost.slot) == ("link", "replica 1 shard 0 tensor 0")
+        assert (lost.cause, lost.slot) == ("path", "replica 1 shard 0 tensor 0")
         if hosts == 3:
             run.wait_for_replicas(2, after_s=lost.time)
         else:

@@ -64,7 +64,7 @@ def test_the_worker_that_loops_is_ended_and_no_other(
 
 
 def test_a_worker_that_loops_in_an_evaluation_is_ended(cluster: None, tmp_path: Path) -> None:
-    """In its second one: how long a batch takes is known from the first."""
+    """In the last one, where the others are done. How long a batch takes is known by then."""
     samples = [torch.tensor([float(i)]) for i in range(16)]
     task = CustomTask(
         build_model=model,
@@ -77,7 +77,7 @@ def test_a_worker_that_loops_in_an_evaluation_is_ended(cluster: None, tmp_path: 
         scaling=ScalingConfig(max_replicas=2),
         run_config=RunConfig(name="run", storage_path=str(tmp_path)),
         health=SOON,
-        faults=parse_faults("loop@8.evaluation:1"),
+        faults=parse_faults("loop@10.evaluation:1"),
     ).fit()
     assert result.metrics is not None
     assert (result.metrics["outcome"], result.metrics["lost_steps"]) == ("finished", 0)
@@ -85,7 +85,7 @@ def test_a_worker_that_loops_in_an_evaluation_is_ended(cluster: None, tmp_path: 
     (lost,) = [event for event in events if isinstance(event, WorkerLost)]
     (fired,) = [event for event in events if isinstance(event, FaultFired)]
     assert (lost.cause, lost.slot) == ("hang", "replica 1 shard 0 tensor 0")
-    assert "in phase evaluation of step 8, where 2.0 s are long" in lost.detail
+    assert "in phase evaluation of step 10, where 2.0 s are long" in lost.detail
     assert lost.time - fired.time < 4.0
 
 

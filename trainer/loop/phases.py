@@ -29,12 +29,12 @@ Phase = Literal[
     "wait",
     "shutdown",
 ]
-"""`checkpoint`: handing over what is saved; at the end, waiting until it is stored. `evaluation`:
-entered with each batch. `profile`: beginning to profile, or writing down what was found. `build`:
-making a replica's process group and model. `compile`: compiling a model's blocks, before its first
-step, or in a micro-batch of a step or an evaluation. `regroup`: making the group across replicas.
-`heal_source`, `heal_target`: beginning to send or to receive state; both go on beside the steps.
-`wait`: in `join`, without a slot or called there."""
+"""`checkpoint`: handing over what is saved. `evaluation`: entered with each batch. `profile`:
+beginning to profile, or writing down what was found. `build`: making a replica's process group and
+model. `compile`: compiling a model's blocks, before its first step, or in a micro-batch of a step
+or an evaluation. `regroup`: making the group across replicas. `heal_source`, `heal_target`:
+beginning to send or to receive state; both go on beside the steps. `wait`: at the end, until what
+was saved is stored; and in `join`, without a slot or called there."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 

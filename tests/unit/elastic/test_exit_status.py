@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from checkpointing import CheckpointConfigError
-from elastic.errors import ElasticError, ResourcesError, RunFailedError
+from elastic.errors import ElasticError, ResourcesError, RunFailedError, RunGoesOnError
 from elastic.exit_status import decide_exit_status
 from elastic.protocol.causes import known_causes
 from tests.support import ROOT
@@ -29,6 +29,7 @@ def test_a_run_is_not_to_be_started_again_for_what_needs_a_change(cause: str) ->
     [
         (ConfigError("train.steps", 0, "a run needs a step", "Use 1 or more"), 93),
         (CheckpointConfigError("checkpoint.keep_last", 0, "nothing is kept", "Use 1"), 93),
+        (RunGoesOnError("run_config.name", "run", "run.lock is locked", "Wait for it"), 1),
         (RunFailedError("50 incidents took 50 workers"), 1),
         (ResourcesError("4 workers", "the cluster has 2 CPU", 60.0, "Add nodes"), 1),
         (ElasticError(), 1),

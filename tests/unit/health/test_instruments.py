@@ -45,6 +45,14 @@ def test_efa_is_told_from_other_devices(tmp_path: Path) -> None:
     assert read_efa(0.0, tmp_path / "none") == []
 
 
+def test_a_counter_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    """As of an EFA device that is going: the file is there, and reading it fails."""
+    device(tmp_path, "rdmap16s27", "0x1d0f", "0xefa2", rx_drops=7)
+    (tmp_path / "rdmap16s27/ports/1/hw_counters/retrans_pkts").mkdir()
+    (reading,) = read_efa(3.0, tmp_path)
+    assert reading.values == {"rx_drops": 7.0}
+
+
 def test_interfaces(tmp_path: Path) -> None:
     (tmp_path / "eth0/statistics").mkdir(parents=True)
     (tmp_path / "eth0/statistics/rx_errors").write_text("4\n")
@@ -160,9 +168,9 @@ class Nvml(SimpleNamespace):
         return refuse if name.startswith("nvmlDevice") else name
 
 
-def gpus(**answers: Any) -> Gpus:
+def gpus(nvml: type[Nvml] = Nvml, **answers: Any) -> Gpus:
     return Gpus(
-        Nvml(  # type: ignore[arg-type]
+        nvml(  # type: ignore[arg-type]
             nvmlDeviceGetCount=lambda: 2,
             nvmlDeviceGetHandleByIndex=lambda index: refuse() if index == 0 else f"gpu {index}",
             nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId="00000000:9B:00.0"),
@@ -208,3 +216,14 @@ def test_of_a_gpu_that_is_lost_nothing_else_is_said() -> None:
         nvmlDeviceGetMemoryInfo=lose,
     ).read(5.0)
     assert reading.values == {"lost": 1.0}
+
+
+def test_what_an_older_package_of_nvml_does_not_know_is_left_out() -> None:
+    class Older(Nvml):
+        def __getattr__(self, name: str) -> Any:
+            if name in ("NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", "nvmlDeviceGetRemappedRows"):
+                raise AttributeError(name)
+            return super().__getattr__(name)
+
+    (reading,) = gpus(Older, nvmlDeviceGetPowerUsage=lambda handle: 412_000).read(5.0)
+    assert reading.values == {"lost": 0.0, "power_w": 412.0}

@@ -51,6 +51,14 @@ def test_a_storm_is_cut_short() -> None:
     assert [sign.of for sign in standing.signs] == [str(number) for number in range(MOST)]
 
 
+def test_what_is_decisive_is_heard_in_a_storm() -> None:
+    standing = Standing()
+    standing.take([replace(LINE, of=str(number)) for number in range(MOST)], 0.0)
+    lost = replace(READ, name="gpu_lost", decisive=True)
+    assert standing.take([READ, lost], 5.0)
+    assert standing.signs[MOST:] == [lost]
+
+
 def test_a_sign_goes_to_json_and_back_and_fields_of_other_versions_are_passed_by() -> None:
     sign = replace(LINE, worker="w1", repeated=True, remedy="reboot")
     data = sign.to_json()

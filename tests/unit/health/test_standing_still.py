@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from health.progress import SOON, Place, Standstill, bound_s, find_standstill
 
@@ -15,7 +16,7 @@ def place(phase: str = "forward", in_phase_s: float = 6.0, **changes: object) ->
         mark=7,
         phase=f"phase {phase} of step 3",
         in_phase_s=in_phase_s,
-        bounded=phase != "checkpoint",
+        bound="pace",
         waits=phase == "reduce",
         collectives=40,
         longest_s=0.0,
@@ -27,8 +28,12 @@ def suspects(*replicas: dict[str, Place | None], share: float = 1.0) -> list[str
     return [suspect.worker for suspect in standstill(*replicas, share=share).suspects]
 
 
-def standstill(*replicas: dict[str, Place | None], share: float = 1.0) -> Standstill:
-    return find_standstill(replicas, LEAST_S, STEPS_S, share=share, shared_s=SHARED_S)
+def standstill(
+    *replicas: dict[str, Place | None], share: float = 1.0, single_s: float = inf
+) -> Standstill:
+    return find_standstill(
+        replicas, LEAST_S, STEPS_S, share=share, shared_s=SHARED_S, single_s=single_s
+    )
 
 
 def test_the_one_that_waits_for_nobody_keeps_the_others() -> None:
@@ -51,8 +56,41 @@ def test_a_replica_in_which_one_has_just_moved_is_left_alone() -> None:
     assert suspects({"a": place(in_phase_s=1.0), "b": place()}, {"c": place("reduce")}) == []
 
 
-def test_a_phase_round_the_steps_is_for_other_bounds() -> None:
-    assert suspects({"a": place("reduce")}, {"b": place("checkpoint", 60.0)}) == []
+def test_a_phase_round_the_steps_may_take_long() -> None:
+    waits, saves = place("reduce"), place("checkpoint", 60.0, bound="shared")
+    assert suspects({"a": waits}, {"b": saves}) == []
+    assert suspects({"a": waits}, {"b": replace(saves, in_phase_s=301.0)}) == ["b"]
+    compiles = place("compile", 1e6, bound=None)
+    assert suspects({"a": waits}, {"b": compiles}) == []
+
+
+def test_who_is_done_waits_for_the_others() -> None:
+    """At the end of the run: nobody else would find who hangs in the last evaluation."""
+    done = place("wait", bound=None, waits=True)
+    assert suspects({"a": done}, {"b": place("evaluation")}) == ["b"]
+    new = place("evaluation", bound="shared")
+    assert suspects({"a": done}, {"b": new}) == []
+    assert suspects({"a": done}, {"b": replace(new, in_phase_s=301.0)}) == ["b"]
+    assert not standstill({"a": done}, {"b": done}).all_wait, "they wait for the run's end"
+
+
+def test_while_somebody_comes_the_others_may_take_longer() -> None:
+    """The source of its state may copy that for long, where no step waited for it before."""
+    new, source = place("data", bound="shared"), place("optimizer")
+    assert suspects({"a": source}, {"b": place("reduce")}, {"c": new}) == []
+    later = replace(source, in_phase_s=301.0)
+    assert suspects({"a": later}, {"b": place("reduce")}, {"c": new}) == ["a"]
+
+
+def test_who_comes_back_last_from_what_was_shared_has_its_time() -> None:
+    """A storage answers again, and one replica reads on two seconds after the others."""
+    waits, late = place("reduce"), place("data", in_phase_s=20.0)
+    found = standstill({"a": late}, {"b": late}, {"c": waits})
+    assert found.shared and not found.suspects
+    found = standstill({"a": waits}, {"b": late}, {"c": waits}, single_s=2.0)
+    assert not found.shared and not found.suspects
+    found = standstill({"a": waits}, {"b": late}, {"c": waits}, single_s=LEAST_S + 0.1)
+    assert [suspect.worker for suspect in found.suspects] == ["b"]
 
 
 def test_nobody_is_accused_where_somebody_is_not_heard_of() -> None:

@@ -102,3 +102,20 @@ def test_each_mount_is_asked_now_and_then() -> None:
             assert answered.acquire(timeout=DEADLINE_S)
             wait_until(lambda: bool(watch.look(now_s)[0].values["answered"]), DEADLINE_S)  # noqa: B023
     assert asked == ["/data", "/data"]
+
+
+def test_a_question_that_could_not_be_put_is_put_again(caplog: pytest.LogCaptureFixture) -> None:
+    """As where no process can be started: it says nothing of the mount."""
+    asked: list[str] = []
+
+    def ask(mount: str) -> None:
+        asked.append(mount)
+        if len(asked) == 1:
+            raise BlockingIOError("Resource temporarily unavailable")
+
+    watch = StorageWatch(lambda: ["/data"], ask)
+    watch.look(0.0)
+    wait_until(lambda: bool(watch.look(1.0)[0].values["answered"]), DEADLINE_S)
+    watch.look(EVERY_S)
+    wait_until(lambda: len(asked) == 2, DEADLINE_S)
+    assert "/data is not asked whether it answers: Resource temporarily unavailable" in caplog.text

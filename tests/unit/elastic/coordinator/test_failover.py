@@ -1,4 +1,5 @@
-"""A coordinator started anew decides nothing before it knows what the nodes' memory holds."""
+"""A coordinator started anew decides nothing before it knows what the nodes' memory holds, and ends
+whom the one before it has written off."""
 
 from __future__ import annotations
 
@@ -13,12 +14,16 @@ from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.failover import Failover
 from elastic.coordinator.replay import Replay
 from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.workers import Workers
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
 from elastic.protocol import events
-from elastic.protocol.messages import Build, Identity, Report, Run, Standing
+from elastic.protocol.causes import CRASH
+from elastic.protocol.messages import Build, Death, Identity, Report, Run, Standing
 from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import read_events
+from tests.support.coordinator_desk import Agents
 from trainer.loop.samples import Ledger
 from trainer.parallel.layout import ParallelDims
 
@@ -33,22 +38,15 @@ GROUPS = GroupConfig(
     max_regroups_without_progress=8,
 )
 SPARE = Identity(worker="spare", rank=1, node="n", pid=2)
+WRITTEN_OFF = Identity(worker="written-off", rank=0, node="n", pid=3)
 
 
-class Workers:
-    """Nobody is watched; who is lost is lost at once."""
+class Unwatched(Workers):
+    """No node has an agent."""
 
-    def __init__(self, membership: Membership) -> None:
-        self.membership = membership
-
-    def watch(self, identity: Identity) -> None: ...
-
-    def retire(self, workers: Any, *, dismiss: bool) -> None: ...
-
-    def shun(self, nodes: Any) -> None: ...
-
-    async def lose(self, worker: str, *_: Any) -> None:
-        self.membership.lose(worker)
+    def watch(self, identity: Identity) -> None:
+        """See Workers."""
+        self.started[identity.worker] = identity
 
 
 class SlowSnapshots:
@@ -63,11 +61,11 @@ class SlowSnapshots:
         self.membership.progress.snapshotted(SNAPSHOT)
 
 
-def make_records(root: Path, membership: Membership) -> RunLog:
+def make_config(root: Path) -> CoordinatorConfig:
     started = events.RunStarted(
         time=0.0, name="r", layout={}, steps=STEPS, start_step=0, versions={}
     )
-    config = CoordinatorConfig(
+    return CoordinatorConfig(
         groups=GROUPS,
         paths=RunPaths(root=root),
         prefix="run/",
@@ -80,7 +78,6 @@ def make_records(root: Path, membership: Membership) -> RunLog:
         faults=(),
         ledger=Ledger(seed=0, global_batch=1, lanes=1, samples=1),
     )
-    return RunLog(config, membership)
 
 
 def replayed() -> Replay:
@@ -113,37 +110,77 @@ def report(built: int) -> Report:
     return Report(identity=SPARE, built=built)
 
 
-async def failover(root: Path) -> None:
-    membership = Membership(GROUPS, Progress())
-    records = make_records(root, membership)
-    dispatcher = Dispatcher(membership, records, lambda effects: None)
-    snapshots = SlowSnapshots(membership)
-    workers: Any = Workers(membership)
-    looking: Any = snapshots
-    ready: list[bool] = []
-    work = Failover(
-        replayed(),
-        membership,
-        dispatcher,
-        workers,
-        looking,
-        10.0,
-        lambda: ready.append(dispatcher.ready.is_set()),
-    )
+class Desk:
+    """The coordinator's parts that have to do with it. Nobody is known yet."""
+
+    def __init__(self, root: Path) -> None:
+        config = make_config(root)
+        self.paths = config.paths
+        self.membership = Membership(GROUPS, Progress())
+        self.records = RunLog(config, self.membership)
+        self.dispatcher = Dispatcher(self.membership, self.records, lambda effects: None)
+        self.agents = Agents()
+        agents: Any = self.agents
+        snapshots: Any = None
+        self.workers = Unwatched(
+            config, self.membership, self.dispatcher, self.records, agents, snapshots
+        )
+        self.ready: list[bool] = []
+
+    def failover(self, snapshots: Any = None) -> Failover:
+        return Failover(
+            replayed(),
+            self.membership,
+            self.dispatcher,
+            self.workers,
+            snapshots,
+            10.0,
+            lambda: self.ready.append(self.dispatcher.ready.is_set()),
+        )
+
+
+async def go_back_to_the_snapshot(desk: Desk) -> None:
+    snapshots = SlowSnapshots(desk.membership)
+    work, dispatcher = desk.failover(snapshots), desk.dispatcher
     await work.hear(Standing(identity=SPARE))
     await snapshots.asked.wait()
     await dispatcher.tell()
     assert not dispatcher.ready.is_set(), "all workers have spoken, the nodes have not"
     snapshots.answer.set()
     await dispatcher.ready.wait()
-    assert ready == [True]
+    assert desk.ready == [True]
     build = await dispatcher.join(report(built=0))
     assert isinstance(build, Build)
     run = await dispatcher.join(report(built=build.formed))
     assert isinstance(run, Run)
     assert (run.restore, run.step, run.source) == (True, SNAPSHOT, "memory")
-    records.end("interrupted", None)
 
 
 def test_the_run_goes_back_to_the_snapshot_and_not_to_its_seed(tmp_path: Path) -> None:
-    asyncio.run(failover(tmp_path))
+    desk = Desk(tmp_path)
+    asyncio.run(go_back_to_the_snapshot(desk))
+    desk.records.end("interrupted", None)
+
+
+async def expel_one_that_dies(desk: Desk) -> None:
+    work = desk.failover()
+    await work.hear(Standing(identity=WRITTEN_OFF))
+    death = Death(worker=WRITTEN_OFF.worker, cause=CRASH, detail="process 3 ended")
+    await work.count_dead([death])
+    lost = asyncio.create_task(desk.workers.lose_all([death]))
+    await asyncio.sleep(0)  # it waits until the run is known
+    await work.hear(Standing(identity=SPARE))
+    await desk.dispatcher.ready.wait()
+    await lost
+    assert desk.ready == [True]
+    while not desk.agents.killed:
+        await asyncio.sleep(0)
+
+
+def test_one_that_was_written_off_may_die_before_it_is_ended(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    asyncio.run(expel_one_that_dies(desk))
+    assert desk.membership.stopped is None and desk.agents.killed == [WRITTEN_OFF.worker]
+    happened = read_events(desk.paths.events)
+    assert not any(isinstance(e, events.WorkerLost) for e in happened), "it is lost once"
+    desk.records.end("interrupted", None)

@@ -13,7 +13,9 @@ import pytest
 
 from elastic.coordinator.link_tests import LinkTests
 from elastic.protocol import events
+from elastic.protocol.causes import entry_of
 from elastic.protocol.messages import Identity, LinkTest
+from health.suspects import SUSPECT
 from tests.support.coordinator_desk import CoordinatorDesk
 
 ALL_GOOD: dict[str, dict[int, int]] = {"a": {}, "b": {}, "c": {}}
@@ -60,6 +62,17 @@ def test_the_one_in_common_is_lost_with_the_evidence(tmp_path: Path) -> None:
     assert (lost.worker, lost.cause, desk.agents.killed) == ("b", "link", ["b"])
     assert "a (node A) to b (node B): 64 of 1,000 bytes in 10 s" in lost.detail
     assert desk.membership.call == "fault"
+
+
+def test_where_the_other_end_may_be_bad_as_well_the_machine_is_not_suspect_at_once(
+    tmp_path: Path,
+) -> None:
+    """It gets no worker any more all the same: the run must go on."""
+    desk = Desk(tmp_path)
+    asyncio.run(desk.tell({"a": {1: 64}, "b": {0: 64}, "c": {}}))
+    (lost,) = desk.happened(events.WorkerLost)
+    assert (lost.worker, lost.cause, desk.workers.shunned_nodes) == ("b", "path", {"B"})
+    assert 0 < entry_of(lost.cause).against_machine < SUSPECT
 
 
 def test_nobody_is_lost_before_all_have_told(tmp_path: Path) -> None:

@@ -66,18 +66,33 @@ class Reboots(RayProvider):
         return "it was rebooted"
 
 
+class Refuses(RayProvider):
+    """It may replace nothing."""
+
+    def replace(self, node: NodeIdentity, machine: str, reason: str) -> str:
+        raise PermissionError("no rights")
+
+
 class Desk(CoordinatorDesk):
     """Workers a, b and c of a roster on nodes A, B and C, and `spares` on those that they are named
     after."""
 
     def __init__(
-        self, root: Path, *, spares: Sequence[str] = (), tells: bool = False, reboots: bool = False
+        self,
+        root: Path,
+        *,
+        spares: Sequence[str] = (),
+        tells: bool = False,
+        reboots: bool = False,
+        refuses: bool = False,
     ) -> None:
         root.mkdir(parents=True, exist_ok=True)
         super().__init__(root / "run", spares=spares)
         self.ended: list[str] = []
         self.file = SuspectFile(root)
         self.provider = Reboots(self.ended) if reboots else RayProvider(self.ended.append)
+        if refuses:
+            self.provider = Refuses(self.ended.append)
         aside = Aside(self.membership, self.dispatcher)
         self.replacements = Replacements(
             self.config,
@@ -250,6 +265,50 @@ def test_a_weak_reading_acts_when_it_comes_again(tmp_path: Path) -> None:
     desk.run(story)
 
 
+def test_a_loss_elsewhere_is_no_second_alarm_of_a_weak_reading(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        desk.shows("B", ECC)
+        await desk.settle()
+        await desk.lose("a")
+        await desk.until_met(("new_process", "taken"))
+        await desk.settle()
+
+    desk.run(story)
+    (one,) = desk.met()
+    assert one.cause == "crash" and not desk.happened(events.NodeReplacement)
+
+
+def test_what_stands_and_was_met_is_not_met_again_for_a_loss_elsewhere(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        desk.shows("B", replace(GPU_LOST, remedy="new_process"))
+        await desk.until_met(("new_process", "taken"))
+        await desk.lose("a")
+        await desk.settle()
+
+    desk.run(story)
+    assert [one.cause for one in desk.met()] == ["gpu_error", "crash"]
+
+
+def test_a_loss_that_a_standing_reading_explains_is_met_though_that_was_met(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, tells=True)
+
+    async def story() -> None:
+        desk.shows("B", replace(GPU_LOST, remedy="new_process"))
+        await desk.until_met(("new_process", "told"))
+        await desk.lose("b")
+        await desk.settle()
+
+    desk.run(story)
+    assert [(one.cause, one.workers) for one in desk.met()] == [
+        ("gpu_error", []),
+        ("gpu_error", ["b"]),
+    ]
+
+
 def test_two_sources_that_agree_act(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
 
@@ -312,6 +371,54 @@ def test_a_loss_that_makes_its_machine_suspect_by_itself_is_met_by_that(tmp_path
 
     desk.run(story)
     assert desk.met() == [] and desk.ended == ["B"]
+
+
+def test_where_nothing_is_replaced_all_that_is_due_is_told(tmp_path: Path) -> None:
+    """Also what happens on a machine that is suspect."""
+    desk = Desk(tmp_path, tells=True)
+
+    async def story() -> None:
+        desk.shows("B", GPU_LOST)
+        await desk.until_replaced("told")
+        await desk.lose("b")
+        _, second = await desk.until_met(("reboot", "told"), ("reboot", "told"))
+        assert second.workers == ["b"]
+
+    desk.run(story)
+
+
+def test_a_machine_that_could_not_be_replaced_stays_on_the_ladder(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, spares=("d", "d2"), refuses=True)
+
+    async def story() -> None:
+        desk.shows("D", GPU_LOST)
+        await desk.until_replaced("begun", "failed")
+        await desk.lose("d", cause=USER_ERROR)
+        await desk.until_met(("reboot", "taken"), ("new_process", "taken"))
+        desk.shows("D", GPU_LOST, replace(GPU_LOST, name="disk_lost", cause="node"))
+        *_, last = await desk.until_met(
+            ("reboot", "taken"), ("new_process", "taken"), ("reboot", "held_back")
+        )
+        assert last.detail == "m-D was not replaced: PermissionError: no rights"
+        assert not last.tried
+
+    desk.run(story)
+
+
+def test_one_machine_that_is_being_replaced_keeps_no_other_from_its_remedy(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    both = Verdict(cause="hang", workers=("b", "c"), evidence=("they wait",), confidence="likely")
+
+    async def story() -> None:
+        desk.shows("B", GPU_LOST)
+        await desk.until_replaced("begun")
+        await desk.remedies.meet(replace(both, workers=("b",)))
+        assert desk.steps() == [("reboot", "taken")], "the machine is seen to already"
+        await desk.remedies.meet(both)
+        assert desk.steps()[1:] == [("new_process", "taken")]
+        assert {"b", "c"} <= desk.membership.places.retired
+
+    desk.run(story)
 
 
 def test_losses_of_spares_are_no_tries(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,14 @@ class Desk(CoordinatorDesk):
         *,
         provider: NodeProvider | None = None,
         per_hour: int = 4,
+        begun: Sequence[float] = (),
         head: str = "",
+        gone: str = "",
         tells: bool = False,
     ) -> None:
         root.mkdir(parents=True, exist_ok=True)
         super().__init__(root / "run", health=HealthConfig(max_replacements_per_hour=per_hour))
+        self._head, self._gone = head, gone
         self.ended: list[str] = []
         self.drained: list[str] = []
         self.file = SuspectFile(root)
@@ -67,12 +70,17 @@ class Desk(CoordinatorDesk):
             self.workers,
             self.records,
             self.aside,
+            begun=begun,
             provider=provider or (None if tells else RayProvider(self.ended.append)),
-            find=lambda node: NodeIdentity(
-                node=node, address="10.0.0.1", instance=f"m-{node}", head=node == head
-            ),
+            find=self._find,
             drain=lambda node, deadline_s, reason: self.drained.append(node),
         )
+
+    def _find(self, node: str) -> NodeIdentity:
+        if node == self._gone:
+            raise LookupError(f"Ray knows no node {node}")
+        head = node == self._head
+        return NodeIdentity(node=node, address="10.0.0.1", instance=f"m-{node}", head=head)
 
     def run(self, story: Callable[[], Awaitable[None]]) -> None:
         async def tell() -> None:
@@ -198,15 +206,29 @@ def test_what_is_settled_holds_nobody_back_after_a_while(
     assert desk.ended == ["B", "C"]
 
 
+def test_one_that_was_replaced_counts_on_from_then_however_long_it_was_held_back(
+    tmp_path: Path,
+) -> None:
+    desk = Desk(tmp_path)
+    now = time.time()
+    past: list[tuple[events.ReplacementOutcome, float]]
+    past = [("held_back", 2000.0), ("begun", 300.0), ("replaced", 100.0)]
+    desk.replacements.replay(
+        events.NodeReplacement(
+            time=now - ago_s, node="Z", machine="m-Z", outcome=one, reason="", detail=""
+        )
+        for one, ago_s in past
+    )
+
+    async def story() -> None:
+        await desk.lose("b")
+        await desk.outcomes("held_back")
+
+    desk.run(story)
+
+
 def test_no_more_than_so_many_an_hour(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, per_hour=1)
-    begun = events.NodeReplacement(
-        time=time.time() - 1800, node="Z", machine="m-Z", outcome="begun", reason="", detail=""
-    )
-    done = events.NodeReplacement(
-        time=time.time() - 1700, node="Z", machine="m-Z", outcome="replaced", reason="", detail=""
-    )
-    desk.replacements.replay([begun, done])
+    desk = Desk(tmp_path, per_hour=1, begun=(time.time() - 1800,))
 
     async def story() -> None:
         desk.replacements.begin()
@@ -216,6 +238,26 @@ def test_no_more_than_so_many_an_hour(tmp_path: Path) -> None:
 
     desk.run(story)
     assert desk.ended == []
+
+
+def test_what_waits_for_capacity_is_not_held_back_by_its_own_beginning(tmp_path: Path) -> None:
+    """Nor does it begin a second time, after the coordinator was started anew."""
+    now = time.time()
+    desk = Desk(tmp_path, per_hour=1, begun=(now,))
+    desk.replacements.replay(
+        events.NodeReplacement(
+            time=now, node="B", machine="m-B", outcome=one, reason="link: r", detail=""
+        )
+        for one in ("begun", "held_back")
+    )
+
+    async def story() -> None:
+        desk.replacements.begin()
+        await desk.lose("b", cause=CRASH)
+        await desk.outcomes("replaced")
+
+    desk.run(story)
+    assert desk.ended == ["B"]
 
 
 def test_a_machine_is_not_ended_while_a_worker_has_a_place_there(tmp_path: Path) -> None:
@@ -258,6 +300,7 @@ class Scarce:
 
     def __init__(self, *errors: Exception) -> None:
         self.errors, self.asked = list(errors), 0
+        self.replaced: list[str] = []
 
     def machine_of(self, node: NodeIdentity) -> str:
         return node.name
@@ -266,6 +309,7 @@ class Scarce:
         self.asked += 1
         if self.errors:
             raise self.errors.pop(0)
+        self.replaced.append(machine)
         return "done"
 
     def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
@@ -382,6 +426,31 @@ def test_a_coordinator_that_is_started_anew_goes_on(
 
     desk.run(story)
     assert desk.ended == ["B"]
+
+
+@pytest.mark.parametrize("gone", ["", "B"])
+@pytest.mark.parametrize("outcome", ["begun", "held_back"])
+def test_after_a_restart_the_machine_is_the_one_that_was_known(
+    tmp_path: Path, outcome: events.ReplacementOutcome, gone: str
+) -> None:
+    """It may have ended since, with the coordinator on it, and its address may be another's."""
+    provider = Forgetful(99)
+    desk = Desk(tmp_path, provider=provider, gone=gone)
+    before = events.NodeReplacement(
+        time=time.time(), node="B", machine="i-B", outcome=outcome, reason="link: r", detail=""
+    )
+    desk.file.add("i-B", mark())
+    desk.replacements.replay([before])
+
+    async def story() -> None:
+        desk.replacements.begin()
+        await desk.lose("b", cause=CRASH)
+        expected = ["replaced"] if outcome == "begun" else ["begun", "replaced"]
+        *_, done = await desk.outcomes(*expected)
+        assert (done.node, done.machine) == ("B", "i-B")
+
+    desk.run(story)
+    assert provider.replaced == ["i-B"] and desk.file.read() == {}
 
 
 def test_nothing_is_done_before_a_coordinator_started_anew_knows_who_has_a_place(

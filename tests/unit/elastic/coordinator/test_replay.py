@@ -3,11 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from elastic.coordinator.replay import replay
+from elastic.coordinator.replay import Replay, replacements_begun, replay
 from elastic.protocol import events
-from elastic.protocol.causes import CRASH, LINK, Cause
+from elastic.protocol.causes import CRASH, LINK, PATH, Cause
 from elastic.protocol.run_paths import RunPaths
-from elastic.reporting.event_log import EventLog
+from elastic.reporting.event_log import EventLog, read_events, read_start
 from health.verdict import Step
 from trainer.loop.samples import Skip
 
@@ -61,6 +61,12 @@ def write(root: Path, happened: list[events.Event], steps: list[events.StepRecor
     return paths
 
 
+def replay_of(paths: RunPaths, start_step: int) -> Replay:
+    """Of the last start in the records."""
+    begun = [e.time for e in read_events(paths.events) if isinstance(e, events.RunStarted)]
+    return replay(paths, read_start(paths.events, begun[-1]), start_step)
+
+
 def test_the_present_start_counts(tmp_path: Path) -> None:
     before = [started(0.0), joined("old"), regrouped(1.0, 1, 0, "start")]
     drain = events.Draining(time=3.0, workers=["b", "c"], node="n-b", reason="", deadline_s=None)
@@ -68,16 +74,16 @@ def test_the_present_start_counts(tmp_path: Path) -> None:
     forming = events.ReplicaForming(time=3.0, formed=4, replica=0, workers=["a"])
     fault = events.FaultFired(time=3.0, fault="kill@3:1", step=3, worker="c")
     now = [started(2.0, 2), joined("a"), joined("b"), joined("c")]
-    now += [forming, drain, leave, fault, lost("c"), lost("d", LINK)]
+    now += [forming, drain, leave, fault, lost("c"), lost("d", LINK), lost("e", PATH)]
     now += [met("other_seat", "taken"), met("other_seat", "told"), met("new_process", "taken")]
     rosters = [regrouped(4.0, 2, 2, "restore"), regrouped(5.0, 3, 4, "repeat")]
     steps = [step(0, 1, 1.1), step(1, 1, 1.2), step(2, 2, 4.1), step(3, 2, 4.2), step(4, 3, 5.1)]
-    known = replay(write(tmp_path, [*before, *now, *rosters], steps), 2)
+    known = replay_of(write(tmp_path, [*before, *now, *rosters], steps), 2)
     assert known.started == 3
     assert known.workers.keys() == {"a", "b"} and known.workers["a"].node == "n-a"
     assert known.draining == {"b"} and known.draining_nodes == {"n-b"}
     assert known.leaving == {"a"}
-    assert known.shunned_nodes == {"n-d", "n-b", "other_seat taken"}
+    assert known.shunned_nodes == {"n-d", "n-e", "n-b", "other_seat taken"}
     assert (known.generation, known.restored, known.formations) == (3, 2, 4)
     assert known.began == 4
     assert known.recorded == 5 and known.fired == ("kill@3:1",)
@@ -89,15 +95,16 @@ def test_what_became_of_suspect_machines_in_this_start(tmp_path: Path) -> None:
             time=1.0, node="n", machine="m", outcome=outcome, reason="", detail=""
         )
 
-    happened = [started(0.0), told("failed"), started(0.5), told("held_back"), told("begun")]
-    known = replay(write(tmp_path, happened, []), 0)
-    assert known.replacements == (told("held_back"), told("begun"))
+    before = [started(0.0), told("begun"), told("failed")]
+    paths = write(tmp_path, [*before, started(0.5), told("held_back"), told("begun")], [])
+    assert replay_of(paths, 0).replacements == (told("held_back"), told("begun"))
+    assert replacements_begun(paths) == [1.0, 1.0], "an hour has room for so many, at any start"
 
 
 def test_steps_that_were_given_up_do_not_count(tmp_path: Path) -> None:
     steps = [step(n, 1, 1.0 + n) for n in range(6)]
     rosters = [regrouped(0.5, 1, 0, "start"), regrouped(9.0, 2, 4, "restore")]
-    known = replay(write(tmp_path, [started(0.0), *rosters], steps), 0)
+    known = replay_of(write(tmp_path, [started(0.0), *rosters], steps), 0)
     assert known.recorded == 4
 
 
@@ -105,23 +112,23 @@ def test_a_start_that_went_back_behind_its_first_step(tmp_path: Path) -> None:
     """The checkpoint that it was to go on from was damaged."""
     steps = [*(step(n, 1, 1.0 + n) for n in range(6)), step(4, 3, 9.1)]
     rosters = [regrouped(8.0, 2, 6, "start"), regrouped(9.0, 3, 4, "restore")]
-    known = replay(write(tmp_path, [started(7.0, 6), *rosters], steps), 6)
+    known = replay_of(write(tmp_path, [started(7.0, 6), *rosters], steps), 6)
     assert (known.recorded, known.restored) == (5, 3)
 
 
 def test_a_run_that_was_asked_to_end(tmp_path: Path) -> None:
     asked = events.StopRequested(time=2.0, reason="SIGINT")
     happened = [started(0.0), regrouped(1.0, 1, 0, "start"), asked]
-    known = replay(write(tmp_path, happened, []), 0)
+    known = replay_of(write(tmp_path, happened, []), 0)
     assert (known.winding_down, known.until) == (True, None), "no roster knows of it yet"
-    known = replay(write(tmp_path, [regrouped(3.0, 2, 4, "boundary")], []), 0)
+    known = replay_of(write(tmp_path, [regrouped(3.0, 2, 4, "boundary")], []), 0)
     assert (known.winding_down, known.until) == (True, 4)
-    known = replay(write(tmp_path, [started(9.0, 4)], []), 4)
+    known = replay_of(write(tmp_path, [started(9.0, 4)], []), 4)
     assert (known.winding_down, known.until) == (False, None), "it was continued since"
 
 
 def test_before_the_first_roster_there_is_nothing(tmp_path: Path) -> None:
-    known = replay(write(tmp_path, [started(0.0, 7), joined("a")], []), 7)
+    known = replay_of(write(tmp_path, [started(0.0, 7), joined("a")], []), 7)
     assert (known.generation, known.recorded, known.formations) == (0, 7, 0)
 
 
@@ -133,8 +140,8 @@ def test_what_was_given_up_and_passed_over(tmp_path: Path) -> None:
 
     earlier = [started(0.0), back(2, [1, 1])]  # the manifest that the next start read has these
     happened = [*earlier, started(0.5), back(4, [6, 50]), regrouped(2.0, 2, 4, "restore")]
-    known = replay(write(tmp_path / "done", happened, []), 0)
+    known = replay_of(write(tmp_path / "done", happened, []), 0)
     assert (known.skips, known.going_back) == ((Skip(6, 50),), None)
     happened += [back(4, []), back(3, [7, 50]), regrouped(3.0, 3, 8, "repeat")]
-    known = replay(write(tmp_path / "pending", happened, []), 0)
+    known = replay_of(write(tmp_path / "pending", happened, []), 0)
     assert (known.skips, known.going_back) == ((Skip(6, 50), Skip(7, 50)), 3)

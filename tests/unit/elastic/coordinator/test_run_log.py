@@ -1,4 +1,4 @@
-"""When those who were called are noted as gathered: small runs, played by hand."""
+"""Small runs, played by hand: when those who were called are noted as gathered; the run's end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from elastic.coordinator import dispatcher as dispatcher
 from elastic.coordinator import run_log
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
-from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.run_log import RunLog, decide_equal
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
 from elastic.protocol import events
-from elastic.protocol.messages import Answer, Build, Identity, Report, Run
+from elastic.protocol.messages import Answer, Build, Identity, Report, Run, Stop
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
 from trainer.config import TrainConfig
@@ -240,3 +240,94 @@ def test_a_run_that_ends_gathers_nobody(tmp_path: Path, clock: list[Desk]) -> No
 
     asyncio.run(play())
     assert desk.regroups() == [("regroup_called", 101.0, 2)]
+
+
+def test_nothing_follows_the_end_of_a_run(tmp_path: Path, clock: list[Desk]) -> None:
+    """Not what its coordinator is told meanwhile, nor one that is started anew."""
+    desk = desk_of(clock, tmp_path, replicas=1)
+    desk.records.begin([])
+    desk.records.end("failed", "too many crashes")
+    happened = read_events(desk.paths.events)
+    desk.records.note(events.StopRequested(time=1.0, reason="SIGINT"))
+    desk.records.end("finished", None)
+    anew = Desk(tmp_path, replicas=1)
+    anew.records.begin(happened)
+    anew.records.end("finished", None)
+    assert read_events(desk.paths.events) == happened
+    assert anew.membership.stopped == Stop(error="too many crashes")
+
+
+def test_a_run_begins_once_and_its_coordinator_each_time(tmp_path: Path, clock: list[Desk]) -> None:
+    desk = desk_of(clock, tmp_path, replicas=1)
+    desk.records.begin([])
+    begun = read_events(desk.paths.events)
+    assert [e.kind for e in begun] == ["run_started", "coordinator_started"]
+    desk.records.begin(begun)
+    assert [e.kind for e in read_events(desk.paths.events)][2:] == ["coordinator_started"]
+
+
+@pytest.mark.parametrize(
+    ("digests", "replicas", "equal"),
+    [
+        ({}, 2, None),
+        ({"0": {"a": "x"}}, 2, None),
+        ({"0": {"a": "x"}}, 1, None),  # it has nobody to be compared with
+        ({"0": {"a": "x", "b": "x"}}, 2, None),  # the other slot's may differ
+        ({"0": {"a": "x", "b": "x"}, "1": {"c": "y"}}, 2, None),
+        ({"0": {"a": "x", "b": "x"}, "1": {"c": "y", "d": "y"}}, 3, None),
+        ({"0": {"a": "x", "b": "x"}, "1": {"c": "y", "d": "y"}}, 2, True),
+        ({"0": {"a": "x", "b": "x"}, "1": {"c": "y", "d": "y"}}, 1, True),  # one has just healed
+        ({"0": {"a": "x", "b": "z"}}, 3, False),
+    ],
+)
+def test_replicas_are_equal_where_all_have_shown_it(
+    digests: dict[str, dict[str, str]], replicas: int, equal: bool | None
+) -> None:
+    assert decide_equal(digests, slots=2, replicas=replicas) is equal
+
+
+def compared(desk: Desk) -> list[bool]:
+    found = read_events(desk.paths.events)
+    return [e.equal for e in found if isinstance(e, events.ReplicasCompared)]
+
+
+def test_the_last_states_are_compared_in_the_newest_roster(
+    tmp_path: Path, clock: list[Desk]
+) -> None:
+    desk = desk_of(clock, tmp_path, replicas=2)
+
+    async def play() -> None:
+        await desk.start()
+        assert desk.records.compare("w0", 1, "shard 0", "x")
+        await desk.lose("w1", at=101.0)
+        await desk.join("w0", at=101.5, step=STEPS - 1)
+
+    asyncio.run(play())
+    assert desk.records.compare("w1", 1, "shard 0", "of a roster before")
+    assert desk.records.compare("w0", 2, "shard 0", "x")
+    assert compared(desk) == [], "one alone is equal to nobody"
+
+
+def test_the_last_states_are_noted_once_all_are_known(tmp_path: Path, clock: list[Desk]) -> None:
+    desk = desk_of(clock, tmp_path, replicas=2)
+    asyncio.run(desk.start())
+    for _ in range(2):  # an answer may be lost
+        assert desk.records.compare("w0", 1, "shard 0", "x")
+    assert compared(desk) == []
+    for _ in range(2):
+        assert desk.records.compare("w1", 1, "shard 0", "x")
+    assert compared(desk) == [True]
+    assert not desk.records.compare("w1", 1, "shard 0", "y")
+    assert compared(desk) == [True, False]
+
+
+@pytest.mark.parametrize(("saved", "outcome"), [(STEPS - 1, "stopped"), (STEPS, "finished")])
+def test_a_run_that_was_asked_to_stop_in_its_last_step_is_finished(
+    tmp_path: Path, clock: list[Desk], saved: int, outcome: str
+) -> None:
+    desk = desk_of(clock, tmp_path, replicas=1)
+    desk.membership.wind_down()
+    desk.membership.progress.checkpointed(saved)
+    desk.records.end("finished", None)
+    ended = read_events(desk.paths.events)[-1]
+    assert isinstance(ended, events.RunEnded) and ended.outcome == outcome

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from elastic.coordinator import standstill
 from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.standstill import StandstillWatch
 from elastic.protocol import events
@@ -25,7 +27,7 @@ WAITS = Place(
     mark=9,
     phase="phase reduce of step 5",
     in_phase_s=5.0,
-    bounded=True,
+    bound="pace",
     waits=True,
     collectives=0,
     longest_s=0.0,
@@ -45,7 +47,11 @@ class Agents:
         return self.known
 
     async def evidence(self, identities: Iterable[Identity]) -> dict[str, Evidence]:
+        self.on_evidence()
         return {}
+
+    def on_evidence(self) -> None:
+        pass
 
     async def try_links(self, nodes: Iterable[str], bound_s: float) -> dict[tuple[str, str], int]:
         self.tests += 1
@@ -55,12 +61,12 @@ class Agents:
 class Desk(CoordinatorDesk):
     """The one with a watch, over the rosters of a coordinator that has seen some steps."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, least_s: float = LEAST_S) -> None:
         super().__init__(root)
         self.doors = Agents()
         agents: Any = self.doors
         self.watch = StandstillWatch(
-            LEAST_S,
+            least_s,
             PATIENCE_S,
             self.paths.incidents,
             self.membership,
@@ -70,7 +76,7 @@ class Desk(CoordinatorDesk):
             LinkTests(self.membership, self.workers, agents, self.records),
             self._cross_lost,
         )
-        self.regroups = 0
+        self.regroups = self.moves = 0
 
     async def _cross_lost(self, generation: int, reason: str) -> None:
         self.regroups += 1
@@ -133,6 +139,48 @@ def test_before_some_steps_are_known_nobody_is_accused(tmp_path: Path) -> None:
         return await desk.killed(5 * LEAST_S)
 
     assert asyncio.run(run()) == []
+
+
+def test_whoever_moves_while_evidence_is_taken_is_left_alone(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+
+    def move() -> None:
+        desk.doors.known["b"] = replace(LOOPS, mark=LOOPS.mark + desk.moves)
+        desk.moves += 1
+
+    desk.doors.on_evidence = move  # type: ignore[method-assign]
+    asyncio.run(desk.stand_still(5 * LEAST_S))
+    assert desk.moves > 1 and not desk.agents.killed
+
+
+def test_a_storage_that_hangs_does_not_hold_up_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(standstill, "keep_evidence", lambda *_, **__: over.wait(PATIENCE_S))
+    desk = Desk(tmp_path)
+
+    async def run() -> None:
+        await desk.stand_still(PATIENCE_S)
+        over.set()
+
+    asyncio.run(run())
+    assert desk.agents.killed == ["b"]
+
+
+def test_who_comes_back_last_from_what_was_shared_is_not_killed_at_once(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, least_s := 2.0)
+    desk.doors.known |= {"a": LOOPS}
+
+    async def run() -> float:
+        desk.watch.committed(desk.steps(5))
+        assert await desk.killed(least_s + 1.0) == [], "most stand still"
+        desk.doors.known["a"] = WAITS
+        begun = time.monotonic()
+        assert await desk.killed(PATIENCE_S) == ["b"]
+        return time.monotonic() - begun
+
+    assert asyncio.run(run()) > least_s - 0.5
 
 
 NODES = {"a": "A", "b": "B", "c": "C", "d": "D"}

@@ -367,14 +367,36 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert str(tmp_path) in disks["result"]
 
 
-def test_gpus_that_a_container_was_not_given_have_not_gone(tmp_path: Path) -> None:
-    """Without NVIDIA's runtime hook, as with CDI, nothing hides the driver's list from it."""
+def driver_with_eight(root: Path) -> None:
     for minor in range(8):
-        about = tmp_path / f"proc/driver/nvidia/gpus/0000:{0x53 + minor:02x}:00.0/information"
+        about = root / f"proc/driver/nvidia/gpus/0000:{0x53 + minor:02x}:00.0/information"
         about.parent.mkdir(parents=True)
         about.write_text(f"Model: \t NVIDIA H100\nDevice Minor: \t {minor}\nGPU Excluded:\t No\n")
-    (tmp_path / "dev").mkdir()
+    (root / "dev").mkdir()
+
+
+def test_gpus_that_a_container_was_not_given_have_not_gone(tmp_path: Path) -> None:
+    """Without NVIDIA's runtime hook, as with CDI, nothing hides the driver's list from it."""
+    driver_with_eight(tmp_path)
     for name in ("nvidia2", "nvidia5", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
     assert count_given(tmp_path) == 2
     assert count_given(tmp_path / "nothing") == 0
+
+
+_WRITE_ONLY = Path("/sys/bus/cpu/drivers_probe")
+"""Nobody may read it, root neither."""
+
+
+@pytest.mark.skipif(not _WRITE_ONLY.exists(), reason="no such file in this sysfs")
+def test_gpus_that_a_cgroup_lets_nobody_open_have_not_gone(tmp_path: Path) -> None:
+    """Their files are there. One that was given and answers no more is counted."""
+    driver_with_eight(tmp_path)
+    for minor in range(8):
+        (tmp_path / f"dev/nvidia{minor}").symlink_to(_WRITE_ONLY)
+    assert count_given(tmp_path) == 0
+    for minor in (2, 5):
+        (tmp_path / f"dev/nvidia{minor}").unlink()
+    (tmp_path / "dev/nvidia2").touch()
+    (tmp_path / "dev/nvidia5").symlink_to("nvidia5")  # opening it fails for another reason
+    assert count_given(tmp_path) == 2

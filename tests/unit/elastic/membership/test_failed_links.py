@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from elastic.membership.links import (
     FailedLink,
+    between_two,
     describe,
     find_culprits,
     find_failed,
@@ -104,6 +105,26 @@ def test_a_follower_goes_before_a_whole_replica() -> None:
     there = roster("a b", "c d", remnant="e -")
     nodes = on("A: a", "B: b", "C: c", "D: d", "E: e")
     assert find_culprits(links("c e"), there, nodes) == {"e"}
+
+
+@pytest.mark.parametrize(
+    ("failed", "nodes", "expected"),
+    [
+        (("a b", "b a"), APART, "b"),
+        (("a c", "b c"), on("N: a b", "M: c"), "c"),  # two replicas of one machine
+        (("a b", "a c"), APART, ""),
+        (("a b", "c d"), APART, "b d"),
+        # What another culprit explains speaks against nobody else.
+        (("a b", "a c", "a d", "b c"), APART, "c"),
+        (("a b",), on("N: a b"), ""),
+    ],
+)
+def test_where_either_end_explains_all_it_is_told_from_a_machine_that_fails_with_several(
+    failed: tuple[str, ...], nodes: dict[str, str], expected: str
+) -> None:
+    there = links(*failed)
+    culprits = find_culprits(there, roster("a", "b", "c", "d"), nodes)
+    assert between_two(culprits, there, nodes) == set(expected.split())
 
 
 @given(

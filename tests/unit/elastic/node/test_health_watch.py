@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.node import health_watch
 from elastic.node.health_watch import SAMPLE_S, HealthWatch, own_names, start_health_watch
 from health.heartbeat import Record
 from health.kernel_log import KMSG
@@ -96,15 +97,36 @@ def test_a_line_of_a_workers_output_is_told_of(idle: WorkerState, tmp_path: Path
     assert (sign.source, sign.worker, sign.node, sign.at_s) == ("log", "w1", "n1", 5005.0)
 
 
-def test_it_looks_on_a_thread_that_holds_nobody_up() -> None:
-    asked = threading.Event()
+def test_an_instrument_that_fails_leaves_the_others_and_is_told_of_once(
+    idle: WorkerState, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(at_s: float) -> list[Reading]:
+        raise ValueError("the device answers no more")
+
+    monkeypatch.setattr(health_watch, "read_efa", fail)
+    watch, told = told_of(idle)
+    for look in range(8):
+        watch.look(1000 + look * SAMPLE_S, 0.0)
+    assert about(told, "w1")[-1] == {"idle"}
+    assert capfd.readouterr().err.count("ValueError: the device answers no more\n") == 1
+
+
+def test_it_looks_on_a_thread_that_holds_nobody_up_and_goes_on_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(health_watch, "SAMPLE_S", 0.01)
+    asked: list[int] = []
+    again = threading.Event()
 
     def states() -> list[WorkerState]:
-        asked.set()
-        raise OSError("this ends the thread, and no more")
+        asked.append(1)
+        if len(asked) == 1:
+            raise OSError("this ends one look, and no more")
+        again.set()
+        raise SystemExit  # and this the thread
 
     start_health_watch("n1", states, lambda signs: None, lambda readings: None)
-    assert asked.wait(30)
+    assert again.wait(30)
 
 
 def test_a_machine_has_a_name() -> None:

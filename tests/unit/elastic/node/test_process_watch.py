@@ -201,10 +201,10 @@ heartbeat.mark(7, forward)
 """
     process, fd = start(step_by_step(steps))
     watch.watch("w0", process.pid, fd)
-    assert not watch.places()["w0"].bounded  # type: ignore[union-attr]
+    assert watch.places()["w0"].bound == "shared"  # type: ignore[union-attr]
     now = place_after(watch, process)
     assert (now.mark, now.phase) == (6, "phase forward of step 7")
-    assert now.bounded and not now.waits
+    assert now.bound == "pace" and not now.waits
     # The stay in step 6: not that in step 5, the wait, or what was left.
     assert 1.0 < now.longest_s < 1.9
 
@@ -223,12 +223,12 @@ heartbeat.mark(5, {last}); time.sleep(1.0)
         watch.watch(last, process.pid, fd)
         found.append(place_after(watch, process, last))
     evaluates, saves = found
-    assert evaluates.bounded and not evaluates.waits
+    assert evaluates.bound == "pace" and not evaluates.waits
     assert 1.2 < evaluates.longest_s < 2.0
-    assert not saves.bounded and saves.longest_s == 0.0
+    assert saves.bound == "shared" and saves.longest_s == 0.0
     process, fd = start(step_by_step("heartbeat.mark(5, evaluation); time.sleep(0.5)"))
     watch.watch("new", process.pid, fd)
-    assert not place_after(watch, process, "new").bounded
+    assert place_after(watch, process, "new").bound == "shared"
 
 
 def test_a_worker_that_has_long_worked_counts_at_once(start: Start) -> None:
@@ -243,7 +243,7 @@ def test_a_worker_that_has_long_worked_counts_at_once(start: Start) -> None:
     watch = ProcessWatch(DEADLINE_S)
     watch.watch("w0", process.pid, fd)
     found = watch.places()["w0"]
-    assert found is not None and found.bounded
+    assert found is not None and found.bound == "pace"
 
 
 def test_time_without_a_core_is_not_counted(start: Start) -> None:

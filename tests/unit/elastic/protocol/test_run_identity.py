@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,10 @@ from checkpointing import (
     load_manifest,
     open_store,
     retire,
+    set_aside,
     verify_checkpoint,
 )
-from elastic.driver.resume import check_found, find_origin, set_others_aside
+from elastic.driver.resume import Origin, check_found, find_origin, set_others_aside
 from elastic.protocol.events import CheckpointCommitted, Event, RegroupDone, WentBack
 from elastic.protocol.run_identity import (
     RunIdentity,
@@ -39,6 +41,10 @@ from elastic.worker.restoring import is_damage, open_checkpoint, open_own
 from tests.support.tiny_checkpoint import KEYS, write_state
 from trainer.errors import ConfigError
 
+ROSTER = RegroupDone(
+    time=2, generation=3, step=2, replicas=2, lanes={}, renumbered={}, outcome="restore",
+    lost_steps=9, repeated_steps=0,
+)  # fmt: skip
 WEIGHT, WIDER = torch.ones(4, 3), torch.ones(4, 5)
 
 
@@ -163,7 +169,7 @@ def test_where_all_was_set_aside_the_run_does_not_begin_from_the_seed(paths: Run
     save(paths, 2, "stranger")
     set_others_aside(paths, None, identity, None)
     with pytest.raises(ConfigError, match=r"can be read; there are m/0+2\.json\.foreign"):
-        check_found(paths, "auto", find_origin(paths, identity, None, None))
+        check_found(paths, identity, "auto", find_origin(paths, identity, None, None))
 
 
 @pytest.mark.parametrize(
@@ -174,10 +180,11 @@ def test_with_nothing_else_to_go_on_from_the_run_does_not_begin(
     paths: RunPaths, run: str, weight: torch.Tensor, fact: str
 ) -> None:
     save(paths, 2, run, weight)
-    origin = find_origin(paths, RunIdentity(id="mine"), None, table(state(WEIGHT)))
+    identity = RunIdentity(id="mine")
+    origin = find_origin(paths, identity, None, table(state(WEIGHT)))
     assert origin.manifest is None
     with pytest.raises(ConfigError, match=rf"run_config\.name = 'run': .*{fact}") as raised:
-        check_found(paths, "auto", origin)
+        check_found(paths, identity, "auto", origin)
     assert "resume='never'" in str(raised.value)
 
 
@@ -239,10 +246,6 @@ def test_what_the_run_went_back_for_is_not_gone_on_from(paths: RunPaths) -> None
     save(paths, 6, None)
     save(paths, 8, identity.id, generation=2)
     back = WentBack(time=1, step=2, before=9, reason="they differ", skip=[])
-    roster = RegroupDone(
-        time=2, generation=3, step=2, replicas=2, lanes={}, renumbered={}, outcome="restore",
-        lost_steps=9, repeated_steps=0,
-    )  # fmt: skip
 
     def found(*happened: Event) -> int:
         with EventLog(paths.events) as log:
@@ -256,7 +259,7 @@ def test_what_the_run_went_back_for_is_not_gone_on_from(paths: RunPaths) -> None
     assert found(back) == 6, "an imported one is none of it"
     delete_checkpoint(open_store(paths.checkpoints), KEYS, 6, force=True)
     assert found() == 2
-    assert found(roster) == 4, "it was made on the way from there"
+    assert found(ROSTER) == 4, "it was made on the way from there"
 
 
 def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(paths: RunPaths) -> None:
@@ -266,7 +269,33 @@ def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(paths: RunPath
         log.append(CheckpointCommitted(time=0, step=6, generation=1, bytes=1, seconds=1))
     origin = find_origin(paths, identity, None, None)
     with pytest.raises(ConfigError, match="a checkpoint of step 6 was committed"):
-        check_found(paths, "auto", origin)
-    check_found(paths, "never", origin)
+        check_found(paths, identity, "auto", origin)
+    check_found(paths, identity, "never", origin)
     save(paths, 6, identity.id)
-    check_found(paths, "auto", find_origin(paths, identity, None, None))
+    check_found(paths, identity, "auto", find_origin(paths, identity, None, None))
+
+
+def test_a_run_that_went_back_to_the_seed_begins_there_again(paths: RunPaths) -> None:
+    """What it went back for was set aside, or is still to be, and nothing was saved since."""
+    identity = RunIdentity(id="mine")
+    store = open_store(paths.checkpoints)
+    for step in (4, 6):
+        save(paths, step, identity.id, generation=1)
+    set_aside(store, KEYS, 4)
+    back = WentBack(time=2, step=0, before=7, reason="they differ")
+    with EventLog(paths.events) as log:
+        for step in (4, 6):
+            log.append(CheckpointCommitted(time=1, step=step, generation=1, bytes=1, seconds=1))
+        with pytest.raises(ConfigError, match=r"there are m/0+4\.json\.unreadable, m/0+6\.json"):
+            check_found(paths, identity, "auto", Origin(stored=None, snapshot=None, passed=None))
+        log.append(back)
+        check_found(paths, identity, "auto", find_origin(paths, identity, None, None))
+        with pytest.raises(ConfigError, match="there is no checkpoint"):
+            check_found(paths, identity, "must", find_origin(paths, identity, None, None))
+        log.append(replace(ROSTER, generation=2, step=0))
+        log.append(CheckpointCommitted(time=3, step=2, generation=2, bytes=1, seconds=1))
+        with pytest.raises(ConfigError, match="a checkpoint of step 2 was committed"):
+            check_found(paths, identity, "auto", find_origin(paths, identity, None, None))
+        store.put(f"{KEYS.commit(6)}.unreadable", [b"damaged"])
+        with pytest.raises(ConfigError, match=r"there are m/0+6\.json\.unreadable\. Repair"):
+            check_found(paths, identity, "auto", find_origin(paths, identity, None, None))

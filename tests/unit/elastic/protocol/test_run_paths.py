@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from checkpointing import S3Config
-from elastic.protocol.run_paths import RunPaths
+from elastic.errors import RunGoesOnError
+from elastic.exit_status import decide_exit_status
+from elastic.protocol.run_paths import RunPaths, hold_run
 
 
 @pytest.fixture
@@ -54,6 +56,14 @@ def test_runs_set_aside_in_one_second_do_not_overwrite_each_other(
     stem = "run.before-20261120-101500"
     assert names == [stem, f"{stem}-2", f"{stem}-3"]
     assert sorted(path.name for path in paths.root.parent.iterdir()) == names
+
+
+def test_a_run_that_is_held_can_be_started_again_later(tmp_path: Path) -> None:
+    paths = RunPaths(root=tmp_path / "run")
+    with hold_run(paths), pytest.raises(RunGoesOnError, match="is locked") as refused:
+        hold_run(paths)
+    assert decide_exit_status(refused.value) == 1
+    hold_run(paths).close()
 
 
 def test_checkpoints_on_s3_are_all_that_lies_elsewhere(tmp_path: Path) -> None:

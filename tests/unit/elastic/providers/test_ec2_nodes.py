@@ -94,6 +94,19 @@ def test_one_that_is_kept_leaves_its_group_and_runs_on(cloud: Cloud) -> None:
     assert cloud.state(bad) == "running" and tags(cloud.look(bad))[KEPT_TAG] == REASON
 
 
+def test_one_that_is_kept_already_is_not_replaced_a_second_time(cloud: Cloud) -> None:
+    """As by a coordinator that was started anew: it is in no group any more, which looks as if the
+    template were to start another."""
+    cloud.template("beside-a-group")
+    bad, _ = cloud.group("kept-once", 2)
+    keeping = provider(keep_for_inspection=True, launch_template="beside-a-group")
+    keeping.replace(node(), bad, REASON)
+    after = cloud.members("kept-once")
+    said = keeping.replace(node(), bad, REASON)
+    assert said == f"its group starts another; {bad} is kept, with the tag {KEPT_TAG}"
+    assert cloud.members("kept-once") == after and not cloud.launches
+
+
 def test_without_capacity_the_next_zone_is_asked_with_all_interfaces(cloud: Cloud) -> None:
     cards = [
         {"DeviceIndex": int(card > 0), "NetworkCardIndex": card, "InterfaceType": "efa"}

@@ -10,12 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.protocol.causes import CRASH
-from elastic.protocol.events import Event, RegroupDone, RunStarted, StepRecord, WorkerLost
+from elastic.protocol.events import (
+    CoordinatorStarted,
+    Event,
+    RegroupDone,
+    RunEnded,
+    RunStarted,
+    StepRecord,
+    WorkerLost,
+)
 from elastic.reporting import event_log
 from elastic.reporting.event_log import (
     EventLog,
     RecordError,
+    find_end,
     last_step,
+    read_start,
     read_steps,
     recent_steps,
 )
@@ -154,3 +164,28 @@ def test_the_latest_steps_before_one_are_those_that_count(
     for before in range(newest + 1):
         counting = [step for step in read_steps(path) if step.step < before]
         assert recent_steps(path, before, count) == counting[-count:]
+
+
+def test_what_an_earlier_start_left_says_nothing_of_this_one(tmp_path: Path) -> None:
+    """Its coordinator or its supervisor may be lost before this one has written a line."""
+
+    def begun(time: float) -> RunStarted:
+        return RunStarted(time=time, name="r", layout={}, steps=9, start_step=0, versions={})
+
+    def append(*happened: Event) -> None:
+        with EventLog(path) as log:
+            for event in happened:
+                log.append(event)
+
+    path = tmp_path / "events.jsonl"
+    assert (read_start(path, 1.5), find_end(path, 1.5)) == ([], None)
+    came_up = CoordinatorStarted(time=1.6, pid=1, anew=False)
+    stopped = RunEnded(time=1.9, step=4, outcome="stopped", error=None)
+    append(begun(1.5), came_up)
+    assert (read_start(path, 1.5), find_end(path, 1.5)) == ([begun(1.5), came_up], None)
+    append(stopped)
+    assert find_end(path, 1.5) == stopped
+    assert (read_start(path, 2.5), find_end(path, 2.5)) == ([], None)
+    append(begun(2.5))
+    assert (read_start(path, 2.5), find_end(path, 2.5)) == ([begun(2.5)], None)
+    assert (read_start(path, 1.5), find_end(path, 1.5)) == ([], None)

@@ -168,6 +168,20 @@ def test_what_a_machine_shows_at_the_end_is_judged_too_unless_all_its_workers_ar
     assert [of(one) for one in once] == [("gpu_error", ("w1",), ("n1",), "reboot")]
 
 
+def test_a_machine_whose_workers_were_lost_before_has_no_part_in_an_incident() -> None:
+    """It may be gone: nobody says any more what it shows."""
+    joined = [
+        WorkerJoined(time=0.0, worker=f"w{i}", node=f"n{i}", pid=i, born_ticks=None) for i in (1, 2)
+    ]
+    facts = EventFacts([*joined, shows("n1", 99.0, GPU_LOST), lost("w1", 100.0)])
+    facts.take(lost("w2", 130.0))
+    first, second = (
+        {sign.node for sign in facts.between(at - BEFORE_S, at + AFTER_S, [worker]).signs}
+        for at, worker in ((100.0, "w1"), (130.0, "w2"))
+    )
+    assert (first, second) == ({"n1"}, {"n2"})
+
+
 def test_a_slow_replica_is_named_at_the_end() -> None:
     def paces(number: int, how: str) -> list[Event]:
         worker = f"w{number}"
@@ -226,7 +240,6 @@ def test_facts_of_a_run_that_goes_on_are_those_of_its_whole_record() -> None:
         assert later == whole.between(begin, 700.0, []).signs
         assert {(sign.name, sign.node) for sign in later} == {
             ("gpu_lost", "n2"),
-            ("xid_79", "n3"),
             ("xid_79", "n4"),
         }
 

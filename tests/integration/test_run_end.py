@@ -1,0 +1,111 @@
+"""The end of a run where something is amiss: on a real cluster, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group
+
+from elastic.cli.main import main
+from elastic.driver.observer import Observer
+from elastic.driver.running import follow
+from elastic.errors import RunFailedError
+from elastic.protocol.causes import USER_ERROR
+from elastic.protocol.events import RunEnded
+from elastic.protocol.rpc import Remote
+from elastic.protocol.run_paths import RunPaths
+from elastic.ray_compat.cluster import end_actors, named_actors, start_actor
+from elastic.ray_compat.kept import Kept
+from elastic.ray_compat.workers import WorkerNames
+from elastic.reporting.event_log import EventLog, RecordError
+from elastic.supervisor import supervisor
+from tests.support.run_end import Cleaner, Deaf, Ended, GoingOn, StandingWorker
+from tests.support.watching import wait_until
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(root=tmp_path / "run")
+    paths.root.mkdir()
+    paths.events.write_text("no record\n")
+    return paths
+
+
+def test_records_that_cannot_be_read_hide_no_failure(cluster: None, damaged: RunPaths) -> None:
+    run: Any = start_actor(Ended, max_concurrency=10)("user code raised")
+    with pytest.raises(RunFailedError, match="user code raised") as failed:
+        follow(run, Remote(None), Observer(damaged, ()))
+    assert failed.value.cause == USER_ERROR
+    assert isinstance(failed.value.__cause__, RecordError)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(run.handle.ending.remote(0.0))
+
+
+def test_of_a_run_that_went_well_they_are_told(cluster: None, damaged: RunPaths) -> None:
+    run: Any = start_actor(Ended, max_concurrency=10)(None)
+    with pytest.raises(RecordError):
+        follow(run, Remote(None), Observer(damaged, ()))
+
+
+@pytest.mark.parametrize(
+    ("error", "records", "status", "says"),
+    [
+        ("user code raised", False, 93, "the run failed: user code raised"),
+        (None, True, 0, "has stopped"),
+        (None, False, 1, "its supervisor was ended"),
+    ],
+)
+def test_a_run_that_is_asked_to_stop_may_have_failed_or_ended(
+    cluster: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    error: str | None,
+    records: bool,
+    status: int,
+    says: str,
+) -> None:
+    paths = RunPaths(root=tmp_path / "run")
+    start_actor(GoingOn, max_concurrency=10, name=paths.key)(error)
+    if records:
+        with EventLog(paths.events) as log:
+            log.append(RunEnded(time=1.0, step=3, outcome="finished", error=None))
+    address = ray.get_runtime_context().gcs_address
+    assert main(["stop", str(paths.root), "--now", "--address", address]) == status
+    out, err = capsys.readouterr()
+    assert says in out + err
+    end_actors(paths.key)
+
+
+def test_a_run_that_is_interrupted_does_not_wait_for_its_coordinator(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_HEARD_S", 1.0)
+    monkeypatch.setattr(supervisor, "_FAREWELL_S", 0.0)
+    coordinator: Any = start_actor(Deaf, max_concurrency=10)()
+    name = f"{WorkerNames('run/').workers}group/0/1"
+    worker = start_actor(StandingWorker, max_concurrency=1, name=name)()
+    asked = coordinator.send(Deaf.fail, "the controller asks, too")
+    supervisor.end_at_once(coordinator, "run/")
+    for answer in (asked, worker.send(StandingWorker.pid)):
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(answer, timeout=20)
+    wait_until(lambda: not named_actors("run/"), 20)
+
+
+def test_an_actor_of_the_run_ends_itself_last(cluster: None) -> None:
+    """Else placement groups, which hold machines, stay for good."""
+    prefix = "cleaned/"
+    kept = Kept.keep(f"{prefix}plan", 1)
+    start_actor(StandingWorker, max_concurrency=1, name=f"{prefix}worker/group/0/1")()
+    placement_group([{"CPU": 1}], name=f"{prefix}group/0", lifetime="detached")
+    cleaner = start_actor(Cleaner, max_concurrency=1, name=f"{prefix}coordinator")(prefix)
+    ray.get(cleaner.send(Cleaner.clear_up))
+    own = [f"{prefix}coordinator"]
+    wait_until(lambda: ray.get(cleaner.send(Cleaner.what_is_left)) == own, 20)
+    with pytest.raises(KeyError):
+        kept.value  # noqa: B018
+    cleaner.send(Cleaner.leave)
+    wait_until(lambda: not named_actors(prefix), 20)

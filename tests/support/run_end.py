@@ -1,0 +1,65 @@
+"""Actors in place of those of a run, for tests of its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from ray.util.placement_group import placement_group_table
+
+from elastic.protocol.causes import USER_ERROR
+from elastic.protocol.supervisor_api import Ending
+from elastic.ray_compat.cluster import end_own_actor, named_actors
+from elastic.ray_compat.groups import end_all
+
+
+class Ended:
+    """Stands for the supervisor of a run that has ended."""
+
+    def __init__(self, error: str | None) -> None:
+        self.error = error
+
+    async def ending(self, timeout_s: float) -> Ending:
+        return Ending(error=self.error, cause=None if self.error is None else USER_ERROR)
+
+
+class GoingOn(Ended):
+    """One whose run goes on until it is interrupted."""
+
+    async def going_on(self) -> bool:
+        return True
+
+    async def interrupt(self) -> None:
+        if self.error is None:  # the run has ended by itself a moment ago
+            os._exit(0)
+
+
+class Deaf:
+    """Stands for a coordinator that waits for its store."""
+
+    async def fail(self, error: str) -> None:
+        await asyncio.Event().wait()
+
+
+class StandingWorker:
+    """Stands for one that is in a long step."""
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class Cleaner:
+    """Clears up after a run that it is itself an actor of, as the coordinator does."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+
+    def clear_up(self) -> None:
+        end_all(self.prefix)
+
+    def what_is_left(self) -> list[str]:
+        groups = [g["name"] for g in placement_group_table().values() if g["state"] != "REMOVED"]
+        return [*named_actors(self.prefix), *(g for g in groups if g.startswith(self.prefix))]
+
+    def leave(self) -> None:
+        end_own_actor()

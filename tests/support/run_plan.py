@@ -1,0 +1,41 @@
+"""The plan of a small run, for a supervisor of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.train import RunConfig
+
+from checkpointing import CheckpointConfig
+from elastic import HealthConfig, ScalingConfig, TrainConfig
+from elastic.protocol.job import Job
+from elastic.protocol.rpc import Remote
+from elastic.protocol.run_identity import RunIdentity
+from elastic.protocol.run_paths import RunPaths
+from elastic.ray_compat.placement import Wanted
+from elastic.supervisor.plan import RunPlan
+
+
+def run_plan(paths: RunPaths, coordinator: Remote[Any]) -> RunPlan:
+    """One worker without a task."""
+    return RunPlan(
+        job=Job(
+            train=TrainConfig(task=None, steps=1, global_batch=1),
+            task=None,
+            lanes=1,
+            scaling=ScalingConfig(max_replicas=1),
+            checkpoint=CheckpointConfig(),
+            health=HealthConfig(),
+            paths=paths,
+            identity=RunIdentity(id="this run"),
+            attempt=0,
+            secret=b"",
+            faults=(),
+            coordinator=coordinator,
+        ),
+        workers=1,
+        wanted=Wanted(replicas=1, workers_per_replica=1, spares=0),
+        run_config=RunConfig(name=paths.root.name, storage_path=str(paths.root.parent)),
+        prefix=f"{paths.key}/0/",
+        began=0.0,
+    )

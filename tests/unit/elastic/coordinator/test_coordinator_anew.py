@@ -1,0 +1,132 @@
+"""What a coordinator that is started anew makes of the records, before any worker has spoken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from checkpointing import CheckpointError, StoreUnavailableError
+from elastic.coordinator import actor
+from elastic.coordinator.actor import Coordinator
+from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.retreat import Retreat
+from elastic.protocol import events
+from elastic.protocol.messages import Stop
+from elastic.reporting.event_log import EventLog, read_events
+from tests.support.coordinator_desk import CoordinatorDesk
+
+STOP = events.StopRequested(time=1.0, reason="SIGINT")
+BEGUN = events.RegroupDone(
+    time=2.0, generation=1, step=0, replicas=3, lanes={}, outcome="start",
+    renumbered={}, lost_steps=0, repeated_steps=0,
+)  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CoordinatorConfig:
+    """Of a run whose coordinator was lost."""
+    monkeypatch.setattr(actor, "started_anew", lambda: True)
+    return CoordinatorDesk(tmp_path).config
+
+
+def write(config: CoordinatorConfig, *happened: events.Event, steps: int = 0) -> None:
+    with EventLog(config.paths.events) as log:
+        for event in happened:
+            log.append(event)
+    with EventLog(config.paths.steps) as log:
+        for step in range(steps):
+            log.append(
+                events.StepRecord(
+                    step=step,
+                    loss=1.0,
+                    grad_norm=1.0,
+                    lr=0.1,
+                    tokens=8,
+                    time=3.0,
+                    generation=1,
+                    replicas=3,
+                    sample_digests=[1],
+                )
+            )
+
+
+def kinds(happened: Sequence[events.Event]) -> list[str]:
+    return [event.kind for event in happened]
+
+
+def test_one_that_was_lost_before_it_wrote_a_line_begins_the_run(
+    config: CoordinatorConfig,
+) -> None:
+    before = events.RunStarted(time=-9.0, name="r", layout={}, steps=30, start_step=0, versions={})
+    joined = events.WorkerJoined(time=0.0, worker="old", node="n", pid=1, born_ticks=1)
+    write(config, before, joined, STOP, BEGUN)
+    coordinator = Coordinator(config)
+
+    async def ask() -> int:
+        await coordinator.known()  # waits for nobody
+        return await coordinator.hellos()
+
+    assert asyncio.run(ask()) == 0, "the worker was of the start before"
+    begun = read_events(config.paths.events)[4:]
+    assert kinds(begun) == ["run_started", "coordinator_started"]
+
+
+def test_one_that_is_lost_after_the_end_leaves_it_the_last_word(
+    config: CoordinatorConfig,
+) -> None:
+    ended = events.RunEnded(time=3.0, step=4, outcome="failed", error="too many crashes")
+    write(config, config.started, BEGUN, ended)
+    coordinator = Coordinator(config)
+
+    async def end() -> Stop | None:
+        await coordinator.end("finished", None)
+        return await coordinator.verdict()
+
+    assert asyncio.run(end()) == Stop(error="too many crashes")
+    assert read_events(config.paths.events)[-1] == ended
+
+
+def test_a_stop_is_known_to_an_end_that_comes_before_the_workers(
+    config: CoordinatorConfig,
+) -> None:
+    write(config, config.started, BEGUN, STOP, steps=4)
+    asyncio.run(Coordinator(config).end("finished", None))
+    ended = read_events(config.paths.events)[-1]
+    assert isinstance(ended, events.RunEnded)
+    assert (ended.outcome, ended.step) == ("stopped", 4)
+
+
+BACK = events.WentBack(time=3.0, step=2, before=4, reason="")
+
+
+def test_a_store_that_is_away_does_not_end_it(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def give_up_after(self: Retreat, step: int) -> None:
+        asked.append(step)
+        if len(asked) < 3:
+            raise StoreUnavailableError("s3://b", None, "no answer")
+
+    monkeypatch.setattr(Retreat, "give_up_after", give_up_after)
+    monkeypatch.setattr(actor, "_STORE_RETRY_S", 0.0)
+    write(config, config.started, BEGUN, BACK)
+    assert asyncio.run(Coordinator(config).verdict()) is None
+    assert asked == [2, 2, 2]
+
+
+def test_checkpoints_that_cannot_be_set_aside_end_the_run(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give_up_after(self: Retreat, step: int) -> None:
+        raise CheckpointError("it is locked")
+
+    monkeypatch.setattr(Retreat, "give_up_after", give_up_after)
+    write(config, config.started, BEGUN, BACK)
+    stop = asyncio.run(Coordinator(config).verdict())
+    assert stop is not None and stop.error is not None
+    assert stop.error.endswith("cannot be set aside: it is locked")

@@ -1,0 +1,49 @@
+"""A newcomer that does not get the state is ended in the end, with no word against its machine."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from pathlib import Path
+
+from elastic.coordinator.heal_news import HealNews
+from elastic.protocol import events
+from elastic.protocol.causes import entry_of
+from elastic.protocol.roster import Heal
+from tests.support.coordinator_desk import CoordinatorDesk
+
+TOO_SLOW = "the state comes too slowly: 5 of 80 bytes in 9.0 s"
+
+
+class Desk(CoordinatorDesk):
+    """The one that heals are told to: b gets the state from a, the only one that has it."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.news = HealNews(self.membership, self.dispatcher, self.workers, self.records)
+
+    async def fail(self, times: int) -> None:
+        membership = self.membership
+        for _ in range(times):
+            roster = membership.roster
+            (newcomer,) = (r for r in roster.replicas if r.workers == ("b",))
+            at = roster.replicas.index(newcomer)
+            heal = Heal(position=at, source=(at + 1) % len(roster.replicas), ranks=(0,))
+            membership.heals.resume((heal,), roster, {"b": newcomer.formed}, ())
+            await self.news.failed("b", TOO_SLOW)
+        await asyncio.sleep(0)  # the agents are told aside
+        gc.enable()  # the dispatcher puts it off for longer than this loop lasts
+
+
+def test_after_three_failures_the_newcomer_is_ended_and_its_machine_is_not_suspect(
+    tmp_path: Path,
+) -> None:
+    desk = Desk(tmp_path)
+    asyncio.run(desk.fail(2))
+    assert desk.happened(events.WorkerLost) == desk.agents.killed == []
+    asyncio.run(desk.fail(1))
+    (lost,) = desk.happened(events.WorkerLost)
+    assert (lost.worker, lost.detail) == ("b", f"3 heals failed: {TOO_SLOW}")
+    assert desk.agents.killed == ["b"]
+    assert entry_of(lost.cause).against_machine == 0
+    assert len(desk.happened(events.HealFailed)) == 3

@@ -1,0 +1,50 @@
+"""Workers that do not follow a call in time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from pathlib import Path
+from typing import Any
+
+from elastic.config import HealthConfig
+from elastic.protocol.messages import Identity
+from health.laggards import Position
+from tests.support.coordinator_desk import Agents, CoordinatorDesk
+
+PATIENCE_S = 10.0
+
+
+class Positions(Agents):
+    """Know where the workers are, too."""
+
+    def __init__(self, waits: dict[str, bool]) -> None:
+        super().__init__()
+        self._waits = waits
+
+    async def position(self, identity: Identity) -> Position:
+        return Position(phase="forward", in_phase_s=400.0, waits=self._waits[identity.worker])
+
+
+def test_who_waited_for_one_that_was_ended_and_does_not_come_either_is_ended(
+    tmp_path: Path,
+) -> None:
+    desk = CoordinatorDesk(tmp_path, health=HealthConfig(regroup_timeout_s=1.0))
+    agents = Positions({"a": False, "b": True})
+    stand_in: Any = agents
+    desk.workers._agents = stand_in
+    calls = desk.membership.calls
+    called = {worker: calls.sign(worker, "fault", broken=True) for worker in ("a", "b")}
+
+    async def run() -> list[list[str]]:
+        ended = []
+        looking = asyncio.create_task(desk.workers.lose_laggards(called))
+        for count in (1, 2):
+            while len(agents.killed) < count:
+                await asyncio.sleep(0.01)
+            ended.append(list(agents.killed))
+        await looking
+        gc.enable()  # the dispatcher puts it off for longer than this loop lasts
+        return ended
+
+    assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == [["a"], ["a", "b"]]

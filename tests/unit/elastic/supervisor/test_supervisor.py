@@ -1,0 +1,73 @@
+"""What a supervisor does for those who wait for the end of its run; without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.protocol.rpc import Remote
+from elastic.protocol.run_paths import RunPaths, hold_run
+from elastic.supervisor import supervisor
+from elastic.supervisor.supervisor import Supervisor
+from tests.support.run_plan import run_plan
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def outside_a_cluster(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No actor is there to be ended. Set when the supervisor would end its own."""
+    left = threading.Event()
+    monkeypatch.setattr(supervisor, "end_all", lambda prefix: None)
+    monkeypatch.setattr(supervisor, "end_own_actor", left.set)
+    monkeypatch.setattr(supervisor, "LINGER_S", 0.0)
+    return left
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(root=tmp_path / "run")
+
+
+def start(paths: RunPaths) -> Supervisor:
+    kept: Any = SimpleNamespace(value=run_plan(paths, Remote(None)))
+    return Supervisor(kept)
+
+
+def test_a_clearing_up_that_fails_keeps_nobody_waiting(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, outside_a_cluster: threading.Event
+) -> None:
+    """The lock is held by others, Ray is gone, and the records are damaged."""
+
+    def refuse(prefix: str) -> None:
+        raise ConnectionError("the head of the cluster is gone")
+
+    monkeypatch.setattr(supervisor, "end_all", refuse)
+    monkeypatch.setattr(supervisor, "_HANDOVER_S", 0.0)
+    paths.root.mkdir()
+    paths.events.write_text("no record\n")
+    with hold_run(paths):
+        ending = asyncio.run(start(paths).ending(PATIENCE_S))
+    assert ending is not None and ending.error is not None and "is locked" in ending.error
+    assert outside_a_cluster.wait(PATIENCE_S)
+
+
+def test_whoever_waits_for_the_end_keeps_no_call_for_longer_than_said(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, outside_a_cluster: threading.Event
+) -> None:
+    monkeypatch.setattr(supervisor, "_HANDOVER_S", 1.0)
+
+    async def ask(asked: Supervisor) -> None:
+        calls = await asyncio.gather(*(asked.ending(0.0) for _ in range(3)))
+        assert calls == [None, None, None] and await asked.going_on()
+        first, second = await asyncio.gather(asked.ending(PATIENCE_S), asked.ending(PATIENCE_S))
+        assert first is not None and first == second == await asked.ending(0.0)
+
+    with hold_run(paths):
+        asyncio.run(ask(start(paths)))
+    assert outside_a_cluster.wait(PATIENCE_S)
