@@ -230,6 +230,7 @@ def test_what_lives_on_without_a_supervisor_is_ended_before_a_state_is_looked_fo
     assert saved_weights(paths.root / "checkpoints") == undisturbed
 
 
+@pytest.mark.soak
 def test_a_run_that_has_just_been_started_is_not_moved_by_a_second_start(
     cluster: None, tmp_path: Path
 ) -> None:

@@ -181,7 +181,9 @@ def place_after(watch: ProcessWatch, process: subprocess.Popen[bytes], worker: s
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(b"\n")
     process.stdin.flush()
-    while not select.select([process.stdout], [], [], 0.1)[0]:
+    done = select.poll()  # takes any descriptor; `select` only the first thousand
+    done.register(process.stdout, select.POLLIN)
+    while not done.poll(100):
         watch.frozen(time.monotonic())
     found = watch.places()[worker]
     assert found is not None

@@ -25,6 +25,7 @@ def outside_a_cluster(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     left = threading.Event()
     monkeypatch.setattr(supervisor, "end_all", lambda prefix: None)
     monkeypatch.setattr(supervisor, "end_own_actor", left.set)
+    monkeypatch.setattr(supervisor, "started_anew", lambda: False)
     monkeypatch.setattr(supervisor, "LINGER_S", 0.0)
     return left
 
