@@ -136,7 +136,7 @@ FAULTS: dict[str, Fault] = {
         node=True,
     ),
     "mtu_black_hole": Fault(
-        ("link",),
+        ("link", "path"),  # by how many other machines show it
         lambda run, victim: run.hosts.lose(victim.host, 'iifname != "lo" meta length > 1000'),
         lambda run, victim: replace_lossy(run, victim),
         node=True,
