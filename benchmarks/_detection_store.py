@@ -16,7 +16,7 @@ from tests.support.plugins import install_plugin
 
 SCHEME = "detection"
 SLOW_S = 5.0
-"""Each object of a checkpoint takes so long, and there are several."""
+"""Each object of a checkpoint takes so long; they are written at the same time."""
 
 
 @dataclass(frozen=True)

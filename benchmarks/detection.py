@@ -6,8 +6,8 @@ how soon the healthy commit their next step.
 Needs root (network namespaces) and some 15 minutes on two cores. One run of two replicas of two
 workers and a spare, on four hosts that are network namespaces, at default settings. The faults come
 one after the other, each when the run is whole again. Then nothing is at fault for `--quiet-s`:
-there are steps that take five times as long now and then, garbage collections, saves of 20 s, and
-an evaluation every 200 steps, in the first of which all compile something for as long. Every worker
+there are steps that take five times as long now and then, garbage collections, saves of 5 s, and an
+evaluation every 200 steps, in the first of which all compile something for 20 s. Every worker
 that is lost or found slow, and every regroup that is called meanwhile is a false alarm.
 
 verdict_s     from the fault to the event that names what was lost
