@@ -2,7 +2,9 @@
 
     python -m benchmarks._detection_run ADDRESS STORAGE GATE REPLICAS SHARD
 
-It ends by SIGINT, which saves.
+While the file `NOISE` stands, a step in twenty takes five times as long on one worker or another,
+and some collect garbage, each process compiles something once, and saves take long. It ends by
+SIGINT, which saves.
 """
 
 from __future__ import annotations
@@ -39,9 +41,6 @@ SAMPLES_OF_WORKER = BATCH // 4
 PACE_S = 0.02
 """A sample takes so long: a step of two replicas of two workers some 0.1 s."""
 SLOW = 3.0
-NOISE = "noise"
-"""A file: while it stands, a step in twenty takes five times as long on one worker or another, and
-some collect garbage, each process compiles something once, and saves take long."""
 COMPILE_S = 20.0
 """At least."""
 SAVE_EVERY = 500
@@ -96,7 +95,7 @@ class Tasks:
                 pass
 
     def _is_noisy(self) -> bool:
-        return (self._storage / NOISE).exists()
+        return (self._storage / _detection_store.NOISE).exists()
 
     def _takes(self, task: str) -> bool:
         path = self._storage / f"{task}-{os.getpid()}"

@@ -15,6 +15,8 @@ from checkpointing.stores.local import LocalStore
 from tests.support.plugins import install_plugin
 
 SCHEME = "detection"
+NOISE = "noise"
+"""The file, in the run's storage; see `_detection_run.py` for what else it means."""
 SLOW_S = 5.0
 """Each object of a checkpoint takes so long; they are written at the same time."""
 
@@ -49,7 +51,7 @@ class SlowStore(LocalStore):
 
 def _place_of(url: str) -> StorePlace:
     directory = Path(url.removeprefix(f"{SCHEME}://"))
-    return Place(directory, directory.parent / "noise")
+    return Place(directory, directory.parent / NOISE)
 
 
 KIND = StoreKind(at=_place_of, open=SlowStore)

@@ -84,11 +84,9 @@ def told_for_later(task: str) -> Callable[[PartitionRun, Victim], None]:
     """It does it some time, which is waited for."""
 
     def act(run: PartitionRun, victim: Victim) -> None:
-        task_of_victim = run.storage / f"{task}-{victim.pid}"
-        task_of_victim.touch()
-        deadline = time.monotonic() + UNSEEN_S
-        while task_of_victim.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        told(task)(run, victim)
+        begun = run.storage / f"{task}-{victim.pid}"  # which the victim takes away
+        _first(lambda: [] if begun.exists() else [victim])
 
     return act
 
@@ -289,7 +287,7 @@ def main() -> None:
                     s for s in run.steps()[-1:] if 20 < s.step % _detection_run.EVAL_EVERY < 100
                 ]
             )
-            (run.storage / _detection_run.NOISE).touch()
+            (run.storage / _detection_store.NOISE).touch()
             time.sleep(options.quiet_s)
             alarms = len(run.of_kind(events.WorkerLost, after_s=began))
             alarms += len(run.of_kind(events.RegroupCalled, after_s=began))

@@ -33,7 +33,7 @@ from elastic.protocol import events
 from elastic.protocol.messages import Build, Report, Run
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.conclusion import conclude
-from elastic.reporting.event_log import read_start
+from elastic.reporting.event_log import present_start, read_events
 from trainer.loop.samples import Ledger
 from trainer.parallel.layout import ParallelDims
 from trainer.replication.step_commit import Commit
@@ -221,7 +221,9 @@ def main() -> None:
         found = asyncio.run(live_through(config, options.incidents))
         say(f"lived through: {found}")
         began_s = time.perf_counter()
-        known = replay(config.paths, read_start(config.paths.events, config.started.time), 0)
+        known = replay(
+            config.paths, present_start(read_events(config.paths.events), config.started.time), 0
+        )
         found["replay_s"] = time.perf_counter() - began_s
         assert known.recorded == options.steps, known.recorded
         say(f"replayed in {found['replay_s']:.1f} s")

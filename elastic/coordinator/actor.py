@@ -91,7 +91,7 @@ from elastic.protocol.run_paths import find_checkpoint
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
 from elastic.ray_compat.cluster import own_address, started_anew
 from elastic.ray_compat.kept import Kept
-from elastic.reporting.event_log import read_start, recent_steps
+from elastic.reporting.event_log import present_start, read_events, recent_steps
 from health.verdict import Sign
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,8 @@ class Coordinator(CoordinatorApi):
     def __init__(self, config: CoordinatorConfig | Kept[CoordinatorConfig]) -> None:
         if isinstance(config, Kept):
             config = config.value
-        happened = read_start(config.paths.events, config.started.time) if started_anew() else []
+        of_all_starts = read_events(config.paths.events)
+        happened = present_start(of_all_starts, config.started.time) if started_anew() else []
         self.config = config = _as_stored(config) if happened else config
         host = own_address()
         self._store = host_store(host)
@@ -201,7 +202,7 @@ class Coordinator(CoordinatorApi):
         self._link_tests = LinkTests(self._membership, self._workers, self._agents, self._records)
         aside = Aside(self._membership, self._dispatcher)
         self._replacements = Replacements(
-            config, self._workers, self._records, aside, begun=replacements_begun(config.paths)
+            config, self._workers, self._records, aside, begun=replacements_begun(of_all_starts)
         )
         self._remedies = Remedies(
             self._membership,

@@ -9,7 +9,7 @@ from typing import TypeVar
 from elastic.protocol import events
 from elastic.protocol.causes import LINK, PATH
 from elastic.protocol.run_paths import RunPaths
-from elastic.reporting.event_log import last_step, read_events
+from elastic.reporting.event_log import last_step
 from trainer.loop.samples import Skip, Skips
 
 _Event = TypeVar("_Event")
@@ -101,13 +101,13 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
     )
 
 
-def replacements_begun(paths: RunPaths) -> list[float]:
-    """When the replacements of machines began, in all starts of a run, in seconds since the epoch.
+def replacements_begun(happened: Sequence[events.Event]) -> list[float]:
+    """When the replacements of machines began, in seconds since the epoch.
 
     Args:
-        paths: the run directory.
+        happened: the events of all starts of a run: an hour has room for so many, at any of them.
     """
-    told = _all(read_events(paths.events), events.NodeReplacement)
+    told = _all(happened, events.NodeReplacement)
     return [event.time for event in told if event.outcome == "begun"]
 
 

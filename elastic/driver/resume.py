@@ -273,7 +273,8 @@ def check_found(paths: RunPaths, identity: RunIdentity, resume: Resume, origin: 
             f"Use the same model, and optimizer.master_dtype and moment_dtype as they were, or "
             f"{_to_begin_anew(paths)}",
         )
-    given_up = find_given_up(read_events(paths.events))
+    happened = read_events(paths.events)
+    given_up = find_given_up(happened)
     is_given_up = partial(_is_given_up, given_up, identity)
     if resume != "never" and (unreadable := _unreadable(paths, is_given_up)):
         raise ConfigError(
@@ -282,7 +283,7 @@ def check_found(paths: RunPaths, identity: RunIdentity, resume: Resume, origin: 
             f"no checkpoint in {paths.checkpoints} can be read; there are {', '.join(unreadable)}",
             f"Repair them, or begin anew: delete them, or use {_to_begin_anew(paths)}",
         )
-    if resume != "never" and (step := _last_committed(paths, given_up)) is not None:
+    if resume != "never" and (step := _last_committed(happened, given_up)) is not None:
         raise ConfigError(
             "checkpoint.resume",
             resume,
@@ -321,9 +322,9 @@ def _unreadable(paths: RunPaths, is_given_up: Callable[[Manifest], bool]) -> lis
     return [key for key in found if counts(key)]
 
 
-def _last_committed(paths: RunPaths, given_up: Sequence[GivenUp]) -> int | None:
+def _last_committed(happened: Sequence[Event], given_up: Sequence[GivenUp]) -> int | None:
     """The newest checkpoint that the records tell of, without those that the run went back for."""
-    told = [e for e in read_events(paths.events) if isinstance(e, CheckpointCommitted)]
+    told = [e for e in happened if isinstance(e, CheckpointCommitted)]
     counting = (e for e in told if not any(g.holds(e.step, e.generation) for g in given_up))
     return max((e.step for e in counting), default=None)
 

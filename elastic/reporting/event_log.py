@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -140,22 +140,22 @@ def last_event(path: str | os.PathLike[str]) -> Event | None:
     return None
 
 
-def read_start(path: str | os.PathLike[str], began: float) -> list[Event]:
+def present_start(happened: Sequence[Event], began: float) -> Sequence[Event]:
     """The events of the present start of a run, if that is the one that `began` (the time of its
     `RunStarted`); none where it has not come to write that down, and what is there is of a start
     before it.
 
-    Raises:
-        RecordError: a whole line is not a JSON object.
+    Args:
+        happened: the events of all starts.
+        began: see above.
     """
-    happened = read_events(path)
     starts = [(i, e.time) for i, e in enumerate(happened) if isinstance(e, RunStarted)]
     first, time = starts[-1] if starts else (0, None)
     return happened[first:] if time == began else []
 
 
 def find_end(path: str | os.PathLike[str], began: float) -> RunEnded | None:
-    """How the start of a run ended that `began` then; None where it has not. See `read_start`.
+    """How the start of a run ended that `began` then; None where it has not. See `present_start`.
     Nothing follows an end but the next start."""
     end = last_event(path)
     if not isinstance(end, RunEnded):

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from elastic.protocol import events
-from tests.support.hosts import HEAD, requires_hosts
+from tests.support.hosts import HEAD, Hosts, requires_hosts
 from tests.support.run_on_hosts import PATIENCE_S, PartitionRun, run_on
 
 SOME = 20
@@ -37,31 +38,29 @@ def finish(run: PartitionRun, killed_s: float) -> None:
     assert ended.outcome == "finished"
 
 
-@pytest.mark.slow
-def test_the_machine_of_the_control_plane_is_lost(tmp_path: Path) -> None:
-    """Driver, supervisor and coordinator at once; another machine has none of the workers."""
-    with run_on(tmp_path, hosts=3, replicas=2, idle=[IDLE], driver=IDLE) as run:
+def lose_the_machine(storage: Path, lose: Callable[[Hosts, int], None]) -> None:
+    """That of driver, supervisor and coordinator, which has none of the workers."""
+    with run_on(storage, hosts=3, replicas=2, idle=[IDLE], driver=IDLE) as run:
         assert run.under_way() in WORKING
         killed_s = time.time()
-        run.hosts.kill(IDLE)
+        lose(run.hosts, IDLE)
         run.process.wait()
         run.start_driver(HEAD)
         wait_for_a_coordinator(run, killed_s)
         finish(run, killed_s)
+
+
+@pytest.mark.slow
+def test_the_machine_of_the_control_plane_is_lost(tmp_path: Path) -> None:
+    """Its processes end, and its kernel refuses connections."""
+    lose_the_machine(tmp_path, Hosts.kill)
 
 
 @pytest.mark.soak
 def test_the_machine_of_the_control_plane_loses_its_power(tmp_path: Path) -> None:
     """Nothing refuses a connection then. The agents of the other two ask each other, and end nobody
     until Ray has given the machine up, which takes it longer than any lease."""
-    with run_on(tmp_path, hosts=3, replicas=2, idle=[IDLE], driver=IDLE) as run:
-        run.under_way()
-        killed_s = time.time()
-        run.hosts.vanish(IDLE)
-        run.process.wait()
-        run.start_driver(HEAD)
-        wait_for_a_coordinator(run, killed_s)
-        finish(run, killed_s)
+    lose_the_machine(tmp_path, Hosts.vanish)
 
 
 @pytest.mark.soak

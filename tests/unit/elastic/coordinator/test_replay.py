@@ -7,7 +7,7 @@ from elastic.coordinator.replay import Replay, replacements_begun, replay
 from elastic.protocol import events
 from elastic.protocol.causes import CRASH, LINK, PATH, Cause
 from elastic.protocol.run_paths import RunPaths
-from elastic.reporting.event_log import EventLog, read_events, read_start
+from elastic.reporting.event_log import EventLog, present_start, read_events
 from health.verdict import Step
 from trainer.loop.samples import Skip
 
@@ -63,8 +63,9 @@ def write(root: Path, happened: list[events.Event], steps: list[events.StepRecor
 
 def replay_of(paths: RunPaths, start_step: int) -> Replay:
     """Of the last start in the records."""
-    begun = [e.time for e in read_events(paths.events) if isinstance(e, events.RunStarted)]
-    return replay(paths, read_start(paths.events, begun[-1]), start_step)
+    happened = read_events(paths.events)
+    begun = [e.time for e in happened if isinstance(e, events.RunStarted)]
+    return replay(paths, present_start(happened, begun[-1]), start_step)
 
 
 def test_the_present_start_counts(tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_what_became_of_suspect_machines_in_this_start(tmp_path: Path) -> None:
     before = [started(0.0), told("begun"), told("failed")]
     paths = write(tmp_path, [*before, started(0.5), told("held_back"), told("begun")], [])
     assert replay_of(paths, 0).replacements == (told("held_back"), told("begun"))
-    assert replacements_begun(paths) == [1.0, 1.0], "an hour has room for so many, at any start"
+    assert replacements_begun(read_events(paths.events)) == [1.0, 1.0]
 
 
 def test_steps_that_were_given_up_do_not_count(tmp_path: Path) -> None:

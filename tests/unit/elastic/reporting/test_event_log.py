@@ -25,7 +25,8 @@ from elastic.reporting.event_log import (
     RecordError,
     find_end,
     last_step,
-    read_start,
+    present_start,
+    read_events,
     read_steps,
     recent_steps,
 )
@@ -178,14 +179,17 @@ def test_what_an_earlier_start_left_says_nothing_of_this_one(tmp_path: Path) -> 
                 log.append(event)
 
     path = tmp_path / "events.jsonl"
-    assert (read_start(path, 1.5), find_end(path, 1.5)) == ([], None)
+    assert (present_start(read_events(path), 1.5), find_end(path, 1.5)) == ([], None)
     came_up = CoordinatorStarted(time=1.6, pid=1, anew=False)
     stopped = RunEnded(time=1.9, step=4, outcome="stopped", error=None)
     append(begun(1.5), came_up)
-    assert (read_start(path, 1.5), find_end(path, 1.5)) == ([begun(1.5), came_up], None)
+    assert (present_start(read_events(path), 1.5), find_end(path, 1.5)) == (
+        [begun(1.5), came_up],
+        None,
+    )
     append(stopped)
     assert find_end(path, 1.5) == stopped
-    assert (read_start(path, 2.5), find_end(path, 2.5)) == ([], None)
+    assert (present_start(read_events(path), 2.5), find_end(path, 2.5)) == ([], None)
     append(begun(2.5))
-    assert (read_start(path, 2.5), find_end(path, 2.5)) == ([begun(2.5)], None)
-    assert (read_start(path, 1.5), find_end(path, 1.5)) == ([], None)
+    assert (present_start(read_events(path), 2.5), find_end(path, 2.5)) == ([begun(2.5)], None)
+    assert (present_start(read_events(path), 1.5), find_end(path, 1.5)) == ([], None)
