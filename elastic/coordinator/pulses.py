@@ -82,8 +82,10 @@ class Pulses:
             self._aside.spawn(self._beat())
 
     async def finish(self) -> None:
-        """Call it at the run's end. Waits until that is told, or for so long."""
-        if self._begun and self._membership.stopped is not None:
+        """Call it at the run's end, also before `begin`: a coordinator that was started anew just
+        before may not have been asked yet. Waits until the end is told, or for so long."""
+        if self._membership.stopped is not None:
+            self.begin()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), _LAST_S)
 

@@ -113,15 +113,17 @@ def test_a_directory_that_cannot_be_written_to_ends_nothing(tmp_path: Path) -> N
     desk.run(story)
 
 
+@pytest.mark.parametrize("begun", [True, False])
 def test_the_run_s_end_waits_for_the_last_pulse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
 ) -> None:
     monkeypatch.setattr(pulses, "PULSE_S", 60.0)  # a run that ends before its first one
     desk = Desk(tmp_path)
 
     async def story() -> None:
-        desk.pulses.begin()
-        await asyncio.sleep(0)
+        if begun:
+            desk.pulses.begin()
+            await asyncio.sleep(0)
         desk.membership.stop("enough")
         await desk.dispatcher.tell()
         await desk.pulses.finish()
