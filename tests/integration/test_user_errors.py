@@ -117,15 +117,16 @@ def test_non_finite_steps_end_the_run_naming_step_and_samples(
 def test_collectives_that_fail_while_nobody_dies_end_the_run(cluster: None, tmp_path: Path) -> None:
     with pytest.raises(
         RunFailedError,
-        match=rf"{MOST_IN_VAIN} regroups in a row .*: the link is bad\. All connections .* good\.",
+        match=rf"{MOST_IN_VAIN} regroups in a row .*\. All connections .* good\.",
     ):
         trainer(loss_before_a_bad_link, tmp_path).fit()
     happened = read_events(tmp_path / "run" / "events.jsonl")
     assert not any(isinstance(e, WorkerLost) for e in happened)
     assert main(["watch", str(tmp_path / "run")]) == FAILED, "the link may be mended"
     told = [e for e in happened if isinstance(e, CrossGroupLost)]
-    assert [e.reason for e in told] == ["the link is bad"] * MOST_IN_VAIN
-    assert len({e.slot for e in told}) == 1 and len({e.generation for e in told}) == MOST_IN_VAIN
+    # Its peer, whose connection is closed, may be heard first: two processes send.
+    assert "the link is bad" in {e.reason for e in told}
+    assert len({e.generation for e in told}) == len(told) == MOST_IN_VAIN
     tested = [e for e in happened if isinstance(e, LinksTested)]
     assert [e.count for e in tested] == [0] * (MOST_IN_VAIN - 2)
     stood = {e.generation: e.time for e in happened if isinstance(e, RegroupDone)}
