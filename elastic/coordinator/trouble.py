@@ -56,7 +56,7 @@ class Troubles:
         if cause != COLLECTIVE:
             self._raised[worker] = formation
         try:
-            if not entry_of(cause).lasts:
+            if not entry_of(cause).lasts and not self._follows_alone(worker, cause, formed):
                 await self._dispatcher.until(
                     lambda: membership.replica_broken(worker, formed), patience_s
                 )
@@ -69,3 +69,7 @@ class Troubles:
         finally:
             self._raised.pop(worker, None)
             self._at_fault.discard(worker)
+
+    def _follows_alone(self, worker: str, cause: Cause, formed: int | None) -> bool:
+        alone = formed is None and worker in self._membership.roster.followers
+        return alone and cause != COLLECTIVE

@@ -102,7 +102,6 @@ class Workers:
             )
         )
         self.retire(known, dismiss=node is None)
-        self._save_wanted |= self._membership.last_copies_go
         await self._dispatcher.advance()
 
     def take_save_wish(self) -> bool:
@@ -112,10 +111,12 @@ class Workers:
         return wanted
 
     def retire(self, workers: Iterable[str], *, dismiss: bool) -> None:
-        """`workers` get no slot any more. See `Membership.drain`."""
+        """`workers` get no slot any more. See `Membership.drain`. Where they hold all there is of
+        the state, a checkpoint is wanted."""
         for worker in workers:
             self._draining.add(worker)
             self._membership.drain(worker, dismiss=dismiss)
+        self._save_wanted |= self._membership.last_copies_go
 
     async def drain_node(self, node: str, left_s: float | None, reason: str) -> None:
         """A machine will go: those that work on it leave, those that start on it get no slot."""

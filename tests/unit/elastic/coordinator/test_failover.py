@@ -80,13 +80,13 @@ def make_config(root: Path) -> CoordinatorConfig:
     )
 
 
-def replayed() -> Replay:
+def replayed(draining: frozenset[str] = frozenset()) -> Replay:
     """The only replica's worker is lost, a spare lives; nothing was saved to the store."""
     joined = events.WorkerJoined(time=0.0, worker="spare", node="n", pid=2, born_ticks=1)
     return Replay(
         started=2,
         workers={"spare": joined},
-        draining=frozenset(),
+        draining=draining,
         leaving=frozenset(),
         draining_nodes=frozenset(),
         shunned_nodes=frozenset(),
@@ -127,9 +127,9 @@ class Desk:
         )
         self.ready: list[bool] = []
 
-    def failover(self, snapshots: Any = None) -> Failover:
+    def failover(self, snapshots: Any = None, draining: frozenset[str] = frozenset()) -> Failover:
         return Failover(
-            replayed(),
+            replayed(draining),
             self.membership,
             self.dispatcher,
             self.workers,
@@ -183,4 +183,24 @@ def test_one_that_was_written_off_may_die_before_it_is_ended(tmp_path: Path) -> 
     assert desk.membership.stopped is None and desk.agents.killed == [WRITTEN_OFF.worker]
     happened = read_events(desk.paths.events)
     assert not any(isinstance(e, events.WorkerLost) for e in happened), "it is lost once"
+    desk.records.end("interrupted", None)
+
+
+async def go_on_where_the_last_copy_goes(desk: Desk) -> None:
+    """The worker that lives has the only place, and the only copy."""
+    work = desk.failover(draining=frozenset({SPARE.worker}))
+    await work.hear(
+        Standing(
+            identity=SPARE, formed=1, built=True, generation=1, lanes=(0,), replicas=1, proven=True
+        )
+    )
+    await desk.dispatcher.ready.wait()
+
+
+def test_a_last_copy_that_goes_is_saved_although_the_wish_was_another_process_s(
+    tmp_path: Path,
+) -> None:
+    desk = Desk(tmp_path)
+    asyncio.run(go_on_where_the_last_copy_goes(desk))
+    assert desk.workers.take_save_wish() and not desk.workers.take_save_wish()
     desk.records.end("interrupted", None)

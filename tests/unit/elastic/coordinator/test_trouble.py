@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,14 +41,17 @@ class Now:
         """See Dispatcher."""
 
 
-def settle(cause: Cause, *, broken: bool) -> tuple[str, list[Cause]]:
+def settle(
+    cause: Cause, *, broken: bool, followers: Sequence[str] = (), formed: int | None = None
+) -> tuple[str, list[Cause]]:
     membership: Any = SimpleNamespace(
         places=SimpleNamespace(formation_of=lambda worker: 1),
+        roster=SimpleNamespace(followers=followers),
         replica_broken=lambda worker, formed: broken,
     )
     lost, now = Lost(), Now()
     troubles = Troubles(HealthConfig(), membership, now, lost)  # type: ignore[arg-type]
-    return asyncio.run(troubles.settle("w0", 3, "a traceback", cause)), lost.causes
+    return asyncio.run(troubles.settle("w0", 3, "a traceback", cause, formed)), lost.causes
 
 
 @pytest.mark.parametrize("cause", [GPU_ERROR, GPU_MEMORY, DEVICE_ASSERT])
@@ -63,3 +66,10 @@ def test_a_gpu_that_has_failed_is_never_a_peer_s_loss(cause: Cause, broken: bool
 def test_another_exception_may_be(cause: Cause) -> None:
     assert settle(cause, broken=True) == ("peer", [])
     assert settle(cause, broken=False) == ("own", [cause])
+
+
+def test_who_follows_alone_has_no_peer_whose_loss_explains_its_own_code() -> None:
+    assert settle(USER_ERROR, broken=True, followers=["w0"]) == ("own", [USER_ERROR])
+    assert settle(COLLECTIVE, broken=True, followers=["w0"]) == ("peer", [])
+    beside_the_steps = settle(USER_ERROR, broken=True, followers=["w0"], formed=2)
+    assert beside_the_steps == ("peer", []), "the replica that it was building is no more"
