@@ -24,8 +24,9 @@ def origin_of(error: BaseException) -> Origin:
     """What an exception of this worker's step came from. Called while its replica's group stands.
 
     Gloo raises bare RuntimeErrors, as users do; but when one of its collectives fails, or a peer is
-    gone, a connection of the group is closed. So do NCCL, cuBLAS and others where the GPU has
-    failed; but from then on it answers everything with its error.
+    gone, a connection of the group is closed. NCCL, cuBLAS and
+    others do, too, where the GPU has failed; but since then it answers everything with its error.
+    A type derived from RuntimeError is the code's.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "memory"
@@ -36,7 +37,7 @@ def origin_of(error: BaseException) -> Origin:
         return _OF_CUDA.get(_code_of(lasting), "device")
     if isinstance(error, GroupError | dist.DistError):
         return "group"
-    if isinstance(error, RuntimeError) and replica_connections().lost():
+    if type(error) is RuntimeError and replica_connections().lost():
         return "group"
     return "code"
 

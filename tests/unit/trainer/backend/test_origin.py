@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trainer.backend import origin as origin_module
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.polling import LEFT, poll_until
+from trainer.backend.silence import Connections
 from trainer.errors import GroupError
 
 
@@ -46,6 +48,22 @@ def test_a_peer_that_does_not_come_is_no_user_s_error() -> None:
     with pytest.raises(GroupError, match="did not come") as late:
         poll_until(lambda: False, lambda: False, 0.01)
     assert origin_of(late.value) == "group"
+
+
+class OfTheUser(RuntimeError):
+    """A type of the user's own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "origin"),
+    [(RuntimeError("a bare one"), "group"), (OfTheUser(), "code"), (NotImplementedError(), "code")],
+)
+def test_only_a_bare_one_is_gloo_s_where_a_connection_is_closed(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, origin: Origin
+) -> None:
+    """A connection that another thread opened while the group was made, and closed, counts, too."""
+    monkeypatch.setattr(origin_module, "replica_connections", lambda: Connections({1}))
+    assert origin_of(error) == origin
 
 
 class LostGpu:
