@@ -24,9 +24,9 @@ def origin_of(error: BaseException) -> Origin:
     """What an exception of this worker's step came from. Called while its replica's group stands.
 
     Gloo raises bare RuntimeErrors, as users do; but when one of its collectives fails, or a peer is
-    gone, a connection of the group is closed. NCCL, cuBLAS and
-    others do, too, where the GPU has failed; but since then it answers everything with its error.
-    A type derived from RuntimeError is the code's.
+    gone, a connection of the group is closed. NCCL, cuBLAS and others raise them where the GPU has
+    failed; but since then it answers everything with its error. A type derived from RuntimeError is
+    the code's.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "memory"
