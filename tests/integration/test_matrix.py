@@ -1,8 +1,7 @@
 """The trainer's features with each other: what a case of the matrix computes is what one process
 computes in plain PyTorch, tensor by tensor; and what is promised to change no bit changes none.
 
-Each tier goes further: `make test` has every value once, the slow one every pair of values, the
-soak every triple."""
+`make test` has every value once, the soak tier every pair of values and every triple."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ docs/precision.md says, and why."""
 
 TIERS = [
     pytest.param(1, id="every value"),
-    pytest.param(2, id="every pair", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    pytest.param(2, id="every pair", marks=[pytest.mark.soak, pytest.mark.timeout(900)]),
     pytest.param(3, id="every triple", marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
 ]
 
