@@ -139,10 +139,13 @@ class HealthConfig:
     supervisor_timeout_s: float = 600.0
     """A run whose supervisor was not heard for this long ends itself. Where it is lost, Ray starts
     another, once its head node is there to do it."""
-    preflight: bool = True
+    preflight: bool | Literal["full"] = True
     """Each machine is looked at before its workers get a place, while they start: the quick checks
     of `elastic doctor`. On one with a GPU that has failed none gets any, and it is suspect; all
-    else is told in the report."""
+    else is told in the report. "full": each is also loaded, once, before its first worker gets a
+    place: a matrix burn with a checked result, copies between host and GPU, an all-reduce in the
+    node. It takes a minute or so, five at most, in which the others of a run that goes on train;
+    a wrong number counts as a GPU that has failed. False: none is looked at."""
     replace_nodes: Literal["tell"] | NodesConfig = "tell"
     """Who replaces a machine that is found at fault: `RayNodes`, `Ec2Nodes`, `KubeNodes` or
     `LocalNodes`. With one of them the run takes the other steps of the ladder, too: it lets workers

@@ -212,7 +212,9 @@ class Coordinator(CoordinatorApi):
             self._replacements,
             aside,
         )
-        self._preflight = Preflight(config.health.preflight, self._workers, self._records)
+        self._preflight = Preflight(
+            config.health.preflight, self._workers, self._agents, self._records
+        )
         # A thread of its own: providers take minutes.
         of_pulses = Aside(self._membership, self._dispatcher, threads=1)
         self._pulses = Pulses(config, self._membership, self._workers, self._records, of_pulses)
@@ -535,6 +537,15 @@ class Coordinator(CoordinatorApi):
         self._records.note(
             events.SignsChanged(time=time.time(), node=node, names=names, signs=found)
         )
+
+    @_when_known
+    async def node_checking(self, node: str, check: str, number: int, total: int) -> None:
+        self._records.note(
+            events.NodeChecking(
+                time=time.time(), node=node, check=check, number=number, total=total
+            )
+        )
+        self._arrivals.put_off_start()  # its workers are here, and come
 
     @_when_known
     async def node_checked(self, node: str, findings: list[Finding]) -> None:

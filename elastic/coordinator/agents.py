@@ -26,8 +26,10 @@ from ray.exceptions import (
 from elastic.config import HealthConfig
 from elastic.coordinator.listening import open_beats
 from elastic.coordinator.witness_ring import WitnessRing
+from elastic.doctor.finding import Finding
 from elastic.node.agent import NodeAgent, find_reach
 from elastic.node.beats import BeatListener, Paces, name_of
+from elastic.node.preflight import LOADED_BOUND_S
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.messages import Evidence, Helper, Identity
 from elastic.protocol.rpc import RETRY_S, Remote
@@ -267,6 +269,10 @@ class NodeAgents:
             for sender, count in counts.items()
             if sender in short
         }
+
+    async def check_under_load(self, node: str) -> list[Finding] | None:
+        """What the checks find that load a node; None where it does not say."""
+        return await _within(LOADED_BOUND_S + START_S, self._ask(node, NodeAgent.check_under_load))
 
     async def _ask(
         self,

@@ -1,7 +1,9 @@
 """Machines are looked at before their workers get a place (`elastic/node/preflight.py`).
 
-the first worker of a machine starts ──► its agent starts ──► quick checks, beside all else
-a worker joins for the first time ──► waits for them, BOUND_S at most
+quick: the first worker of a machine starts ──► its agent starts ──► quick checks, beside all else
+       a worker joins for the first time ──► waits for them, BOUND_S at most
+full:  a worker joins for the first time ──► its agent loads the machine, once; whoever joins
+       there waits for it, LOADED_BOUND_S at most
 ISOLATE ──► its workers get no slot; the machine is suspect (`suspicions.py`)
 anything else ──► an event, and a line of the report
 """
@@ -11,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Literal
 
+from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.workers import Workers
 from elastic.doctor.finding import Finding
@@ -28,31 +32,48 @@ class Preflight:
     """One for the run; on the coordinator's event loop.
 
     Args:
-        on: `HealthConfig.preflight`.
+        tier: `HealthConfig.preflight`.
         workers: leave a machine that is isolated.
+        agents: load their machines.
         records: where findings are written down.
     """
 
-    def __init__(self, on: bool, workers: Workers, records: RunLog) -> None:
-        self._on, self._workers, self._records = on, workers, records
+    def __init__(
+        self, tier: bool | Literal["full"], workers: Workers, agents: NodeAgents, records: RunLog
+    ) -> None:
+        self._tier, self._workers, self._agents, self._records = tier, workers, agents, records
         self._checked: dict[str, asyncio.Event] = {}
+        self._under_load: dict[str, asyncio.Task[None]] = {}
 
     async def until_checked(self, report: Report) -> None:
         """Waits until the machine of a worker that joins was looked at. Who works already, under
         a coordinator that was lost, waits for nothing."""
-        if not self._on or report.built or report.step is not None:
+        if not self._tier or report.built or report.step is not None:
             return
-        checked = self._of(report.identity.node)
+        node = report.identity.node
+        if self._tier == "full":
+            if node not in self._under_load:
+                self._under_load[node] = asyncio.create_task(self._check_under_load(node))
+            await asyncio.shield(self._under_load[node])
+            return
+        checked = self._of(node)
         try:
             await asyncio.wait_for(checked.wait(), BOUND_S)
         except asyncio.TimeoutError:
             checked.set()  # nobody else waits for it
 
+    async def _check_under_load(self, node: str) -> None:
+        if self._workers.work_on(node):
+            return  # it passed before the coordinator was lost, and the steps must not be slowed
+        findings = await self._agents.check_under_load(node)
+        if findings is not None:
+            await self.take(node, findings)
+
     async def take(self, node: str, findings: Sequence[Finding]) -> None:
         """What a machine's checks say."""
         isolated = decide_isolated(findings)
         ills = [one.to_json() for one in findings if one.severity != "OK"]
-        if ills:
+        if ills or self._tier == "full":
             self._records.note(
                 events.NodeChecked(time=time.time(), node=node, findings=ills, isolated=isolated)
             )

@@ -14,7 +14,7 @@ from elastic.doctor.gpu_checks import count_gpus
 from elastic.doctor.machine import Machine
 
 BURN_S = 3.0
-_BOUND_S = 90.0
+BOUND_S = 90.0
 """On one load, with the imports and what a GPU takes to start."""
 
 SLOWER = 0.95
@@ -43,7 +43,7 @@ def _on_each(machine: Machine, load: str, *arguments: str) -> dict[str, Outcome]
     devices = devices_of(machine)
     module = f"elastic.doctor.loads.{load}"
     programs = [Program(module=module, arguments=("--device", d, *arguments)) for d in devices]
-    return dict(zip(devices, run_programs(programs, _BOUND_S), strict=True))
+    return dict(zip(devices, run_programs(programs, BOUND_S), strict=True))
 
 
 def check_burn(machine: Machine) -> Finding:
@@ -114,7 +114,7 @@ def check_all_reduce(machine: Machine) -> Finding:
         return Finding(check="all-reduce in the node", result="one GPU")
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         store = f"file:{Path(folder) / 'meet'}"
-        outcomes = run_programs(ranks(store, devices, 0, len(devices)), _BOUND_S)
+        outcomes = run_programs(ranks(store, devices, 0, len(devices)), BOUND_S)
     named = {f"rank {rank}": outcome for rank, outcome in enumerate(outcomes)}
     return judge_all_reduce(named, machine.facts.instance or "")
 

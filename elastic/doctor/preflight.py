@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from elastic.doctor.finding import Finding
 
-_ACTS = frozenset({"GPU errors"})
+_ACTS = frozenset({"GPU errors", "matrix burn", "all-reduce in the node"})
 """Checks whose ISOLATE keeps workers out. What a container was not given looks as if it were lost,
 so the numbers of GPUs and of EFA devices are told, and no more; nor do lines of a log act."""
 

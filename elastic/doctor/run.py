@@ -51,7 +51,7 @@ def run_checks(
     found: dict[str, Finding] = {}
 
     def examine(name: str, check: Check) -> None:
-        found[name] = _try(name, check, machine)
+        found[name] = try_check(name, check, machine)
 
     threads = [threading.Thread(target=examine, args=one, daemon=True) for one in checks.items()]
     end = time.monotonic() + bound_s
@@ -76,10 +76,11 @@ def run_full(machine: Machine, stores: tuple[str, ...] = ()) -> list[Finding]:
         **storage_checks.store_checks(stores),
     }
     quick = run_checks(machine)
-    return [*quick, *(_try(name, check, machine) for name, check in loads.items())]
+    return [*quick, *(try_check(name, check, machine) for name, check in loads.items())]
 
 
-def _try(name: str, check: Check, machine: Machine) -> Finding:
+def try_check(name: str, check: Check, machine: Machine) -> Finding:
+    """What a check says; one that raises is told of as one that failed."""
     try:
         return check(machine)
     except Exception as error:

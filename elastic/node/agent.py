@@ -43,7 +43,7 @@ from elastic.node.beats import BeatSender
 from elastic.node.gpu_gauges import GpuGauges
 from elastic.node.health_watch import own_names, start_health_watch
 from elastic.node.link_door import LinkDoor
-from elastic.node.preflight import start_preflight
+from elastic.node.preflight import check_under_load, start_preflight
 from elastic.node.process_watch import ProcessWatch
 from elastic.node.witnesses import WitnessStand, ask
 from elastic.protocol.causes import HANG, NODE
@@ -141,9 +141,18 @@ class NodeAgent:
         """The latest of this node's instruments."""
         self._gauges = GpuGauges(node)
         start_health_watch(node, self._processes.states, self._tell_signs, self._keep_readings)
-        if health.preflight:
+        if health.preflight is True:
             start_preflight(self._tell_findings)
         threading.Thread(target=self._run, name="node-agent", daemon=True).start()
+
+    def check_under_load(self) -> list[Finding]:
+        """All that the checks find which load this node; nobody may work on it meanwhile. It takes
+        `LOADED_BOUND_S` at most."""
+
+        def begin(check: str, number: int, total: int) -> None:
+            self._coordinator.send(CoordinatorApi.node_checking, self._node, check, number, total)
+
+        return check_under_load(begin)
 
     def _tell_findings(self, findings: list[Finding]) -> None:
         self._coordinator.send(CoordinatorApi.node_checked, self._node, findings)

@@ -161,6 +161,9 @@ class NodeCalls(Protocol):
         """All that the instruments of a node and its kernel's log show now. `names`: what other
         machines may call it."""
 
+    async def node_checking(self, node: str, check: str, number: int, total: int) -> None:
+        """One of the checks that load a node begins, before its workers get a place."""
+
     async def node_checked(self, node: str, findings: list[Finding]) -> None:
         """The checks that are made before the workers of a node get a place are done."""
 

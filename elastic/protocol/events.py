@@ -400,9 +400,23 @@ class StragglersFound(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeChecking(Event):
+    """One of the checks that load a node begins (`health.preflight="full"`)."""
+
+    node: str
+    """Ray's id of the node."""
+    check: str
+    """Its name."""
+    number: int
+    """Which one it is, from 1 on."""
+    total: int
+    """How many there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeChecked(Event):
     """Something is out of order on a node, as the checks say that are made before its workers get a
-    place."""
+    place; with `health.preflight="full"` also that nothing is."""
 
     node: str
     """Ray's id of the node."""

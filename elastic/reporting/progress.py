@@ -32,6 +32,7 @@ from elastic.protocol.events import (
     HealFailed,
     HelperKilled,
     NodeChecked,
+    NodeChecking,
     NodeReplacement,
     Profiled,
     RegroupDone,
@@ -171,6 +172,8 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return f"snapshot of {event.step} steps cannot be read: {event.reason}"
         case VerdictReached() if event.step not in ("retry", "new_process"):
             return format_remedy(event)
+        case NodeChecking() if last_commit is not None:  # before, the stage says it
+            return f"node {event.node}: {event.check} ({event.number} of {event.total})"
         case NodeChecked():
             return "\n".join(format_checked(event)) or None
         case NodeReplacement():
@@ -321,6 +324,8 @@ def _before_the_first_step(state: ProgressState, event: Event) -> ProgressState:
     match event:
         case WorkerJoined() if state.generation == 0:
             return replace(state, joined=state.joined + 1, stage="starting the workers")
+        case NodeChecking() if state.stage:
+            return replace(state, stage=f"checking the machines ({event.check})")
         case ReplicaForming() if state.stage:
             return replace(state, stage="building the replicas")
         case RegroupDone() if state.stage:

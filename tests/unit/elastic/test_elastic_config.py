@@ -154,3 +154,6 @@ def test_replicas_come_before_spares(
 
 def test_the_preflight_can_be_left_out() -> None:
     HealthConfig(preflight=False).check()
+    HealthConfig(preflight="full").check()
+    with pytest.raises(ConfigError, match="preflight = 'quick'"):
+        HealthConfig(preflight="quick").check()  # type: ignore[arg-type]

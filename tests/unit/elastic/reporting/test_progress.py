@@ -11,6 +11,7 @@ from elastic.protocol.causes import CRASH
 from elastic.protocol.events import (
     CheckpointCommitted,
     Event,
+    NodeChecking,
     RegroupDone,
     ReplicaForming,
     ReplicaHealed,
@@ -190,7 +191,9 @@ def test_before_the_first_step_each_stage_has_a_line(is_tty: bool) -> None:
     forming = ReplicaForming(time=1.0, formed=1, replica=0, workers=["w0"])
     stood = replace(DONE, generation=1, step=0, outcome="start", replicas=2)
     begun: list[Event] = [replace(STARTED, layout=layout), joined(1.0)]
-    for event in [*begun, joined(2.0), *[joined(3.0)] * 3, forming, forming, stood, joined(3.5)]:
+    burn = NodeChecking(time=3.0, node="n1", check="matrix burn", number=1, total=3)
+    arrive = [joined(2.0), *[joined(3.0)] * 3, burn]
+    for event in [*begun, *arrive, forming, forming, stood, joined(3.5)]:
         printer.on_event(event)
         printer.show()
     for record in steps_at(4.0):
@@ -198,13 +201,17 @@ def test_before_the_first_step_each_stage_has_a_line(is_tty: bool) -> None:
     now[0] = 99.0
     printer.show()
     printer.on_event(joined(5.0))  # a lost one's successor starts no run
+    printer.on_event(burn)
     printer.show()
     lines = stream.getvalue().replace("\r\x1b[K", "\n").strip().splitlines()
     assert lines == [
         "starting the workers: 1 of 5 workers there",
+        "checking the machines (matrix burn): 5 of 5 workers there",
         "building the replicas: 5 of 5 workers there",
         "computing the first step: 5 of 5 workers there",
         "step 1/100 | loss 2.0000 | replicas 2/2 | generation 1",
+        "node n1: matrix burn (1 of 3)",
+        *["step 1/100 | loss 2.0000 | replicas 2/2 | generation 1"] * is_tty,
     ]
 
 
