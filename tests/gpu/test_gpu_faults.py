@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.fabric import GLOO, GLOO_ON_CUDA, NCCL, Fabric, FabricGroup, on
-from tests.support.member import Member
+from tests.support.member import Member, end_groups_at_the_call
 from tests.support.processes import PATIENCE, Loss, lose_itself, play
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.polling import poll_until
@@ -54,6 +54,7 @@ class DoomedGroup(FabricGroup):
         return flight
 
     def _fall(self, seen: str) -> None:
+        self._member.store.set("the peer is there", "")
         self._member.store.wait([seen], PATIENCE)
         lose_itself(self._loss)
 
@@ -70,19 +71,21 @@ class Survivor(Member):
         if phase == "data":
             self.store.set("the survivor begins", "")
         if phase == "reduce":
-            self.fill()
+            if self.full_memory:
+                # On one GPU the others must have what they need of it.
+                self.store.wait(["the peer is there", "outcome 2"], PATIENCE)
+                self.hog = all_memory(self.engine.device)
             self.store.set("the survivor waits", "")
+            if self.full_queue:
+                self.fill_queue()
 
-    def fill(self) -> None:
-        """Uses up what the device has, and queues more behind the bucket than it takes."""
-        device = self.engine.device
-        if self.full_memory:
-            self.hog = all_memory(device)
-        if self.full_queue:
-            numbers = torch.zeros(8, device=device)
-            with self.cross.on_stream():
-                for _ in range(QUEUED):
-                    numbers.add_(1)
+    def fill_queue(self) -> None:
+        """Queues more behind the bucket than the device takes: the host waits in a launch, until
+        another thread ends the group."""
+        numbers = torch.zeros(8, device=self.engine.device)
+        with self.cross.on_stream():
+            for _ in range(QUEUED):
+                numbers.add_(1)
 
 
 def all_memory(device: torch.device) -> torch.Tensor | None:
@@ -98,6 +101,7 @@ def survive(fabric: Fabric, port: int, fills: str) -> Member:
     """Loses its peer in its first step, and does all steps alone."""
     member = Survivor(fabric, port, number=0, steps=STEPS)
     member.full_queue, member.full_memory = fills == "queue", fills == "memory"
+    end_groups_at_the_call(port, replica=False)
     assert member.run(1, HALVES) == "fault"
     left_s = time.monotonic() - float(member.store.get("died"))
     assert left_s < LIMIT_S
