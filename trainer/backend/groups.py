@@ -13,6 +13,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -298,31 +299,34 @@ def warm_up(group: Any, size: int, device: torch.device) -> None:
     numbers.tolist()  # waits for all of them
 
 
-def abort_groups(*, replica: bool) -> None:
+def abort_groups(*, replica: bool) -> list[Future[Any]]:
     """Ends the collectives of this worker from another thread, at a call, on NCCL; on Gloo a lost
     peer has woken them, or they are polled. Waits for nothing.
 
-    Those across replicas first: their kernels may keep the replica's from running.
-
     Args:
         replica: of the replica's peers one is gone.
+
+    Returns:
+        The ends of what was begun.
     """
-    for group in tuple(_cross_groups):
-        aborts.abort(group)
-    if replica:
-        aborts.in_order(_abort_replica_group)
+    ends = [aborts.abort(group) for group in tuple(_cross_groups)]
+    return [*ends, aborts.begin(_abort_replica_group)] if replica else ends
 
 
 def end_replica_collectives() -> None:
     """Ends those of the default group, on NCCL, and waits until they have ended."""
     if _on_nccl():
-        aborts.in_order(_abort_replica_group).result()
+        aborts.begin(_abort_replica_group).result()
 
 
 def _abort_replica_group() -> None:
     with _ending:
         if _on_nccl():
             _aborted.set()
+            groups = tuple(dist.distributed_c10d._world.pg_names)
+            for end in [aborts.begin(group.abort) for group in groups]:
+                end.result()
+            # It would abort one after the other; by now they have ended, and are forgotten.
             dist.distributed_c10d._abort_process_group()
 
 

@@ -1,11 +1,13 @@
-"""Groups on NCCL are ended by one thread, in one order. NCCL cannot be here: stand-ins record what
-it would be told."""
+"""Groups on NCCL are ended at once, each by a thread. NCCL cannot be here: stand-ins record what it
+would be told."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -30,6 +32,20 @@ class Recorded:
         self.begun.set()
         assert self.may_end.wait(PATIENCE_S)
         self.ends.append((self.name, threading.current_thread().name))
+
+
+@dataclass(eq=False)
+class OnOneDevice:
+    """A group whose abort waits for the device, on which kernels of the others spin."""
+
+    device: threading.Barrier
+    ended: bool = False
+
+    def abort(self) -> None:
+        """Its own kernels end at once; then it waits until all others' have."""
+        if not self.ended:
+            self.device.wait(PATIENCE_S)
+            self.ended = True
 
 
 @pytest.fixture
@@ -61,46 +77,59 @@ def make(name: str, ends: list[tuple[str, str]], *, quick: bool = True) -> Recor
     return group
 
 
-def in_turn(ends: list[tuple[str, str]]) -> list[str]:
-    """The names, when all that was asked for is done; all were ended by one thread."""
-    aborts.in_order(bool).result(PATIENCE_S)
+def names(asked: list[Future[Any]], ends: list[tuple[str, str]]) -> set[str]:
+    """What has ended when all that was asked for is done; not on the thread that asked."""
+    for end in asked:
+        end.result(PATIENCE_S)
     assert {thread.partition("_")[0] for _, thread in ends} <= {aborts.THREAD}
-    assert len({thread for _, thread in ends}) <= 1
-    return [name for name, _ in ends]
+    assert len(ends) == len({name for name, _ in ends}), "each once"
+    return {name for name, _ in ends}
 
 
-def test_a_call_ends_the_groups_across_replicas_before_the_replica_s(
+def test_a_call_ends_the_groups_across_replicas_and_the_replica_s(
     ends: list[tuple[str, str]], replica: None
 ) -> None:
     make("cross", ends)
-    abort_groups(replica=True)
+    asked = abort_groups(replica=True)
     leave_replica_group()
-    assert in_turn(ends) == ["cross", "replica"]
+    assert names(asked, ends) == {"cross", "replica"}
+
+
+def test_no_abort_waits_for_a_group_that_is_aborted_after_it(
+    ends: list[tuple[str, str]], replica: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else none of them would come to its end."""
+    device = threading.Barrier(3)
+    cross, default, split = (OnOneDevice(device) for _ in range(3))
+    groups._cross_groups.append(cross)
+    known: Any = dist.distributed_c10d._world.pg_names
+    for name, group in (("0", default), ("1", split)):
+        monkeypatch.setitem(known, group, name)
+    assert names(abort_groups(replica=True), ends) == {"replica"}
+    assert cross.ended and default.ended and split.ended
 
 
 def test_a_call_for_another_replica_leaves_this_one_s_group(
     ends: list[tuple[str, str]], replica: None
 ) -> None:
     make("cross", ends)
-    abort_groups(replica=False)
-    assert in_turn(ends) == ["cross"]
+    assert names(abort_groups(replica=False), ends) == {"cross"}
 
 
 def test_who_hears_calls_waits_for_no_abort(ends: list[tuple[str, str]], replica: None) -> None:
     """The next call may come while one blocks."""
     cross = make("cross", ends, quick=False)
-    abort_groups(replica=True)
-    abort_groups(replica=True)
-    assert cross.begun.wait(PATIENCE_S) and ends == []
+    asked = abort_groups(replica=True) + abort_groups(replica=True)
+    assert cross.begun.wait(PATIENCE_S) and "cross" not in dict(ends)
     cross.may_end.set()
-    assert in_turn(ends) == ["cross", "replica"]
+    assert names(asked, ends) == {"cross", "replica"}
 
 
 def test_who_leaves_a_group_waits_until_the_abort_that_was_asked_for_has_ended(
     ends: list[tuple[str, str]],
 ) -> None:
     cross = make("cross", ends, quick=False)
-    abort_groups(replica=False)
+    asked = abort_groups(replica=False)
     left = threading.Event()
 
     def leave() -> None:
@@ -112,6 +141,5 @@ def test_who_leaves_a_group_waits_until_the_abort_that_was_asked_for_has_ended(
     assert cross.begun.wait(PATIENCE_S) and not left.is_set()
     cross.may_end.set()
     leaver.join(PATIENCE_S)
-    assert left.is_set() and in_turn(ends) == ["cross"], "it is aborted once"
-    abort_groups(replica=False)
-    assert in_turn(ends) == ["cross"], "and forgotten"
+    assert left.is_set() and names(asked, ends) == {"cross"}
+    assert abort_groups(replica=False) == [], "and forgotten"
