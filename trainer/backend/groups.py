@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainer.backend import aborts, nccl_settings
 from trainer.backend.aside import GLOO, heard_while_connecting, make_aside
 from trainer.backend.interface import listen_towards
+from trainer.backend.polling import LEFT
 from trainer.backend.rendezvous import Rendezvous
 from trainer.backend.silence import Connections, limit_silence
 from trainer.errors import GroupError
@@ -261,24 +262,53 @@ def make_cross_groups(
         stores = [PrefixStore(f"{prefix}/{name}", store) for name in names]
         listen_towards(rendezvous.host, rendezvous.port)
 
+        given_up = threading.Event()
+
         def make() -> list[Any]:
             with limit_silence(rendezvous.silent_s, but_port=rendezvous.port):
-                return [_raw_group(s, rendezvous.timeout, rank, size, device) for s in stores]
+                if device == "cuda":
+                    return [_nccl_group(stores[0], rendezvous.timeout, rank, size, given_up)]
+                return [dist.ProcessGroupGloo(s, rank, size, rendezvous.timeout) for s in stores]
 
-        return make_aside(make, leave_now, rendezvous.timeout_s)
+        try:
+            return make_aside(make, leave_now, rendezvous.timeout_s)
+        except GroupError:
+            given_up.set()
+            for group in tuple(_cross_groups):  # that which is in the making: others were abandoned
+                _give_up(group)
+            raise
 
 
-def _raw_group(store: Store, timeout: timedelta, rank: int, size: int, device: Device) -> Any:
-    if device == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
-        _cross_groups.append(group)  # so that a call ends what follows
+def _nccl_group(
+    store: Store, timeout: timedelta, rank: int, size: int, given_up: threading.Event
+) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group = dist.ProcessGroupNCCL(store, rank, size, options)
+    _cross_groups.append(group)  # so that a call ends what follows
+    try:
         # Else the first collective would connect, and wait for a lost peer where nothing ends it.
-        group.eager_connect_single_device(torch_device(device))
-        warm_up(group, size, torch_device(device))
-        return group
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+        group.eager_connect_single_device(torch_device("cuda"))
+        _check_wanted(given_up)  # an abort does nothing while there is no communicator
+        warm_up(group, size, torch_device("cuda"))
+        _check_wanted(given_up)
+    except BaseException:
+        _give_up(group)
+        raise
+    return group
+
+
+def _check_wanted(given_up: threading.Event) -> None:
+    if given_up.is_set():
+        raise GroupError(LEFT)
+
+
+def _give_up(group: Any) -> None:
+    """Has a group ended that nobody will use, whether it was told to end before or not."""
+    with contextlib.suppress(ValueError):
+        _cross_groups.remove(group)
+    aborts.forget(group)
+    aborts.begin(group.abort)
 
 
 def warm_up(group: Any, size: int, device: torch.device) -> None:

@@ -7,13 +7,22 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from trainer.backend import aborts, groups
-from trainer.backend.groups import abandon, abort_groups, leave_replica_group
+from trainer.backend.groups import (
+    abandon,
+    abort_groups,
+    leave_replica_group,
+    make_cross_groups,
+)
+from trainer.backend.rendezvous import Rendezvous, close_connections
+from trainer.errors import GroupError
 
 PATIENCE_S = 30.0
 
@@ -48,11 +57,37 @@ class OnOneDevice:
             self.ended = True
 
 
+class Connecting:
+    """A group of NCCL that connects for as long as its peers please, and cannot be ended before."""
+
+    Options = SimpleNamespace
+    entered, may_connect, aborted = threading.Event(), threading.Event(), threading.Event()
+
+    def __init__(self, *arguments: Any) -> None:
+        self.connected = False
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """See c10d."""
+        self.entered.set()
+        assert self.may_connect.wait(PATIENCE_S)
+        self.connected = True
+
+    def alltoall_base(self, *buffers: object) -> None:
+        """The first collective of the warm-up."""
+        raise AssertionError("its peers may have left, and it would wait for them for ever")
+
+    def abort(self) -> None:
+        """As c10d's: there is nothing to end while it connects."""
+        if self.connected:
+            self.aborted.set()
+
+
 @pytest.fixture
 def ends() -> Iterator[list[tuple[str, str]]]:
     """Group, thread that ended it; in order."""
     yield []
     groups._cross_groups.clear()
+    aborts._ends.clear()
 
 
 @pytest.fixture
@@ -143,3 +178,26 @@ def test_who_leaves_a_group_waits_until_the_abort_that_was_asked_for_has_ended(
     leaver.join(PATIENCE_S)
     assert left.is_set() and names(asked, ends) == {"cross"}
     assert abort_groups(replica=False) == [], "and forgotten"
+
+
+def test_a_group_that_is_left_while_it_connects_is_ended_when_it_has(
+    ends: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call that it is left for has ended nothing."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Connecting, raising=False)
+    monkeypatch.setattr(groups, "torch_device", lambda device: torch.device("cpu"))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=PATIENCE_S)
+
+    def leave_now() -> bool:
+        if not Connecting.entered.is_set():
+            return False
+        abort_groups(replica=False)
+        return True
+
+    with pytest.raises(GroupError, match="left for a regroup"):
+        make_cross_groups(meet, "cross", rank=0, size=1, device="cuda", leave_now=leave_now)
+    Connecting.may_connect.set()
+    assert Connecting.aborted.wait(PATIENCE_S)
+    close_connections()
+    assert groups._cross_groups == [] and aborts._ends == {}
