@@ -4,6 +4,7 @@ the first all-to-all of a generation, behind a full launch queue, and with the m
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import processes
 from tests.support.fabric import GLOO, GLOO_ON_CUDA, NCCL, Fabric, FabricGroup, on
 from tests.support.member import Member, end_groups_at_the_call
 from tests.support.processes import PATIENCE, Loss, lose_itself, play
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.polling import poll_until
+from trainer.errors import GroupError
 from trainer.loop.phases import Phase
 from trainer.replication.replicas import EXCHANGE, Flight
 
@@ -164,3 +167,17 @@ def test_a_call_is_heard_behind_a_full_launch_queue(fabric: Fabric) -> None:
 def test_a_fault_is_met_without_memory(fabric: Fabric) -> None:
     """What meets it asks the device for none."""
     check_bits(play(live, fabric, "before", "SIGSTOP", "memory", processes=3, dies=1))
+
+
+def wait_for_ever(number: int, port: int, fabric: Fabric) -> None:
+    """One that was to be lost, and is not."""
+    dist.TCPStore("127.0.0.1", port).wait(["never set"], PATIENCE)
+
+
+def test_a_test_that_is_cut_off_leaves_no_process_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "TIMEOUT_S", 0.5)
+    with pytest.raises(GroupError, match=r"did not come within 0\.5 s"):
+        play(wait_for_ever, GLOO, processes=2, dies=0)
+    assert multiprocessing.active_children() == []

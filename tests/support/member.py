@@ -3,7 +3,6 @@ does with the trainer, and a task so small that a step takes milliseconds."""
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,10 +60,6 @@ def small_train(steps: int, *, shard: int = 1) -> TrainConfig:
         bucket_bytes=BUCKET_BYTES,
         seed=3,
     )
-
-
-# Processes are forked from one that has imported this already; none here needs transformers.
-multiprocessing.set_forkserver_preload([__name__])
 
 
 def end_groups_at_the_call(port: int, *, replica: bool) -> threading.Thread:
