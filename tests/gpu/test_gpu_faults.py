@@ -4,6 +4,7 @@ the first all-to-all of a generation, behind a full launch queue, and with the m
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import processes
 from tests.support.fabric import GLOO, GLOO_ON_CUDA, NCCL, Fabric, FabricGroup, on
-from tests.support.member import Member
+from tests.support.member import Member, end_groups_at_the_call
 from tests.support.processes import PATIENCE, Loss, lose_itself, play
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.polling import poll_until
+from trainer.errors import GroupError
 from trainer.loop.phases import Phase
 from trainer.replication.replicas import EXCHANGE, Flight
 
@@ -54,6 +57,7 @@ class DoomedGroup(FabricGroup):
         return flight
 
     def _fall(self, seen: str) -> None:
+        self._member.store.set("the peer is there", "")
         self._member.store.wait([seen], PATIENCE)
         lose_itself(self._loss)
 
@@ -70,19 +74,21 @@ class Survivor(Member):
         if phase == "data":
             self.store.set("the survivor begins", "")
         if phase == "reduce":
-            self.fill()
+            if self.full_memory:
+                # On one GPU the others must have what they need of it.
+                self.store.wait(["the peer is there", "outcome 2"], PATIENCE)
+                self.hog = all_memory(self.engine.device)
             self.store.set("the survivor waits", "")
+            if self.full_queue:
+                self.fill_queue()
 
-    def fill(self) -> None:
-        """Uses up what the device has, and queues more behind the bucket than it takes."""
-        device = self.engine.device
-        if self.full_memory:
-            self.hog = all_memory(device)
-        if self.full_queue:
-            numbers = torch.zeros(8, device=device)
-            with self.cross.on_stream():
-                for _ in range(QUEUED):
-                    numbers.add_(1)
+    def fill_queue(self) -> None:
+        """Queues more behind the bucket than the device takes: the host waits in a launch, until
+        another thread ends the group."""
+        numbers = torch.zeros(8, device=self.engine.device)
+        with self.cross.on_stream():
+            for _ in range(QUEUED):
+                numbers.add_(1)
 
 
 def all_memory(device: torch.device) -> torch.Tensor | None:
@@ -98,6 +104,7 @@ def survive(fabric: Fabric, port: int, fills: str) -> Member:
     """Loses its peer in its first step, and does all steps alone."""
     member = Survivor(fabric, port, number=0, steps=STEPS)
     member.full_queue, member.full_memory = fills == "queue", fills == "memory"
+    end_groups_at_the_call(port, replica=False)
     assert member.run(1, HALVES) == "fault"
     left_s = time.monotonic() - float(member.store.get("died"))
     assert left_s < LIMIT_S
@@ -160,3 +167,17 @@ def test_a_call_is_heard_behind_a_full_launch_queue(fabric: Fabric) -> None:
 def test_a_fault_is_met_without_memory(fabric: Fabric) -> None:
     """What meets it asks the device for none."""
     check_bits(play(live, fabric, "before", "SIGSTOP", "memory", processes=3, dies=1))
+
+
+def wait_for_ever(number: int, port: int, fabric: Fabric) -> None:
+    """One that was to be lost, and is not."""
+    dist.TCPStore("127.0.0.1", port).wait(["never set"], PATIENCE)
+
+
+def test_a_test_that_is_cut_off_leaves_no_process_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "TIMEOUT_S", 0.5)
+    with pytest.raises(GroupError, match=r"did not come within 0\.5 s"):
+        play(wait_for_ever, GLOO, processes=2, dies=0)
+    assert multiprocessing.active_children() == []

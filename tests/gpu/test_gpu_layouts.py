@@ -1,6 +1,9 @@
-"""Whole runs on a device: the same bits twice, and at one replica as at two; the CPU's numbers."""
+"""Whole runs on a device: the same bits twice, and at one replica as at two and four; the CPU's
+numbers."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,3 +37,13 @@ def test_two_replicas_have_the_bits_of_one(fabric: Fabric, shard: int) -> None:
     expected = full_parameters(cpu)
     for name, weights in full_parameters(one).items():
         torch.testing.assert_close(weights, expected[name], rtol=1e-3, atol=1e-5)
+
+
+@on(GLOO, NCCL)
+def test_four_replicas_have_the_bits_of_two_and_of_one(fabric: Fabric) -> None:
+    lanes = 2 * LANES
+    task, train = small_task(), replace(small_train(4), lanes=lanes)
+    four, two, one = run_in_turn(
+        [Run(task=task, train=train, replicas=n, lanes=lanes) for n in (4, 2, 1)], fabric=fabric
+    )
+    assert [bits([worker]) for worker in (*four, *two)] == [bits(one)] * 6

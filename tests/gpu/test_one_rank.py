@@ -15,7 +15,6 @@ from tests.support.data_plane import Run, make_engine, run_in_turn
 from tests.support.fabric import GLOO, NCCL, Fabric, on
 from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
 from tests.support.member import LANES, small_task, small_train
-from trainer.backend import aborts
 from trainer.backend.aside import GLOO as GLOO_ASIDE
 from trainer.backend.groups import (
     abort_groups,
@@ -67,8 +66,8 @@ def test_a_group_is_made_anew_after_an_abort(meet: Rendezvous, fabric: Fabric) -
             dist.all_reduce(numbers, group=group)
         assert numbers.tolist() == [0, 1, 2, 3]
         check_replica_group()
-        abort_groups(replica=True)
-        aborts.in_order(bool).result()
+        for end in abort_groups(replica=True):
+            end.result()
         if fabric.device == "cuda":
             with pytest.raises(RuntimeError, match="aborted"):
                 check_replica_group()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,10 +14,9 @@ import torch.distributed as dist
 
 from tests.support.fabric import GLOO, GLOO_ON_CUDA, NCCL, Fabric, FabricGroup, on
 from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
-from tests.support.member import Member
+from tests.support.member import Member, end_groups_at_the_call
 from tests.support.processes import PATIENCE, TIMEOUT_S, lose_itself, play
 from trainer.backend.groups import (
-    abort_groups,
     check_replica_group,
     leave_replica_group,
     make_replica_group,
@@ -231,13 +229,7 @@ def lose_the_peer(number: int, port: int, fabric: Fabric) -> None:
 
 def be_left(port: int, store: dist.TCPStore, total: torch.Tensor) -> None:
     """What a worker does whose replica breaks: one thread hears of it, another is in it."""
-
-    def hear() -> None:
-        dist.TCPStore("127.0.0.1", port).wait(["fault 1"], PATIENCE)
-        abort_groups(replica=True)
-
-    ear = threading.Thread(target=hear)
-    ear.start()
+    ear = end_groups_at_the_call(port, replica=True)
     work = dist.all_reduce(total, async_op=True)
     store.set("rank 0 waits", "")
     with pytest.raises(RuntimeError):

@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 
 from checkpointing import Attempt, Keys, Receipt, write_shared
 from tests.support.fabric import GLOO, Fabric, FabricGroup
+from tests.support.processes import killed_after
 from tests.support.quiet_link import QuietLink
 from trainer.backend import determinism
 from trainer.backend.groups import (
@@ -301,7 +302,8 @@ def train_at(
     )
 
 
-# Processes are forked from one that has imported all this already.
+# Processes are forked from one that has imported all this already, also those of `member.py`: only
+# the last such call of a session counts.
 multiprocessing.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
 
 
@@ -325,12 +327,16 @@ def run_in_turn(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.start_processes(
+        running = mp.start_processes(
             _process,
             args=(store.port, runs, orders, fabric, results),
             nprocs=max(map(len, orders)),
+            join=False,
             start_method="forkserver",
         )
+        with killed_after(running):
+            while not running.join():
+                pass
         return [
             [pickle.loads(results[index, place]) for place in range(run.workers)]
             for index, run in enumerate(runs)

@@ -3,7 +3,7 @@ does with the trainer, and a task so small that a step takes milliseconds."""
 
 from __future__ import annotations
 
-import multiprocessing
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch import nn
 
 from tests.support.data_plane import make_engine
 from tests.support.fabric import Fabric, FabricGroup
+from tests.support.processes import PATIENCE
 from tests.support.quiet_link import QuietLink
+from trainer.backend.groups import abort_groups
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.loop.link import LoopConfig, Progress
@@ -60,8 +62,17 @@ def small_train(steps: int, *, shard: int = 1) -> TrainConfig:
     )
 
 
-# Processes are forked from one that has imported this already; none here needs transformers.
-multiprocessing.set_forkserver_preload([__name__])
+def end_groups_at_the_call(port: int, *, replica: bool) -> threading.Thread:
+    """A thread that does what a worker's watch does at the call to leave generation 1, whatever the
+    others are in."""
+
+    def hear() -> None:
+        dist.TCPStore("127.0.0.1", port).wait(["fault 1"], PATIENCE)
+        abort_groups(replica=replica)
+
+    ear = threading.Thread(target=hear, daemon=True)
+    ear.start()
+    return ear
 
 
 class Member(QuietLink):

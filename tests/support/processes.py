@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -49,18 +50,29 @@ def play(
         start_method="forkserver",
     )
     lost = None if dies is None else running.processes[dies]
+    with killed_after(running):
+        if lost is not None:
+            del running.sentinels[lost.sentinel]
+            poll_until(lambda: not lost.is_alive() or _stands_still(lost.pid), bool, TIMEOUT_S)
+            store.set("died", str(time.monotonic()))
+            store.set("fault 1", "")
+        while not running.join():
+            pass
     if lost is not None:
-        del running.sentinels[lost.sentinel]
-        poll_until(lambda: not lost.is_alive() or _stands_still(lost.pid), bool, TIMEOUT_S)
-        store.set("died", str(time.monotonic()))
-        store.set("fault 1", "")
-    while not running.join():
-        pass
-    if lost is not None:
-        lost.kill()
-        lost.join()
         assert lost.exitcode == -signal.SIGKILL, "it was to be lost, and ended"
     return store
+
+
+@contextlib.contextmanager
+def killed_after(running: mp.ProcessContext) -> Iterator[None]:
+    """Whatever ends the block, none of the processes is left: they would keep the GPU of the tests
+    that follow."""
+    try:
+        yield
+    finally:
+        for process in running.processes:
+            process.kill()
+            process.join()
 
 
 def _stands_still(pid: int) -> bool:

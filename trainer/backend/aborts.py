@@ -1,11 +1,14 @@
 """Ends process groups from outside, so that whoever waits in one comes back: on NCCL, which hears
 nothing by itself.
 
-One thread does it, in the order in which it was asked: an abort may block, c10d runs it on a thread
-of its own that it waits for, and NCCL's own groups of calls belong to a thread (NVIDIA/nccl issue
-564), so two of them at once may wait for each other. A group is aborted once, whoever asks.
+All begin at once, each on a thread of its own. An abort first tells its own kernels to end, then
+may wait for the whole device, and so for a kernel of another group, which only that group's abort
+ends (pytorch issue 119797, NVIDIA/nccl issue 1013): one after the other, the first would wait for
+the second for ever. NCCL's own groups of calls, meant for this, belong to a thread (NVIDIA/nccl
+issue 564), and c10d aborts on threads of its own. A group is aborted once, whoever asks.
 
 Who hears calls asks for it and waits for nothing; who leaves a group waits until it has ended.
+Decision: docs/decisions/045.
 """
 
 from __future__ import annotations
@@ -16,17 +19,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 THREAD = "abort"
-"""Name of the thread."""
+"""Name of the threads."""
 
-_thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD)
+_MOST = 64
+"""Threads: far more than a worker has groups."""
+
+_threads = ThreadPoolExecutor(_MOST, thread_name_prefix=THREAD)
 _asking = threading.Lock()
 _ends: dict[int, tuple[Any, Future[Any]]] = {}
 """Groups that were aborted, or are to be, by their identity, until they are forgotten."""
 
 
-def in_order(work: Callable[[], object]) -> Future[Any]:
-    """Has the thread do `work` after all that it was asked for before. Waits for nothing."""
-    return _thread.submit(work)
+def begin(work: Callable[[], object]) -> Future[Any]:
+    """Has a thread do `work` now, whatever the others wait for. Waits for nothing."""
+    return _threads.submit(work)
 
 
 def abort(group: Any) -> Future[Any]:
@@ -37,7 +43,7 @@ def abort(group: Any) -> Future[Any]:
     """
     with _asking:
         if id(group) not in _ends:
-            _ends[id(group)] = group, in_order(group.abort)
+            _ends[id(group)] = group, begin(group.abort)
         return _ends[id(group)][1]
 
 

@@ -13,6 +13,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainer.backend import aborts, nccl_settings
 from trainer.backend.aside import GLOO, heard_while_connecting, make_aside
 from trainer.backend.interface import listen_towards
+from trainer.backend.polling import LEFT
 from trainer.backend.rendezvous import Rendezvous
 from trainer.backend.silence import Connections, limit_silence
 from trainer.errors import GroupError
@@ -260,24 +262,53 @@ def make_cross_groups(
         stores = [PrefixStore(f"{prefix}/{name}", store) for name in names]
         listen_towards(rendezvous.host, rendezvous.port)
 
+        given_up = threading.Event()
+
         def make() -> list[Any]:
             with limit_silence(rendezvous.silent_s, but_port=rendezvous.port):
-                return [_raw_group(s, rendezvous.timeout, rank, size, device) for s in stores]
+                if device == "cuda":
+                    return [_nccl_group(stores[0], rendezvous.timeout, rank, size, given_up)]
+                return [dist.ProcessGroupGloo(s, rank, size, rendezvous.timeout) for s in stores]
 
-        return make_aside(make, leave_now, rendezvous.timeout_s)
+        try:
+            return make_aside(make, leave_now, rendezvous.timeout_s)
+        except GroupError:
+            given_up.set()
+            for group in tuple(_cross_groups):  # that which is in the making: others were abandoned
+                _give_up(group)
+            raise
 
 
-def _raw_group(store: Store, timeout: timedelta, rank: int, size: int, device: Device) -> Any:
-    if device == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
-        _cross_groups.append(group)  # so that a call ends what follows
+def _nccl_group(
+    store: Store, timeout: timedelta, rank: int, size: int, given_up: threading.Event
+) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group = dist.ProcessGroupNCCL(store, rank, size, options)
+    _cross_groups.append(group)  # so that a call ends what follows
+    try:
         # Else the first collective would connect, and wait for a lost peer where nothing ends it.
-        group.eager_connect_single_device(torch_device(device))
-        warm_up(group, size, torch_device(device))
-        return group
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+        group.eager_connect_single_device(torch_device("cuda"))
+        _check_wanted(given_up)  # an abort does nothing while there is no communicator
+        warm_up(group, size, torch_device("cuda"))
+        _check_wanted(given_up)
+    except BaseException:
+        _give_up(group)
+        raise
+    return group
+
+
+def _check_wanted(given_up: threading.Event) -> None:
+    if given_up.is_set():
+        raise GroupError(LEFT)
+
+
+def _give_up(group: Any) -> None:
+    """Has a group ended that nobody will use, whether it was told to end before or not."""
+    with contextlib.suppress(ValueError):
+        _cross_groups.remove(group)
+    aborts.forget(group)
+    aborts.begin(group.abort)
 
 
 def warm_up(group: Any, size: int, device: torch.device) -> None:
@@ -298,31 +329,34 @@ def warm_up(group: Any, size: int, device: torch.device) -> None:
     numbers.tolist()  # waits for all of them
 
 
-def abort_groups(*, replica: bool) -> None:
+def abort_groups(*, replica: bool) -> list[Future[Any]]:
     """Ends the collectives of this worker from another thread, at a call, on NCCL; on Gloo a lost
     peer has woken them, or they are polled. Waits for nothing.
 
-    Those across replicas first: their kernels may keep the replica's from running.
-
     Args:
         replica: of the replica's peers one is gone.
+
+    Returns:
+        The ends of what was begun.
     """
-    for group in tuple(_cross_groups):
-        aborts.abort(group)
-    if replica:
-        aborts.in_order(_abort_replica_group)
+    ends = [aborts.abort(group) for group in tuple(_cross_groups)]
+    return [*ends, aborts.begin(_abort_replica_group)] if replica else ends
 
 
 def end_replica_collectives() -> None:
     """Ends those of the default group, on NCCL, and waits until they have ended."""
     if _on_nccl():
-        aborts.in_order(_abort_replica_group).result()
+        aborts.begin(_abort_replica_group).result()
 
 
 def _abort_replica_group() -> None:
     with _ending:
         if _on_nccl():
             _aborted.set()
+            groups = tuple(dist.distributed_c10d._world.pg_names)
+            for end in [aborts.begin(group.abort) for group in groups]:
+                end.result()
+            # It would abort one after the other; by now they have ended, and are forgotten.
             dist.distributed_c10d._abort_process_group()
 
 

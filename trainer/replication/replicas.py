@@ -213,10 +213,9 @@ class CrossGroup:
         """
         self.check()
         try:
+            # It raises what went wrong as far as c10d knows, on NCCL too. `exception` cannot be
+            # asked before torch 2.13 (pytorch #147312).
             flight.work.wait()
-            # NCCL's wait does not raise what went wrong; Gloo's does.
-            if self._device.type == "cuda" and flight.work.exception() is not None:
-                raise RuntimeError(str(flight.work.exception()))
         except RuntimeError as error:
             raise self._lose(error) from error
         del self._in_flight[id(flight.work)]

@@ -1,17 +1,28 @@
-"""Groups on NCCL are ended by one thread, in one order. NCCL cannot be here: stand-ins record what
-it would be told."""
+"""Groups on NCCL are ended at once, each by a thread. NCCL cannot be here: stand-ins record what it
+would be told."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from trainer.backend import aborts, groups
-from trainer.backend.groups import abandon, abort_groups, leave_replica_group
+from trainer.backend.groups import (
+    abandon,
+    abort_groups,
+    leave_replica_group,
+    make_cross_groups,
+)
+from trainer.backend.rendezvous import Rendezvous, close_connections
+from trainer.errors import GroupError
 
 PATIENCE_S = 30.0
 
@@ -32,11 +43,51 @@ class Recorded:
         self.ends.append((self.name, threading.current_thread().name))
 
 
+@dataclass(eq=False)
+class OnOneDevice:
+    """A group whose abort waits for the device, on which kernels of the others spin."""
+
+    device: threading.Barrier
+    ended: bool = False
+
+    def abort(self) -> None:
+        """Its own kernels end at once; then it waits until all others' have."""
+        if not self.ended:
+            self.device.wait(PATIENCE_S)
+            self.ended = True
+
+
+class Connecting:
+    """A group of NCCL that connects for as long as its peers please, and cannot be ended before."""
+
+    Options = SimpleNamespace
+    entered, may_connect, aborted = threading.Event(), threading.Event(), threading.Event()
+
+    def __init__(self, *arguments: Any) -> None:
+        self.connected = False
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """See c10d."""
+        self.entered.set()
+        assert self.may_connect.wait(PATIENCE_S)
+        self.connected = True
+
+    def alltoall_base(self, *buffers: object) -> None:
+        """The first collective of the warm-up."""
+        raise AssertionError("its peers may have left, and it would wait for them for ever")
+
+    def abort(self) -> None:
+        """As c10d's: there is nothing to end while it connects."""
+        if self.connected:
+            self.aborted.set()
+
+
 @pytest.fixture
 def ends() -> Iterator[list[tuple[str, str]]]:
     """Group, thread that ended it; in order."""
     yield []
     groups._cross_groups.clear()
+    aborts._ends.clear()
 
 
 @pytest.fixture
@@ -61,46 +112,59 @@ def make(name: str, ends: list[tuple[str, str]], *, quick: bool = True) -> Recor
     return group
 
 
-def in_turn(ends: list[tuple[str, str]]) -> list[str]:
-    """The names, when all that was asked for is done; all were ended by one thread."""
-    aborts.in_order(bool).result(PATIENCE_S)
+def names(asked: list[Future[Any]], ends: list[tuple[str, str]]) -> set[str]:
+    """What has ended when all that was asked for is done; not on the thread that asked."""
+    for end in asked:
+        end.result(PATIENCE_S)
     assert {thread.partition("_")[0] for _, thread in ends} <= {aborts.THREAD}
-    assert len({thread for _, thread in ends}) <= 1
-    return [name for name, _ in ends]
+    assert len(ends) == len({name for name, _ in ends}), "each once"
+    return {name for name, _ in ends}
 
 
-def test_a_call_ends_the_groups_across_replicas_before_the_replica_s(
+def test_a_call_ends_the_groups_across_replicas_and_the_replica_s(
     ends: list[tuple[str, str]], replica: None
 ) -> None:
     make("cross", ends)
-    abort_groups(replica=True)
+    asked = abort_groups(replica=True)
     leave_replica_group()
-    assert in_turn(ends) == ["cross", "replica"]
+    assert names(asked, ends) == {"cross", "replica"}
+
+
+def test_no_abort_waits_for_a_group_that_is_aborted_after_it(
+    ends: list[tuple[str, str]], replica: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else none of them would come to its end."""
+    device = threading.Barrier(3)
+    cross, default, split = (OnOneDevice(device) for _ in range(3))
+    groups._cross_groups.append(cross)
+    known: Any = dist.distributed_c10d._world.pg_names
+    for name, group in (("0", default), ("1", split)):
+        monkeypatch.setitem(known, group, name)
+    assert names(abort_groups(replica=True), ends) == {"replica"}
+    assert cross.ended and default.ended and split.ended
 
 
 def test_a_call_for_another_replica_leaves_this_one_s_group(
     ends: list[tuple[str, str]], replica: None
 ) -> None:
     make("cross", ends)
-    abort_groups(replica=False)
-    assert in_turn(ends) == ["cross"]
+    assert names(abort_groups(replica=False), ends) == {"cross"}
 
 
 def test_who_hears_calls_waits_for_no_abort(ends: list[tuple[str, str]], replica: None) -> None:
     """The next call may come while one blocks."""
     cross = make("cross", ends, quick=False)
-    abort_groups(replica=True)
-    abort_groups(replica=True)
-    assert cross.begun.wait(PATIENCE_S) and ends == []
+    asked = abort_groups(replica=True) + abort_groups(replica=True)
+    assert cross.begun.wait(PATIENCE_S) and "cross" not in dict(ends)
     cross.may_end.set()
-    assert in_turn(ends) == ["cross", "replica"]
+    assert names(asked, ends) == {"cross", "replica"}
 
 
 def test_who_leaves_a_group_waits_until_the_abort_that_was_asked_for_has_ended(
     ends: list[tuple[str, str]],
 ) -> None:
     cross = make("cross", ends, quick=False)
-    abort_groups(replica=False)
+    asked = abort_groups(replica=False)
     left = threading.Event()
 
     def leave() -> None:
@@ -112,6 +176,28 @@ def test_who_leaves_a_group_waits_until_the_abort_that_was_asked_for_has_ended(
     assert cross.begun.wait(PATIENCE_S) and not left.is_set()
     cross.may_end.set()
     leaver.join(PATIENCE_S)
-    assert left.is_set() and in_turn(ends) == ["cross"], "it is aborted once"
-    abort_groups(replica=False)
-    assert in_turn(ends) == ["cross"], "and forgotten"
+    assert left.is_set() and names(asked, ends) == {"cross"}
+    assert abort_groups(replica=False) == [], "and forgotten"
+
+
+def test_a_group_that_is_left_while_it_connects_is_ended_when_it_has(
+    ends: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call that it is left for has ended nothing."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Connecting, raising=False)
+    monkeypatch.setattr(groups, "torch_device", lambda device: torch.device("cpu"))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=PATIENCE_S)
+
+    def leave_now() -> bool:
+        if not Connecting.entered.is_set():
+            return False
+        abort_groups(replica=False)
+        return True
+
+    with pytest.raises(GroupError, match="left for a regroup"):
+        make_cross_groups(meet, "cross", rank=0, size=1, device="cuda", leave_now=leave_now)
+    Connecting.may_connect.set()
+    assert Connecting.aborted.wait(PATIENCE_S)
+    close_connections()
+    assert groups._cross_groups == [] and aborts._ends == {}

@@ -32,6 +32,21 @@ class Work:
         """See c10d."""
         return self.ended
 
+    def wait(self) -> None:
+        """See c10d."""
+
+    def exception(self) -> None:
+        """As in torch before 2.13, whether there is one or not."""
+        raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")
+
+
+class Broken(Work):
+    """A collective whose peer closed its connection: c10d's wait says so."""
+
+    def wait(self) -> None:
+        """See c10d."""
+        raise dist.DistBackendError("remote process exited")
+
 
 def posing_group(called: list[str]) -> CrossGroup:
     """A group that takes its device for CUDA. `called` is filled when a fault is announced."""
@@ -56,6 +71,21 @@ def test_a_collective_that_ended_with_a_call_counts_as_lost() -> None:
     called.append("fault")
     with pytest.raises(CrossGroupLost):
         cross.poll(flight)
+
+
+def begin(cross: CrossGroup, work: Work) -> Flight:
+    """Has the group begin a collective."""
+    cross._groups = ["the group"]
+    return cross.start(lambda group: work)
+
+
+def test_what_has_ended_is_followed_and_what_has_failed_is_lost() -> None:
+    cross = posing_group([])
+    cross.follow(begin(cross, Work(ended=True)))
+    flight = begin(cross, Broken(ended=True))
+    cross._groups = []
+    with pytest.raises(CrossGroupLost, match="remote process exited"):
+        cross.follow(flight)
 
 
 def test_nothing_is_begun_after_a_call() -> None:
