@@ -323,7 +323,7 @@ class Launch:
                     "replicas": self.scaling.max_replicas,
                     **parallel.dims.degrees,
                     "lanes": self.lanes,
-                    "spares": plan.spares,
+                    "spares": self.scaling.spares,
                 },
                 steps=self.train.steps,
                 start_step=start_step,
