@@ -7,6 +7,8 @@ that is made brings Ray Train's configuration, and `fit` the rest.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from checkpointing import CheckpointConfig
@@ -24,6 +26,24 @@ if TYPE_CHECKING:
     from ray.train import Result, RunConfig
 
 tell_useless_retries()
+
+_reads_only = False
+"""Whether this process runs a program only to see the trainers in it."""
+
+
+class FitReached(BaseException):
+    """A program that is only read has come to its `fit`. No `except Exception` of it goes on."""
+
+
+@contextmanager
+def reading_only() -> Iterator[None]:
+    """In this block `fit` starts nothing and attaches to nothing: it raises FitReached."""
+    global _reads_only
+    _reads_only = True
+    try:
+        yield
+    finally:
+        _reads_only = False
 
 
 class ElasticTrainer:
@@ -105,6 +125,8 @@ class ElasticTrainer:
             RunFailedError: the run ended with an error; the message holds it, user tracebacks
                 included.
         """
+        if _reads_only:
+            raise FitReached
         with phases(sys.stderr), uncollected():
             tell("importing torch and Ray Train")
             from elastic.driver.launch import Launch

@@ -32,7 +32,8 @@ class ScalingConfig:
     """On machines with EFA devices, NCCL may go over TCP. Without it a worker there fails when its
     first group is made, as TCP is 10 to 100 times slower."""
     wait_s: float = 60.0
-    """How long to wait at the start for the resources of the smallest layout."""
+    """How long to wait at the start for the resources of the smallest layout. Ray's autoscaler is
+    asked for them meanwhile; its machines take minutes."""
 
     def __post_init__(self) -> None:
         check_types(self, "scaling")

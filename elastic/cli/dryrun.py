@@ -9,12 +9,15 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from traceback import FrameSummary, extract_tb
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from checkpointing import CheckpointError
 from elastic.cli.show import human_bytes, table
+from elastic.errors import ElasticError
 from trainer.dryrun.machines import MACHINES, Machine
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainerError
 
 if TYPE_CHECKING:
     from elastic.api import ElasticTrainer
@@ -25,8 +28,9 @@ _MODULE = "__mp_main__"
 """What multiprocessing calls a main program that is imported, not run."""
 
 _EPILOG = """\
-FILE.py is imported, not run: what stands below `if __name__ == "__main__":` is not done, and
-nothing is started. NAME is an ElasticTrainer in it; it may be left out where there is only one.
+FILE.py is imported, not run: what stands below `if __name__ == "__main__":` is not done, and it
+ends where it calls `fit`; nothing is started. NAME is an ElasticTrainer in it; it may be left out
+where there is only one.
 
 exit status: 0 where the layout fits, or no memory is known; 1 where it does not; 2 for bad input
 
@@ -105,11 +109,11 @@ def plan_machine(
 
 
 def find_trainer(where: str) -> ElasticTrainer:
-    """Imports FILE.py and takes the trainer NAME of it.
+    """Imports FILE.py, up to its first `fit`, and takes the trainer NAME of it.
 
     Raises:
-        ConfigError: there is no such file, or no such trainer in it; the message says which there
-            are.
+        ConfigError: there is no such file, it raises, or there is no such trainer in it; the
+            message says which there are.
     """
     from elastic.api import ElasticTrainer
 
@@ -128,6 +132,8 @@ def find_trainer(where: str) -> ElasticTrainer:
 
 
 def _import(file: Path) -> ModuleType:
+    from elastic.api import FitReached, reading_only
+
     if not file.is_file():
         raise ConfigError("FILE", str(file), "no such file", "Name a Python file")
     spec = importlib.util.spec_from_file_location(_MODULE, file)
@@ -136,8 +142,23 @@ def _import(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.resolve().parent))  # as `python FILE.py` does
     sys.modules[_MODULE] = module
-    spec.loader.exec_module(module)
+    try:
+        with reading_only():
+            spec.loader.exec_module(module)
+    except FitReached:
+        pass
+    except (CheckpointError, ElasticError, TrainerError):
+        raise
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in extract_tb(error.__traceback__) if _is(file, frame)]
+        line = f" in line {lines[-1]}" if lines else ""
+        fact = f"its import ends{line} with {type(error).__name__}: {error}"
+        raise ConfigError("FILE", str(file), fact, "Mend the file") from error
     return module
+
+
+def _is(file: Path, frame: FrameSummary) -> bool:
+    return Path(frame.filename) == file
 
 
 def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> str:

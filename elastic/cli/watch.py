@@ -19,19 +19,23 @@ from elastic.protocol.pulse import PULSE_S, Pulse, read_pulse
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.alerts import (
     Alert,
-    Kind,
     Limits,
     News,
+    Told,
     Watched,
     decide_watch_status,
     find_alerts,
     plan_news,
+    take_back,
 )
 from elastic.reporting.follower import Follower
 from elastic.reporting.webhook import Webhook
 
 WEBHOOK_VARIABLE = "ELASTIC_WEBHOOK"
 """Arguments of a process can be seen by all users of its machine; its environment cannot."""
+
+LAST_WORD_S = 600.0
+"""How long the webhook is tried when the run is over. Nobody looks after that."""
 
 _EPILOG = f"""\
 alerts:
@@ -94,10 +98,10 @@ def add_to(commands: Any) -> None:
 def watch_run(options: argparse.Namespace) -> int:
     """`watch`"""
     url = options.webhook or os.environ.get(WEBHOOK_VARIABLE)
-    webhook = None if not url else Webhook(url)
+    listener = None if not url else _Listener(Webhook(url), options.run.absolute().name)
     limits = Limits(stalled_s=options.stalled, dead_s=options.dead, storm=options.storm)
     view = _View(RunPaths(root=options.run), limits)
-    told: dict[Kind, tuple[float, Alert]] = {}
+    told: Told = {}
     while True:
         now = time.time()
         alerts = view.look(now)
@@ -108,8 +112,8 @@ def watch_run(options: argparse.Namespace) -> int:
             print(json.dumps(view.to_json(now, alerts, status)), flush=True)
         else:
             _print(view, news, now, summary=options.once or over)
-        if webhook is not None:
-            _send(webhook, view.name, news, now)
+        if listener is not None and not listener.tell(alerts, now) and over and not options.once:
+            listener.insist(alerts, options.interval)
         if options.once or over:
             return status
         time.sleep(options.interval)
@@ -177,13 +181,39 @@ def _print(view: _View, news: Sequence[News], now: float, *, summary: bool) -> N
         print(f"{human_time(now)} {view.name}: {view.summary()}", flush=True)
 
 
-def _send(webhook: Webhook, run: str, news: Sequence[News], now: float) -> None:
-    """Whoever does not take the news does not end the watch."""
-    for one in news:
-        try:
-            webhook.send({"run": run, "time": now, "state": one.state, **asdict(one.alert)})
-        except WebhookError as error:
-            print(f"elastic: {error}", file=sys.stderr, flush=True)
+class _Listener:
+    """Whoever hears of a run by a webhook: of what was not taken, again at the next look.
+
+    Args:
+        webhook: where news are sent.
+        run: the run's name.
+    """
+
+    def __init__(self, webhook: Webhook, run: str) -> None:
+        self._webhook, self._run = webhook, run
+        self._told: Told = {}
+
+    def tell(self, alerts: Sequence[Alert], now: float) -> bool:
+        """Sends what is new. Returns whether all of it was taken; where not, the watch goes on."""
+        before = self._told
+        news, self._told = plan_news(before, alerts, now)
+        taken = True
+        for one in news:
+            data = {"run": self._run, "time": now, "state": one.state, **asdict(one.alert)}
+            try:
+                self._webhook.send(data)
+            except WebhookError as error:
+                print(f"elastic: {error}", file=sys.stderr, flush=True)
+                self._told, taken = take_back(before, self._told, one.alert.kind), False
+        return taken
+
+    def insist(self, alerts: Sequence[Alert], pause_s: float) -> None:
+        """The last word: tries again until it is taken, for `LAST_WORD_S`."""
+        deadline = time.monotonic() + LAST_WORD_S
+        while time.monotonic() < deadline:
+            time.sleep(pause_s)
+            if self.tell(alerts, time.time()):
+                return
 
 
 def _positive(text: str) -> float:

@@ -251,7 +251,9 @@ class Launch:
                 workers_per_replica=self.train.parallel.workers,
                 spares=self.scaling.spares,
             ),
-            run_config=self.run_config,
+            run_config=dataclasses.replace(
+                self.run_config, storage_path=local_path(self.run_config)
+            ),
             prefix=prefix,
             began=began,
         )
@@ -321,7 +323,7 @@ class Launch:
                     "replicas": self.scaling.max_replicas,
                     **parallel.dims.degrees,
                     "lanes": self.lanes,
-                    "spares": plan.spares,
+                    "spares": self.scaling.spares,
                 },
                 steps=self.train.steps,
                 start_step=start_step,

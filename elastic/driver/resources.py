@@ -10,6 +10,7 @@ from elastic.config import ScalingConfig, WorkerPlan, plan_workers
 from elastic.errors import ResourcesError
 from elastic.ray_compat.autoscaler import may_bring_nodes, most_on_a_node, resources_per_node
 from elastic.ray_compat.cluster import available_per_node
+from elastic.ray_compat.groups import Demand
 from trainer.config import ParallelConfig
 from trainer.errors import ConfigError
 
@@ -20,28 +21,33 @@ _INTERVAL_S = 0.5
 
 def wait_for_workers(scaling: ScalingConfig, parallel: ParallelConfig) -> WorkerPlan:
     """Waits up to `scaling.wait_s` for the resources of the smallest layout; takes what there is
-    then.
+    then. Meanwhile Ray's autoscaler is asked for them.
 
     Raises:
         ResourcesError: not even the smallest layout fits.
     """
     deadline = time.monotonic() + scaling.wait_s
+    demand = Demand([scaling.resources_per_worker] * (scaling.min_replicas * parallel.workers))
     told = False
-    while True:
-        nodes = available_per_node()
-        there = {
-            name: sum(n.get(name, 0.0) for n in nodes) for name in scaling.resources_per_worker
-        }
-        fitting = sum(count_fitting(scaling, node) for node in nodes)
-        plan = plan_workers(scaling, parallel, fitting)
-        if plan is not None:
-            return plan
-        if time.monotonic() >= deadline:
-            raise _too_little(scaling, parallel, there)
-        if not told:
-            log.warning("%s; waiting", _describe(scaling, there))
-            told = True
-        time.sleep(_INTERVAL_S)
+    try:
+        while True:
+            nodes = available_per_node()
+            there = {
+                name: sum(n.get(name, 0.0) for n in nodes) for name in scaling.resources_per_worker
+            }
+            fitting = sum(count_fitting(scaling, node) for node in nodes)
+            plan = plan_workers(scaling, parallel, fitting)
+            if plan is not None:
+                return plan
+            if time.monotonic() >= deadline:
+                raise _too_little(scaling, parallel, there)
+            if not told:
+                log.warning("%s; waiting", _describe(scaling, there))
+                told = True
+            demand.renew()
+            time.sleep(_INTERVAL_S)
+    finally:
+        demand.withdraw()
 
 
 def check_device(scaling: ScalingConfig) -> None:
@@ -115,6 +121,6 @@ def _too_little(
         f"{workers} workers ({scaling.min_replicas} replicas x {parallel.dims}) with {each} each",
         _describe(scaling, there),
         scaling.wait_s,
-        "Add nodes (or start Ray with a larger --num-cpus), lower scaling.min_replicas, or lower "
-        "scaling.cpus_per_worker",
+        "Add nodes (or start Ray with a larger --num-cpus), raise scaling.wait_s where an "
+        "autoscaler brings them, lower scaling.min_replicas, or lower scaling.cpus_per_worker",
     )

@@ -172,12 +172,14 @@ def _check_place(store: StorePlace, resume: Resume) -> None:
 
 def run_root(run_config: RunConfig) -> Path:
     """The run directory."""
-    return Path(local_path(run_config), str(run_config.name)).absolute()
+    return Path(local_path(run_config), str(run_config.name))
 
 
 def local_path(run_config: RunConfig) -> str:
-    """`storage_path` as a plain path."""
-    return str(run_config.storage_path).removeprefix("file://")
+    """`storage_path` as a plain absolute path: other processes have other working directories, and
+    Ray Train takes a relative one for a URL."""
+    path = Path(str(run_config.storage_path).removeprefix("file://"))
+    return str(path.expanduser().absolute())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ class RunStarted(Event):
     name: str
     """Name of the run."""
     layout: dict[str, int]
-    """Sizes: `replicas` (the most), `shard`, `tensor`, `lanes`, `spares`."""
+    """Sizes: `replicas` and `spares` (the most), `shard`, `tensor`, `lanes`."""
     steps: int
     """Steps the run will have in the end, counted from step 0."""
     start_step: int

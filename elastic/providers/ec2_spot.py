@@ -49,7 +49,7 @@ class SpotWatch:
     once. One per node.
 
     AWS advises to ask every five seconds; a notice comes two minutes ahead. It ends by itself where
-    no service answers ten times in a row.
+    no service has ever answered in the first ten looks; one that has answered is asked for good.
     Source: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
 
     Args:
@@ -72,14 +72,20 @@ class SpotWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        failures = 0
-        while failures < _ABANDONED_AFTER:
+        failures, is_there = 0, False
+        while is_there or failures < _ABANDONED_AFTER:
             try:
                 notice = self._look()
-                failures = 0
+                failures, is_there = 0, True
             except (OSError, ValueError, KeyError, TypeError) as error:
                 notice, failures = None, failures + 1
                 log.debug("the instance metadata service does not answer: %s", error)
+                if is_there and failures == _ABANDONED_AFTER:
+                    log.warning(
+                        "the instance metadata service has not answered %d times in a row (%s): "
+                        "until it does, no spot interruption is heard",
+                        *(failures, error),
+                    )
             if notice is not None:
                 self._tell(self._node, *notice)
                 return

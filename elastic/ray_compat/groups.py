@@ -122,6 +122,36 @@ class PlacementGroups:
             self.remove(name)
 
 
+class Demand:
+    """What a process waits for, as a placement group of its own: Ray's autoscaler reads pending
+    groups, and brings nothing to a process that only looks at what is free.
+
+    It is placed whole or not at all, so that nobody lacks what it has while it waits, and ends with
+    the process, however that ends. (`request_resources` would replace what others have requested,
+    and outlive the process.)
+
+    Args:
+        bundles: resources of each worker.
+    """
+
+    def __init__(self, bundles: list[dict[str, float]]) -> None:
+        self._bundles = bundles
+        self._group: PlacementGroup | None = None
+
+    def renew(self) -> None:
+        """Asks where nothing is asked for. Gives back what Ray has placed, for the run to take."""
+        if self._group is None:
+            self._group = placement_group(self._bundles, strategy="PACK")
+        elif placement_group_table(self._group).get("state") == "CREATED":
+            self.withdraw()
+
+    def withdraw(self) -> None:
+        """Asks for nothing any more."""
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
 def end_all(prefix: str) -> None:
     """Leaves nothing on the cluster whose name begins with `prefix`: actors, placement groups and
     what is kept for them. The actor that this process is stays."""

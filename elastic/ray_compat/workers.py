@@ -288,10 +288,13 @@ class ElasticWorkerGroup(WorkerGroup):
         return self.launches - workers + 1
 
     def _start_worker(self, seat: Seat, launch: int) -> None:
-        """On a thread of its own: it may take as long as it takes."""
+        """On a thread of its own: it may take as long as it takes. An actor that is there and
+        cannot be given its work is ended: it would hold the seat for good."""
+        hired: list[Any] = []
         try:
+            hired = self._hire([seat], launch)
             workers: list[Any] = WorkerGroup._assign_worker_ranks(
-                self._hire([seat], launch),
+                hired,
                 starting_world_rank=self._ranks[seat],
                 replica_group_size=1,
             )
@@ -300,6 +303,8 @@ class ElasticWorkerGroup(WorkerGroup):
             group = ReplicaGroup(workers, self.get_resources_per_worker(), callbacks)
             group.start_training(self._worker_group_context)
         except Exception as error:
+            for worker in hired:
+                ray.kill(worker.actor)
             self._news.put((seat, error))
         else:
             self._news.put((seat, workers[0]))
@@ -332,7 +337,7 @@ class ElasticWorkerGroup(WorkerGroup):
         ]
         try:
             facts = ray.get([actor.get_metadata.remote() for actor in actors])
-        except ray.exceptions.RayActorError as error:
+        except ray.exceptions.RayError as error:
             for actor in actors:
                 ray.kill(actor)
             raise WorkerGroupStartupFailedError(f"a worker did not start: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -194,13 +194,15 @@ class News:
     """Whether it stands, or has gone."""
 
 
-def plan_news(
-    told: Mapping[Kind, tuple[float, Alert]], alerts: Iterable[Alert], now: float
-) -> tuple[list[News], dict[Kind, tuple[float, Alert]]]:
+Told = dict[Kind, tuple[float, Alert]]
+"""When an alert that stood was told last, and what."""
+
+
+def plan_news(told: Told, alerts: Iterable[Alert], now: float) -> tuple[list[News], Told]:
     """What to tell now.
 
     Args:
-        told: kind -> when it was told last, and what, of those that stood.
+        told: so far.
         alerts: those that stand.
         now: in seconds since the epoch.
 
@@ -219,3 +221,15 @@ def plan_news(
             news.append(News(alert=alert, state="firing"))
             known[kind] = (now, alert)
     return news, known
+
+
+def take_back(before: Told, after: Told, kind: Kind) -> Told:
+    """What is told where nobody took the news of `kind`: it is news again.
+
+    Args:
+        before: what was told before.
+        after: what would be told with the news.
+        kind: whose news are lost.
+    """
+    others = {other: one for other, one in after.items() if other != kind}
+    return others | ({kind: before[kind]} if kind in before else {})

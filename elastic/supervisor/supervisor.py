@@ -113,7 +113,7 @@ class Supervisor(SupervisorApi):
             with _hold(paths, anew=self._anew):
                 ending = self._supervise(paths)
         except BaseException:
-            ending = Ending(error=f"the run's supervisor failed:\n{traceback.format_exc()}")
+            ending = _own_failure()
         # Whatever fails from here on must keep nobody waiting.
         try:
             end_all(self._plan.prefix)
@@ -135,7 +135,10 @@ class Supervisor(SupervisorApi):
             return Ending(error=ended.error, cause=ended.cause)
         drains = DrainWatch(draining_nodes, tell_coordinator(self._coordinator))
         with CoordinatorWatch(self._coordinator), contextlib.closing(drains):
-            ending = self._train()
+            try:
+                ending = self._train()
+            except Exception:
+                ending = _own_failure()
         outcome: RunOutcome = "failed" if ending.error else "finished"
         if self._interrupted:
             outcome, ending = "interrupted", Ending(error=None)
@@ -169,6 +172,11 @@ class Supervisor(SupervisorApi):
             again = "run the same name again to continue"
             return Ending(error=f"Ray Train gave up; {again}. It said: {failure}")
         return Ending(error=None)
+
+
+def _own_failure() -> Ending:
+    """For the exception that is being handled."""
+    return Ending(error=f"the run's supervisor failed:\n{traceback.format_exc()}")
 
 
 def end_at_once(coordinator: Remote[CoordinatorApi], prefix: str) -> None:

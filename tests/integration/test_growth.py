@@ -23,7 +23,7 @@ from elastic.protocol.events import Event
 from elastic.providers.ec2_spot import METADATA_VARIABLE
 from elastic.reporting.event_log import read_events, read_steps
 from tests.support import ROOT
-from tests.support.autoscaling import AutoscaledCluster
+from tests.support.autoscaling import AutoscaledCluster, autoscaled_cluster
 from tests.support.draining import announce_drain
 from tests.support.fakes.metadata import serve_metadata
 from tests.support.growing_run import STEPS
@@ -157,6 +157,19 @@ def test_a_machine_that_arrives_becomes_a_replica(
     assert len(joined(happened)) == 2 * shard and not lost(run.events())
     assert len({worker.node for worker in joined(happened)}) == 2
     assert weights == undisturbed(start_run, shard)
+
+
+@SOAK
+def test_rays_autoscaler_brings_the_first_machines(tmp_path: Path) -> None:
+    """The cluster is scaled to zero: it has machines only while somebody asks for them."""
+    with autoscaled_cluster(least=0, most=2) as cluster:
+        run = GrowingRun(cluster, tmp_path, 2, 2, 1, 0)
+        try:
+            run.wait_for_replicas(2)
+            run.finish()
+            assert {*cluster.living_nodes()} == {worker.node for worker in joined(run.events())}
+        finally:
+            run.close()
 
 
 @SOAK

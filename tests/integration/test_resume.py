@@ -135,6 +135,16 @@ def cut_back(storage: Path, steps: int) -> None:
             manifest.unlink()
 
 
+@pytest.mark.soak
+def test_a_relative_storage_path_is_the_drivers(
+    cluster: None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = tiny_trainer(text, Path("runs"), steps=3, replicas=1).fit()
+    assert numbers_of(result)["outcome"] == "finished"
+    assert result.path == str(tmp_path / "runs" / "run")
+
+
 @pytest.mark.slow
 def test_continues_in_other_layouts(
     finished: tuple[Path, Outcome], text: Path, tmp_path: Path

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray.train import RunConfig
 from ray.util.placement_group import placement_group
 
 from elastic.cli.main import main
 from elastic.driver.observer import Observer
-from elastic.driver.running import follow
+from elastic.driver.running import await_end, follow
 from elastic.errors import RunFailedError
 from elastic.protocol.causes import USER_ERROR
 from elastic.protocol.events import RunEnded
@@ -22,7 +24,8 @@ from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.workers import WorkerNames
 from elastic.reporting.event_log import EventLog, RecordError
 from elastic.supervisor import supervisor
-from tests.support.run_end import Cleaner, Deaf, Ended, GoingOn, StandingWorker
+from tests.support.run_end import Cleaner, Deaf, Ended, GoingOn, StandingWorker, Told
+from tests.support.run_plan import run_plan
 from tests.support.watching import wait_until
 
 
@@ -76,6 +79,21 @@ def test_a_run_that_is_asked_to_stop_may_have_failed_or_ended(
     assert main(["stop", str(paths.root), "--now", "--address", address]) == status
     out, err = capsys.readouterr()
     assert says in out + err
+    end_actors(paths.key)
+
+
+def test_a_supervisor_that_fails_has_the_end_written_down(cluster: None, tmp_path: Path) -> None:
+    """Else whoever watches waits for steps."""
+    paths = RunPaths(root=tmp_path / "run")
+    coordinator: Any = start_actor(Told, max_concurrency=10)()
+    unusable = RunConfig(name="run", storage_path="not/absolute")  # for Ray Train's controller
+    plan = replace(run_plan(paths, coordinator), run_config=unusable)
+    kept = Kept.keep(f"{plan.prefix}plan", plan)
+    run: Any = start_actor(supervisor.Supervisor, max_concurrency=10, name=paths.key)(kept)
+    ending = await_end(run, paths)
+    assert ending.error is not None and "supervisor failed" in ending.error
+    assert "not/absolute" in ending.error
+    assert ray.get(coordinator.send(Told.all_ends)) == [("failed", ending.error)]
     end_actors(paths.key)
 
 

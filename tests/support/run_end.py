@@ -8,6 +8,7 @@ import os
 from ray.util.placement_group import placement_group_table
 
 from elastic.protocol.causes import USER_ERROR
+from elastic.protocol.events import RunOutcome
 from elastic.protocol.supervisor_api import Ending
 from elastic.ray_compat.cluster import end_own_actor, named_actors
 from elastic.ray_compat.groups import end_all
@@ -39,6 +40,22 @@ class Deaf:
 
     async def fail(self, error: str) -> None:
         await asyncio.Event().wait()
+
+
+class Told:
+    """Stands for a coordinator that writes down how the run has ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[RunOutcome, str | None]] = []
+
+    async def awake(self) -> None:
+        """What the supervisor's watch asks."""
+
+    async def end(self, outcome: RunOutcome, error: str | None) -> None:
+        self.ends.append((outcome, error))
+
+    async def all_ends(self) -> list[tuple[RunOutcome, str | None]]:
+        return self.ends
 
 
 class StandingWorker:

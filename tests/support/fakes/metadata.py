@@ -9,11 +9,14 @@ from collections.abc import Iterator
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):
-    """As IMDSv2 answers: no token, no answer; tokens expire; 404 until there is a notice."""
+    """As IMDSv2 answers: no token, no answer; tokens expire; 404 until there is a notice; 503 where
+    it is asked too often."""
 
     notice: bytes | None = None
     looks_before_notice = 0
-    tokens = 0
+    looks_throttled = 0
+    """Of those with a token, after the first."""
+    looks = tokens = 0
 
     def do_PUT(self) -> None:
         assert self.headers["X-aws-ec2-metadata-token-ttl-seconds"]
@@ -25,6 +28,9 @@ class Metadata(http.server.BaseHTTPRequestHandler):
         assert self.path == "/latest/meta-data/spot/instance-action"
         if self.headers["X-aws-ec2-metadata-token"] != "token-2":  # the first one has expired
             return self._answer(401, b"")
+        cls.looks += 1
+        if 1 < cls.looks <= 1 + cls.looks_throttled:
+            return self._answer(503, b"")
         cls.looks_before_notice -= 1
         if cls.looks_before_notice >= 0 or cls.notice is None:
             return self._answer(404, b"")

@@ -95,6 +95,32 @@ def test_what_is_offloaded_is_of_the_machine(
     assert expected in capsys.readouterr().out
 
 
+def test_a_program_is_read_up_to_its_fit(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    end = "try:\n    trainer.fit()\nexcept Exception:\n    pass\n"
+    file.write_text(f'{PROGRAM}{end}raise AssertionError("it went on")\n')
+    assert main(["dryrun", str(file), "--json"]) == 0
+    assert shown(capsys)["workers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("last", "why"),
+    [
+        ("{}['x']", r"FILE = '.*program\.py': its import ends in line 11 with KeyError: 'x'"),
+        ("raise SystemExit(1)", r"ends in line 11 with SystemExit: 1"),
+        ("def", r"ends with SyntaxError: invalid syntax \(program\.py, line 11\)"),
+        ("ScalingConfig(max_replicas='two')", r"elastic: scaling\.max_replicas = 'two': of type"),
+    ],
+)
+def test_a_program_that_raises_is_bad_input(
+    file: Path, last: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(f"{PROGRAM}{last}\n")
+    assert main(["dryrun", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(why, error), error
+
+
 def test_too_few_machines(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["dryrun", str(file), "--memory-gb", "80", "--gpus-per-node", "1", "--nodes", "1"]
     assert main(arguments) == 1

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from elastic.cli import watch
 from elastic.cli.main import main
 from elastic.cli.watch import WEBHOOK_VARIABLE
 from elastic.protocol import events
@@ -203,6 +204,23 @@ def test_a_webhook_that_refuses_ends_nothing_and_its_url_is_told_to_nobody(
     assert SECRET not in shown
 
 
+@pytest.mark.parametrize(("refused", "patience_s", "taken"), [(4, 60.0, 1), (99, 0.2, 0)])
+def test_the_last_word_is_said_again_for_a_while(
+    run: Directory,
+    listeners: list[Listener],
+    monkeypatch: pytest.MonkeyPatch,
+    refused: int,
+    patience_s: float,
+    taken: int,
+) -> None:
+    monkeypatch.setattr(watch, "LAST_WORD_S", patience_s)
+    hook = listener(listeners, *[503] * refused)
+    run.end("failed", USER_ERROR)
+    root = str(run.paths.root)
+    assert main(["watch", root, "--interval", "0.01", "--webhook", hook.url]) == 93
+    assert [told["kind"] for told in hook.taken] == ["failed"] * taken
+
+
 def test_nobody_listens(run: Directory, capsys: pytest.CaptureFixture[str]) -> None:
     server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     server.server_close()
@@ -215,7 +233,7 @@ def test_nobody_listens(run: Directory, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_watch_follows_the_run_from_death_to_life_to_its_end(
     run: Directory, listeners: list[Listener]
 ) -> None:
-    hook = listener(listeners)
+    hook = listener(listeners, 404)  # the first word is lost
     run.beat(time=time.time() - 2)
     command = [sys.executable, "-m", "elastic.cli.main", "watch", str(run.paths.root)]
     process = subprocess.Popen(

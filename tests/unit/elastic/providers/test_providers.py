@@ -97,6 +97,20 @@ def test_a_spot_notice_is_told_of_once(metadata: type[Metadata]) -> None:
     assert told.empty() and metadata.tokens == 2 and metadata.looks_before_notice == -1
 
 
+def test_a_service_that_has_answered_is_asked_for_good(
+    metadata: type[Metadata], caplog: pytest.LogCaptureFixture
+) -> None:
+    metadata.looks_before_notice, metadata.looks_throttled = 2, 30
+    metadata.notice = b'{"action": "stop", "time": "2026-01-01T00:02:00Z"}'
+    told: Told = queue.Queue()
+    watch = SpotWatch("n1", lambda *notice: told.put(notice), interval_s=0.001)
+    assert told.get(timeout=WAIT_S)[2] == "EC2 spot interruption: stop"
+    watch.close()
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "not answered 10 times in a row (HTTP Error 503" in warning
+    assert metadata.looks == 1 + 30 + 2
+
+
 def test_a_watch_without_a_service_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(METADATA_VARIABLE, "http://127.0.0.1:9")
     told: Told = queue.Queue()

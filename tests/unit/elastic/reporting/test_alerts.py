@@ -13,10 +13,12 @@ from elastic.reporting.alerts import (
     Alert,
     Kind,
     Limits,
+    Told,
     Watched,
     decide_watch_status,
     find_alerts,
     plan_news,
+    take_back,
 )
 
 LIMITS = Limits(stalled_s=600.0, dead_s=60.0, storm=5)
@@ -164,7 +166,7 @@ def test_a_new_start_takes_the_end_back() -> None:
 
 def test_an_alert_is_told_when_it_comes_when_it_goes_and_each_hour() -> None:
     stalled, dead = Alert(kind="stalled", detail="s"), Alert(kind="dead", detail="d")
-    told: dict[Kind, tuple[float, Alert]] = {}
+    told: Told = {}
     heard = []
     for now, standing in [
         (0.0, [stalled]),
@@ -184,3 +186,22 @@ def test_an_alert_is_told_when_it_comes_when_it_goes_and_each_hour() -> None:
         [("resolved", "dead")],
         [("firing", "stalled")],
     ]
+
+
+def test_what_nobody_took_is_news_again() -> None:
+    dead = Alert(kind="dead", detail="d")
+    told: Told = {"stalled": (0.0, Alert(kind="stalled", detail="s"))}
+    for now, standing, state in [
+        (30.0, [dead], "firing"),
+        (60.0, [dead], "firing"),
+        (3_660.0, [dead], "firing"),  # as it has stood for an hour
+        (3_690.0, [dead], "firing"),
+        (3_720.0, [], "resolved"),
+        (3_750.0, [], "resolved"),
+    ]:
+        news, after = plan_news(told, standing, now)
+        (one,) = [one for one in news if one.alert.kind == "dead"]
+        assert one.state == state
+        taken = now in (60.0, 3_690.0, 3_750.0)
+        told = after if taken else take_back(told, after, "dead")
+    assert told == {}, "of others nothing was lost"

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from elastic import CustomTask, ElasticTrainer, ScalingConfig, TrainConfig
+from elastic.config import WorkerPlan
+from elastic.driver.launch import Launch
+from elastic.driver.resume import Origin
+from elastic.protocol.run_paths import RunPaths
+
+TASK = CustomTask(
+    build_model=lambda: nn.Linear(3, 2),
+    loss_function=lambda model, batch: (model(batch).sum(), 1),
+    dataset=[0],
+)
+
+
+def test_the_records_tell_what_was_asked_for_not_what_had_room(tmp_path: Path) -> None:
+    """Alerts go by it; more may come with the machines that an autoscaler brings."""
+    train = TrainConfig(task=TASK, steps=1, global_batch=3)
+    launch = Launch(**vars(ElasticTrainer(train, scaling=ScalingConfig(max_replicas=3, spares=2))))
+    config = launch._coordinator_config(
+        RunPaths(root=tmp_path / "run"),
+        Origin(stored=None, snapshot=None, passed=None),
+        WorkerPlan(replicas=1, spares=0),
+        TASK,
+        "run/",
+        {},
+    )
+    assert (config.started.layout["replicas"], config.started.layout["spares"]) == (3, 2)
+    assert config.groups.start_workers == 1

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ray.train import RunConfig
+
+from elastic.driver.resume import local_path, run_root
+
+
+@pytest.mark.parametrize(
+    ("storage", "path"),
+    [
+        ("/data/runs", "/data/runs"),
+        ("file:///data/runs", "/data/runs"),
+        ("runs", "/here/runs"),
+        ("~/runs", "/home/me/runs"),
+    ],
+)
+def test_other_processes_get_an_absolute_path(
+    storage: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr("os.getcwd", lambda: "/here")
+    run_config = RunConfig(name="x", storage_path=storage)
+    assert local_path(run_config) == path
+    assert run_root(run_config) == Path(path, "x")
