@@ -43,6 +43,7 @@ from checkpointing.read.catalogue import (
     set_aside,
     set_foreign_aside,
 )
+from checkpointing.read.second_look import decide_fault, is_damage, look_again
 from checkpointing.read.verify import Finding, Verification, verify_checkpoint
 from checkpointing.retention.claims import claim_for_import, pin, pinned_steps, unpin
 from checkpointing.retention.retire import (
@@ -140,13 +141,16 @@ __all__ = [
     "claim_for_import",
     "clear_memory",
     "commit",
+    "decide_fault",
     "delete_checkpoint",
     "estimate_mtbf",
     "find_newest",
+    "is_damage",
     "is_local",
     "is_sound",
     "list_steps",
     "load_manifest",
+    "look_again",
     "memory_folder",
     "newest",
     "note_verified",
