@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from botocore import exceptions as boto
 from botocore.exceptions import BotoCoreError, ClientError
+from urllib3.exceptions import HTTPError
 
 from checkpointing.errors import CorruptError, MissingError, StoreError, StoreUnavailableError
 from checkpointing.format.layout import rank_of
@@ -103,10 +104,12 @@ def read_failure(error: BaseException) -> Failure:
         (boto.NoCredentialsError, "NoCredentials"),
         (boto.PartialCredentialsError, "NoCredentials"),
         (boto.TokenRetrievalError, "ExpiredToken"),
-        (boto.SSLError, "SSL"),
     ):
         if isinstance(error, kind):
             return decide_failure(code, 0)
+    # Every connection that breaks in TLS is an SSLError, too; only a certificate stays as it is.
+    if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return decide_failure("SSL", 0)
     if isinstance(error, boto.FlexibleChecksumError):
         return decide_failure(DIGEST, 0)
     return Failure(code=type(error).__name__, answer="retry", fact=_network_fact(error))
@@ -181,7 +184,7 @@ def _network_fact(error: BaseException) -> str:
         return "the server cannot be reached; check S3Config.endpoint_url, routes and proxies"
     if isinstance(error, boto.ReadTimeoutError | TimeoutError):
         return "no answer in time; raise S3Config.part_timeout_s if the network is this slow"
-    if isinstance(error, BotoCoreError | OSError):
+    if isinstance(error, BotoCoreError | HTTPError | OSError):
         return f"the connection failed ({type(error).__name__})"
     return type(error).__name__
 
