@@ -39,6 +39,7 @@ _REFUSED = {
     "InvalidToken": f"the session token is not valid; {_LOGIN}",
     "ExpiredToken": f"the credentials have expired; {_LOGIN}",
     "TokenRefreshRequired": f"the credentials have expired; {_LOGIN}",
+    "400": f"the request is not valid there, as with credentials that have expired; {_LOGIN}",
     "NoCredentials": f"there are no AWS credentials; provide them: {_LOGIN}",
     "RequestTimeTooSkewed": "this node's clock is wrong; synchronise it (chronyc makestep)",
     "PermanentRedirect": "the bucket is in another region; set S3Config.region",
@@ -52,7 +53,8 @@ _REFUSED = {
 LOGIN_CODES = frozenset(code for code, fact in _REFUSED.items() if _LOGIN in fact)
 """What is said of credentials that do not serve."""
 
-# What HEAD says, which has no body and so no code, and codes that mean the same as another.
+# What HEAD says, which has no body and so no code, and codes that mean the same as another. Its
+# "400" stands above: an expired token is answered so.
 _ALIASES = {
     "403": "AccessDenied",
     "Forbidden": "AccessDenied",
