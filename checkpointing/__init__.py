@@ -58,8 +58,8 @@ from checkpointing.retention.survey import Survey, Surveyor
 from checkpointing.retention.verified_mark import note_verified, verified_at
 from checkpointing.snapshots.host_memory import (
     Stock,
-    check_room,
     clear_memory,
+    hold_room,
     memory_folder,
     open_memory,
     settle_snapshot,
@@ -137,7 +137,6 @@ __all__ = [
     "build_manifest",
     "check_compatible",
     "check_coverage",
-    "check_room",
     "claim_for_import",
     "clear_memory",
     "commit",
@@ -145,6 +144,7 @@ __all__ = [
     "delete_checkpoint",
     "estimate_mtbf",
     "find_newest",
+    "hold_room",
     "is_damage",
     "is_local",
     "is_sound",
