@@ -43,6 +43,7 @@ from checkpointing.read.catalogue import (
     set_aside,
     set_foreign_aside,
 )
+from checkpointing.read.second_look import decide_fault, is_damage, look_again
 from checkpointing.read.verify import Finding, Verification, verify_checkpoint
 from checkpointing.retention.claims import claim_for_import, pin, pinned_steps, unpin
 from checkpointing.retention.retire import (
@@ -57,8 +58,8 @@ from checkpointing.retention.survey import Survey, Surveyor
 from checkpointing.retention.verified_mark import note_verified, verified_at
 from checkpointing.snapshots.host_memory import (
     Stock,
-    check_room,
     clear_memory,
+    hold_room,
     memory_folder,
     open_memory,
     settle_snapshot,
@@ -136,17 +137,20 @@ __all__ = [
     "build_manifest",
     "check_compatible",
     "check_coverage",
-    "check_room",
     "claim_for_import",
     "clear_memory",
     "commit",
+    "decide_fault",
     "delete_checkpoint",
     "estimate_mtbf",
     "find_newest",
+    "hold_room",
+    "is_damage",
     "is_local",
     "is_sound",
     "list_steps",
     "load_manifest",
+    "look_again",
     "memory_folder",
     "newest",
     "note_verified",

@@ -16,7 +16,8 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,17 +69,59 @@ def open_memory(folder: Path, node: str) -> LocalStore:
     return LocalStore(folder / node)
 
 
-def check_room(store: LocalStore, needed_bytes: int) -> None:
-    """Raises StoreUnavailableError where `needed_bytes` more would leave too little of tmpfs."""
+@contextlib.contextmanager
+def hold_room(store: LocalStore, needed_bytes: int) -> Iterator[HeldRoom]:
+    """Room for `needed_bytes` in tmpfs, for what is written within to the store that this yields.
+    The writers of a node's workers begin together: each counts what the others of this process
+    will still take.
+
+    Raises:
+        StoreUnavailableError: too little of tmpfs would be left.
+    """
+    held = HeldRoom(store.root, needed_bytes)
+    with _LOCK:
+        _check_room(store, sum(other.left_bytes for other in _HELD) + needed_bytes)
+        _HELD.append(held)
+    try:
+        yield held
+    finally:
+        with _LOCK:
+            _HELD.remove(held)
+
+
+class HeldRoom(LocalStore):
+    """A store that has room for so many bytes, see `hold_room`."""
+
+    def __init__(self, root: Path, needed_bytes: int) -> None:
+        super().__init__(root)
+        self.left_bytes = needed_bytes
+        """Of them, those that are not written yet."""
+
+    def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
+        """See `Store.put`."""
+        return super().put(key, self._counted(chunks))
+
+    def _counted(self, chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+        for chunk in chunks:
+            yield chunk
+            self.left_bytes = max(0, self.left_bytes - memoryview(chunk).nbytes)  # it is written
+
+
+_LOCK = threading.Lock()
+_HELD: list[HeldRoom] = []
+"""Of the writes of this process that are under way."""
+
+
+def _check_room(store: LocalStore, needed_bytes: int) -> None:
     space = os.statvfs(store.root)
     free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
     if free - needed_bytes < LEAVE_FREE * total:
         raise StoreUnavailableError(
             str(store.root),
             errno.ENOSPC,
-            f"{needed_bytes / 1e6:.0f} MB would leave less than {LEAVE_FREE:.0%} of "
-            f"{total / 1e6:.0f} MB ({free / 1e6:.0f} MB are free); make {TMPFS} larger, or set "
-            f"checkpoint.memory_every to None",
+            f"{needed_bytes / 1e6:.0f} MB, with what is being written there, would leave less than "
+            f"{LEAVE_FREE:.0%} of {total / 1e6:.0f} MB ({free / 1e6:.0f} MB are free); make "
+            f"{TMPFS} larger, or set checkpoint.memory_every to None",
         )
 
 

@@ -1,8 +1,9 @@
 """The point where segments become a checkpoint.
 
 Protocol: every rank writes its segments and returns a receipt; one process checks that the receipts
-tile the model, and creates the manifest under a key that must be free. A death anywhere before
-leaves only segments that nothing refers to. A reader lists manifests and nothing else.
+tile the model and that it finds the segments, too, and creates the manifest under a key that must
+be free. A death anywhere before leaves only segments that nothing refers to. A reader lists
+manifests and nothing else.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from checkpointing.errors import (
     AlreadyCommittedError,
     CorruptError,
+    MissingError,
     NotCommittedError,
     SliceError,
     StaleGenerationError,
@@ -24,12 +28,15 @@ from checkpointing.errors import (
 from checkpointing.format.boxes import TensorInfo, show_info
 from checkpointing.format.coverage import check_coverage
 from checkpointing.format.layout import Keys
-from checkpointing.format.manifest import Manifest, Receipt
+from checkpointing.format.manifest import Manifest, Receipt, Segment
 from checkpointing.format.slices import join
 from checkpointing.read.catalogue import load_manifest, newest
 from checkpointing.stores import Store
 
 _log = logging.getLogger(__name__)
+
+_LOOKS = 16
+"""Segments that are looked for at once: on S3 a request each, so 3,000 take a few seconds."""
 
 
 def commit(
@@ -63,7 +70,8 @@ def commit(
     Raises:
         SliceError: the slices do not tile the tensors, or ranks disagree on a tensor.
         NotCommittedError: receipts of different attempts, or a training state that is not JSON, or
-            a segment that is neither of this attempt nor of that checkpoint; or it is gone.
+            a segment that is neither of this attempt nor of that checkpoint; or it is gone; or one
+            of this attempt is not in `store`, as this process sees it.
         StaleGenerationError: a newer generation has committed this step or a later one.
         AlreadyCommittedError: another checkpoint of this step was first.
     """
@@ -75,6 +83,7 @@ def commit(
         versions=versions,
         committed_at=time.time(),
     )
+    _check_there(store, keys, receipts)  # first, for it takes time: what follows must not be old
     last = newest(store, keys)
     _refuse_stale(last, step, generation)
     base = last
@@ -160,15 +169,44 @@ def _refuse_stale(last: Manifest | None, step: int, generation: int) -> None:
 def _check_segments(keys: Keys, receipts: Sequence[Receipt], base: Manifest | None) -> None:
     there = {} if base is None else base.segments
     for one in receipts:
-        own = keys.attempt(one.rank, one.step, one.generation, one.attempt)
         for segment in one.segments:
-            if not segment.key.startswith(own) and there.get(segment.key) != segment:
+            if not _is_own(keys, one, segment) and there.get(segment.key) != segment:
                 which = "there is none" if base is None else f"that of step {base.step}"
                 raise NotCommittedError(
                     one.step,
                     f"writer {one.rank} refers to {segment.key}, which is not part of the newest "
                     f"checkpoint ({which}) and may be deleted; the next save is written whole",
                 )
+
+
+def _is_own(keys: Keys, receipt: Receipt, segment: Segment) -> bool:
+    """Whether a writer's segment is of this attempt, rather than of an earlier checkpoint."""
+    own = keys.attempt(receipt.rank, receipt.step, receipt.generation, receipt.attempt)
+    return segment.key.startswith(own)
+
+
+def _check_there(store: Store, keys: Keys, receipts: Iterable[Receipt]) -> None:
+    """A writer whose machine lacks the mount of a directory writes to its own disk, and all seems
+    well to it. Segments of the checkpoint before were looked for when that was committed."""
+    written = [(one, s) for one in receipts for s in one.segments if _is_own(keys, one, s)]
+    with ThreadPoolExecutor(_LOOKS, thread_name_prefix="commit") as pool:
+        found = pool.map(partial(_size, store), [segment.key for _, segment in written])
+        for (one, segment), size in zip(written, found, strict=True):
+            if size != segment.size_bytes:
+                here = "is not there" if size is None else f"has {size} bytes there"
+                raise NotCommittedError(
+                    one.step,
+                    f"writer {one.rank} wrote {segment.size_bytes} bytes to {segment.key}, which "
+                    f"{here} as the coordinator sees {store!r}: is that mounted, and the same, on "
+                    f"both nodes?",
+                )
+
+
+def _size(store: Store, key: str) -> int | None:
+    try:
+        return store.size(key)
+    except (MissingError, CorruptError):  # none, or no file
+        return None
 
 
 def _check_same(store: Store, keys: Keys, manifest: Manifest) -> Manifest:

@@ -160,7 +160,12 @@ class Coordinator(CoordinatorApi):
         self._receipts = Receipts(config, self._membership, self._dispatcher, self._records)
         self._uploaders = Uploaders(config.paths, config.checkpoint.segment_bytes)
         self._restores = Restores(
-            config, self._membership, self._dispatcher, self._records, self._receipts
+            config,
+            self._membership,
+            self._dispatcher,
+            self._workers,
+            self._records,
+            self._receipts,
         )
         self._retreat = Retreat(
             config,
@@ -485,9 +490,9 @@ class Coordinator(CoordinatorApi):
 
     @_when_known
     async def checkpoint_failed(
-        self, step: int, generation: int, reason: str, damaged: bool
+        self, worker: str, step: int, generation: int, error: CheckpointError
     ) -> None:
-        await self._restores.failed(step, generation, reason, damaged)
+        await self._restores.failed(worker, step, generation, error)
 
     @_when_known
     async def snapshot_part(

@@ -1,26 +1,43 @@
-"""The coordinator's part in restoring: a checkpoint that no worker can read is given up."""
+"""The coordinator's part in restoring: it looks itself at a checkpoint that workers cannot read.
+
+Where that shows the same, it is given up. Else the machine of who could not read it is at fault: a
+node without the mount, or with bad memory, must not cost the run all its sound checkpoints.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from checkpointing import CheckpointError, Keys, newest, open_store, set_aside
+from checkpointing import (
+    CheckpointError,
+    Keys,
+    decide_fault,
+    is_damage,
+    look_again,
+    newest,
+    open_store,
+    set_aside,
+)
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
 from elastic.protocol import events
+from elastic.protocol.causes import STORAGE
+from elastic.protocol.run_identity import check_own, identify
 
 
 class Restores:
-    """Gives up checkpoints that no worker can read.
+    """Gives up checkpoints that cannot be read.
 
     Args:
         config: where the checkpoints are.
         membership: told what is left to go on from.
         dispatcher: ends the run where it cannot go on.
+        workers: lose those whose machine is at fault.
         records: where it is written down.
         receipts: told that the step may be committed again.
     """
@@ -30,18 +47,20 @@ class Restores:
         config: CoordinatorConfig,
         membership: Membership,
         dispatcher: Dispatcher,
+        workers: Workers,
         records: RunLog,
         receipts: Receipts,
     ) -> None:
         self._config, self._membership, self._dispatcher = config, membership, dispatcher
-        self._records, self._receipts = records, receipts
+        self._workers, self._records, self._receipts = workers, records, receipts
         self._deciding = asyncio.Lock()
 
-    async def failed(self, step: int, generation: int, reason: str, damaged: bool) -> None:
-        """The roster of `generation` could not read the checkpoint of `step`; several workers of it
+    async def failed(self, worker: str, step: int, generation: int, error: CheckpointError) -> None:
+        """`worker`, of the roster of `generation`, could not read the checkpoint of `step`; several
         may say so, and all return when it is decided.
 
-        What cannot be reached now may be sound: the run ends, and nothing is changed.
+        What cannot be reached now may be sound: the run ends, and nothing is changed. What reads
+        well here is: then the machine of the worker is at fault, and the worker is lost.
         """
         async with self._deciding:
             membership = self._membership
@@ -49,8 +68,15 @@ class Restores:
             known = (progress.restore_step, progress.generation) != (step, generation)
             if known or membership.stopped is not None:
                 return
+            damaged = is_damage(error)
+            seen = await asyncio.to_thread(self._look, step, error) if damaged else None
+            fault = decide_fault(error, seen)
+            reason = str(error if seen is None else seen)
+            if fault == "reader":
+                await self._workers.kill(worker, STORAGE, _describe_reader(step, error))
+                return
             self._records.note(events.CheckpointFailed(time=time.time(), step=step, reason=reason))
-            if not damaged:
+            if fault == "store":
                 await self._dispatcher.stop(
                     f"the checkpoint of step {step} cannot be reached: {reason} Nothing was "
                     f"changed; run the same name again once its store answers"
@@ -58,11 +84,21 @@ class Restores:
                 return
             try:
                 await self._give_up(step, reason)
-            except CheckpointError as error:
+            except CheckpointError as failure:
                 await self._dispatcher.stop(
                     f"the checkpoint of step {step} cannot be read ({reason}), and cannot be set "
-                    f"aside: {error}"
+                    f"aside: {failure}"
                 )
+
+    def _look(self, step: int, told: CheckpointError) -> CheckpointError | None:
+        """What is wrong with a checkpoint as this machine sees it; None: nothing. Blocks."""
+        paths = self._config.paths
+        try:
+            manifest = look_again(open_store(paths.checkpoints), Keys(), step, told)
+            check_own(manifest, identify(paths), None)
+        except CheckpointError as error:
+            return error
+        return None
 
     async def _give_up(self, step: int, reason: str) -> None:
         store, keys = open_store(self._config.paths.checkpoints), Keys()
@@ -78,3 +114,10 @@ class Restores:
             f"saved state to go on from. Repair it, or start from the seed: with "
             f"resume='never', another run_config.name, or after elastic checkpoints delete --force",
         )
+
+
+def _describe_reader(step: int, error: CheckpointError) -> str:
+    return (
+        f"it could not read the checkpoint of step {step}, which reads well on the coordinator's "
+        f"machine: {error} Look at the mount of the store on this node, its memory and network card"
+    )

@@ -19,7 +19,7 @@ from checkpointing import (
     Manifest,
     Segment,
     StoreUnavailableError,
-    check_room,
+    hold_room,
     open_memory,
     settle_snapshot,
     sweep_snapshots,
@@ -61,9 +61,9 @@ class SnapshotHolder(HolderApi):
             StoreUnavailableError: there is no room.
         """
         store = open_memory(self._folder, self._node)
-        check_room(store, sum(segment.size_bytes for segment in segments))
-        for segment in segments:
-            store.put(segment.key, _arriving(source, segment))
+        with hold_room(store, sum(segment.size_bytes for segment in segments)) as held:
+            for segment in segments:
+                held.put(segment.key, _arriving(source, segment))
 
     def read(self, key: str, start: int, length: int) -> bytes:
         """See HolderApi."""

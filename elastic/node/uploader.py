@@ -24,7 +24,7 @@ from checkpointing import (
     Keys,
     Receipt,
     Written,
-    check_room,
+    hold_room,
     open_memory,
     open_store,
     write_changed,
@@ -151,16 +151,15 @@ def write_part(upload: Upload, paths: RunPaths, node: str, segment_bytes: int) -
                 still=upload.still,
                 segment_bytes=segment_bytes,
             )
-        store = open_memory(paths.memory, node)
-        check_room(store, len(memory))
-        receipt = write_shared(
-            store,
-            Keys(),
-            *what,
-            segment_bytes=segment_bytes,
-            # Holders hand whole blocks round: they check them, and pass over bad ones.
-            piece_bytes=None,
-        )
+        with hold_room(open_memory(paths.memory, node), len(memory)) as store:
+            receipt = write_shared(
+                store,
+                Keys(),
+                *what,
+                segment_bytes=segment_bytes,
+                # Holders hand whole blocks round: they check them, and pass over bad ones.
+                piece_bytes=None,
+            )
         return Written(receipt=receipt, parts={})
 
 

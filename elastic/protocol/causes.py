@@ -196,6 +196,15 @@ HEAL = register_cause(
         color="#b0a030",
     ),
 )
+STORAGE = register_cause(
+    "storage",
+    CauseEntry(
+        text="it could not read a checkpoint that reads well on another machine",
+        budget="max_crashes",
+        color="#4682b4",
+        against_machine=0.3,  # a network file system's cache may be old, once
+    ),
+)
 CORRUPTION = register_cause(
     "corruption",
     CauseEntry(

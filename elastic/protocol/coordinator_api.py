@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from checkpointing import Receipt
+from checkpointing import CheckpointError, Receipt
 from elastic.doctor.finding import Finding
 from elastic.protocol.causes import Cause
 from elastic.protocol.events import Event, RunOutcome, StepRecord
@@ -116,10 +116,10 @@ class SaveCalls(Protocol):
         """Step and generation of the checkpoint that the next one may refer to, if any."""
 
     async def checkpoint_failed(
-        self, step: int, generation: int, reason: str, damaged: bool
+        self, worker: str, step: int, generation: int, error: CheckpointError
     ) -> None:
-        """The workers of a roster cannot read the checkpoint of `step`: `damaged`, or out of
-        reach."""
+        """A worker of a roster cannot read the checkpoint of `step`, and neither can whoever has
+        tried in its place."""
 
     async def snapshot_part(
         self,

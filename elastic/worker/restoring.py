@@ -2,11 +2,11 @@
 
 All workers of all replicas restore at once: what replicas share is read once and handed round
 (`trainer/recovery/shared_restore.py`). A saved state that cannot be read is given up by all of them
-together; the coordinator is told, and the next roster goes on from the next best one."""
+together; the coordinator is told and looks itself, and the next roster goes on from the next best
+one, or without who alone could not read it."""
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from functools import partial
 
@@ -15,14 +15,13 @@ from checkpointing import (
     Keys,
     NotCommittedError,
     Reader,
-    StoreUnavailableError,
     load_manifest,
     open_store,
 )
 from elastic.node.snapshot_holder import HeldSegments
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.job import Job
-from elastic.protocol.messages import Run
+from elastic.protocol.messages import Identity, Run
 from elastic.protocol.run_identity import check_own
 from trainer.engine.engine import Engine
 from trainer.loop.link import Progress
@@ -30,7 +29,9 @@ from trainer.recovery.shared_restore import Saved, Unreadable, read_together
 from trainer.replication.replicas import CrossGroup
 
 
-def restore(job: Job, run: Run, engine: Engine, cross: CrossGroup, node: str) -> Progress | None:
+def restore(
+    job: Job, run: Run, engine: Engine, cross: CrossGroup, identity: Identity
+) -> Progress | None:
     """Loads the state of `run.step`, or starts from the seed at step 0.
 
     Args:
@@ -38,7 +39,7 @@ def restore(job: Job, run: Run, engine: Engine, cross: CrossGroup, node: str) ->
         run: says where the state is.
         engine: gets it.
         cross: the workers of all replicas with the same part of it.
-        node: this worker's.
+        identity: this worker's.
 
     Returns:
         Where the run goes on; None where it cannot be read or a peer is gone: a regroup is due, and
@@ -48,20 +49,17 @@ def restore(job: Job, run: Run, engine: Engine, cross: CrossGroup, node: str) ->
         engine.initialize()
         return Progress()
     opens = _open_snapshot if run.source == "memory" else open_checkpoint
-    read = read_together(engine, cross, partial(open_own, job, engine, opens, run.step, node))
+    read = read_together(
+        engine, cross, partial(open_own, job, engine, opens, run.step, identity.node)
+    )
     if isinstance(read, Unreadable):
         if read.error is not None:
-            _tell(job, run, read.error)
+            _tell(job, run, identity.worker, read.error)
         return None
     if read is None:
         return None
     engine.load(read.values, optimizer_steps=read.optimizer_steps)
     return Progress(step=run.step, skipped_in_a_row=read.skipped_in_a_row)
-
-
-def is_damage(error: CheckpointError) -> bool:
-    """Whether a checkpoint that cannot be read is at fault, rather than the way to it."""
-    return not isinstance(error, StoreUnavailableError) or error.errno == errno.EIO
 
 
 def open_own(
@@ -93,13 +91,10 @@ def _open_snapshot(job: Job, step: int, node: str) -> Saved:
     return Reader(segments, held.manifest), held.manifest.training_state
 
 
-def _tell(job: Job, run: Run, error: CheckpointError) -> None:
+def _tell(job: Job, run: Run, worker: str, error: CheckpointError) -> None:
     """Returns when the coordinator goes by it, so that the next roster is given another state."""
-    coordinator, reason = job.coordinator, str(error)
+    coordinator = job.coordinator
     if run.source == "memory":
-        coordinator.call(CoordinatorApi.snapshot_failed, run.step, reason)
+        coordinator.call(CoordinatorApi.snapshot_failed, run.step, str(error))
     else:
-        damaged = is_damage(error)
-        coordinator.call(
-            CoordinatorApi.checkpoint_failed, run.step, run.generation, reason, damaged
-        )
+        coordinator.call(CoordinatorApi.checkpoint_failed, worker, run.step, run.generation, error)

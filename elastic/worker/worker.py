@@ -361,7 +361,7 @@ class Worker:
         try:
             self.catch_up(run, cross)
             if run.restore:
-                self.progress = restore(self.job, run, self.engine, cross, self.identity.node)
+                self.progress = restore(self.job, run, self.engine, cross, self.identity)
                 if self.progress is None:
                     return
             heal = self.begin_heal(run, self.engine)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, ReadTimeoutError
+from urllib3.exceptions import HTTPError
 
 from checkpointing.stores.keys import check_key
 from checkpointing.stores.s3.config import S3Config
@@ -122,7 +123,8 @@ class S3Client:
             self.pacer.wait()
             try:
                 answer = attempt()
-            except (ClientError, BotoCoreError, OSError) as error:
+            except (ClientError, BotoCoreError, HTTPError, OSError) as error:
+                # HTTPError: urllib3's own, of a body whose TLS breaks; botocore lets it through.
                 failure = read_failure(error)
             else:
                 self.pacer.faster()

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from botocore import exceptions as boto
 from botocore.exceptions import BotoCoreError, ClientError
+from urllib3.exceptions import HTTPError
 
 from checkpointing.errors import CorruptError, MissingError, StoreError, StoreUnavailableError
 from checkpointing.format.layout import rank_of
@@ -38,6 +39,7 @@ _REFUSED = {
     "InvalidToken": f"the session token is not valid; {_LOGIN}",
     "ExpiredToken": f"the credentials have expired; {_LOGIN}",
     "TokenRefreshRequired": f"the credentials have expired; {_LOGIN}",
+    "400": f"the request is not valid there, as with credentials that have expired; {_LOGIN}",
     "NoCredentials": f"there are no AWS credentials; provide them: {_LOGIN}",
     "RequestTimeTooSkewed": "this node's clock is wrong; synchronise it (chronyc makestep)",
     "PermanentRedirect": "the bucket is in another region; set S3Config.region",
@@ -51,7 +53,8 @@ _REFUSED = {
 LOGIN_CODES = frozenset(code for code, fact in _REFUSED.items() if _LOGIN in fact)
 """What is said of credentials that do not serve."""
 
-# What HEAD says, which has no body and so no code, and codes that mean the same as another.
+# What HEAD says, which has no body and so no code, and codes that mean the same as another. Its
+# "400" stands above: an expired token is answered so.
 _ALIASES = {
     "403": "AccessDenied",
     "Forbidden": "AccessDenied",
@@ -103,10 +106,12 @@ def read_failure(error: BaseException) -> Failure:
         (boto.NoCredentialsError, "NoCredentials"),
         (boto.PartialCredentialsError, "NoCredentials"),
         (boto.TokenRetrievalError, "ExpiredToken"),
-        (boto.SSLError, "SSL"),
     ):
         if isinstance(error, kind):
             return decide_failure(code, 0)
+    # Every connection that breaks in TLS is an SSLError, too; only a certificate stays as it is.
+    if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return decide_failure("SSL", 0)
     if isinstance(error, boto.FlexibleChecksumError):
         return decide_failure(DIGEST, 0)
     return Failure(code=type(error).__name__, answer="retry", fact=_network_fact(error))
@@ -181,7 +186,7 @@ def _network_fact(error: BaseException) -> str:
         return "the server cannot be reached; check S3Config.endpoint_url, routes and proxies"
     if isinstance(error, boto.ReadTimeoutError | TimeoutError):
         return "no answer in time; raise S3Config.part_timeout_s if the network is this slow"
-    if isinstance(error, BotoCoreError | OSError):
+    if isinstance(error, BotoCoreError | HTTPError | OSError):
         return f"the connection failed ({type(error).__name__})"
     return type(error).__name__
 

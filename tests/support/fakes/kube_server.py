@@ -8,25 +8,20 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
-import os
 import re
 import ssl
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime, timedelta, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+
+from tests.support.fakes.certificate import make_certificate
 
 NAMESPACE = "training"
 
@@ -74,7 +69,7 @@ class Kube:
 @contextmanager
 def kube_server(folder: Path) -> Iterator[Kube]:
     """Runs a server of its own, with a service account in `folder`."""
-    certificate, key = _certificate()
+    certificate, key = make_certificate()
     (folder / "ca.crt").write_bytes(certificate)
     (folder / "namespace").write_text(NAMESPACE)
     both = folder / "server.pem"
@@ -167,31 +162,3 @@ def merged(there: Any, change: Any) -> Any:
         else:
             result[name] = merged(result.get(name), value)
     return result
-
-
-def _certificate() -> tuple[bytes, bytes]:
-    """A certificate for 127.0.0.1 that is its own authority, and its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"kubernetes-{os.getpid()}")])
-    now = datetime.now(timezone.utc)
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    return (
-        made.public_bytes(serialization.Encoding.PEM),
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        ),
-    )

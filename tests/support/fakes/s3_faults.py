@@ -17,6 +17,7 @@ import http.client
 import random
 import re
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -24,6 +25,7 @@ import zlib
 from dataclasses import dataclass, field
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -97,9 +99,15 @@ class _Bucket:
 
 
 class FaultServer:
-    """The proxy, with its rules and its record of requests. Any thread may use it."""
+    """The proxy, with its rules and its record of requests. Any thread may use it.
 
-    def __init__(self, upstream: str, *, seed: int = 0) -> None:
+    Args:
+        upstream: the server's URL.
+        seed: of chance.
+        tls: a file with the key and the certificate of a server that talks TLS; None: it does not.
+    """
+
+    def __init__(self, upstream: str, *, seed: int = 0, tls: Path | None = None) -> None:
         self.upstream = urlsplit(upstream).netloc
         self._lock = threading.Lock()
         self._rules: list[Rule] = []
@@ -109,6 +117,11 @@ class FaultServer:
         self._buckets: dict[str, _Bucket] = {}
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.faults = self
+        self.port: int = self._server.server_address[1]
+        if tls is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(tls)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         )
@@ -126,7 +139,7 @@ class FaultServer:
     @property
     def url(self) -> str:
         """What a client takes as its endpoint."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return f"http://127.0.0.1:{self.port}"
 
     def inject(self, action: Action, **settings: object) -> Rule:
         """Adds a rule; the first one that applies to a request is used."""

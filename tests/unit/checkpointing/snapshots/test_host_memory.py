@@ -16,8 +16,8 @@ from checkpointing import (
     StoreUnavailableError,
     TensorSlice,
     build_manifest,
-    check_room,
     clear_memory,
+    hold_room,
     memory_folder,
     open_memory,
     settle_snapshot,
@@ -86,9 +86,29 @@ def test_without_tmpfs_the_error_names_the_knob(
 def test_a_tenth_of_tmpfs_stays_free(folder: Path) -> None:
     store = open_memory(folder, NODE)
     space = os.statvfs(folder)
-    check_room(store, 1)
-    with pytest.raises(StoreUnavailableError, match="less than 10%"):
-        check_room(store, int(0.95 * space.f_blocks * space.f_frsize))
+    with hold_room(store, 1):
+        pass
+    too_much = hold_room(store, int(0.95 * space.f_blocks * space.f_frsize))
+    with pytest.raises(StoreUnavailableError, match="less than 10%"), too_much:
+        pass
+
+
+def test_writers_count_what_others_are_about_to_write(folder: Path) -> None:
+    """They begin together: what one will take is not taken yet when the next one looks."""
+    store = open_memory(folder, NODE)
+    space = os.statvfs(folder)
+    free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    share = int(0.7 * (free - host_memory.LEAVE_FREE * total))  # there is room for one of them
+    with hold_room(store, share) as first:
+        second = hold_room(store, share)
+        with pytest.raises(StoreUnavailableError, match="what is being written there"), second:
+            pass
+        chunk = bytes(1 << 20)
+        first.put("d/x", [chunk, chunk])
+        assert first.left_bytes == share - (2 << 20)
+        assert store.size("d/x") == 2 << 20
+    with hold_room(store, share):
+        pass
 
 
 def test_a_new_snapshot_replaces_the_one_before(folder: Path) -> None:

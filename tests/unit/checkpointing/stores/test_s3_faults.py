@@ -360,6 +360,21 @@ def test_no_credentials_until_there_are_some(config: S3Config, faults: FaultServ
     assert open_store(own).list("") == []
 
 
+def test_credentials_that_expire_are_looked_for_anew_where_head_says_so(
+    config: S3Config, faults: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save of frozen parameters begins with HEADs, whose answers have no body, and so no code."""
+    own = dataclasses.replace(config, part_timeout_s=7.8)  # a client that no other test has made
+    open_store(own).put("d/x", [b"."])
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
+    rule = faults.inject("error", kind="head", times=None, status=400, code="ExpiredToken")
+    with pytest.raises(StoreUnavailableError, match=r"credentials that have expired; renew .*400"):
+        open_store(own).size("d/x")
+    rule.times = rule.fired
+    assert open_store(own).size("d/x") == 1
+    assert "Credential=renewed/" in faults.headers("head")[-1]["authorization"]
+
+
 def test_keys_of_a_deletion_may_fail_for_themselves(s3: Store, faults: FaultServer) -> None:
     s3.put("d/x", [b"."])
     for code in ("InternalError", "SlowDown"):

@@ -246,6 +246,25 @@ def test_foreign_records_of_one_step_do_not_overwrite_each_other(store: LocalSto
     assert not any(is_foreign(KEYS, key) for key in others)
 
 
+def test_commit_refuses_segments_that_are_not_in_its_store(
+    store: LocalStore, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One writer's machine lacks the mount, and it wrote to its own disk."""
+    publish(store, 10)
+    elsewhere = LocalStore(tmp_path_factory.mktemp("disk"))
+    receipts = [half(store, 0, 20, attempt=1), half(elsewhere, 1, 20, attempt=1)]
+    with pytest.raises(NotCommittedError, match=r"writer 1 wrote .* is not there .* mounted"):
+        publish(store, 20, receipts=receipts)
+    assert list_steps(store, KEYS) == [10]
+    key = receipts[1].segments[0].key
+    store.put(key, [b"short"])
+    with pytest.raises(NotCommittedError, match="has 5 bytes there"):
+        publish(store, 20, receipts=receipts)
+    store.put(key, [elsewhere.get(key)])
+    made = publish(store, 20, receipts=receipts)
+    assert publish(store, 20, receipts=receipts) == made == newest(store, KEYS)
+
+
 def test_the_newest_before_a_step(store: LocalStore) -> None:
     for step in (10, 20, 30):
         publish(store, step)

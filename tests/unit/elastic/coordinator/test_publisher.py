@@ -12,6 +12,7 @@ from checkpointing import (
     Attempt,
     CheckpointConfig,
     Keys,
+    NotCommittedError,
     Receipt,
     SliceError,
     TensorSlice,
@@ -93,6 +94,25 @@ def test_later_checkpoints_of_another_run_cost_this_one_none_of_its_own(tmp_path
     assert list_steps(store, Keys()) == [4, 6, 20, 30]
     for step in (4, 6, 20, 30):
         assert verify_checkpoint(store, Keys(), step, threads=1).findings == ()
+
+
+def test_saves_that_only_another_machine_sees_cost_no_checkpoint(tmp_path: Path) -> None:
+    """The store is not mounted where one writer runs: the last sound checkpoint stays."""
+    paths, disk = RunPaths(root=tmp_path / "mount"), RunPaths(root=tmp_path / "disk")
+    publisher = Publisher(paths, CheckpointConfig(keep_last=1), versions={}, newest=0)
+
+    async def play() -> None:
+        await publisher.take(part(paths, 0, 4), {}, WRITERS)
+        await publisher.take(part(paths, 1, 4), {}, WRITERS)
+        for step in (6, 8):
+            await publisher.take(part(paths, 0, step), {}, WRITERS)
+            with pytest.raises(NotCommittedError, match="writer 1"):
+                await publisher.take(part(disk, 1, step), {}, WRITERS)
+
+    asyncio.run(play())
+    store = open_store(paths.checkpoints)
+    assert list_steps(store, Keys()) == [4]
+    assert verify_checkpoint(store, Keys(), 4, threads=1).findings == ()
 
 
 def test_one_writer_is_enough_where_there_is_one(tmp_path: Path) -> None:

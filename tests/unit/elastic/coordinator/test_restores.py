@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from checkpointing import CheckpointConfig, Store, list_steps, open_store
+from checkpointing import (
+    CheckpointConfig,
+    CorruptError,
+    IncompatibleError,
+    MissingError,
+    NotCommittedError,
+    Reader,
+    Store,
+    StoreUnavailableError,
+    list_steps,
+    load_manifest,
+    open_store,
+)
 from elastic.config import HealthConfig
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.workers import Workers
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
 from elastic.protocol import events
+from elastic.protocol.messages import Identity
+from elastic.protocol.run_identity import RunIdentity, record_identity
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
+from tests.support.coordinator_desk import Agents
 from tests.support.tiny_checkpoint import KEYS, write_state
 from trainer.loop.samples import Ledger
 from trainer.parallel.layout import ParallelDims
 
-GENERATION, REASON = 3, "d/5f/r00000/x.safetensors: block 0: its CRC32 differed twice."
+GENERATION = 3
 
 
 @dataclass
@@ -38,7 +56,25 @@ class Desk:
     paths: RunPaths
     membership: Membership
     receipts: Receipts
+    workers: Workers
     restores: Restores
+    agents: Agents
+
+    def worker(self, name: str) -> str:
+        """One that has started."""
+        self.workers.started[name] = Identity(worker=name, rank=0, node=name.upper(), pid=1)
+        return name
+
+    def damage(self, step: int) -> CorruptError:
+        """Flips a bit of a checkpoint. Returns what its reader says."""
+        manifest = load_manifest(self.store, KEYS, step)
+        segment = next(iter(manifest.segments.values()))
+        data = bytearray(self.store.get(segment.key))
+        data[0] ^= 1
+        self.store.put(segment.key, [bytes(data)])
+        with pytest.raises(CorruptError) as raised:
+            Reader(self.store, manifest).read_full("w")
+        return raised.value
 
     def failed(self) -> list[int]:
         """Steps in the events."""
@@ -82,16 +118,23 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     records = RunLog(config, membership)
     dispatcher = Dispatcher(membership, records, lambda effects: None)
     receipts = Receipts(config, membership, dispatcher, records)
-    restores = Restores(config, membership, dispatcher, records, receipts)
-    yield Desk(store, paths, membership, receipts, restores)
+    agents = Agents()
+    watches: Any = agents
+    nothing: Any = None
+    workers = Workers(config, membership, dispatcher, records, watches, nothing)
+    restores = Restores(config, membership, dispatcher, workers, records, receipts)
+    dispatcher.ready.set()
+    yield Desk(store, paths, membership, receipts, workers, restores, agents)
     records.end("interrupted", None)
 
 
 def test_a_damaged_one_is_given_up_once(desk: Desk) -> None:
+    error = desk.damage(20)
+
     async def both_workers_say_so() -> None:
-        reports = (desk.restores.failed(20, GENERATION, REASON, True) for _ in range(2))
+        reports = (desk.restores.failed(name, 20, GENERATION, error) for name in ("a", "b"))
         await asyncio.gather(*reports)
-        await desk.restores.failed(10, GENERATION - 1, REASON, True)  # of a roster of the past
+        await desk.restores.failed("a", 10, GENERATION - 1, error)  # of a roster of the past
 
     assert desk.receipts.saved(20)
     asyncio.run(both_workers_say_so())
@@ -102,10 +145,56 @@ def test_a_damaged_one_is_given_up_once(desk: Desk) -> None:
 
 
 def test_one_that_is_out_of_reach_is_left_as_it_is(desk: Desk) -> None:
-    asyncio.run(desk.restores.failed(20, GENERATION, "the bucket: access denied.", False))
+    error = StoreUnavailableError("the bucket", None, "access denied")
+    asyncio.run(desk.restores.failed("a", 20, GENERATION, error))
     assert desk.membership.stopped is not None
     assert "access denied. Nothing was changed" in str(desk.membership.stopped.error)
     assert list_steps(desk.store, KEYS) == [10, 20] and desk.failed() == [20]
+
+
+def test_a_reader_without_the_mount_costs_no_checkpoint(desk: Desk, tmp_path: Path) -> None:
+    """Nor does one whose memory or network card flips bits: the machine is at fault."""
+    with pytest.raises(NotCommittedError) as missing:
+        load_manifest(open_store(tmp_path / "disk"), KEYS, 20)
+    (sound, *_) = load_manifest(desk.store, KEYS, 20).segments
+    flipped = CorruptError(sound, "its CRC32 differed twice", 0, (0, 512))
+    gone = MissingError(f"s3://bucket/run/{sound}", "no such object")
+
+    async def play() -> None:
+        for name, error in (("a", missing.value), ("b", flipped), ("c", gone)):
+            await desk.restores.failed(desk.worker(name), 20, GENERATION, error)
+        await asyncio.sleep(0)  # the agents are told aside
+        gc.enable()  # the dispatcher puts it off for longer than this loop lasts
+
+    asyncio.run(play())
+    assert desk.agents.killed == ["a", "b", "c"]
+    assert list_steps(desk.store, KEYS) == [10, 20] and desk.failed() == []
+    assert (desk.membership.progress.restore_step, desk.membership.stopped) == (20, None)
+    lost = [e for e in read_events(desk.paths.events) if isinstance(e, events.WorkerLost)]
+    assert [event.cause for event in lost] == ["storage"] * 3
+    assert "reads well on the coordinator's machine" in lost[0].detail
+
+
+def test_what_is_damaged_for_all_is_found_so_here(desk: Desk) -> None:
+    """A segment that is gone, a record of another run, and a model that is another."""
+    (segment, *_) = load_manifest(desk.store, KEYS, 20).segments
+    desk.store.delete(segment)
+    asyncio.run(desk.restores.failed("a", 20, GENERATION, MissingError(segment, "no such object")))
+    assert desk.failed() == [20] and list_steps(desk.store, KEYS) == [10]
+    error = IncompatibleError("w", "float32 [4, 4] in the checkpoint, absent in the model")
+    asyncio.run(desk.restores.failed("a", 10, GENERATION, error))
+    assert desk.failed() == [20, 10] and desk.agents.killed == []
+
+
+def test_a_record_of_another_run_is_given_up(desk: Desk) -> None:
+    record_identity(desk.paths, RunIdentity(id="mine"))
+    write_state(
+        desk.store, {"w": torch.randn(4, 4)}, step=30, state={"run": {"id": "x", "name": "x"}}
+    )
+    desk.membership.progress.checkpointed(30)
+    error = CorruptError(KEYS.commit(30), "run: it was written by run 'x'")
+    asyncio.run(desk.restores.failed("a", 30, GENERATION, error))
+    assert desk.failed() == [30] and list_steps(desk.store, KEYS) == [10, 20]
 
 
 @pytest.mark.parametrize(("snapshot", "left"), [(0, [10]), (15, [])])
@@ -114,6 +203,6 @@ def test_the_last_one_stays_unless_there_is_a_snapshot(
 ) -> None:
     desk.membership.progress.snapshotted(snapshot)
     for step in (20, 10):
-        asyncio.run(desk.restores.failed(step, GENERATION, REASON, True))
+        asyncio.run(desk.restores.failed("a", step, GENERATION, desk.damage(step)))
     assert desk.membership.progress.restore_step == 0
     assert list_steps(desk.store, KEYS) == left

@@ -18,6 +18,7 @@ from checkpointing import (
     Surveyor,
     TensorSlice,
     delete_checkpoint,
+    is_damage,
     list_steps,
     load_manifest,
     open_store,
@@ -37,7 +38,7 @@ from elastic.protocol.run_identity import (
 )
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog
-from elastic.worker.restoring import is_damage, open_checkpoint, open_own
+from elastic.worker.restoring import open_checkpoint, open_own
 from tests.support.tiny_checkpoint import KEYS, write_state
 from trainer.errors import ConfigError
 
