@@ -109,12 +109,16 @@ _Reply = TypeVar("_Reply")
 def _when_known(
     call: Callable[Concatenate[Coordinator, _Args], Coroutine[Any, Any, _Reply]],
 ) -> Callable[Concatenate[Coordinator, _Args], Coroutine[Any, Any, _Reply]]:
-    """A call that waits until a coordinator started anew knows the run."""
+    """A call that waits until a coordinator started anew knows the run, and whose answer leaves
+    when what was written down until then is durable: it may be a promise, and the next coordinator
+    has the records alone to know of it."""
 
     @functools.wraps(call)
     async def gated(self: Coordinator, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Reply:
         await self.known()
-        return await call(self, *args, **kwargs)
+        answer = await call(self, *args, **kwargs)
+        await self.durable()
+        return answer
 
     return gated
 
@@ -301,6 +305,7 @@ class Coordinator(CoordinatorApi):
             self._membership,
             self._dispatcher,
             self._workers,
+            self._arrivals,
             snapshots,
             self.config.health.freeze_timeout_s,
             self._watch_steps,
@@ -351,6 +356,13 @@ class Coordinator(CoordinatorApi):
             failover.begin()
             await self._dispatcher.ready.wait()
 
+    async def durable(self) -> None:
+        """Waits until all that was written down outlives this machine. See `RunLog.durable`."""
+        going_on = self._membership.stopped is None
+        await self._records.durable()
+        if going_on and self._membership.stopped is not None:  # it could not be written down
+            await self._dispatcher.advance()
+
     # -- workers -----------------------------------------------------------------------------------
 
     async def hello(self, identity: Identity) -> None:
@@ -362,6 +374,7 @@ class Coordinator(CoordinatorApi):
             return
         await self.known()
         await self._arrivals.hello(identity)
+        await self.durable()
 
     async def resume(self, standing: Standing) -> None:
         self._supervised.begin()

@@ -4,6 +4,10 @@ a call comes, or a worker says where it stands ──► those that the records 
      ──► all have spoken, or died, or `health.freeze_timeout_s` is over; so with the nodes, asked
          which snapshots their memory holds ──► membership goes on
      ──► `ready`: calls that waited go on, the silent are written off
+
+Records may end before the coordinator did, where its machine was lost with a cache of them. Nothing
+that anybody was told is missing (`RunLog.durable`). But who speaks up is one of the run, whether
+the records name it or not, unless they say that it was lost.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from elastic.coordinator.arrivals import Arrivals
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.replay import Replay
 from elastic.coordinator.snapshots import Snapshots
@@ -30,6 +35,7 @@ class Failover:
         membership: goes on from what the workers say.
         dispatcher: `ready` is set at the end.
         workers: watches the workers, and loses the silent.
+        arrivals: takes in those that are in no record.
         snapshots: looks for what the nodes hold; None where the run takes none.
         silent_s: how long to wait for workers and nodes: one whose heartbeat stands still for as
             long is frozen.
@@ -42,13 +48,14 @@ class Failover:
         membership: Membership,
         dispatcher: Dispatcher,
         workers: Workers,
+        arrivals: Arrivals,
         snapshots: Snapshots | None,
         silent_s: float,
         on_ready: Callable[[], None],
     ) -> None:
         self._silent_s, self._on_ready = silent_s, on_ready
         self._replayed, self._membership, self._dispatcher = replayed, membership, dispatcher
-        self._workers, self._snapshots = workers, snapshots
+        self._workers, self._arrivals, self._snapshots = workers, arrivals, snapshots
         self._standings: dict[str, Standing] = {}
         self._dead: set[str] = set()
         self._begun = False
@@ -97,10 +104,12 @@ class Failover:
             ),
             self._look_for_snapshots(),
         )
-        living = expected.keys() & self._standings.keys()
+        living = self._standings.keys() - self._replayed.lost
         self._go_on(living)
         self._dispatcher.ready.set()
         self._on_ready()
+        for worker in sorted(living - expected.keys()):
+            await self._arrivals.hello(self._standings[worker].identity)
         silent = (
             f"said nothing for {self._silent_s:g} s after the coordinator was started anew "
             f"(health.freeze_timeout_s)"

@@ -23,6 +23,8 @@ class Replay:
     """Workers that started."""
     workers: Mapping[str, events.WorkerJoined]
     """Those of them that were not lost."""
+    lost: frozenset[str]
+    """Those that were."""
     draining: frozenset[str]
     """Those whose machines will go."""
     leaving: frozenset[str]
@@ -81,6 +83,7 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
     return Replay(
         started=len(joined),
         workers={worker: e for worker, e in joined.items() if worker not in lost},
+        lost=frozenset(lost),
         draining=_workers(by_node) - lost,
         leaving=_workers(by_themselves) - lost,
         draining_nodes=frozenset(e.node or "" for e in by_node),

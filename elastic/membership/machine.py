@@ -204,7 +204,7 @@ class Membership:
             standings: of all living workers.
             generation: of the newest roster in the records, 0 where none stood yet.
             restored: generation of the newest that began from a saved state or from the seed.
-            formations: replicas that ever began to form.
+            formations: replicas that ever began to form, by the records.
             recorded: steps that the run's records hold.
             began: step that the newest roster in the records began at.
             winding_down: whether it was asked to end.
@@ -229,7 +229,8 @@ class Membership:
         self.roster = found.roster
         self.places.form((*found.standing, *found.forming))
         self.places.seat(found.standing)
-        self.formations.resume(formations, found.broken, kept=found.kept)
+        begun = max([formations, *(standing.formed for standing in standings)])
+        self.formations.resume(begun, found.broken, kept=found.kept)
         self.heals.resume(found.heals, found.roster, found.behind, found.doubtful)
         self._torn = set(found.torn)
         self.call = None if started else "start"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,10 +52,9 @@ class RecordError(ValueError):
 class EventLog:
     """Appends records to one file; each is in the operating system's hands when `append` returns.
 
-    It outlives a crash of the process, not of the machine: there is no fsync, because the log is
-    for people and must not slow a step down. A full disk is no reason to stop either: a checkpoint
-    that does not fit fills it until it is taken back. Records wait for room, up to
-    `MOST_PENDING_BYTES`.
+    There it outlives a crash of the process; after `sync` one of the machine, too. A full disk is
+    no reason to stop: a checkpoint that does not fit fills it until it is taken back. Records wait
+    for room, up to `MOST_PENDING_BYTES`.
 
     Args:
         path: the file; its directory is made when it is missing.
@@ -65,6 +65,8 @@ class EventLog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("ab", buffering=0)
         self._pending = bytearray()
+        self._closing = threading.Lock()
+        """Held by `sync`: the number of a closed file may be another one's."""
         _cut_torn_tail(self._path)
 
     def append(self, record: Event | StepRecord) -> None:
@@ -82,11 +84,32 @@ class EventLog:
         while self._pending:
             del self._pending[: self._file.write(self._pending)]
 
+    def sync(self) -> None:
+        """Wait until what was appended is on the disk, or on the file system's server; what has no
+        room yet is passed by. Any thread may call it, while another one appends.
+
+        Raises:
+            OSError: that fails, and not for want of room.
+        """
+        with self._closing:
+            if not self._file.closed:
+                self._sync()
+
+    def _sync(self) -> None:
+        try:
+            os.fdatasync(self._file.fileno())
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+
     def close(self) -> None:
-        """Close the file; a second call does nothing. Raises OSError: there is no room yet."""
-        if not self._file.closed:
-            with self._file:
-                self._write()
+        """Close the file, synced; a second call does nothing. Raises OSError: there is no room
+        yet."""
+        with self._closing:
+            if not self._file.closed:
+                with self._file:
+                    self._write()
+                    self._sync()
 
     def __enter__(self) -> EventLog:
         return self

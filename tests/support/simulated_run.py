@@ -176,6 +176,7 @@ class World:
         self.went_back_in = 0
         self.snapshots_read = self.snapshots_failed = self.checkpoints_failed = 0
         self.damages, self.retreats, self.went_back = plan.damages, plan.retreats, 0
+        self._lost_tail = random.Random(f"records that {plan.seed} loses")
         self._retreating = random.Random(f"when {plan.seed} goes back")
         self.repairs = 0
         """Replicas that entered a roster with a part of their state."""
@@ -395,11 +396,14 @@ class World:
             or (not s.generation and (s.replica in taken or s.replica >= self.plan.max_replicas))
         }
         self.taken_apart.update(s.identity.worker for s in standings if s.formed in given_up)
+        # The records may end before those that only the living know of.
+        gone = [w for n, w in self.workers.items() if n in self.dead | self.lost or w.done]
+        recorded = max([*self.broken, *(worker.standing().formed for worker in gone)], default=0)
         self.membership.resume(
             standings,
             generation=before.progress.generation,
             restored=self.went_back_in,
-            formations=before.formations.begun,
+            formations=self._lost_tail.choice([recorded, before.formations.begun]),
             recorded=before.progress.recorded,
             began=before.progress.began,
         )

@@ -59,6 +59,8 @@ class Newcomer:
         self._concluding = threading.Lock()
         self._arrived = False
         self._kept_at, self._step_s = time.monotonic(), 0.0
+        self._half_applied = False
+        """A kept step was begun on, and an exception has ended it: what is here is of no step."""
         self.skipped_in_a_row = 0
         """Of the state, up to the last step applied."""
         self.started_at = time.monotonic()
@@ -117,10 +119,12 @@ class Newcomer:
     def finish(self) -> bool:
         """Called when leaving the generation, after `close`: where the state has arrived, applies
         all kept steps, for the source may be gone and this the last copy. Returns whether the state
-        is that of the last committed step.
+        is that of the last committed step: never where a step could not be applied.
 
         The engine's gradient stays: it may be that of a step that others saw committed.
         """
+        if self._half_applied:
+            return False
         if self._arrived and self._backlog:
             gradient = self._engine.gradient.clone()
             while self._backlog:
@@ -129,11 +133,13 @@ class Newcomer:
         return self._arrived
 
     def _apply_oldest(self) -> None:
+        self._half_applied = True
         commit, gradient = self._backlog.take_oldest()
         self._engine.gradient.copy_(gradient)
         if commit.finite:
             self._engine.apply(commit.step, scale=commit.scale(self._clip_norm))
         self.skipped_in_a_row = 0 if commit.finite else self.skipped_in_a_row + 1
+        self._half_applied = False
 
     def close(self) -> None:
         """Ends the receiving, and waits for it, one block at most: the threads keep the engine

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,6 +99,37 @@ def test_a_stop_is_known_to_an_end_that_comes_before_the_workers(
     ended = read_events(config.paths.events)[-1]
     assert isinstance(ended, events.RunEnded)
     assert (ended.outcome, ended.step) == ("stopped", 4)
+
+
+async def record_on_a_slow_disk(config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, begun, may_end = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    fdatasync = os.fdatasync
+
+    def waits(fd: int) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        assert may_end.wait(60.0)
+        fdatasync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", waits)
+    coordinator = Coordinator(config)
+    told = events.Evaluated(time=3.0, step=4, val_loss=1.0, tokens=8)
+    answer = asyncio.create_task(coordinator.record([], [told]))
+    begins = asyncio.create_task(begun.wait())
+    await asyncio.wait((answer, begins), return_when=asyncio.FIRST_COMPLETED)
+    assert not answer.done(), "the next coordinator may know nothing of it"
+    assert read_events(config.paths.events)[-1] == told
+    assert await coordinator.verdict() is None, "nobody else waits for the disk"
+    may_end.set()
+    assert (await answer).steps == 0
+    await coordinator.end("finished", None)
+
+
+def test_what_it_answers_to_is_on_the_disk_before(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers let go of what it has; its machine may be lost, with what was on its way to the
+    storage."""
+    asyncio.run(record_on_a_slow_disk(config, monkeypatch))
 
 
 BACK = events.WentBack(time=3.0, step=2, before=4, reason="")

@@ -9,6 +9,7 @@ from typing import Any
 
 from checkpointing import CheckpointConfig
 from elastic.config import HealthConfig
+from elastic.coordinator.arrivals import Arrivals
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.failover import Failover
@@ -86,6 +87,7 @@ def replayed(draining: frozenset[str] = frozenset()) -> Replay:
     return Replay(
         started=2,
         workers={"spare": joined},
+        lost=frozenset({WRITTEN_OFF.worker}),
         draining=draining,
         leaving=frozenset(),
         draining_nodes=frozenset(),
@@ -125,6 +127,9 @@ class Desk:
         self.workers = Unwatched(
             config, self.membership, self.dispatcher, self.records, agents, snapshots
         )
+        self.arrivals = Arrivals(
+            self.membership, self.dispatcher, self.workers, self.records, patience_s=10.0
+        )
         self.ready: list[bool] = []
 
     def failover(self, snapshots: Any = None, draining: frozenset[str] = frozenset()) -> Failover:
@@ -133,6 +138,7 @@ class Desk:
             self.membership,
             self.dispatcher,
             self.workers,
+            self.arrivals,
             snapshots,
             10.0,
             lambda: self.ready.append(self.dispatcher.ready.is_set()),
@@ -184,6 +190,37 @@ def test_one_that_was_written_off_may_die_before_it_is_ended(tmp_path: Path) -> 
     happened = read_events(desk.paths.events)
     assert not any(isinstance(e, events.WorkerLost) for e in happened), "it is lost once"
     desk.records.end("interrupted", None)
+
+
+async def hear_one_of_the_lost_tail(desk: Desk) -> None:
+    work = desk.failover()
+    unknown = Identity(worker="unknown", rank=0, node="n", pid=4, born_ticks=1)
+    await work.hear(
+        Standing(
+            identity=unknown,
+            formed=2,
+            built=True,
+            generation=1,
+            lanes=(0,),
+            replicas=1,
+            proven=True,
+        )
+    )
+    await work.hear(Standing(identity=SPARE))
+    await desk.dispatcher.ready.wait()
+
+
+def test_one_whose_arrival_is_in_no_record_is_taken_from_where_it_stands(tmp_path: Path) -> None:
+    """Records end early where the coordinator's machine was lost with what it had not written to
+    the storage: such a worker was ended, though it stood in the roster."""
+    desk = Desk(tmp_path)
+    asyncio.run(hear_one_of_the_lost_tail(desk))
+    assert desk.membership.roster.workers == ("unknown",) and desk.membership.call is None
+    assert desk.workers.started.keys() == {"unknown", "spare"}
+    joined = [e for e in read_events(desk.paths.events) if isinstance(e, events.WorkerJoined)]
+    assert [(e.worker, e.pid) for e in joined] == [("unknown", 4)], "the next one is told of it"
+    desk.records.end("interrupted", None)
+    assert desk.agents.killed == []
 
 
 async def go_on_where_the_last_copy_goes(desk: Desk) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -331,3 +333,45 @@ def test_a_run_that_was_asked_to_stop_in_its_last_step_is_finished(
     desk.records.end("finished", None)
     ended = read_events(desk.paths.events)[-1]
     assert isinstance(ended, events.RunEnded) and ended.outcome == outcome
+
+
+def test_all_who_wait_for_the_disk_share_one_look_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a regroup that is every worker."""
+    desk, synced = Desk(tmp_path, replicas=2), list[int]()
+    fdatasync = os.fdatasync
+
+    def counted(fd: int) -> None:
+        synced.append(fd)
+        fdatasync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", counted)
+
+    async def wait() -> None:
+        desk.records.begin(())
+        await asyncio.gather(*(desk.records.durable() for _ in range(100)))
+        assert len(synced) == 2, "of either file"
+        await desk.records.durable()
+        assert len(synced) == 2, "nothing was written since"
+
+    asyncio.run(wait())
+
+
+def test_records_that_cannot_be_synced_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(tmp_path, replicas=2)
+
+    def fails(fd: int) -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    monkeypatch.setattr(os, "fdatasync", fails)
+
+    async def wait() -> None:
+        desk.records.begin(())
+        await desk.records.durable()
+
+    asyncio.run(wait())
+    stopped = desk.membership.stopped
+    assert stopped is not None and "the disk is gone" in (stopped.error or "")

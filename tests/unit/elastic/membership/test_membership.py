@@ -1526,6 +1526,16 @@ def test_a_step_or_a_loss_in_between_begins_the_row_anew(between: str) -> None:
             group.lose(f"s{number}")
 
 
+def test_no_replica_gets_the_number_of_one_that_stands_and_is_in_no_record() -> None:
+    """It was taken for one with state, and the one that stood was lost from sight."""
+    group = Group(replicas=2)
+    group.membership.resume(
+        [standing("a0", 5, built=True, proven=True)],
+        generation=3, restored=1, formations=4, recorded=5, began=5,
+    )  # fmt: skip
+    assert [replica.formed for replica in group.join("b1").formed] == [6]
+
+
 # -- every order of events -------------------------------------------------------------------------
 
 BATCHES, BATCH = 25, 200

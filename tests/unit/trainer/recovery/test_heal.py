@@ -104,3 +104,34 @@ def test_a_full_backlog_is_worked_off_once_the_state_is_there(
     assert newcomer.finish() and taker.state.digest() == giver.state.digest()
     source.close()
     newcomer.close()
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["while it catches up", "for want of room"])
+def test_a_state_with_half_an_optimizer_step_is_none(
+    pair: tuple[Rendezvous, Engine, Engine], monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """The kept steps fill the host's memory, and the optimizer needs some. If a peer is lost at
+    that time, this worker joins again with what it has."""
+    meet, giver, taker = pair
+    meeting = meeting_at(meet)
+    source = Source(giver, 0, meeting)
+    newcomer = Newcomer(
+        taker, meeting, clip_norm=0.5, backlog=small_backlog(taker, 1 if full else 3)
+    )
+    wait_until(lambda: newcomer.caught_up)
+    step_both(giver, newcomer, taker, 0)
+    optimizer_step, tries = taker.optimizer.step, list[float]()
+
+    def has_no_memory_at_first(rate: float) -> None:
+        tries.append(rate)
+        optimizer_step(rate)
+        if len(tries) == 1:
+            raise MemoryError
+
+    monkeypatch.setattr(taker.optimizer, "step", has_no_memory_at_first)
+    with pytest.raises(MemoryError):
+        step_both(giver, newcomer, taker, 1)
+        newcomer.catch_up()
+    source.close()
+    newcomer.close()
+    assert tries and not newcomer.finish()
