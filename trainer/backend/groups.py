@@ -38,6 +38,10 @@ from trainer.parallel.two_level import batches_begun
 
 Device = Literal["cpu", "cuda"]
 
+REPLICA, CROSS = "the replica", "the group across replicas"
+"""What the flight recorder calls a replica's default group, and the groups made by hand; after it
+stands the prefix that these met under, as after the names of a mesh's dimensions."""
+
 _abandoning = threading.Lock()
 _abandoned: list[tuple[Any, list[Any]]] = []
 """Groups and works left mid-collective: dropping the last reference can block until their
@@ -117,6 +121,7 @@ def make_replica_group(
             timeout=rendezvous.timeout,
             **options,
         )
+        _describe(dist.group.WORLD, REPLICA, prefix)
         make = partial(_mesh, device, prefix, rendezvous=rendezvous)
         return replica_mesh(dims, make)
 
@@ -257,27 +262,56 @@ def make_cross_groups(
     """
     names = ("all",) if device == "cuda" else ("first", "second")
     with gather(rendezvous, f"{prefix}/{names[0]}", size, leave_now) as store:
-        stores = [PrefixStore(f"{prefix}/{name}", store) for name in names]
         listen_towards(rendezvous.host, rendezvous.port)
 
         def make() -> list[Any]:
             with limit_silence(rendezvous.silent_s, but_port=rendezvous.port):
-                return [_raw_group(s, rendezvous.timeout, rank, size, device) for s in stores]
+                return [
+                    _raw_group(store, prefix, name, rendezvous.timeout, rank, size, device)
+                    for name in names
+                ]
 
         return make_aside(make, leave_now, rendezvous.timeout_s)
 
 
-def _raw_group(store: Store, timeout: timedelta, rank: int, size: int, device: Device) -> Any:
+def _raw_group(
+    store: Store,
+    prefix: str,
+    name: str,
+    timeout: timedelta,
+    rank: int,
+    size: int,
+    device: Device,
+) -> Any:
+    store = PrefixStore(f"{prefix}/{name}", store)
     if device == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         group = dist.ProcessGroupNCCL(store, rank, size, options)
+        _name_raw_group(group, store, name, prefix, device)
         _cross_groups.append(group)  # so that a call ends what follows
         # Else the first collective would connect, and wait for a lost peer where nothing ends it.
         group.eager_connect_single_device(torch_device(device))
         warm_up(group, size, torch_device(device))
         return group
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
+    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+    _name_raw_group(gloo, store, name, prefix, device)
+    return gloo
+
+
+def _name_raw_group(group: Any, store: Store, name: str, prefix: str, device: Device) -> None:
+    """Has the flight recorder tell a raw group by `name` and the `prefix` that it met under. The
+    backend keeps both; c10d sets them so for its own groups."""
+    kinds = dist.ProcessGroup.BackendType
+    named: Any = dist.ProcessGroup(store, group.rank(), group.size())
+    kind = kinds.NCCL if device == "cuda" else kinds.GLOO
+    named._register_backend(torch.device(device), kind, group)
+    named._set_group_name(name)
+    _describe(named, CROSS, prefix)
+
+
+def _describe(group: Any, what: str, prefix: str) -> None:
+    group._set_group_desc(f"{what} {prefix}")
 
 
 def warm_up(group: Any, size: int, device: torch.device) -> None:
