@@ -13,6 +13,7 @@ Nobody is asked anything while steps come. `health/progress.py` decides.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
@@ -31,7 +32,10 @@ from elastic.membership.machine import Membership
 from elastic.protocol.causes import HANG
 from elastic.protocol.events import StepRecord
 from elastic.protocol.messages import Evidence
+from health.absence import Absence, find_absences
 from health.progress import SOON, Place, Standstill, bound_s, find_standstill
+
+log = logging.getLogger(__name__)
 
 _FEWEST_STEPS = 3
 """Durations of steps from which a bound follows."""
@@ -210,18 +214,21 @@ class StandstillWatch:
         if _lacks(found.second, list(accused)):
             found.second |= await self._evidence(list(accused))
         both = {w: _twice(found.first.get(w), second) for w, second in found.second.items()}
+        kept = {**found.first, **both}
+        absences = await asyncio.to_thread(_find_absences, kept, self._membership.roster.met)
         if self._over(last) or await self._some_moved(accused, places):
             return
         keep = asyncio.to_thread(
             keep_evidence,
             self._incidents,
             accused,
-            {**found.first, **both},
+            kept,
             step=last.step + 1,
             generation=last.generation,
             no_step_for_s=round(self._still_s, 1),
             bound_s=round(self._bound_s, 1),
             failed_links=[link._asdict() for link in failed],
+            not_arrived=[{"in_words": str(each), **asdict(each)} for each in absences],
             places={w: None if p is None else asdict(p) for r in places for w, p in r.items()},
         )
         self._dispatcher.spawn(keep)
@@ -233,9 +240,9 @@ class StandstillWatch:
         cut_off = {end for link in failed if removed & {*link[:2]} for end in link[:2]}
         for worker, evidence in accused.items():
             if worker not in cut_off:
-                await self._workers.kill(
-                    worker, HANG, f"it keeps the others: {evidence} (health.progress_timeout_s)"
-                )
+                where = _where_absent(worker, absences)
+                detail = f"it keeps the others: {evidence}{where} (health.progress_timeout_s)"
+                await self._workers.kill(worker, HANG, detail)
         if not accused and not removed:
             self._good = last
             if all_wait:
@@ -299,6 +306,23 @@ class StandstillWatch:
 
 def _marks(places: _Places) -> dict[str, int]:
     return {w: p.mark for replica in places for w, p in replica.items() if p is not None}
+
+
+def _find_absences(
+    found: Mapping[str, Evidence], met: Mapping[str, Sequence[str]]
+) -> tuple[Absence, ...]:
+    """Who has not arrived where. What goes wrong with it costs these words, not the verdict."""
+    try:
+        return find_absences({w: one.collectives for w, one in found.items()}, met)
+    except Exception:  # another release of torch may record other things
+        log.warning("what the flight recorders say is not understood", exc_info=True)
+        return ()
+
+
+def _where_absent(worker: str, absences: Iterable[Absence]) -> str:
+    """In which collective it has not arrived, in words; empty where its peers' recordings do not
+    tell."""
+    return next((f"; {each}" for each in absences if worker in each.absent), "")
 
 
 def _lacks(found: Mapping[str, Evidence], suspects: Sequence[str]) -> bool:

@@ -15,6 +15,16 @@ from typing import NamedTuple
 from trainer.replication.lanes import deal_lanes
 
 
+def replica_prefix(formed: int) -> str:
+    """Under which the workers of a replica meet and make their groups."""
+    return f"replica/{formed}"
+
+
+def cross_prefix(generation: int, rank: int) -> str:
+    """Under which the workers with the state of `rank`, in all replicas, do."""
+    return f"cross/{generation}/{rank}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Replica:
     """Workers that together hold one whole copy of the model."""
@@ -78,6 +88,14 @@ class Roster:
         """The workers with the state of `rank`, by position: those of one cross group."""
         followers = (worker for _, worker in self.followers_of(rank))
         return [*(replica.workers[rank] for replica in self.replicas), *followers]
+
+    @property
+    def met(self) -> dict[str, tuple[str, ...]]:
+        """The prefixes of all groups -> who has met there."""
+        own = {replica_prefix(replica.formed): replica.workers for replica in self.replicas}
+        ranks = range(len(self.replicas[0].workers) if self.replicas else 0)
+        across = {cross_prefix(self.generation, rank): tuple(self.column(rank)) for rank in ranks}
+        return own | across
 
     def replica_of(self, worker: str) -> Replica | None:
         """The replica that `worker` is in."""

@@ -39,7 +39,7 @@ from elastic.protocol.causes import (
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.job import Job
 from elastic.protocol.messages import Build, Identity, Leave, LinkTest, Report, Run, Stop
-from elastic.protocol.roster import most_replicas
+from elastic.protocol.roster import cross_prefix, most_replicas, replica_prefix
 from elastic.providers.sigterm import on_sigterm
 from elastic.worker.coordinator_link import CoordinatorLink
 from elastic.worker.restoring import restore
@@ -278,7 +278,7 @@ class Worker:
         train, device = self.job.train, self.job.scaling.device
         mesh = make_replica_group(
             self.rendezvous_at(answer),
-            f"replica/{answer.formed}",
+            replica_prefix(answer.formed),
             rank=answer.rank,
             dims=train.parallel.dims,
             device=device,
@@ -409,7 +409,7 @@ class Worker:
         """The group over this worker's (shard, tensor) in all replicas."""
         return CrossGroup(
             self.rendezvous,
-            f"cross/{run.generation}/{engine.rank}",
+            cross_prefix(run.generation, engine.rank),
             lanes=run.lanes_of(run.rank),
             total_lanes=self.job.lanes,
             rank=run.position,

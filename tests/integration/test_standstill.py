@@ -57,6 +57,9 @@ def test_the_worker_that_loops_is_ended_and_no_other(
     pending = manifest["pending_collectives"]
     waiters = [worker for worker in pending if worker != lost.worker]
     assert any(pending[worker] for worker in waiters), "what they wait in has not ended"
+    told = next(each for each in manifest["not_arrived"] if lost.worker in each["absent"])
+    assert told["in_words"].startswith(f"{lost.worker} has not begun ")
+    assert set(told["waiting"]) < set(waiters) and told["in_words"] in lost.detail
     assert manifest["files"].keys() == {
         path.name for path in incident.iterdir() if path.name != "manifest.json"
     }

@@ -40,6 +40,10 @@ from trainer.parallel.two_level import batches_begun
 
 Device = Literal["cpu", "cuda"]
 
+REPLICA, CROSS = "the replica", "the group across replicas"
+"""What the flight recorder calls a replica's default group, and the groups made by hand; after it
+stands the prefix that these met under, as after the names of a mesh's dimensions."""
+
 _abandoning = threading.Lock()
 _abandoned: list[tuple[Any, list[Any]]] = []
 """Groups and works left mid-collective: dropping the last reference can block until their
@@ -119,6 +123,7 @@ def make_replica_group(
             timeout=rendezvous.timeout,
             **options,
         )
+        _describe(dist.group.WORLD, REPLICA, prefix)
         make = partial(_mesh, device, prefix, rendezvous=rendezvous)
         return replica_mesh(dims, make)
 
@@ -259,7 +264,6 @@ def make_cross_groups(
     """
     names = ("all",) if device == "cuda" else ("first", "second")
     with gather(rendezvous, f"{prefix}/{names[0]}", size, leave_now) as store:
-        stores = [PrefixStore(f"{prefix}/{name}", store) for name in names]
         listen_towards(rendezvous.host, rendezvous.port)
 
         given_up = threading.Event()
@@ -267,8 +271,12 @@ def make_cross_groups(
         def make() -> list[Any]:
             with limit_silence(rendezvous.silent_s, but_port=rendezvous.port):
                 if device == "cuda":
-                    return [_nccl_group(stores[0], rendezvous.timeout, rank, size, given_up)]
-                return [dist.ProcessGroupGloo(s, rank, size, rendezvous.timeout) for s in stores]
+                    met = names[0], prefix
+                    return [_nccl_group(store, met, rendezvous.timeout, rank, size, given_up)]
+                return [
+                    _gloo_group(store, (name, prefix), rendezvous.timeout, rank, size)
+                    for name in names
+                ]
 
         try:
             return make_aside(make, leave_now, rendezvous.timeout_s)
@@ -279,12 +287,30 @@ def make_cross_groups(
             raise
 
 
-def _nccl_group(
-    store: Store, timeout: timedelta, rank: int, size: int, given_up: threading.Event
+def _gloo_group(
+    store: Store, met: tuple[str, str], timeout: timedelta, rank: int, size: int
 ) -> Any:
+    name, prefix = met
+    keys = PrefixStore(f"{prefix}/{name}", store)
+    group = dist.ProcessGroupGloo(keys, rank, size, timeout)
+    _name_raw_group(group, keys, name, prefix, "cpu")
+    return group
+
+
+def _nccl_group(
+    store: Store,
+    met: tuple[str, str],
+    timeout: timedelta,
+    rank: int,
+    size: int,
+    given_up: threading.Event,
+) -> Any:
+    name, prefix = met
+    keys = PrefixStore(f"{prefix}/{name}", store)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    group = dist.ProcessGroupNCCL(store, rank, size, options)
+    group = dist.ProcessGroupNCCL(keys, rank, size, options)
+    _name_raw_group(group, keys, name, prefix, "cuda")
     _cross_groups.append(group)  # so that a call ends what follows
     try:
         # Else the first collective would connect, and wait for a lost peer where nothing ends it.
@@ -309,6 +335,21 @@ def _give_up(group: Any) -> None:
         _cross_groups.remove(group)
     aborts.forget(group)
     aborts.begin(group.abort)
+
+
+def _name_raw_group(group: Any, store: Store, name: str, prefix: str, device: Device) -> None:
+    """Has the flight recorder tell a raw group by `name` and the `prefix` that it met under. The
+    backend keeps both; c10d sets them so for its own groups."""
+    kinds = dist.ProcessGroup.BackendType
+    named: Any = dist.ProcessGroup(store, group.rank(), group.size())
+    kind = kinds.NCCL if device == "cuda" else kinds.GLOO
+    named._register_backend(torch.device(device), kind, group)
+    named._set_group_name(name)
+    _describe(named, CROSS, prefix)
+
+
+def _describe(group: Any, what: str, prefix: str) -> None:
+    group._set_group_desc(f"{what} {prefix}")
 
 
 def warm_up(group: Any, size: int, device: torch.device) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import queue
 import threading
 import time
 from collections.abc import Iterable
@@ -42,13 +44,14 @@ class Agents:
         self.known: dict[str, Place | None] = {"a": WAITS, "b": LOOPS, "c": WAITS}
         self.short: list[dict[tuple[str, str], int]] = []
         self.tests = 0
+        self.recordings: dict[str, str] = {}
 
     async def places(self, nodes: Iterable[str]) -> dict[str, Place | None]:
         return self.known
 
     async def evidence(self, identities: Iterable[Identity]) -> dict[str, Evidence]:
         self.on_evidence()
-        return {}
+        return {w: Evidence(collectives=found) for w, found in self.recordings.items()}
 
     def on_evidence(self) -> None:
         pass
@@ -103,6 +106,13 @@ class Desk(CoordinatorDesk):
         self.watch.committed(self.steps(5))
         await self.killed(within_s)
 
+    async def stand_still_and_keep(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        """As `stand_still`. Returns the facts that are kept."""
+        kept: queue.Queue[dict[str, Any]] = queue.Queue()
+        monkeypatch.setattr(standstill, "keep_evidence", lambda *_, **facts: kept.put(facts))
+        await self.stand_still(PATIENCE_S)
+        return await asyncio.to_thread(kept.get, timeout=PATIENCE_S)
+
     async def killed(self, within_s: float) -> list[str]:
         """Who has been ended, once somebody is."""
         deadline = time.monotonic() + within_s
@@ -128,6 +138,48 @@ def test_the_first_step_of_a_roster_may_stand_still(tmp_path: Path, anew: bool) 
     (lost,) = desk.happened(events.WorkerLost)
     assert (lost.worker, lost.cause) == ("b", "hang")
     assert "it keeps the others: for 5.0 s in phase forward of step 5" in lost.detail
+
+
+@pytest.mark.parametrize(
+    ("begun", "told"),
+    [
+        pytest.param(
+            4, "; b has not begun all_reduce 5 of the replica, in which a waits", id="some"
+        ),
+        pytest.param(None, "", id="the recordings were not there in time"),
+        pytest.param("?", "", id="torch has recorded something else"),
+    ],
+)
+def test_the_verdict_tells_the_collective_in_which_the_worker_has_not_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: object, told: str
+) -> None:
+    desk = Desk(tmp_path)
+    desk.lay_out("a b", "c d", nodes=NODES)
+    desk.doors.known = {"a": replace(WAITS, waits=False, collectives=5), "b": LOOPS}
+    desk.doors.known |= {"c": WAITS, "d": WAITS}
+    if begun is not None:
+        desk.doors.recordings = {"a": in_all(4, waits_in=5), "b": in_all(begun)}
+    manifest = asyncio.run(desk.stand_still_and_keep(monkeypatch))
+    (lost,) = desk.happened(events.WorkerLost)
+    assert lost.worker == "b"
+    assert lost.detail.endswith(f"and its peers wait in the next{told} (health.progress_timeout_s)")
+    in_words = [each["in_words"] for each in manifest["not_arrived"]]
+    assert in_words == [told.removeprefix("; ")] * bool(told)
+
+
+def in_all(begun: object, waits_in: int | None = None) -> str:
+    """A recording of one in the first replica of a roster."""
+    entry = {
+        "process_group": ["0", "the replica replica/1"],
+        "profiling_name": "gloo:all_reduce",
+        "is_p2p": False,
+        "input_sizes": [[4]],
+        "state": "scheduled",
+    }
+    entries = [{**entry, "collective_seq_id": begun, "retired": True}]
+    if waits_in is not None:
+        entries.append({**entry, "collective_seq_id": waits_in, "retired": False})
+    return json.dumps({"entries": entries})
 
 
 def test_before_some_steps_are_known_nobody_is_accused(tmp_path: Path) -> None:

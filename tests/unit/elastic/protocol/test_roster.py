@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.protocol.roster import (
+    Remnant,
     Replica,
     Roster,
     find_renumbered,
@@ -29,6 +32,16 @@ def test_a_roster_knows_who_is_where() -> None:
     assert both.workers == ("a", "b", "c", "d")
     assert both.replica_of("d") is two
     assert both.replica_of("e") is None
+
+
+def test_a_roster_knows_who_has_met_where() -> None:
+    whole, remnant = replica(0, "a", "b", formed=4), Remnant(index=1, formed=2, workers={1: "d"})
+    assert replace(roster(whole), generation=7, remnants=(remnant,)).met == {
+        "replica/4": ("a", "b"),
+        "cross/7/0": ("a",),
+        "cross/7/1": ("b", "d"),
+    }
+    assert Roster(generation=0, replicas=(), lanes={}).met == {}
 
 
 def test_neighbours_in_the_pool_form_the_free_replicas() -> None:
