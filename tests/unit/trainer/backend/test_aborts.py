@@ -186,6 +186,7 @@ def test_a_group_that_is_left_while_it_connects_is_ended_when_it_has(
     """The call that it is left for has ended nothing."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Connecting, raising=False)
     monkeypatch.setattr(groups, "torch_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(groups, "_name_raw_group", lambda *met: None)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=PATIENCE_S)
 
