@@ -45,8 +45,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "recompute=2": {"recompute": 2},
     f"loss_chunk={CHUNK}": {"loss_chunk": CHUNK},
     'compile="require"': {"compile": "require"},
+    "0.5, compiled": {"recompute": 0.5, "compile": "require"},
     "full, chunked": {"recompute": "full", "loss_chunk": CHUNK},
     "full, chunked, compiled": {"recompute": "full", "loss_chunk": CHUNK, "compile": "require"},
+    "0.2, chunked, compiled": {"recompute": 0.2, "loss_chunk": CHUNK, "compile": "require"},
 }
 _STATE = ("parameters", "gradients", "optimizer")
 """Components of a dry run that stand before a step."""

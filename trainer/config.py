@@ -313,10 +313,12 @@ class TrainConfig:
     """Number format of the computation. Parameters stay float32, and so do sums inside a replica;
     for those over replicas see `reduce_dtype`, for parameters and moments `master_dtype` and
     `moment_dtype` of `OptimizerConfig`."""
-    recompute: Literal["full", "selective"] | int | None = None
+    recompute: Literal["full", "selective"] | int | float | None = None
     """Activations that backward computes again instead of keeping them: `full`, all inside each
-    block; a number n, all inside each n-th block; `selective`, all but attention and every second
-    matrix product. The bits are the same. None: all are kept."""
+    block; a whole number n, all inside each n-th block; `selective`, all but attention and every
+    second matrix product. The bits are the same. A fraction such as 0.5, with `compile` only: a
+    compiled block keeps that much of what it would, and computes again what is cheapest. None: all
+    are kept."""
     offload: OffloadConfig | None = None
     """`OffloadConfig()`: what blocks keep for backward waits in the host's memory: their inputs
     with `recompute="full"`, all that autograd saves without; what `selective` keeps stays. The bits
@@ -415,10 +417,30 @@ class TrainConfig:
                 f"the last step is {self.steps - 1}",
                 f"Use {self.steps - 1} or less, or raise train.steps",
             )
+        self._check_fraction()
         self.parallel.check(self)
         self._check_batch(lanes)
         self.optimizer.check()
         check_settings(self.optimizer, self.steps)
+
+    def _check_fraction(self) -> None:
+        fraction = self.recompute
+        if not isinstance(fraction, float):
+            return
+        if not 0 < fraction < 1:
+            raise ConfigError(
+                "train.recompute",
+                fraction,
+                "a fraction of what a block keeps is above 0 and below 1",
+                "Use 0.5 or so, 'full' to keep nothing, or a whole number n for each n-th block",
+            )
+        if self.compile == "off":
+            raise ConfigError(
+                "train.recompute",
+                fraction,
+                "only compiled blocks can keep a fraction, and train.compile is 'off'",
+                "Use compile='on', or recompute 'full', 'selective' or a whole number",
+            )
 
     def _check_batch(self, lanes: int) -> None:
         streams = lanes * self.parallel.shard

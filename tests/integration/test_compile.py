@@ -20,12 +20,17 @@ LANES, STEPS = 4, 4
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU")
 
 
-@pytest.mark.slow
-def test_the_number_of_replicas_does_not_change_a_bit(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "recompute",
+    [pytest.param(None, marks=pytest.mark.slow), pytest.param(0.5, marks=pytest.mark.soak)],
+)
+def test_the_number_of_replicas_does_not_change_a_bit(
+    text: Path, tmp_path: Path, recompute: float | None
+) -> None:
     """The compiler joins operations, so that fewer results are rounded in between: losses differ
     from the plain run's by some units in the last place, 2**-24 relative each."""
     plain = tiny_train(text, steps=STEPS, lanes=LANES)
-    compiled = tiny_train(text, steps=STEPS, lanes=LANES, compile="require")
+    compiled = tiny_train(text, steps=STEPS, lanes=LANES, compile="require", recompute=recompute)
     task = tiny_task(text).prepare(plain, str(tmp_path))
     (expected,) = run_layout(task, plain, replicas=1, lanes=LANES)
     runs = [run_layout(task, compiled, replicas=n, lanes=LANES) for n in (1, 2, 4)]

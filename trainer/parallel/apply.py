@@ -46,7 +46,7 @@ def parallelize(
     others: Sequence[MeshDim] = (),
     family: ModelFamily,
     compute_dtype: torch.dtype,
-    recompute: Recompute | None = None,
+    recompute: Recompute | float | None = None,
     compiled: Compile = "off",
     offload: Offload | None = None,
     gather_ahead: int = 1,
@@ -65,7 +65,8 @@ def parallelize(
         others: its dimensions beside shard and tensor.
         family: knows the model's blocks, and its plan where the tensor degree is above 1.
         compute_dtype: number format of forward and backward; reductions stay float32.
-        recompute: what its blocks compute again in backward; None: nothing.
+        recompute: what its blocks compute again in backward; None: nothing. A fraction is for
+            compiled ones.
         compiled: whether its blocks are compiled.
         offload: what its blocks keep for backward goes there; None: it stays.
         gather_ahead: blocks whose parameters are gathered ahead of the one at work.
@@ -79,10 +80,11 @@ def parallelize(
         apply_tensor_parallel(model, mesh.tensor, family)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     blocks = family.blocks(model)
-    if recompute is not None:
+    budget = recompute if isinstance(recompute, float) else None
+    if recompute is not None and not isinstance(recompute, float):
         recompute_blocks(model, blocks, recompute)
     if compiled != "off":
-        compile_blocks(model, blocks, required=compiled == "require")
+        compile_blocks(model, blocks, required=compiled == "require", budget=budget)
     if offload is not None:
         offload.cover(model, blocks)
     ends = family.ends(model)

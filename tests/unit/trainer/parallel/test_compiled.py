@@ -101,6 +101,39 @@ def test_a_model_that_is_built_anew_finds_its_graph(backend: Counting) -> None:
     assert (backend.graphs, backend.calls) == (1, 3 * LAYERS)
 
 
+def test_with_a_budget_it_finds_its_graph_too(backend: Counting) -> None:
+    for budget, graphs in [(0.5, 1), (0.5, 1), (0.25, 2)]:
+        model = llama().train()
+        blocks = HUGGING_FACE.blocks(model)
+        compile_blocks(model, blocks, required=True, budget=budget, backend=backend)
+        learn(model)
+        assert backend.graphs == graphs
+
+
+def test_a_budget_keeps_less_and_computes_the_same(backend: Counting) -> None:
+    """With the backend that divides graphs as inductor does, and compiles nothing."""
+    found = {}
+    for budget in (None, 0.1):
+        model = llama().train()
+        blocks = HUGGING_FACE.blocks(model)
+        compile_blocks(
+            model, blocks, required=True, budget=budget, backend="aot_eager_decomp_partition"
+        )
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            found[budget] = learn(model), sum(kept.values())
+    (expected, all_bytes), (learned, some_bytes) = found.values()
+    assert learned[0] == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(learned[1], expected[1], strict=True))
+    assert some_bytes < 0.6 * all_bytes
+
+
 def test_evaluations_are_computed_as_they_are(backend: Counting) -> None:
     model = llama()
     compile_blocks(model, HUGGING_FACE.blocks(model), required=True, backend=backend)

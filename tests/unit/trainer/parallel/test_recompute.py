@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def tokens(seed: int, count: int = 16) -> list[torch.Tensor]:
     return [torch.randint(VOCABULARY, (LENGTH + 1,), generator=generator) for _ in range(count)]
 
 
-def train_with(recompute: Recompute | None) -> TrainConfig:
+def train_with(recompute: Recompute | float | None) -> TrainConfig:
     task = CustomTask(build_model=llama, loss_function=loss_of, dataset=tokens(1))
     return TrainConfig(task=task, steps=1, global_batch=LANES, recompute=recompute)
 
@@ -172,7 +173,15 @@ def test_a_number_below_one_is_refused(recompute: int) -> None:
         train_with(recompute).check(LANES)
 
 
-@pytest.mark.parametrize("recompute", ["some", True, 1.5])
+@pytest.mark.parametrize(("recompute", "compile"), [(1.5, "on"), (0.0, "on"), (0.5, "off")])
+def test_a_fraction_is_one_of_compiled_blocks(recompute: float, compile: Any) -> None:
+    train = replace(train_with(recompute), compile=compile)
+    with pytest.raises(ConfigError, match=r"train\.recompute = .*(below 1|compile is 'off')"):
+        train.check(LANES)
+    replace(train, recompute=0.5, compile="on").check(LANES)
+
+
+@pytest.mark.parametrize("recompute", ["some", True])
 def test_what_is_no_way_to_recompute_is_refused(recompute: Any) -> None:
     with pytest.raises(ConfigError, match=r"train\.recompute"):
         train_with(recompute)
