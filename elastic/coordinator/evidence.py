@@ -50,7 +50,9 @@ def keep_evidence(
             "time": time.time(),
             "accused": dict(accused),
             **facts,
-            "pending_collectives": {w: find_pending(one.collectives) for w, one in found.items()},
+            "pending_collectives": {
+                w: find_pending(one.collectives) for w, one in found.items() if one.collectives
+            },
             "files": {name: _what(name) for name in sorted(files)},
         }
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")

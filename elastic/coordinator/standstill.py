@@ -32,8 +32,10 @@ from elastic.membership.machine import Membership
 from elastic.protocol.causes import HANG
 from elastic.protocol.events import StepRecord
 from elastic.protocol.messages import Evidence
+from elastic.protocol.roster import Roster
 from health.absence import Absence, find_absences
 from health.progress import SOON, Place, Standstill, bound_s, find_standstill
+from health.stack_groups import find_stack_groups
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +43,12 @@ _FEWEST_STEPS = 3
 """Durations of steps from which a bound follows."""
 STEPS = 50
 """The latest ones count."""
+_MOST_ASKED = 64
+"""Workers of whom evidence is taken when some are first suspected; of more there is a sample."""
 _WAITERS = 2
-"""Stacks taken of those who wait, beside the suspects'."""
+"""Of those who wait, that are asked again with the suspects. All that is found of them is kept."""
+_HOME = "train_worker"
+"""Function of `elastic/worker/entry.py` that the thread which trains is in."""
 _CALM_S = 0.5
 """Between two looks at whether steps come."""
 _AGAIN = 0.8
@@ -169,7 +175,8 @@ class StandstillWatch:
             if found.failed is None:
                 found.waiting = self._mates(soon.standing) or self._membership.roster.workers
                 found.first, found.failed = await asyncio.gather(
-                    self._evidence(suspects), self._link_tests.try_between(found.waiting)
+                    self._evidence(suspects, _MOST_ASKED - len(suspects)),
+                    self._link_tests.try_between(found.waiting),
                 )
                 self._good = None if found.failed else last
             elif _lacks(found.first, suspects):
@@ -214,15 +221,16 @@ class StandstillWatch:
         if _lacks(found.second, list(accused)):
             found.second |= await self._evidence(list(accused))
         both = {w: _twice(found.first.get(w), second) for w, second in found.second.items()}
-        kept = {**found.first, **both}
-        absences = await asyncio.to_thread(_find_absences, kept, self._membership.roster.met)
+        seen, roster = {**found.first, **both}, self._membership.roster
+        absences = await asyncio.to_thread(_find_absences, seen, roster.met)
         if self._over(last) or await self._some_moved(accused, places):
             return
         keep = asyncio.to_thread(
-            keep_evidence,
+            _keep,
             self._incidents,
             accused,
-            kept,
+            {w: one if w in both else _stacks_of(one) for w, one in seen.items()},
+            roster,
             step=last.step + 1,
             generation=last.generation,
             no_step_for_s=round(self._still_s, 1),
@@ -293,12 +301,14 @@ class StandstillWatch:
         known = await self._agents.places(nodes)
         return [{worker: known.get(worker) for worker in group} for group in groups]
 
-    async def _evidence(self, suspects: Sequence[str]) -> dict[str, Evidence]:
-        """Of the suspects, and of some who wait: those who wait inside their replicas first."""
+    async def _evidence(
+        self, suspects: Sequence[str], others: int = _WAITERS
+    ) -> dict[str, Evidence]:
+        """Of the suspects, and of some others: those who wait inside their replicas first."""
         roster = self._membership.roster
         near = [r.workers for r in roster.replicas if not set(suspects).isdisjoint(r.workers)]
         nearest = dict.fromkeys([*(w for group in near for w in group), *roster.workers])
-        waiters = [w for w in nearest if w not in suspects][:_WAITERS]
+        waiters = [w for w in nearest if w not in suspects][: max(others, _WAITERS)]
         started = self._workers.started
         asked = [started[w] for w in (*suspects, *waiters) if w in started]
         return await self._agents.evidence(asked)
@@ -306,6 +316,24 @@ class StandstillWatch:
 
 def _marks(places: _Places) -> dict[str, int]:
     return {w: p.mark for replica in places for w, p in replica.items() if p is not None}
+
+
+def _keep(
+    incidents: Path,
+    accused: Mapping[str, str],
+    found: Mapping[str, Evidence],
+    roster: Roster,
+    **facts: Any,
+) -> None:
+    """As `keep_evidence`, with what the stacks show together."""
+    groups = find_stack_groups({w: one.stacks for w, one in found.items()}, _HOME, roster.met)
+    stacks = {"seen": len(found), "workers": len(roster.workers), **asdict(groups)}
+    keep_evidence(incidents, accused, found, stack_groups=stacks, **facts)
+
+
+def _stacks_of(found: Evidence) -> Evidence:
+    """Of the many that are looked at once nothing else is kept: it would be megabytes."""
+    return Evidence(stacks=found.stacks)
 
 
 def _find_absences(

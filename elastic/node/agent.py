@@ -65,6 +65,8 @@ _TELL_INTERVAL_S = 0.02
 """How often to look for the answer to a call while news waits for it."""
 _PROBE_TIMEOUT_S = 1.0
 """How long an attempt to connect, or the answers of other agents, may take."""
+_ASKED_AT_ONCE = 8
+"""Workers, for what is found of them."""
 _MOST_UNANSWERED = 2
 """Beats without an answer, before the coordinator is called instead."""
 
@@ -199,9 +201,11 @@ class NodeAgent:
         return self._processes.places()
 
     def evidence(self, workers: Sequence[str]) -> dict[str, Evidence]:
-        """What is found of workers of this node."""
-        found = {worker: self._processes.evidence(worker) for worker in workers}
-        return {w: self._with_readings(w, one) for w, one in found.items() if one is not None}
+        """What is found of workers of this node. They are asked at once: each takes its time, and
+        those that do not answer take theirs."""
+        with ThreadPoolExecutor(_ASKED_AT_ONCE, "evidence") as pool:
+            found = zip(workers, pool.map(self._processes.evidence, workers), strict=True)
+            return {w: self._with_readings(w, one) for w, one in found if one is not None}
 
     def open_link_door(self) -> Address:
         """Where this node listens from now on, for a test of the connections between nodes."""

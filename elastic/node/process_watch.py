@@ -16,7 +16,9 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -261,13 +263,13 @@ class ProcessWatch:
 
     def evidence(self, worker: str) -> Evidence | None:
         """What a worker is doing, by its stacks, its output and its collectives; None of one that
-        is not watched. It may take three quarters of a second."""
+        is not watched. It may take three quarters of a second. Called from several threads."""
         with self._lock:
             found = self._of(worker)
-            stacks = "".join(_stacks_of(*one) for one in found)
         if not found:
             return None
         _, process = found[0]
+        stacks = _stacks_of(process, lambda number: self.signal(worker, number))
         recorder, pid = process.recorder, process.pid
         recorded = "" if recorder is None else latest_of(ask_process(pid, recorder))
         return Evidence(stacks=stacks, log=_last_words(process), collectives=recorded)
@@ -326,7 +328,11 @@ class ProcessWatch:
             if verdict is not None:
                 detail = f"process {process.pid} is frozen: {verdict.evidence[0]}{_where(record)}"
                 stopped = state == STOPPED  # it would not answer, and its peers wait
-                stacks = read_kernel_stacks(process.pid) if stopped else _stacks_of(pidfd, process)
+                stacks = (
+                    read_kernel_stacks(process.pid)
+                    if stopped
+                    else _stacks_of(process, partial(_send, pidfd))
+                )
                 found = Evidence(stacks=stacks, log=_last_words(process))
                 deaths += _kill_and_report(pidfd, process, Cause(verdict.cause), detail, found)
         return deaths
@@ -337,11 +343,11 @@ def _send(pidfd: int, number: int) -> None:
         signal.pidfd_send_signal(pidfd, number)
 
 
-def _stacks_of(pidfd: int, process: _Process) -> str:
+def _stacks_of(process: _Process, send: Callable[[int], None]) -> str:
     kernel = read_kernel_stacks(process.pid)
     if process.stacks_fd is None:
         return kernel
-    return read_stacks(process.pid, process.stacks_fd, lambda number: _send(pidfd, number)) + kernel
+    return read_stacks(process.pid, process.stacks_fd, send) + kernel
 
 
 def _last_words(process: _Process) -> str:

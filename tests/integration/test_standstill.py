@@ -53,7 +53,11 @@ def test_the_worker_that_loops_is_ended_and_no_other(
     assert list(manifest["accused"]) == [lost.worker]
     stacks = (incident / f"{lost.worker}.txt").read_text()
     assert stacks.count("in _fire") == 2, "suspected, then accused"
-    assert len(list(incident.glob("*.txt"))) == 3, "its stacks, and those of two who wait"
+    assert len(list(incident.glob("*.txt"))) == 4, "the stacks of all"
+    groups = manifest["stack_groups"]
+    assert (groups["seen"], groups["workers"], groups["unread"]) == (4, 4, [])
+    (alone,) = (each for each in groups["groups"] if lost.worker in each["workers"])
+    assert alone["workers"] == [lost.worker] and "_fire" in alone["stack"][0]
     pending = manifest["pending_collectives"]
     waiters = [worker for worker in pending if worker != lost.worker]
     assert any(pending[worker] for worker in waiters), "what they wait in has not ended"

@@ -45,13 +45,18 @@ class Agents:
         self.short: list[dict[tuple[str, str], int]] = []
         self.tests = 0
         self.recordings: dict[str, str] = {}
+        self.asked: list[list[str]] = []
 
     async def places(self, nodes: Iterable[str]) -> dict[str, Place | None]:
         return self.known
 
     async def evidence(self, identities: Iterable[Identity]) -> dict[str, Evidence]:
         self.on_evidence()
-        return {w: Evidence(collectives=found) for w, found in self.recordings.items()}
+        self.asked.append([identity.worker for identity in identities])
+        return {
+            worker: Evidence(stacks="it waits", collectives=self.recordings.get(worker, ""))
+            for worker in self.asked[-1]
+        }
 
     def on_evidence(self) -> None:
         pass
@@ -165,6 +170,24 @@ def test_the_verdict_tells_the_collective_in_which_the_worker_has_not_arrived(
     assert lost.detail.endswith(f"and its peers wait in the next{told} (health.progress_timeout_s)")
     in_words = [each["in_words"] for each in manifest["not_arrived"]]
     assert in_words == [told.removeprefix("; ")] * bool(told)
+
+
+@pytest.mark.parametrize(
+    ("most", "first"), [(64, ["b", "a", "c", "d"]), (3, ["b", "a", "c"]), (1, ["b", "a", "c"])]
+)
+def test_all_are_asked_what_they_do_and_of_many_a_sample_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, first: list[str]
+) -> None:
+    """The suspect, its mate and others; and two of those again, when it is accused."""
+    monkeypatch.setattr(standstill, "_MOST_ASKED", most)
+    desk = Desk(tmp_path)
+    desk.lay_out("a b", "c d", nodes=NODES)
+    desk.doors.known = {"a": WAITS, "b": LOOPS, "c": WAITS, "d": WAITS}
+    manifest = asyncio.run(desk.stand_still_and_keep(monkeypatch))
+    assert desk.doors.asked == [first, ["b", "a", "c"]]
+    groups = manifest["stack_groups"]
+    assert (groups["seen"], groups["workers"]) == (len(first), 4)
+    assert groups["unread"] == ("b", "a", "c", "d")[: len(first)]
 
 
 def in_all(begun: object, waits_in: int | None = None) -> str:

@@ -7,11 +7,14 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from elastic.node import process_watch
 from elastic.node.process_watch import ProcessWatch
 from elastic.protocol.causes import CRASH, HANG, NODE
 from elastic.protocol.messages import Death
@@ -163,6 +166,26 @@ def test_where_a_worker_is_in_its_work(start: Start) -> None:
     assert first is not None and second is not None
     assert first.phase == "phase backward of step 4"
     assert 0 < first.in_phase_s < second.in_phase_s < DEADLINE_S
+
+
+def test_several_workers_are_asked_at_once_what_they_do_and_hold_up_nothing_else(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may take its time to answer, and one that is stopped does."""
+    watch, workers = ProcessWatch(FREEZE_TIMEOUT_S), ("w1", "w2", "w3")
+    together = threading.Barrier(len(workers))
+
+    def read(pid: int, fd: int, send: Callable[[int], None]) -> str:
+        together.wait(DEADLINE_S)
+        return f"of {watch.pid_of('w1')}\n"
+
+    monkeypatch.setattr(process_watch, "read_stacks", read)
+    started = [start("") for _ in workers]
+    for worker, (process, fd) in zip(workers, started, strict=True):
+        watch.watch(worker, process.pid, fd, stacks_fd=fd)
+    with ThreadPoolExecutor(len(workers)) as pool:
+        found = list(pool.map(watch.evidence, workers))
+    assert all(one and one.stacks.startswith(f"of {started[0][0].pid}\n") for one in found)
 
 
 def step_by_step(steps: str) -> str:
