@@ -52,6 +52,8 @@ PART_S = 7.5 * 60
 """A system that would begin later is left out."""
 SYSTEM_S = 240.0
 """And one that takes longer is ended, on a GPU: what it hangs in would keep the others from it."""
+END_S = 10.0
+"""For a system's process to end in order."""
 STEP_TOKENS, MICRO_TOKENS = 32768, 8192
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("plain", {}),
@@ -143,7 +145,8 @@ def in_process(
             found = ours.recv()
     except EOFError:
         found = {"skipped": "its process ended"}
-    process.kill()  # it has said what there is to say
+    process.join(0 if "skipped" in found else END_S)
+    process.kill()
     process.join()
     return found
 
