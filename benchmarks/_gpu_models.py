@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks._random_text import prepared
-from trainer.config import OptimizerConfig, TrainConfig
+from trainer.config import OffloadConfig, OptimizerConfig, TrainConfig
 from trainer.data.config import DataConfig
 from trainer.float8.config import Float8
 from trainer.models.converter import ModelConverter
@@ -98,6 +98,8 @@ class Workload:
     """Of parameters and moments; see OptimizerConfig."""
     products: str = "bf16"
     """Of CONVERTERS."""
+    offload: int | None = None
+    """The horizon of OffloadConfig; None: activations stay on the device."""
 
     @property
     def tokens(self) -> int:
@@ -126,7 +128,14 @@ class Workload:
             recompute=self.recompute,
             converters=CONVERTERS[self.products],
             compile=self.compile,
+            offload=self._offload(settings["num_hidden_layers"]),
         )
+
+    def _offload(self, blocks: int) -> OffloadConfig | None:
+        if self.offload is None:
+            return None
+        least_bytes = 1 if self.size == "tiny" else OffloadConfig.least_bytes
+        return OffloadConfig(horizon=min(self.offload, blocks - 1), least_bytes=least_bytes)
 
 
 def draw_weights(model: nn.Module) -> None:

@@ -2,8 +2,10 @@
 
     1, 2, 3   Llama of 1, 3 and 8 billion parameters, samples of 4,096 and 8,192 tokens: a plain
               FSDP2 loop, transformers' Trainer, ours; ours with the loss in chunks, with
-              activations recomputed, with both, compiled, with all three, and with both and
-              parameters and moments in bfloat16. Peak memory beside the dry run's estimate.
+              activations recomputed, with both, compiled, with all three, with both and parameters
+              and moments in bfloat16, and with the loss in chunks and activations offloaded to the
+              host, of which a trace shows how much of the copying is hidden. Peak memory beside the
+              dry run's estimate.
     4         on 1B: what commit, heartbeat and a snapshot after each step add
     5         two ranks, of which one is killed: when the other is out, and has its next step
     6         on 1B: linear layers in 8 bits, with one scale for a tensor or for each row, as they
@@ -16,7 +18,7 @@ package, or has no time left is a reason in place of numbers.
 
 `--device cpu --tiny` runs the same code on a CPU in a minute; what it measures says nothing.
 `--results DIRECTORY` keeps the result there, by part and GPU. docs/benchmarks.md has the order for
-a GPU that is lent for half an hour.
+a GPU that is lent for minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,6 +50,10 @@ from trainer.peaks import peak_flops
 PART_SIZES = {1: "1B", 2: "3B", 3: "8B"}
 PART_S = 7.5 * 60
 """A system that would begin later is left out."""
+SYSTEM_S = 240.0
+"""And one that takes longer is ended, on a GPU: what it hangs in would keep the others from it."""
+END_S = 10.0
+"""For a system's process to end in order."""
 STEP_TOKENS, MICRO_TOKENS = 32768, 8192
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("plain", {}),
@@ -63,6 +69,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
         "ours",
         {"recompute": "full", "loss_chunk": 1024, "state": "bfloat16"},
     ),
+    "ours, offloaded": ("ours", {"loss_chunk": 1024, "offload": 2}),
 }
 """Row -> the system, and what is changed of the workload."""
 
@@ -85,6 +92,7 @@ TINY_ROWS = (
     "hugging_face",
     "ours, all three",
     "ours, both, bfloat16 state",
+    "ours, offloaded",
     "tensorwise, gathered",
     "rowwise",
     "library, 8 bits",
@@ -121,7 +129,9 @@ def plan_turns(names: list[str], rounds: int) -> list[list[str]]:
 # -- one system in a process -----------------------------------------------------------------------
 
 
-def in_process(call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+def in_process(
+    call: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float = SYSTEM_S
+) -> dict[str, Any]:
     """What `call` returns in a process of its own, which leaves the GPU empty; or why it did
     not."""
     context = multiprocessing.get_context("forkserver")  # it has not started CUDA
@@ -129,16 +139,22 @@ def in_process(call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str
     process = context.Process(target=_answer, args=(theirs, call, arguments))
     process.start()
     theirs.close()
+    found: dict[str, Any] = {"skipped": f"it took more than {limit_s:g} s"}
     try:
-        found: dict[str, Any] = ours.recv()
+        if ours.poll(limit_s if torch.cuda.is_available() else None):
+            found = ours.recv()
     except EOFError:
         found = {"skipped": "its process ended"}
+    process.join(0 if "skipped" in found else END_S)
+    process.kill()
     process.join()
     return found
 
 
 def _answer(line: Connection, call: Callable[..., dict[str, Any]], arguments: Any) -> None:
     try:
+        if torch.cuda._is_in_bad_fork():  # by what an import there does, as torchao's in 2026
+            raise Skipped("CUDA was started in the process that all others are forked from")
         found = call(*arguments)
     except Skipped as reason:
         found = {"skipped": str(reason)}
@@ -158,10 +174,14 @@ def estimate(work: Workload) -> dict[str, Any]:
 # -- the parts -------------------------------------------------------------------------------------
 
 
-def measure_steps(part: int, device: Any, tiny: bool, steps: int, rounds: int) -> dict[str, Any]:
-    """All systems on the workloads of a part."""
+def measure_steps(
+    part: int, device: Any, tiny: bool, steps: int, rounds: int, only: Sequence[str]
+) -> dict[str, Any]:
+    """All systems, or those rows only, on the workloads of a part."""
     until_s = time.monotonic() + PART_S
     works, rows = plan_workloads(part, device, tiny), plan_rows(part, device, tiny)
+    if only:
+        rows = {name: row for name, row in rows.items() if name in only}
     return {
         f"{work.size} at {work.seq_len}": measure_workload(work, rows, steps, rounds, until_s)
         for work in works
@@ -198,11 +218,12 @@ def measure_workload(
                 runs[name].append({"skipped": "no time left"})
                 continue
             runs[name].append(in_process(SYSTEMS[system], replace(work, **changes), steps))
+            say(json.dumps(runs[name][-1]))  # a machine that is lent may be taken away
     flops = flops_per_token(work)
     rows = {name: summarise(found, work, flops) for name, found in runs.items()}
     for name, row in rows.items():
         system, changes = changed[name]
-        if system == "ours":
+        if system == "ours" and "skipped" not in row and time.monotonic() < until_s:
             row["estimate_bytes"] = in_process(estimate, replace(work, **changes)).get("peak_bytes")
     show_table(f"{work.size} at {work.seq_len}", rows)
     return {"workload": differences(work), "flops_per_token": flops, "systems": rows}
@@ -225,6 +246,7 @@ def summarise(
         "peak_bytes": max(run["peak_bytes"] for run in done),
         "loss": round(done[-1]["loss"], 4),
         "rounds": len(done),
+        **{key: round(done[-1][key], 3) for key in ("hidden",) if done[-1].get(key) is not None},
     }
 
 
@@ -241,10 +263,11 @@ def measure_part(part: int, options: argparse.Namespace) -> dict[str, Any]:
     steps, rounds = (3, 1) if tiny else (options.steps, options.rounds)
     if part == 4:
         work = plan_workloads(part, device, tiny)[0]
-        return in_process(measure_costs, replace(work, recompute="full"), steps, rounds)
+        work = replace(work, recompute="full")
+        return in_process(measure_costs, work, steps, rounds, limit_s=PART_S)
     if part == 5:
         return measure_recovery(device, repeats=1 if tiny else 3)
-    return measure_steps(part, device, tiny, steps, rounds)
+    return measure_steps(part, device, tiny, steps, rounds, options.rows)
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -274,6 +297,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--tiny", action="store_true", default=here == "cpu", help="a model of some thousand")
     add("--steps", type=int, default=8, help="of each system in a round (default 8)")
     add("--rounds", type=int, default=2, help="(default 2)")
+    names = [*CHANGES, *PRODUCTS]
+    add("--rows", nargs="+", default=[], choices=names, metavar="ROW", help="only 'ours', ...")
     add("--results", type=Path, help="directory that the result is kept in")
     return parser.parse_args()
 

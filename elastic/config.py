@@ -123,8 +123,9 @@ class HealthConfig:
     freeze_timeout_s: float = 10.0
     """A worker whose heartbeat stands still for this long is killed. It does so while code holds
     the interpreter's lock without a break, so this must be longer than any such code takes; ten
-    times this holds while a replica is built, a model is compiled or a profile is written. A
-    worker that a signal has stopped is killed within half a second."""
+    times this holds while a worker starts (libraries, CUDA), a replica is built, a model is
+    compiled or a profile is written. A worker that a signal has stopped is killed within half a
+    second."""
     progress_timeout_s: float | None = 4.0
     """Where no step is committed for this long, for three median steps, and for twice the longest
     that a worker was in one phase of a step before, whichever is the longest: those who keep the

@@ -7,7 +7,7 @@ thread that nobody waits for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -114,21 +114,31 @@ class Gpus:
             ("ecc_corrected_volatile",): errors(corrected, volatile),
             ("remap_pending", "remap_failed"): lambda: nvml.nvmlDeviceGetRemappedRows(handle)[2:],
             ("pcie_replays",): lambda: (nvml.nvmlDeviceGetPcieReplayCounter(handle),),
-            ("nvlink_errors",): self._field(handle, "NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS"),
-            ("nvlink_recoveries",): self._field(
+            ("nvlink_errors",): self._over_links(handle, "NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS"),
+            ("nvlink_recoveries",): self._over_links(
                 handle, "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS"
             ),
             ("recovery_action",): self._field(handle, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"),
         }
 
     def _field(self, handle: Any, field: str) -> Callable[[], Any]:
+        return lambda: self._sum(handle, [getattr(self._nvml, field)])
+
+    def _over_links(self, handle: Any, field: str) -> Callable[[], Any]:
+        """Of a field that each NVLink has: without a link's number NVML answers for link 0."""
+
         def read() -> tuple[int] | None:
-            (value,) = self._nvml.nvmlDeviceGetFieldValues(handle, [getattr(self._nvml, field)])
-            if value.nvmlReturn != self._nvml.NVML_SUCCESS:
-                return None
-            return (_number(value, self._nvml),)
+            links = range(self._nvml.NVML_NVLINK_MAX_LINKS)
+            return self._sum(handle, [(getattr(self._nvml, field), link) for link in links])
 
         return read
+
+    def _sum(self, handle: Any, asked: Sequence[Any]) -> tuple[int] | None:
+        """Of what there is of them."""
+        nvml = self._nvml
+        values = nvml.nvmlDeviceGetFieldValues(handle, asked)
+        found = [_number(v, nvml) for v in values if v.nvmlReturn == nvml.NVML_SUCCESS]
+        return (sum(found),) if found else None
 
 
 def _number(value: Any, nvml: ModuleType) -> int:

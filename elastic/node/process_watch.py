@@ -47,7 +47,8 @@ _EVALUATION, _CHECKPOINT = PHASES.index("evaluation"), PHASES.index("checkpoint"
 
 _LOCKED = frozenset(map(PHASES.index, ("build", "compile", "profile")))
 """Numbers of the phases in which libraries hold the interpreter's lock for long: NCCL's start, a
-compiler, a trace that is written."""
+compiler, a trace that is written. So they do before the first phase, where they are loaded, and
+CUDA is."""
 _LOCKED_TIMES = 10.0
 """A heartbeat may stand still so many times longer there."""
 
@@ -322,7 +323,7 @@ class ProcessWatch:
                 process.sample(record)
             sample = Sample(awake_s=awake_s, state=state, record=record)
             process.history = observe(process.history, sample)
-            locked = record is not None and record.phase in _LOCKED
+            locked = record is not None and (record.serial == 0 or record.phase in _LOCKED)
             bound_s = self._freeze_timeout_s * (_LOCKED_TIMES if locked else 1.0)
             verdict = decide_frozen(process.worker, process.history, bound_s)
             if verdict is not None:
@@ -368,8 +369,10 @@ def _kill_and_report(
 
 
 def _where(record: Record | None) -> str:
-    if record is None or record.serial == 0 or record.phase not in range(len(PHASES)):
+    if record is None or record.phase not in range(len(PHASES)):
         return ""
+    if record.serial == 0:
+        return "; it was about to begin"
     return f"; it was in {_phase_of(record)}"
 
 

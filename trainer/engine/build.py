@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from trainer.capability import BFLOAT16, check_capability
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.models.converter import CheckedConverter
@@ -27,9 +28,19 @@ def build_model(
         device: the worker's; None on the driver.
 
     Raises:
-        ConfigError: the converters leave nothing to train or do not go with the run, or there are
-            no blocks to recompute or to compile, or too few to offload.
+        ConfigError: the converters leave nothing to train or do not go with the run, there are no
+            blocks to recompute or to compile, or too few to offload, or the worker's GPU does not
+            compute in that precision.
     """
+    if device is not None and train.precision == "bfloat16":
+        check_capability(
+            device,
+            BFLOAT16,
+            field="train.precision",
+            value=train.precision,
+            what="bfloat16",
+            fix="Use 'float32', or leave these machines out",
+        )
     model, source = task.build(train.seed)
     for converter in train.converters:
         model, source = converter.convert(model, source)

@@ -7,6 +7,7 @@ import fnmatch
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from trainer.capability import FLOAT8, check_capability
 from trainer.errors import ConfigError, check_types
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 _FIELD = "train.converters"
 _ALIGNED = 16
-_OLDEST_GPU = (8, 9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,14 @@ class Float8:
             if isinstance(layer, Float8Linear):
                 self._check_parts(name, layer, train)
         if device is not None:
-            check_gpu(self, device)
+            check_capability(
+                device,
+                FLOAT8,
+                field=_FIELD,
+                value=self,
+                what="an 8-bit product",
+                fix="Leave it out on these machines",
+            )
 
     def _check_parts(self, name: str, layer: nn.Linear, train: TrainConfig) -> None:
         """Raises ConfigError where the workers' parts of a layer are no matrices for 8 bits."""
@@ -144,25 +151,3 @@ class Float8:
                 f"{dims.fsdp} shards do not divide: FSDP2 pads no shard that is gathered in 8 bits",
                 f"Use keep=({name!r},), gather=False, or another shard degree",
             )
-
-
-def check_gpu(converter: object, device: torch.device) -> None:
-    """Checks on a worker that its GPU multiplies in 8 bits. A CPU does, slowly.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    import torch
-    from torch._guards import detect_fake_mode
-
-    if device.type != "cuda" or detect_fake_mode() is not None:  # a dry run has another machine's
-        return
-    found = torch.cuda.get_device_capability(device)
-    if found < _OLDEST_GPU:
-        raise ConfigError(
-            _FIELD,
-            converter,
-            f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, "
-            "and 8-bit products need 8.9 or more (L4, H100, H200)",
-            "Leave it out on these machines",
-        )

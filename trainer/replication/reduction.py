@@ -168,9 +168,9 @@ class Reduction:
         self.wrote, whole = True, self._into[bucket]
         others = [block[bucket] for block in self._mine.values() if block is not self._into]
         if len(others) == len(self._mine):
-            whole.copy_(others.pop(0)) if others else whole.zero_()
-        for block in others:
-            whole.add_(block.to(whole.device))
+            whole.copy_(others.pop(0), non_blocking=True) if others else whole.zero_()
+        for block in others:  # on the host they are pinned, and nobody waits in backward
+            whole.add_(block.to(whole.device, non_blocking=True))
         if self._cross.size > 1:
             place = self._place(bucket)
             if self._dtype != torch.float32:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import multiprocessing
+import time
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks._gpu_loops import train_hugging_face
 from benchmarks._gpu_models import Workload
-from benchmarks.gpu import plan_rows, plan_turns, plan_workloads, summarise
+from benchmarks.gpu import in_process, plan_rows, plan_turns, plan_workloads, summarise
 
 TINY = Workload(size="tiny", seq_len=32, samples=4, micro=2, device="cpu")
 
@@ -46,3 +51,24 @@ def test_the_rows_of_a_tiny_model_use_all_that_the_others_use(part: int) -> None
     whole, tiny = (plan_rows(part, "cpu", tiny=tiny) for tiny in (False, True))
     assert used(tiny) == used(whole)
     assert len(tiny) < len(whole)
+
+
+@pytest.mark.slow
+def test_transformers_trainer_takes_the_steps_that_it_is_asked_for() -> None:
+    """It needs a package that only this benchmark does."""
+    found = in_process(train_hugging_face, TINY, 4)
+    assert len(found["step_s"]) == 2, found  # two warm up
+    assert found["loss"] == pytest.approx(math.log(320), rel=0.05), "it has learned nothing yet"
+
+
+def test_a_system_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = in_process(sleep_for_ever, limit_s=1.0)
+    assert found == {"skipped": "it took more than 1 s"}
+    assert multiprocessing.active_children() == []
+
+
+def sleep_for_ever() -> dict[str, Any]:
+    """A system of the benchmark."""
+    time.sleep(1000)
+    raise AssertionError

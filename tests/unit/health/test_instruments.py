@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,6 +163,7 @@ class Nvml(SimpleNamespace):
     NVMLError, NVMLError_GpuIsLost = NotSupportedError, LostError
     NVML_SUCCESS = 0
     NVML_VALUE_TYPE_UNSIGNED_INT = 1
+    NVML_NVLINK_MAX_LINKS = 18
 
     def __getattr__(self, name: str) -> Any:
         return refuse if name.startswith("nvmlDevice") else name
@@ -184,14 +185,29 @@ def test_a_bus_address_is_that_of_the_kernel_log() -> None:
     assert bus_address("00000009:01:00.0") == "0009:01:00"
 
 
+LINKS = {0: 0, 5: 2, 17: 1}
+"""Errors of the NVLinks that there are."""
+
+
+def fields(handle: str, asked: Sequence[Any]) -> list[SimpleNamespace]:
+    """Where no link is named, its first is meant."""
+    links = [field[1] if isinstance(field, tuple) else 0 for field in asked]
+    return [
+        SimpleNamespace(
+            nvmlReturn=0 if link in LINKS else 3,
+            valueType=1,
+            value=SimpleNamespace(uiVal=LINKS.get(link), ullVal=99),
+        )
+        for link in links
+    ]
+
+
 def test_what_a_gpu_has_is_read_and_the_rest_is_left_out() -> None:
-    value = SimpleNamespace(uiVal=2, ullVal=99)
-    field = SimpleNamespace(nvmlReturn=0, valueType=1, value=value)
     (reading,) = gpus(
         nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=97),
         nvmlDeviceGetPowerUsage=lambda handle: 412_000,
         nvmlDeviceGetRemappedRows=lambda handle: (4, 3, 0, 1),
-        nvmlDeviceGetFieldValues=lambda handle, fields: [field],
+        nvmlDeviceGetFieldValues=fields,
         nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=7)],
     ).read(5.0)
     assert (reading.of, reading.pids) == ("0000:9b:00", (7,))
@@ -201,9 +217,9 @@ def test_what_a_gpu_has_is_read_and_the_rest_is_left_out() -> None:
         "power_w": 412.0,
         "remap_pending": 0.0,
         "remap_failed": 1.0,
-        "nvlink_errors": 2.0,
-        "nvlink_recoveries": 2.0,
-        "recovery_action": 2.0,
+        "nvlink_errors": 3.0,
+        "nvlink_recoveries": 3.0,
+        "recovery_action": 0.0,
     }
 
 

@@ -18,12 +18,10 @@ from elastic.node import process_watch
 from elastic.node.process_watch import ProcessWatch
 from elastic.protocol.causes import CRASH, HANG, NODE
 from elastic.protocol.messages import Death
-from health.heartbeat import HeartbeatReader
 from health.process import read_born_ticks, read_state
 from health.progress import Place
 from tests.support import ROOT
 from tests.support.watching import wait_until
-from trainer.loop.phases import PHASES
 
 DEADLINE_S = 30.0
 FREEZE_TIMEOUT_S = 0.5
@@ -32,11 +30,12 @@ import sys
 from health.heartbeat import Heartbeat
 from trainer.loop.phases import PHASES
 heartbeat = Heartbeat()
-heartbeat.mark(4, PHASES.index("backward"))
+{mark}
 print(heartbeat.fd, flush=True)
 sys.stdin.readline()
 {then}
 """
+IN_BACKWARD = 'heartbeat.mark(4, PHASES.index("backward"))'
 LEAVE_A_THREAD = """
 import ctypes, threading, time
 threading.Thread(target=time.sleep, args=[1000]).start()
@@ -44,7 +43,7 @@ ctypes.CDLL(None).pthread_exit(None)
 """
 HOLD_THE_LOCK = "import ctypes; ctypes.PyDLL(None).sleep(1000)"
 
-Start = Callable[[str], tuple["subprocess.Popen[bytes]", int]]
+Start = Callable[..., tuple["subprocess.Popen[bytes]", int]]
 
 
 @pytest.fixture
@@ -52,8 +51,8 @@ def start() -> Iterator[Start]:
     """Starts a process that beats, and once it gets a line does what it was given."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def run(then: str) -> tuple[subprocess.Popen[bytes], int]:
-        command = [sys.executable, "-c", WORKER.format(then=then)]
+    def run(then: str, mark: str = IN_BACKWARD) -> tuple[subprocess.Popen[bytes], int]:
+        command = [sys.executable, "-c", WORKER.format(mark=mark, then=then)]
         process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         started.append(process)
         assert process.stdout is not None
@@ -302,20 +301,28 @@ def test_a_process_that_keeps_the_interpreters_lock_is_killed(start: Start) -> N
     assert process.wait(DEADLINE_S) == -signal.SIGKILL
 
 
-def test_while_a_model_is_compiled_the_lock_may_be_held_for_longer(start: Start) -> None:
-    compiles = 'heartbeat.mark(4, PHASES.index("compile"))\n' + HOLD_THE_LOCK
-    watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start(compiles)
+@pytest.mark.parametrize(
+    ("mark", "where"),
+    [
+        ('heartbeat.mark(4, PHASES.index("compile"))', "it was in phase compile of step 4"),
+        ("", "it was about to begin"),
+    ],
+    ids=["a model is compiled", "libraries and CUDA are loaded"],
+)
+def test_the_lock_may_be_held_for_longer_while(start: Start, mark: str, where: str) -> None:
+    watch, (process, fd) = (
+        ProcessWatch(FREEZE_TIMEOUT_S),
+        start(f"print(flush=True); {HOLD_THE_LOCK}", mark),
+    )
     watch.watch("w0", process.pid, fd)
-    assert process.stdin is not None
+    assert process.stdin is not None and process.stdout is not None
     process.stdin.write(b"\n")
     process.stdin.flush()
-    reader = HeartbeatReader(process.pid, fd)
-    wait_until(lambda: PHASES[reader.read().phase] == "compile")
+    process.stdout.readline()
     held_s = time.monotonic()
     (death,) = deaths(watch)
     assert time.monotonic() - held_s > 5 * FREEZE_TIMEOUT_S
-    assert "it was in phase compile of step 4" in death.detail
-    reader.close()
+    assert where in death.detail
 
 
 def test_all_are_killed_where_the_node_is_cut_off(start: Start) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -171,3 +171,26 @@ def test_no_more_is_queued_behind_a_bucket_than_fits() -> None:
     reduction.finish()
     assert len(cross.begun) == buckets and all(work.ended for work in cross.begun)
     assert cross.most == _QUEUED
+
+
+class Waits(OnCuda):
+    """Notes of each copy whether the host waits for it."""
+
+    noted: ClassVar[list[bool]] = []
+
+    def to(self, *to: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
+        self.noted.append(not non_blocking)
+        return super().to(to[0], non_blocking=non_blocking)
+
+    def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        self.noted.append(not non_blocking)
+        return super().copy_(other, non_blocking)
+
+
+def test_lanes_that_wait_on_the_host_hold_nobody_up_in_backward() -> None:
+    cross: Any = Queue()
+    ours = {(lane, lane + 1): torch.ones(4).as_subclass(Waits) for lane in range(2)}
+    into = torch.zeros(4).as_subclass(Waits)
+    Waits.noted.clear()
+    Reduction(cross, ours, into, [4], exact=False).start(4)
+    assert Waits.noted == [False, False] and into.tolist() == [2.0] * 4

@@ -1,0 +1,50 @@
+"""How much of the copying between a GPU and its host is hidden behind computation, by a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch._C._autograd import DeviceType
+
+Span = tuple[float, float]
+"""Begin and end, in one unit."""
+
+
+def hidden_share(events: Iterable[Any]) -> float | None:
+    """Share of the time of copies from and to pinned memory in which a kernel ran, too; None where
+    there was no such copy.
+
+    Args:
+        events: of `torch.profiler`, from the device and others: `profile.events()`.
+    """
+    here = [
+        event
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+    copies = [_span(e) for e in here if e.name.startswith("Memcpy") and "Pinned" in e.name]
+    kernels = merge(_span(e) for e in here if not e.name.startswith("Mem"))
+    total = sum(end - begin for begin, end in copies)
+    return sum(overlap(copy, kernels) for copy in copies) / total if total else None
+
+
+def _span(event: Any) -> Span:
+    return event.time_range.start, event.time_range.end
+
+
+def merge(spans: Iterable[Span]) -> list[Span]:
+    """The same time in spans that do not touch, in order."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def overlap(span: Span, merged: Sequence[Span]) -> float:
+    """How much of a span lies in others, which do not touch."""
+    begin, end = span
+    return sum(max(0.0, min(end, right) - max(begin, left)) for left, right in merged)

@@ -1,0 +1,34 @@
+"""NVML as it is: a GPU that does its work is read, and gives no sign. What it has not is left out:
+the rules are tested with stand-ins (tests/unit/health)."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from health.gpu import Gpus, open_nvml
+from health.judgement import judge
+
+EVERY_GPU_HAS = {"utilization_percent", "power_w", "sm_clock_mhz", "temperature_c"}
+"""What NVML answers for each that trains; `memory_used_bytes` and errors not on all of them."""
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_works_is_read_and_gives_no_sign() -> None:
+    pytest.importorskip("pynvml", reason="elastictrainer[gpu] brings it")
+    nvml = open_nvml()
+    assert nvml is not None, "the driver does not let NVML in"
+    gpus = Gpus(nvml)
+    numbers = torch.randn(2048, 2048, device="cuda")
+    readings = []
+    for _ in range(3):
+        (numbers @ numbers).sum().item()
+        readings += gpus.read(time.monotonic())
+    by_gpu = {one.of: [r for r in readings if r.of == one.of] for one in readings}
+    assert len(by_gpu) == nvml.nvmlDeviceGetCount()
+    for address, series in by_gpu.items():
+        assert len(series) == 3 and series[-1].values["lost"] == 0.0
+        assert set(series[-1].values) >= EVERY_GPU_HAS, address
+    assert judge({("gpu", of): series for of, series in by_gpu.items()}, "n1", 7.0) == []
