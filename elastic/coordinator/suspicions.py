@@ -154,13 +154,13 @@ class Suspicions:
             return Machine(node=identity, name=identity.name, unknown=unknown)
         return Machine(node=identity, name=name)
 
-    async def stands(self, machine: Machine) -> bool:
+    async def stands(self, machine: str) -> bool:
         """Whether enough speaks against a machine by now: it fades, and can be cleared."""
         try:
             record = await self._aside.on_thread(self._file.read)
         except (OSError, SuspectFileError):
             return True
-        return is_suspect(record.get(machine.name, ()), time.time())
+        return is_suspect(record.get(machine, ()), time.time())
 
     async def forget(self, machine: Machine, *, rebooted: str | None = None) -> None:
         """It is replaced: its name may come back on another. Or it is `rebooted` for a reason, of

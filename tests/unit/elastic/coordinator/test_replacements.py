@@ -169,6 +169,39 @@ def test_the_default_tells_what_would_be_done_and_does_nothing(tmp_path: Path) -
     )
 
 
+def test_one_that_was_told_of_is_suspect_until_it_is_cleared(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, tells=True)
+
+    async def story() -> None:
+        await desk.lose("b", "c")
+        await desk.outcomes("told", "told")
+        assert main(["nodes", "clear", str(tmp_path), "m-B"]) == 0
+        *_, cleared = await desk.outcomes("told", "told", "cleared")
+        assert (cleared.node, cleared.machine) == ("B", "m-B")
+        desk.replacements.mend("B", "corruption", "again", 1.0, "replace_node")
+        await desk.outcomes("told", "told", "cleared", "told")
+
+    desk.run(story)
+
+
+def test_so_is_one_that_could_not_be_replaced_also_after_a_restart(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.file.add("m-B", mark())
+    failed = events.NodeReplacement(
+        time=time.time(), node="B", machine="m-B", outcome="failed", reason="link: r", detail="why"
+    )
+    desk.replacements.replay([failed])
+
+    async def story() -> None:
+        desk.replacements.begin()
+        assert desk.replacements.why_not(["B"]) == "m-B was not replaced: why"
+        desk.file.clear("m-B")
+        (cleared,) = await desk.outcomes("cleared")
+        assert cleared.reason == "link: r" and desk.replacements.why_not(["B"]) is None
+
+    desk.run(story)
+
+
 def test_two_of_three_at_once_are_held_back_until_they_are_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
