@@ -31,6 +31,7 @@ from elastic.coordinator.suspicions import Find, Machine, Suspicions, identify
 from elastic.coordinator.workers import Workers
 from elastic.errors import NoCapacityError
 from elastic.membership.failure import INCIDENT_S
+from elastic.node_config import KubeNodes
 from elastic.protocol import events
 from elastic.providers.choice import open_provider
 from elastic.providers.node_provider import NodeProvider
@@ -87,11 +88,18 @@ class Replacements:
         self._most_per_hour = config.health.max_replacements_per_hour
         self._workers, self._records, self._aside = workers, records, aside
         self._drain = drain
+        nodes = config.health.replace_nodes
         self._provider = provider or open_provider(
-            config.health.replace_nodes, end_node=end_node, address=cluster_address
+            nodes, end_node=end_node, address=cluster_address
         )
         self._suspicions = Suspicions(
-            config.paths, self._provider, workers, aside, self._suspect, find
+            config.paths,
+            self._provider,
+            workers,
+            aside,
+            self._suspect,
+            find,
+            reboots=isinstance(nodes, KubeNodes) and nodes.reboot,
         )
         self._suspected: set[str] = set()
         """Nodes whose machines are suspect, or were."""

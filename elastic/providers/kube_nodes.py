@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from elastic.errors import ReplaceError
-from elastic.node_config import KubeNodes
 from elastic.providers.kube_api import KubeApi
 from elastic.providers.node_provider import NodeIdentity
 
@@ -42,12 +41,11 @@ class KubeProvider:
     """A `NodeProvider` for nodes of Kubernetes.
 
     Args:
-        config: what is wanted of HyperPod.
         api: Kubernetes.
     """
 
-    def __init__(self, config: KubeNodes, api: KubeApi | None = None) -> None:
-        self._config, self._api = config, api or KubeApi()
+    def __init__(self, api: KubeApi | None = None) -> None:
+        self._api = api or KubeApi()
 
     def machine_of(self, node: NodeIdentity) -> str:
         """The Kubernetes node that the pod runs on.
@@ -95,7 +93,7 @@ class KubeProvider:
 
     def _take_out(self, path: str, found: Mapping[str, Any], reason: str) -> str:
         if HEALTH_LABEL in found["metadata"].get("labels", {}):
-            return self._ask_hyperpod(path, REBOOT if self._config.reboot else REPLACE, reason)
+            return self._ask_hyperpod(path, REPLACE, reason)
         self._api.merge(path, _note(reason) | {"spec": {"unschedulable": True}})
         return "the node was cordoned"
 
