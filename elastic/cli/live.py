@@ -105,7 +105,7 @@ def _find(options: argparse.Namespace) -> Any:
     from elastic.protocol.run_paths import RunPaths
 
     root = _root(options)
-    run = find_run(RunPaths(root=root))
+    run = find_run(RunPaths(root=root), looks_only=True)
     if run is None:
         raise ConfigError(
             "RUN", options.run, f"no run is going on in {root}", "Name a run's directory"

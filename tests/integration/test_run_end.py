@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group
 
 from elastic.cli.main import main
 from elastic.driver.observer import Observer
-from elastic.driver.running import await_end, follow
+from elastic.driver.running import await_end, find_run, follow
 from elastic.errors import RunFailedError
 from elastic.protocol.causes import USER_ERROR
 from elastic.protocol.events import RunEnded
@@ -80,6 +80,17 @@ def test_a_run_that_is_asked_to_stop_may_have_failed_or_ended(
     out, err = capsys.readouterr()
     assert says in out + err
     end_actors(paths.key)
+
+
+def test_whoever_looks_at_a_run_that_has_just_ended_leaves_it_its_report(
+    cluster: None, tmp_path: Path
+) -> None:
+    paths = RunPaths(root=tmp_path / "run")
+    start_actor(Ended, max_concurrency=10, name=paths.key)(None)
+    address = ray.get_runtime_context().gcs_address
+    assert main(["stop", str(paths.root), "--address", address]) == 2
+    assert named_actors(paths.key) == [paths.key]
+    assert find_run(paths) is None and named_actors(paths.key) == []
 
 
 def test_a_supervisor_that_fails_has_the_end_written_down(cluster: None, tmp_path: Path) -> None:

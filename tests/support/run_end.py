@@ -23,6 +23,9 @@ class Ended:
     async def ending(self, timeout_s: float) -> Ending:
         return Ending(error=self.error, cause=None if self.error is None else USER_ERROR)
 
+    async def going_on(self) -> bool:
+        return False
+
 
 class GoingOn(Ended):
     """One whose run goes on until it is interrupted."""
