@@ -39,6 +39,13 @@ class GoingOn(Ended):
             os._exit(0)
 
 
+class Broken(Ended):
+    """One that answers with an error."""
+
+    async def going_on(self) -> bool:
+        raise RuntimeError("its disk is full")
+
+
 class OfRun(GoingOn):
     """Stands for the supervisor of a run that goes on, and that others attach to.
 
