@@ -24,6 +24,9 @@ REPLACE, REBOOT = "UnschedulablePendingReplacement", "UnschedulablePendingReboot
 REASON_NOTE = "elastictrainer/replaced-for"
 _NOT_FOUND = 404
 
+_PAGE = 100
+"""Nodes in an answer: some MB of JSON, which the coordinator's process parses in one go."""
+
 CONDITIONS = (
     "AcceleratedHardwareReady",
     "ContainerRuntimeReady",
@@ -87,9 +90,17 @@ class KubeProvider:
         return f"{done}; {self._delete_pod(node, machine)}"
 
     def complaints(self) -> dict[str, str]:
-        nodes = self._api.get("/api/v1/nodes")["items"]
-        found = {str(node["metadata"]["name"]): find_complaints(node) for node in nodes}
-        return {name: told for name, told in found.items() if told is not None}
+        found: dict[str, str] = {}
+        asked = {"limit": str(_PAGE)}
+        while True:
+            page = self._api.get(f"/api/v1/nodes?{urlencode(asked)}")
+            for node in page["items"]:
+                if (told := find_complaints(node)) is not None:
+                    found[str(node["metadata"]["name"])] = told
+            more = page.get("metadata", {}).get("continue")
+            if not more:
+                return found
+            asked["continue"] = more
 
     def _take_out(self, path: str, found: Mapping[str, Any], reason: str) -> str:
         if HEALTH_LABEL in found["metadata"].get("labels", {}):

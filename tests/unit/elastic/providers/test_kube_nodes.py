@@ -154,3 +154,12 @@ def test_conditions_of_the_monitoring_agent_speak_against_a_node(kube: Kube) -> 
 def test_only_what_is_known_to_be_bad_counts(kind: str, status: str, bad: bool) -> None:
     found = find_complaints({"status": {"conditions": [condition(kind, status)]}})
     assert (found is not None) is bad
+
+
+def test_many_nodes_are_asked_for_in_pages(kube: Kube) -> None:
+    for number in range(250):
+        kube.add_node(f"more-{number}")
+    fault = {"type": "KernelReady", "status": "False", "reason": "Soft lockup"}
+    kube.nodes["more-249"]["status"]["conditions"].append(fault)
+    assert provider(kube).complaints() == {"more-249": "KernelReady: Soft lockup"}
+    assert kube.calls.count("GET /api/v1/nodes") == 3  # of 252, 100 each
