@@ -53,10 +53,12 @@ class ScalingConfig:
             )
         if self.spares < 0:
             raise ConfigError("scaling.spares", self.spares, "negative", "Use 0 or more")
-        if self.cpus_per_worker < 0 or (self.cpus_per_worker == 0 and self.device == "cpu"):
+        if not self.cpus_per_worker >= 0 or (self.cpus_per_worker == 0 and self.device == "cpu"):
             raise ConfigError(
                 "scaling.cpus_per_worker", self.cpus_per_worker, "no CPU", "Use a positive number"
             )
+        if not self.wait_s >= 0:
+            raise ConfigError("scaling.wait_s", self.wait_s, "no time", "Use 0 or more")
         if not 0 < self.gpus_per_worker <= 1:
             raise ConfigError(
                 "scaling.gpus_per_worker",
@@ -169,7 +171,7 @@ class HealthConfig:
         """Raises ConfigError where a bound is not positive, or two contradict each other."""
         for name, value in vars(self).items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if number and value <= 0:
+            if number and not value > 0:  # nor NaN
                 raise ConfigError(f"health.{name}", value, "not positive", "Use a positive number")
         if self.node_timeout_s <= 2 * self.node_beat_s:
             raise ConfigError(

@@ -83,7 +83,8 @@ class KubeNodes:
     the service account of the coordinator's pod."""
 
     reboot: bool = False
-    """On HyperPod: have machines rebooted instead of replaced, whatever their fault asks for."""
+    """On HyperPod: have machines rebooted, whatever their fault asks for. Whatever speaks against
+    one within the day after has it replaced."""
 
     def __post_init__(self) -> None:
         check_types(self, _FIELD)

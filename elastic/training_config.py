@@ -54,7 +54,7 @@ class TrainingHealthConfig:
             max_nonfinite_steps: of `HealthConfig`.
         """
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and value <= 0:
+            if isinstance(value, int | float) and not value > 0:
                 raise ConfigError(f"{_FIELD}.{name}", value, "not positive", "Use 1 or more")
         least = max(self.spike_steps, max_nonfinite_steps)
         if self.skips_data and self.skip_steps < least:

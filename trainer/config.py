@@ -167,6 +167,13 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "train.parallel")
+        if self.workers_per_node is not None and self.workers_per_node < 1:
+            raise ConfigError(
+                "train.parallel.workers_per_node",
+                self.workers_per_node,
+                "a node of a replica has workers",
+                "Use 1 or more, or None",
+            )
 
     @property
     def dividing(self) -> tuple[MeshDim, ...]:

@@ -105,7 +105,7 @@ def _find(options: argparse.Namespace) -> Any:
     from elastic.protocol.run_paths import RunPaths
 
     root = _root(options)
-    run = find_run(RunPaths(root=root))
+    run = find_run(RunPaths(root=root), looks_only=True)
     if run is None:
         raise ConfigError(
             "RUN", options.run, f"no run is going on in {root}", "Name a run's directory"
@@ -117,7 +117,7 @@ def join(address: str | None) -> None:
     """Joins a Ray cluster: that at `address`, of RAY_ADDRESS, or the one on this machine.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it cannot be joined.
     """
     import ray
 
@@ -132,3 +132,6 @@ def join(address: str | None) -> None:
         raise ConfigError(
             "--address", address, f"there is no Ray cluster: {error}", "Name its address"
         ) from error
+    except (ValueError, RuntimeError) as error:  # no HOST:PORT; another version of Ray
+        fix = "Use HOST:PORT of its head, here or as RAY_ADDRESS, and its versions"
+        raise ConfigError("--address", address, f"it cannot be joined: {error}", fix) from error

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from checkpointing import CheckpointError
 from elastic.cli import checkpoints, doctor, dryrun, live, logs, nodes, watch
 from elastic.errors import ElasticError
+from elastic.reporting.event_log import RecordError
 from trainer.errors import TrainerError
 
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         return int(options.action(options))
-    except (CheckpointError, ElasticError, TrainerError, OSError) as error:
+    except _told_in_a_line() as error:
         if isinstance(error, BrokenPipeError):  # whoever read our output has had enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -34,6 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _told_in_a_line() -> tuple[type[Exception], ...]:
+    """Ours, and Ray's where a command has imported it: a cluster that refuses us, or is lost
+    meanwhile. With a traceback comes status 1, as for a run that has failed."""
+    ray = sys.modules.get("ray")
+    rays = () if ray is None else (ray.exceptions.RayError,)
+    return (CheckpointError, ElasticError, RecordError, TrainerError, OSError, *rays)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ from elastic.reporting.incidents import find_incidents
 from elastic.reporting.suspect_file import SuspectFile
 from elastic.reporting.verdicts import find_verdicts
 from health.suspects import Mark, is_suspect, score
+from trainer.errors import ConfigError
 
 
 def add_to(commands: Any) -> None:
@@ -43,7 +44,7 @@ def add_to(commands: Any) -> None:
 
 def list_nodes(options: argparse.Namespace) -> int:
     """`list`"""
-    record, now = SuspectFile(options.storage).read(), time.time()
+    record, now = _file_of(options.storage).read(), time.time()
     worst_first = sorted(record, key=lambda machine: -score(record[machine], now))
     if options.json:
         print(json.dumps({"machines": [_facts(name, record[name], now) for name in worst_first]}))
@@ -83,9 +84,34 @@ def _row(machine: str, marks: Sequence[Mark], now: float) -> tuple[str, ...]:
 
 def clear_nodes(options: argparse.Namespace) -> int:
     """`clear`"""
-    count = SuspectFile(options.storage).clear(options.machine)
+    count = _file_of(options.storage).clear(options.machine)
+    if options.machine is not None and not count:
+        raise ConfigError(
+            "MACHINE",
+            options.machine,
+            f"nothing is remembered of it in {options.storage}",
+            "Name one as `elastic nodes list` has it",
+        )
     print(f"{count} machine{'' if count == 1 else 's'} forgotten")
     return 0
+
+
+def _file_of(storage: Path) -> SuspectFile:
+    """The record of a storage path.
+
+    Raises:
+        ConfigError: it is none: an empty record there would say that all is well.
+    """
+    if not storage.is_dir():
+        raise ConfigError("STORAGE", str(storage), "no such directory", "Name the runs' one")
+    if RunPaths(root=storage).events.exists():
+        raise ConfigError(
+            "STORAGE",
+            str(storage),
+            "the directory of one run, which has events.jsonl",
+            f"Use {storage.absolute().parent}",
+        )
+    return SuspectFile(storage)
 
 
 def export_verdicts(options: argparse.Namespace) -> int:

@@ -144,7 +144,10 @@ class _View:
         grows old."""
         # The pulse first: an end that is in the records by then is seen.
         self._pulse = read_pulse(self._paths.pulse) or self._pulse
-        for event in self._events.take():
+        happened = self._events.take()
+        if self._events.anew:
+            self.watched = Watched()
+        for event in happened:
             self.watched.take(event)
         return find_alerts(self.watched, self._pulse, self._limits, now)
 

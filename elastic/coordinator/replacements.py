@@ -11,6 +11,7 @@
     no worker gets a place there, Ray places nothing, successors are asked for
     the last worker with a place has left ──► NodeProvider.replace ──► replaced | failed
                                      or, where a reboot is due and possible ──► rebooted
+    told, failed ──► looked at each minute ──► cleared, when nothing speaks against it any more
 
 The run leaves the machine as one that Ray drains, so it never falls below `min_replicas` for it.
 Whatever goes wrong here is written down, and harms nobody.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.config import CoordinatorConfig
@@ -29,6 +31,7 @@ from elastic.coordinator.suspicions import Find, Machine, Suspicions, identify
 from elastic.coordinator.workers import Workers
 from elastic.errors import NoCapacityError
 from elastic.membership.failure import INCIDENT_S
+from elastic.node_config import KubeNodes
 from elastic.protocol import events
 from elastic.providers.choice import open_provider
 from elastic.providers.node_provider import NodeProvider
@@ -42,12 +45,14 @@ SETTLE_S = INCIDENT_S
 """Before it is decided what becomes of a machine: by then the others that a common cause makes
 suspect are known."""
 LOOK_S = 60.0
-"""How often a machine that is held back is looked at again."""
+"""How often a machine that is suspect, and that nothing is done to, is looked at again."""
 LEAVE_S = 1.0
 """How often it is looked at whether the last worker has left."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 """Before a provider without capacity is asked again."""
 
+_STAYS = ("told", "failed")
+"""Outcomes after which a machine stays as it is."""
 
 Drain = Callable[[str, float | None, str], None]
 """Has Ray drain a node: `ray_compat.cluster.drain_node`."""
@@ -83,11 +88,18 @@ class Replacements:
         self._most_per_hour = config.health.max_replacements_per_hour
         self._workers, self._records, self._aside = workers, records, aside
         self._drain = drain
+        nodes = config.health.replace_nodes
         self._provider = provider or open_provider(
-            config.health.replace_nodes, end_node=end_node, address=cluster_address
+            nodes, end_node=end_node, address=cluster_address
         )
         self._suspicions = Suspicions(
-            config.paths, self._provider, workers, aside, self._suspect, find
+            config.paths,
+            self._provider,
+            workers,
+            aside,
+            self._suspect,
+            find,
+            reboots=isinstance(nodes, KubeNodes) and nodes.reboot,
         )
         self._suspected: set[str] = set()
         """Nodes whose machines are suspect, or were."""
@@ -125,6 +137,9 @@ class Replacements:
         self._suspicions.begin()
         for event in self._unfinished:
             self._aside.spawn(self._go_on(event))
+        for event in self._settled.values():
+            if event.outcome in _STAYS:
+                self._aside.spawn(self._look_on(event))
 
     def mend(self, node: str, cause: str, detail: str, weight: float, step: Step) -> None:
         """A verdict calls for a machine step of the ladder. It is remembered as what a loss says of
@@ -178,6 +193,20 @@ class Replacements:
         else:
             await self._replace_when_allowed(self._provider, machine, event.reason, event.step)
 
+    async def _look_on(self, event: events.NodeReplacement) -> None:
+        """A machine stays as it is: it is suspect for as long as something speaks against it, and
+        may be told of again later."""
+        while await self._aside.goes_on_for(LOOK_S):
+            if not await self._suspicions.stands(event.machine):
+                del self._settled[event.node]
+                self._clear(event)
+                return
+
+    def _clear(self, event: events.NodeReplacement) -> None:
+        self._suspected.discard(event.node)
+        detail = "nothing speaks against it any more"
+        self._records.note(replace(event, time=time.time(), outcome="cleared", detail=detail))
+
     def _can_replace(self, machine: Machine, reason: str, step: Step) -> bool:
         """Whether it is known what to replace, and the cluster would live on."""
         if machine.unknown is not None:
@@ -193,14 +222,13 @@ class Replacements:
         self, provider: NodeProvider, machine: Machine, reason: str, step: Step
     ) -> None:
         if (held := self._hold()) is not None:
-            self._note(machine, "held_back", reason, held, step)
-        while self._hold() is not None:
-            if not await self._aside.goes_on_for(LOOK_S):
-                return
-            if not await self._suspicions.stands(machine):
-                self._suspected.discard(machine.node.node)
-                self._note(machine, "cleared", reason, "nothing speaks against it any more", step)
-                return
+            event = self._note(machine, "held_back", reason, held, step)
+            while self._hold() is not None:
+                if not await self._aside.goes_on_for(LOOK_S):
+                    return
+                if not await self._suspicions.stands(machine.name):
+                    self._clear(event)
+                    return
         self._begun.append(time.time())
         self._note(machine, "begun", reason, "it is left by its workers first", step)
         await self._replace(provider, machine, reason, step)
@@ -262,7 +290,7 @@ class Replacements:
         reason: str,
         detail: str,
         step: Step,
-    ) -> None:
+    ) -> events.NodeReplacement:
         event = events.NodeReplacement(
             time=time.time(),
             node=machine.node.node,
@@ -272,9 +300,12 @@ class Replacements:
             detail=detail,
             step=step,
         )
-        if outcome in ("told", "rebooted", "replaced", "failed"):
+        if outcome in (*_STAYS, "rebooted", "replaced"):
             self._settled[machine.node.node] = event
         self._records.note(event)
+        if outcome in _STAYS:
+            self._aside.spawn(self._look_on(event))
+        return event
 
 
 def _carry_out(

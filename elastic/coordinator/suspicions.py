@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from elastic.coordinator.aside import Aside
@@ -79,6 +79,7 @@ class Suspicions:
         suspect: told of each machine that is suspect, why, and of the step of the ladder that is
             due; of some more than once.
         find: what Ray knows of a node.
+        reboots: a machine is rebooted first, whatever its fault asks for.
     """
 
     def __init__(
@@ -89,7 +90,10 @@ class Suspicions:
         aside: Aside,
         suspect: Callable[[Machine, str, Step], Awaitable[None]],
         find: Find = identify,
+        *,
+        reboots: bool = False,
     ) -> None:
+        self._reboots = reboots
         self._run, self._file = paths.root.name, SuspectFile(paths.root.parent)
         self._provider, self._workers, self._aside = provider, workers, aside
         self._suspect, self._find = suspect, find
@@ -154,13 +158,13 @@ class Suspicions:
             return Machine(node=identity, name=identity.name, unknown=unknown)
         return Machine(node=identity, name=name)
 
-    async def stands(self, machine: Machine) -> bool:
+    async def stands(self, machine: str) -> bool:
         """Whether enough speaks against a machine by now: it fades, and can be cleared."""
         try:
             record = await self._aside.on_thread(self._file.read)
         except (OSError, SuspectFileError):
             return True
-        return is_suspect(record.get(machine.name, ()), time.time())
+        return is_suspect(record.get(machine, ()), time.time())
 
     async def forget(self, machine: Machine, *, rebooted: str | None = None) -> None:
         """It is replaced: its name may come back on another. Or it is `rebooted` for a reason, of
@@ -191,7 +195,7 @@ class Suspicions:
             await self._suspect(
                 machine,
                 f"remembered of run {last.run}: {last.cause}: {last.detail}",
-                "replace_node",
+                self._due(marks, "replace_node"),
             )
 
     async def _blame(self, node: str, cause: str, detail: str, weight: float, step: Step) -> None:
@@ -203,8 +207,13 @@ class Suspicions:
             log.warning("what speaks against %s is not remembered: %s", machine.name, error)
             marks = (mark,)
         if is_suspect(marks, now):
-            again = any(one.cause == REBOOTED for one in marks)
-            await self._suspect(machine, f"{cause}: {detail}", "replace_node" if again else step)
+            await self._suspect(machine, f"{cause}: {detail}", self._due(marks, step))
+
+    def _due(self, marks: Iterable[Mark], step: Step) -> Step:
+        """The step for a machine with these `marks`, by its fault `step`."""
+        if any(one.cause == REBOOTED for one in marks):
+            return "replace_node"
+        return "reboot" if self._reboots else step
 
     async def _ask_platform(self, provider: NodeProvider) -> None:
         """What the platform says of a machine in two looks running speaks against it."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpointing import is_local
+from checkpointing import is_local, place_of
 from elastic.doctor.clock import Clock, read_clock
 from trainer.backend.efa_facts import EfaFacts, read_efa
 from trainer.backend.efa_settings import INSTANCES, InstanceKind
@@ -62,7 +62,8 @@ def machine_with(storage: Iterable[str]) -> tuple[Machine, tuple[str, ...]]:
     """The one that this process runs on, with the directories of `storage`, and the folder of
     temporary files; and what in `storage` are stores elsewhere."""
     places = tuple(storage)
-    folders = (Path(tempfile.gettempdir()), *map(Path, filter(is_local, places)))
+    local = (Path(str(place_of(place))) for place in places if is_local(place))
+    folders = (Path(tempfile.gettempdir()), *local)
     stores = tuple(place for place in places if not is_local(place))
     return this_machine(os.environ, folders), stores
 

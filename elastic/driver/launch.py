@@ -109,6 +109,7 @@ class Launch:
             run = find_run(paths)
         if run is not None:
             about = run.call(SupervisorApi.about)
+            self.lanes = about.job.lanes
             check_same(
                 about.job,
                 train=self.train,

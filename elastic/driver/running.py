@@ -45,15 +45,18 @@ def is_over(paths: RunPaths, manifest: Manifest | None, steps: int) -> bool:
     return finished and manifest is not None and manifest.step == steps
 
 
-def find_run(paths: RunPaths) -> Remote[SupervisorApi] | None:
+def find_run(paths: RunPaths, *, looks_only: bool = False) -> Remote[SupervisorApi] | None:
     """The supervisor of the run that is going on in this run directory, on the cluster that this
-    process has joined; None where none is. One whose run is over is ended."""
+    process has joined; None where none is. One whose run is over is ended, for another to take its
+    name; where whoever asks `looks_only` it is left to write the report."""
     deadline = time.monotonic() + _GONE_S
     while (handle := find_actor(paths.key)) is not None and time.monotonic() < deadline:
         with contextlib.suppress(ray.exceptions.RayActorError):
             run = Remote[SupervisorApi](handle)
             if run.call(SupervisorApi.going_on):
                 return run
+            if looks_only:
+                return None
             ray.kill(handle)
         time.sleep(_LOOK_S)
     return None

@@ -31,7 +31,7 @@ def open_provider(
     if isinstance(config, KubeNodes):
         from elastic.providers.kube_nodes import KubeProvider
 
-        return KubeProvider(config)
+        return KubeProvider()
     if isinstance(config, LocalNodes):
         from elastic.providers.local_nodes import LocalProvider
 

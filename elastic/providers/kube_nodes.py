@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from elastic.errors import ReplaceError
-from elastic.node_config import KubeNodes
 from elastic.providers.kube_api import KubeApi
 from elastic.providers.node_provider import NodeIdentity
 
@@ -24,6 +23,9 @@ HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
 REPLACE, REBOOT = "UnschedulablePendingReplacement", "UnschedulablePendingReboot"
 REASON_NOTE = "elastictrainer/replaced-for"
 _NOT_FOUND = 404
+
+_PAGE = 100
+"""Nodes in an answer: some MB of JSON, which the coordinator's process parses in one go."""
 
 CONDITIONS = (
     "AcceleratedHardwareReady",
@@ -42,12 +44,11 @@ class KubeProvider:
     """A `NodeProvider` for nodes of Kubernetes.
 
     Args:
-        config: what is wanted of HyperPod.
         api: Kubernetes.
     """
 
-    def __init__(self, config: KubeNodes, api: KubeApi | None = None) -> None:
-        self._config, self._api = config, api or KubeApi()
+    def __init__(self, api: KubeApi | None = None) -> None:
+        self._api = api or KubeApi()
 
     def machine_of(self, node: NodeIdentity) -> str:
         """The Kubernetes node that the pod runs on.
@@ -89,13 +90,21 @@ class KubeProvider:
         return f"{done}; {self._delete_pod(node, machine)}"
 
     def complaints(self) -> dict[str, str]:
-        nodes = self._api.get("/api/v1/nodes")["items"]
-        found = {str(node["metadata"]["name"]): find_complaints(node) for node in nodes}
-        return {name: told for name, told in found.items() if told is not None}
+        found: dict[str, str] = {}
+        asked = {"limit": str(_PAGE)}
+        while True:
+            page = self._api.get(f"/api/v1/nodes?{urlencode(asked)}")
+            for node in page["items"]:
+                if (told := find_complaints(node)) is not None:
+                    found[str(node["metadata"]["name"])] = told
+            more = page.get("metadata", {}).get("continue")
+            if not more:
+                return found
+            asked["continue"] = more
 
     def _take_out(self, path: str, found: Mapping[str, Any], reason: str) -> str:
         if HEALTH_LABEL in found["metadata"].get("labels", {}):
-            return self._ask_hyperpod(path, REBOOT if self._config.reboot else REPLACE, reason)
+            return self._ask_hyperpod(path, REPLACE, reason)
         self._api.merge(path, _note(reason) | {"spec": {"unschedulable": True}})
         return "the node was cordoned"
 

@@ -37,6 +37,9 @@ class Follower(Generic[_Record]):
     ) -> None:
         self._path, self._record_of = path, record_of
         self._offset = 0
+        self._inode: int | None = None
+        self.anew = False
+        """Whether the last call found another file in the place: a run that was begun anew."""
         if not from_start:
             self._whole_lines()
 
@@ -46,9 +49,14 @@ class Follower(Generic[_Record]):
         return [record for record in records if record is not None]
 
     def _whole_lines(self) -> list[bytes]:
+        self.anew = False
         try:
             with self._path.open("rb") as file:
-                new = max(0, os.fstat(file.fileno()).st_size - self._offset)
+                there = os.fstat(file.fileno())
+                other = self._inode not in (None, there.st_ino)
+                self.anew = other or there.st_size < self._offset
+                self._inode, self._offset = there.st_ino, 0 if self.anew else self._offset
+                new = there.st_size - self._offset
                 # One read: between two, a torn line could be cut off and another one begun.
                 data = os.pread(file.fileno(), new, self._offset)
         except OSError:  # it is not there yet, or out of reach: the next call reads on

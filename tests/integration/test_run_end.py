@@ -11,12 +11,13 @@ import ray
 from ray.train import RunConfig
 from ray.util.placement_group import placement_group
 
+from elastic import CustomTask, ElasticTrainer
 from elastic.cli.main import main
 from elastic.driver.observer import Observer
-from elastic.driver.running import await_end, follow
+from elastic.driver.running import await_end, find_run, follow
 from elastic.errors import RunFailedError
 from elastic.protocol.causes import USER_ERROR
-from elastic.protocol.events import RunEnded
+from elastic.protocol.events import CoordinatorStarted, RunEnded
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.cluster import end_actors, named_actors, start_actor
@@ -24,8 +25,9 @@ from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.workers import WorkerNames
 from elastic.reporting.event_log import EventLog, RecordError
 from elastic.supervisor import supervisor
-from tests.support.run_end import Cleaner, Deaf, Ended, GoingOn, StandingWorker, Told
+from tests.support.run_end import Cleaner, Deaf, Ended, GoingOn, OfRun, StandingWorker, Told
 from tests.support.run_plan import run_plan
+from tests.support.user_code import model, summed_loss
 from tests.support.watching import wait_until
 
 
@@ -79,6 +81,34 @@ def test_a_run_that_is_asked_to_stop_may_have_failed_or_ended(
     assert main(["stop", str(paths.root), "--now", "--address", address]) == status
     out, err = capsys.readouterr()
     assert says in out + err
+    end_actors(paths.key)
+
+
+def test_whoever_looks_at_a_run_that_has_just_ended_leaves_it_its_report(
+    cluster: None, tmp_path: Path
+) -> None:
+    paths = RunPaths(root=tmp_path / "run")
+    start_actor(Ended, max_concurrency=10, name=paths.key)(None)
+    address = ray.get_runtime_context().gcs_address
+    assert main(["stop", str(paths.root), "--address", address]) == 2
+    assert named_actors(paths.key) == [paths.key]
+    assert find_run(paths) is None and named_actors(paths.key) == []
+
+
+def test_who_attaches_to_a_run_has_its_lanes(cluster: None, tmp_path: Path) -> None:
+    paths = RunPaths(root=tmp_path / "run")
+    with EventLog(paths.events) as log:
+        log.append(CoordinatorStarted(time=1.0, pid=1, anew=False))
+    job = run_plan(paths, Remote(None)).job
+    start_actor(OfRun, max_concurrency=10, name=paths.key)(replace(job, lanes=7))
+    task = CustomTask(build_model=model, loss_function=summed_loss, dataset=[0])
+    trainer = ElasticTrainer(
+        replace(job.train, task=task),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+    )
+    assert trainer.lanes == 1
+    trainer.fit(detach=True)
+    assert trainer.lanes == 7
     end_actors(paths.key)
 
 

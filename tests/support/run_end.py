@@ -9,7 +9,8 @@ from ray.util.placement_group import placement_group_table
 
 from elastic.protocol.causes import USER_ERROR
 from elastic.protocol.events import RunOutcome
-from elastic.protocol.supervisor_api import Ending
+from elastic.protocol.job import Job
+from elastic.protocol.supervisor_api import About, Ending
 from elastic.ray_compat.cluster import end_own_actor, named_actors
 from elastic.ray_compat.groups import end_all
 
@@ -23,6 +24,9 @@ class Ended:
     async def ending(self, timeout_s: float) -> Ending:
         return Ending(error=self.error, cause=None if self.error is None else USER_ERROR)
 
+    async def going_on(self) -> bool:
+        return False
+
 
 class GoingOn(Ended):
     """One whose run goes on until it is interrupted."""
@@ -33,6 +37,28 @@ class GoingOn(Ended):
     async def interrupt(self) -> None:
         if self.error is None:  # the run has ended by itself a moment ago
             os._exit(0)
+
+
+class Broken(Ended):
+    """One that answers with an error."""
+
+    async def going_on(self) -> bool:
+        raise RuntimeError("its disk is full")
+
+
+class OfRun(GoingOn):
+    """Stands for the supervisor of a run that goes on, and that others attach to.
+
+    Args:
+        job: the run's.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(None)
+        self.job = job
+
+    async def about(self) -> About:
+        return About(job=self.job, task_info={})
 
 
 class Deaf:

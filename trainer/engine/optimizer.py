@@ -107,8 +107,9 @@ def try_optimizer(config: Optimizer, device: torch.device | str = "cpu") -> torc
         The form of its step counter; None where it keeps none.
 
     Raises:
-        ConfigError: what it does that it should not.
+        ConfigError: what it does that it should not, or a number of it is out of its range.
     """
+    config.check()
     try:
         return _Trial(config, device).run()
     except ConfigError:

@@ -93,6 +93,14 @@ def kube_server(folder: Path) -> Iterator[Kube]:
             thread.join()
 
 
+def page_of(items: list[Any], query: Mapping[str, list[str]]) -> dict[str, Any]:
+    """A list, or the part of it that `limit` and `continue` ask for."""
+    begin, most = (int(query.get(name, ["0"])[0]) for name in ("continue", "limit"))
+    end = begin + most if most else len(items)
+    more = {"continue": str(end)} if end < len(items) else {}
+    return {"kind": "List", "metadata": more, "items": items[begin:end]}
+
+
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         kube: Kube = self.server.kube  # type: ignore[attr-defined]
@@ -116,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
             items = [
                 one for one in objects.values() if not address or one["status"]["podIP"] == address
             ]
-            return self._send(200, {"kind": "List", "items": items})
+            return self._send(200, page_of(items, parse_qs(parts.query)))
         if name not in objects:
             return self._fail(404, "NotFound")
         if self.command == "PATCH":

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -45,6 +46,12 @@ def test_the_defaults_are_sound() -> None:
             {"cpus_per_worker": -1, "device": "cuda"},
             "scaling.cpus_per_worker = -1: no CPU. Use a positive number.",
         ),
+        (
+            {"cpus_per_worker": math.nan},
+            "scaling.cpus_per_worker = nan: no CPU. Use a positive number.",
+        ),
+        ({"wait_s": math.nan}, "scaling.wait_s = nan: no time. Use 0 or more."),
+        ({"wait_s": -1.0}, "scaling.wait_s = -1.0: no time. Use 0 or more."),
     ],
 )
 def test_a_number_that_cannot_work_is_named(settings: dict[str, Any], message: str) -> None:
@@ -62,6 +69,17 @@ def test_every_bound_of_health_must_be_positive(name: str, value: int) -> None:
     with pytest.raises(ConfigError) as caught:
         HealthConfig(**{name: value}).check()  # type: ignore[arg-type]
     assert str(caught.value) == f"health.{name} = {value}: not positive. Use a positive number."
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(HealthConfig) if "float" in str(f.type)])
+def test_no_bound_of_health_is_nan(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"health\.{name} = nan: not positive"):
+        HealthConfig(**{name: math.nan}).check()  # type: ignore[arg-type]
+
+
+def test_nor_one_of_training() -> None:
+    with pytest.raises(ConfigError, match=r"health\.training\.loss_sigmas = nan: not positive"):
+        HealthConfig(training=TrainingHealthConfig(loss_sigmas=math.nan)).check()
 
 
 @pytest.mark.parametrize("name", ["window_steps", "spike_steps", "loss_sigmas", "max_skips"])

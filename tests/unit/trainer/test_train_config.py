@@ -56,7 +56,6 @@ def nodes_of(workers_per_node: int, *, shard: int, tensor: int = 1) -> dict[str,
         ({"global_batch": 0}, "train.global_batch", 0),
         ({"parallel": ParallelConfig(shard=0)}, "train.parallel.shard", 0),
         ({"parallel": ParallelConfig(tensor=-1)}, "train.parallel.tensor", -1),
-        (nodes_of(0, shard=4), "train.parallel.workers_per_node", 0),
         (nodes_of(3, shard=4), "train.parallel.workers_per_node", 3),
         (nodes_of(4, shard=4), "train.parallel.workers_per_node", 4),  # all on one
         (nodes_of(1, shard=4), "train.parallel.workers_per_node", 1),  # one on each
@@ -93,6 +92,13 @@ def test_a_value_that_cannot_work_is_named(
     error = refusal(config_with(**changes))
     assert (error.field, error.value) == (field, value)
     assert error.fix.startswith("Use ")
+
+
+@pytest.mark.parametrize("value", [0, -2])
+def test_no_workers_on_a_node_are_refused_at_once(value: int) -> None:
+    """Whoever asks for the mesh would divide by it."""
+    with pytest.raises(ConfigError, match=rf"workers_per_node = {value}: .*Use 1 or more, or None"):
+        ParallelConfig(shard=4, workers_per_node=value)
 
 
 def test_the_lanes_in_force_are_checked() -> None:

@@ -73,3 +73,20 @@ def test_s3_takes_the_lifecycle(s3_endpoint: str) -> None:
     assert [r["AbortIncompleteMultipartUpload"] for r in taken if "Abort" in str(r)] == [
         {"DaysAfterInitiation": 1}
     ]
+
+
+def test_what_may_be_started_is_the_templates_and_has_the_tag() -> None:
+    """An instance of any type, image or tag could be started otherwise, by whoever has the role."""
+    text = (AWS / "replace-instances-policy.json").read_text()
+    starts = [one for one in json.loads(text)["Statement"] if one["Action"] == "ec2:RunInstances"]
+    assert all("launch-template/TEMPLATE" in str(one["Condition"]["ArnLike"]) for one in starts)
+    instance = "arn:aws:ec2:REGION:ACCOUNT:instance/*"
+    (of_instances,) = [one for one in starts if one.get("Resource") == instance]
+    assert of_instances["Condition"]["StringEquals"] == {
+        "aws:RequestTag/KEY": "VALUE",
+        "ec2:InstanceType": "TYPE",
+    }
+    (of_template,) = [one for one in starts if "NotResource" in one]
+    assert of_template["Condition"]["Bool"] == {"ec2:IsLaunchTemplateResource": "true"}
+    (placed,) = [one for one in starts if isinstance(one.get("Resource"), list)]
+    assert {*of_template["NotResource"]} == {instance, *placed["Resource"]}

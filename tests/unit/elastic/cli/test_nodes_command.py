@@ -55,11 +55,31 @@ def test_a_file_that_is_no_record_is_one_line_of_error(
     assert line.startswith("elastic: ") and "elastic nodes clear" in line
 
 
-def test_a_storage_path_that_does_not_exist_is_told(
+@pytest.mark.parametrize("verb", ["list", "clear"])
+def test_a_path_that_holds_no_runs_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    assert main(["nodes", verb, str(tmp_path / "nowhere")]) == 2
+    assert "no such directory" in capsys.readouterr().err
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "events.jsonl").touch()
+    assert main(["nodes", verb, str(run)]) == 2
+    assert f"the directory of one run, which has events.jsonl. Use {tmp_path}." in (
+        capsys.readouterr().err
+    )
+    assert [path.name for path in run.iterdir()] == ["events.jsonl"]
+
+
+def test_a_machine_that_is_not_known_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["nodes", "clear", str(tmp_path / "nowhere"), "m"]) == 2
-    assert "No such file or directory" in capsys.readouterr().err
+    SuspectFile(tmp_path).add(
+        "i-one", Mark(time=time.time(), weight=1.0, cause="link", run="r7", detail="64 B")
+    )
+    assert main(["nodes", "clear", str(tmp_path), "i-on"]) == 2
+    assert "MACHINE = 'i-on': nothing is remembered of it" in capsys.readouterr().err
+    assert SuspectFile(tmp_path).read().keys() == {"i-one"}
 
 
 def test_verdicts_against_machines_are_exported_as_health_events(

@@ -24,6 +24,7 @@ from elastic.protocol.causes import USER_ERROR, Cause
 from elastic.protocol.pulse import Pulse, read_pulse, write_pulse
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting import webhook
+from elastic.reporting.alerts import Limits
 from elastic.reporting.event_log import EventLog
 from tests.support import ROOT
 from tests.support.watching import wait_until
@@ -257,6 +258,23 @@ def test_a_watch_follows_the_run_from_death_to_life_to_its_end(
     assert (hook.taken[2]["state"], hook.taken[2]["kind"]) == ("firing", "failed")
     assert "a retry is useless" in out and SECRET not in out
     assert len(hook.taken) == 3
+
+
+def test_a_run_that_is_begun_anew_is_seen_to_its_end(
+    run: Directory,
+) -> None:
+    """By `resume="never"`, which sets the earlier one aside; its records are longer."""
+    run.end("failed", USER_ERROR)
+    view = watch._View(run.paths, Limits(stalled_s=600.0, dead_s=60.0, storm=5))
+    assert [alert.kind for alert in view.look(time.time())] == ["failed"]
+    run.log.close()
+    run.paths.set_aside()
+    run.log = Directory(run.paths.root).log
+    assert view.look(time.time()) == [] and view.watched.ended is None
+    run.end("finished")
+    view.look(time.time())
+    ended = view.watched.ended
+    assert ended is not None and ended.outcome == "finished"
 
 
 @pytest.mark.parametrize(

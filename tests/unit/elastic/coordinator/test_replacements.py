@@ -6,8 +6,9 @@ import asyncio
 import gc
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -17,11 +18,11 @@ from elastic.coordinator import replacements, suspicions
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.replacements import Replacements
 from elastic.errors import NoCapacityError
-from elastic.node_config import KubeNodes
+from elastic.node_config import KubeNodes, NodesConfig
 from elastic.protocol import events
 from elastic.protocol.causes import CORRUPTION, CRASH, GPU_ERROR, LINK, NODE, Cause
 from elastic.providers.kube_api import KubeApi
-from elastic.providers.kube_nodes import KubeProvider
+from elastic.providers.kube_nodes import HEALTH_LABEL, REBOOT, REPLACE, KubeProvider
 from elastic.providers.node_provider import NodeIdentity, NodeProvider
 from elastic.providers.ray_nodes import RayProvider
 from elastic.reporting.suspect_file import SuspectFile
@@ -57,9 +58,11 @@ class Desk(CoordinatorDesk):
         head: str = "",
         gone: str = "",
         tells: bool = False,
+        nodes: Literal["tell"] | NodesConfig = "tell",
     ) -> None:
         root.mkdir(parents=True, exist_ok=True)
-        super().__init__(root / "run", health=HealthConfig(max_replacements_per_hour=per_hour))
+        health = HealthConfig(max_replacements_per_hour=per_hour, replace_nodes=nodes)
+        super().__init__(root / "run", health=health)
         self._head, self._gone = head, gone
         self.ended: list[str] = []
         self.drained: list[str] = []
@@ -167,6 +170,39 @@ def test_the_default_tells_what_would_be_done_and_does_nothing(tmp_path: Path) -
         "run",
         "as found",
     )
+
+
+def test_one_that_was_told_of_is_suspect_until_it_is_cleared(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, tells=True)
+
+    async def story() -> None:
+        await desk.lose("b", "c")
+        await desk.outcomes("told", "told")
+        assert main(["nodes", "clear", str(tmp_path), "m-B"]) == 0
+        *_, cleared = await desk.outcomes("told", "told", "cleared")
+        assert (cleared.node, cleared.machine) == ("B", "m-B")
+        desk.replacements.mend("B", "corruption", "again", 1.0, "replace_node")
+        await desk.outcomes("told", "told", "cleared", "told")
+
+    desk.run(story)
+
+
+def test_so_is_one_that_could_not_be_replaced_also_after_a_restart(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.file.add("m-B", mark())
+    failed = events.NodeReplacement(
+        time=time.time(), node="B", machine="m-B", outcome="failed", reason="link: r", detail="why"
+    )
+    desk.replacements.replay([failed])
+
+    async def story() -> None:
+        desk.replacements.begin()
+        assert desk.replacements.why_not(["B"]) == "m-B was not replaced: why"
+        desk.file.clear("m-B")
+        (cleared,) = await desk.outcomes("cleared")
+        assert cleared.reason == "link: r" and desk.replacements.why_not(["B"]) is None
+
+    desk.run(story)
 
 
 def test_two_of_three_at_once_are_held_back_until_they_are_cleared(
@@ -523,7 +559,7 @@ def test_what_the_platform_says_twice_speaks_against_a_machine(tmp_path: Path) -
         for index, pod in enumerate(("m-A", "m-B", "m-C"), start=1):
             kube.add_node(f"n{index}")
             kube.add_pod(pod, f"n{index}")
-        provider = KubeProvider(KubeNodes(), KubeApi(kube.account))
+        provider = KubeProvider(KubeApi(kube.account))
         desk = Desk(tmp_path / "storage", provider=provider)
         fault: dict[str, Any] = {"type": "NetworkingReady", "status": "False", "reason": "EFA"}
 
@@ -545,3 +581,33 @@ def test_what_the_platform_says_twice_speaks_against_a_machine(tmp_path: Path) -
         desk.run(story)
         assert kube.nodes["n2"]["spec"]["unschedulable"] is True
         assert kube.pods.keys() == {"m-A", "m-C"}
+
+
+def test_on_hyperpod_a_machine_may_be_rebooted_first_and_is_replaced_the_next_time(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "account").mkdir()
+    with kube_server(tmp_path / "account") as kube:
+
+        def lose_b(outcome: str, *marks: Mark) -> str:
+            kube.add_node("n2", **{HEALTH_LABEL: "Schedulable"})
+            kube.add_pod("m-B", "n2")
+            provider = KubeProvider(KubeApi(kube.account))
+            desk = Desk(tmp_path / outcome, provider=provider, nodes=KubeNodes(reboot=True))
+            for one in marks:
+                desk.file.add("n2", one)
+
+            async def story() -> None:
+                await desk.lose("b")
+                while not desk.told() or desk.told()[-1].outcome != outcome:
+                    await asyncio.sleep(0.005)
+
+            desk.run(story)
+            label: str = kube.nodes["n2"]["metadata"]["labels"][HEALTH_LABEL]
+            return label
+
+        assert lose_b("rebooted") == REBOOT
+        (left,) = SuspectFile(tmp_path / "rebooted").read()["n2"]
+        assert left.cause == "rebooted"
+        hours_ago = replace(left, time=left.time - 4 * 3600)
+        assert lose_b("replaced", hours_ago) == REPLACE

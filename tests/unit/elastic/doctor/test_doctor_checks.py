@@ -17,7 +17,7 @@ from elastic.cli.main import main
 from elastic.doctor.clock import Clock, read_clock
 from elastic.doctor.finding import EXIT_STATUS, SEVERITIES, Finding, worst_severity
 from elastic.doctor.gpu_checks import count_given, judge_gpu_health
-from elastic.doctor.machine import Machine, this_machine
+from elastic.doctor.machine import Machine, machine_with, this_machine
 from elastic.doctor.run import CHECKS, run_checks
 from elastic.doctor.system_checks import (
     judge_disks,
@@ -365,6 +365,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert status == EXIT_STATUS[worst_severity(one["severity"] for one in found)]
     (disks,) = [one for one in found if one["check"] == "disks"]
     assert str(tmp_path) in disks["result"]
+
+
+def test_a_directory_may_be_a_url(tmp_path: Path) -> None:
+    machine, stores = machine_with([f"file://{tmp_path}", "s3://bucket/runs"])
+    assert machine.folders[-1] == tmp_path and stores == ("s3://bucket/runs",)
 
 
 def driver_with_eight(root: Path) -> None:

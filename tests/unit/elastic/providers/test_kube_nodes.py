@@ -7,12 +7,10 @@ import ssl
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from elastic.errors import ReplaceError
-from elastic.node_config import KubeNodes
 from elastic.providers.kube_api import KubeApi
 from elastic.providers.kube_nodes import (
     CONDITIONS,
@@ -38,8 +36,8 @@ def kube(tmp_path: Path) -> Iterator[Kube]:
         yield kube
 
 
-def provider(kube: Kube, **settings: Any) -> KubeProvider:
-    return KubeProvider(KubeNodes(**settings), KubeApi(kube.account))
+def provider(kube: Kube) -> KubeProvider:
+    return KubeProvider(KubeApi(kube.account))
 
 
 def test_the_machine_is_the_node_below_the_pod(kube: Kube) -> None:
@@ -65,17 +63,13 @@ def test_a_node_is_cordoned_and_its_pod_deleted_and_nothing_else(kube: Kube) -> 
     assert again == "the node was cordoned; its pod is gone already"
 
 
-@pytest.mark.parametrize(
-    ("reboot", "status"),
-    [(False, "UnschedulablePendingReplacement"), (True, "UnschedulablePendingReboot")],
-)
-def test_hyperpod_is_asked_by_its_label(kube: Kube, reboot: bool, status: str) -> None:
+def test_hyperpod_is_asked_by_its_label(kube: Kube) -> None:
     kube.add_node("n1", **{HEALTH_LABEL: "Schedulable", "zone": "a"})
-    said = provider(kube, reboot=reboot).replace(POD, "n1", REASON)
+    said = provider(kube).replace(POD, "n1", REASON)
+    status = "UnschedulablePendingReplacement"
     assert said == f"HyperPod was asked for {status}; pod ray-worker-7 was deleted"
     assert kube.nodes["n1"]["metadata"]["labels"] == {HEALTH_LABEL: status, "zone": "a"}
-    # What is rebooted comes back as the same node, and nobody would lift the cordon.
-    assert ("unschedulable" in kube.nodes["n1"]["spec"]) is not reboot
+    assert kube.nodes["n1"]["spec"]["unschedulable"] is True
 
 
 def test_only_hyperpod_reboots_a_node_where_that_is_due(kube: Kube) -> None:
@@ -160,3 +154,12 @@ def test_conditions_of_the_monitoring_agent_speak_against_a_node(kube: Kube) -> 
 def test_only_what_is_known_to_be_bad_counts(kind: str, status: str, bad: bool) -> None:
     found = find_complaints({"status": {"conditions": [condition(kind, status)]}})
     assert (found is not None) is bad
+
+
+def test_many_nodes_are_asked_for_in_pages(kube: Kube) -> None:
+    for number in range(250):
+        kube.add_node(f"more-{number}")
+    fault = {"type": "KernelReady", "status": "False", "reason": "Soft lockup"}
+    kube.nodes["more-249"]["status"]["conditions"].append(fault)
+    assert provider(kube).complaints() == {"more-249": "KernelReady: Soft lockup"}
+    assert kube.calls.count("GET /api/v1/nodes") == 3  # of 252, 100 each

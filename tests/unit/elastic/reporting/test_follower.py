@@ -102,3 +102,18 @@ def test_events_are_followed_as_well(tmp_path: Path) -> None:
     with EventLog(path) as log:
         log.append(event)
         assert follower.take() == [event]  # while the writer has the file open
+
+
+@pytest.mark.parametrize("later", [(5, 6, 7), (5,)], ids=["longer", "shorter"])
+def test_another_file_in_its_place_is_read_from_its_start(
+    tmp_path: Path, later: tuple[int, ...]
+) -> None:
+    path = tmp_path / "run" / "steps.jsonl"
+    write(path, 0, 1)
+    follower = Follower(path, step_from_json, from_start=True)
+    assert taken(follower) == [0, 1] and not follower.anew
+    path.parent.rename(tmp_path / "run.before")
+    assert taken(follower) == [] and not follower.anew
+    write(path, *later)
+    assert taken(follower) == [*later] and follower.anew
+    assert taken(follower) == [] and not follower.anew

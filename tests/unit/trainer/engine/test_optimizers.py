@@ -404,6 +404,20 @@ def test_what_a_run_cannot_live_with_is_refused(made: Any, fact: str) -> None:
     assert raised.value.field == "train.optimizer"
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lr": -1.0}, r"train\.optimizer\.lr = -1\.0: .*Use a positive learning rate"),
+        ({"betas": (0.9, 1.0)}, r"train\.optimizer\.betas\[1\] = 1\.0: .*Use 0 or more, below 1"),
+    ],
+)
+def test_a_number_out_of_its_range_is_named_before_a_trial(
+    settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        try_optimizer(OptimizerConfig(**settings))
+
+
 def torch_made(kind: Any, **settings: Any) -> Callable[..., Any]:
     return lambda params, lr: kind(list(params), lr=lr, **settings)
 
