@@ -34,7 +34,7 @@ class Receipts:
     ) -> None:
         self._membership = membership
         self._dispatcher, self._records = dispatcher, records
-        self._paths = config.paths
+        self._paths, self._undeleted_told = config.paths, False
         self._publisher = Publisher(
             config.paths,
             config.checkpoint,
@@ -94,6 +94,7 @@ class Receipts:
             await asyncio.to_thread(self._set_aside, receipt.step)
             return
         self._note_lost()
+        self._note_undeleted()
         now = time.time()
         self._membership.progress.checkpointed(receipt.step)
         self._records.note(
@@ -119,6 +120,13 @@ class Receipts:
                 f"only {parts} of its parts were written: a worker was lost before it had copied"
             )
             self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
+
+    def _note_undeleted(self) -> None:
+        """Writes down that old checkpoints stay, once until they can be deleted again."""
+        reason, told = self._publisher.undeleted, self._undeleted_told
+        self._undeleted_told = reason is not None
+        if reason is not None and not told:
+            self._records.note(events.RetentionFailed(time=time.time(), reason=reason))
 
     async def failed(self, step: int, reason: str) -> None:
         """A checkpoint could not be written. Unless it was the last one, the run goes on."""
