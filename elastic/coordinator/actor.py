@@ -320,7 +320,9 @@ class Coordinator(CoordinatorApi):
         """What follows from a decision for others than those who wait."""
         regrouped = effects.regrouped
         if regrouped is not None and regrouped.outcome in ("start", "restore"):
-            self._snapshots.went_back(regrouped.step, regrouped.roster.generation)
+            given_up = regrouped.step, regrouped.roster.generation
+            self._snapshots.went_back(*given_up)
+            self._dispatcher.spawn(self._snapshots.sweep_given_up(*given_up))
         if regrouped is not None:
             self._watch_steps()
             self._dispatcher.spawn(self._sweep(regrouped.roster.generation - 1))
