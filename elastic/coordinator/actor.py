@@ -482,8 +482,8 @@ class Coordinator(CoordinatorApi):
         await self._receipts.take(receipt, training_state, started, writers)
 
     @_when_known
-    async def save_failed(self, step: int, reason: str) -> None:
-        await self._receipts.failed(step, reason)
+    async def save_failed(self, step: int, generation: int, reason: str) -> None:
+        await self._receipts.failed(step, generation, reason)
 
     async def saved(self, step: int) -> bool:
         return self._receipts.saved(step)

@@ -84,7 +84,8 @@ class Receipts:
         try:
             size = await self._publisher.take(receipt, training_state, writers)
         except Exception as error:
-            await self.failed(receipt.step, f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            await self.failed(receipt.step, receipt.generation, reason)
             return
         if size is None:
             return
@@ -128,8 +129,12 @@ class Receipts:
         if reason is not None and not told:
             self._records.note(events.RetentionFailed(time=time.time(), reason=reason))
 
-    async def failed(self, step: int, reason: str) -> None:
-        """A checkpoint could not be written. Unless it was the last one, the run goes on."""
+    async def failed(self, step: int, generation: int, reason: str) -> None:
+        """A checkpoint could not be written by the roster of `generation`. Unless it was the last
+        one, the run goes on; and also where a newer roster has written that, or is about to."""
+        progress = self._membership.progress
+        if progress.is_void(generation) or self.saved(step):
+            return
         self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
-        if step >= self._membership.until:
+        if step >= self._membership.until and generation >= progress.generation:
             await self._dispatcher.stop(f"the last checkpoint could not be written: {reason}")

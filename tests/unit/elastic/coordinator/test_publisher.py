@@ -149,6 +149,30 @@ def test_that_old_ones_cannot_be_deleted_is_told_once_until_they_can(tmp_path: P
     assert "000000000002-1-0" in desk.happened(events.RetentionFailed)[0].reason
 
 
+def test_a_late_failure_of_an_old_attempt_does_not_end_the_run(tmp_path: Path) -> None:
+    """Its node is cut off: the others have written the last checkpoint, or will."""
+    desk = CoordinatorDesk(tmp_path)
+    receipts = Receipts(desk.config, desk.membership, desk.dispatcher, desk.records)
+    desk.membership.progress.generation += 1  # a regroup after a fault: what was held stays
+    last, now = desk.membership.until, desk.membership.progress.generation
+
+    async def play() -> None:
+        await receipts.failed(last, now - 1, "no network")
+        assert desk.membership.stopped is None
+        for rank in range(WRITERS):
+            await receipts.take(part(desk.paths, rank, last, now), {}, 0.0, WRITERS)
+        await receipts.failed(last, now, "no network")
+        assert desk.membership.stopped is None and receipts.saved(last)
+        receipts.forget(last)
+        await receipts.failed(last, now, "no network")
+
+    asyncio.run(play())
+    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
+    assert desk.membership.stopped is not None
+    assert "the last checkpoint could not be written" in str(desk.membership.stopped.error)
+    assert len(desk.happened(events.CheckpointSkipped)) == 2
+
+
 def test_retention_goes_on_with_credentials_that_were_renewed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
