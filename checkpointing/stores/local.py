@@ -19,7 +19,8 @@ from pathlib import Path
 from checkpointing.errors import CorruptError, MissingError, StoreError, StoreUnavailableError
 from checkpointing.stores.keys import PROBE, check_key
 
-_UNFINISHED = ".part"
+UNFINISHED = ".part"
+"""Ending of the name of what is being written."""
 
 _NEXT_KNOB = {
     errno.ENOSPC: "free space there, or store elsewhere",
@@ -129,7 +130,7 @@ class LocalStore:
 
     def abort_unfinished(self, prefix: str = "") -> builtins.list[str]:
         """See `Store.abort_unfinished`."""
-        parts = [key for key in self.list(prefix) if key.endswith(_UNFINISHED)]
+        parts = [key for key in self.list(prefix) if key.endswith(UNFINISHED)]
         self.delete_many(parts)
         return sorted({key.rsplit(".", 2)[0] for key in parts})
 
@@ -164,7 +165,7 @@ def _finished_file(
     target: Path, chunks: Iterable[bytes | memoryview]
 ) -> Iterator[tuple[Path, int]]:
     """Writes and syncs a file beside `target`; yields its path and size, and removes the path."""
-    part = target.with_name(f"{target.name}.{uuid.uuid4().hex}{_UNFINISHED}")
+    part = target.with_name(f"{target.name}.{uuid.uuid4().hex}{UNFINISHED}")
     _make_directory(target.parent)
     try:
         size = 0
