@@ -63,6 +63,7 @@ from checkpointing.snapshots.host_memory import (
     memory_folder,
     open_memory,
     settle_snapshot,
+    sweep_given_up,
     sweep_snapshots,
     take_stock,
 )
@@ -171,6 +172,7 @@ __all__ = [
     "set_aside",
     "set_foreign_aside",
     "settle_snapshot",
+    "sweep_given_up",
     "sweep_orphans",
     "sweep_snapshots",
     "sweep_uncommitted",

@@ -18,13 +18,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from checkpointing.errors import CorruptError, MissingError, SliceError, StoreError
+from checkpointing.errors import (
+    CheckpointError,
+    CorruptError,
+    MissingError,
+    SliceError,
+    StoreError,
+)
 from checkpointing.format.coverage import check_coverage
 from checkpointing.format.crc32 import crc32
 from checkpointing.format.layout import Keys
 from checkpointing.format.manifest import CrcTable, Manifest, Segment
 from checkpointing.format.segment import crcs_told_by, first_bad_block, seed_of
 from checkpointing.read.catalogue import load_manifest
+from checkpointing.read.second_look import is_damage
 from checkpointing.stores import Store
 
 _CHUNK_BYTES = 16 << 20
@@ -37,7 +44,8 @@ class Finding:
     key: str
     """The object."""
     check: str
-    """What failed: manifest, coverage, missing, unreadable, size, crc32 or table."""
+    """What failed: manifest, coverage, missing, unreadable, size, crc32 or table; or unreachable:
+    the store refused, which says nothing of the object."""
     fact: str
     """How, with the numbers."""
 
@@ -166,8 +174,9 @@ def _check_run(store: Store, job: _Job) -> Finding | None:
     return check(data)
 
 
-def _unreadable(segment: Segment, error: Exception) -> Finding:
-    return Finding(key=segment.key, check="unreadable", fact=str(error))
+def _unreadable(segment: Segment, error: CheckpointError) -> Finding:
+    check = "unreadable" if is_damage(error) else "unreachable"
+    return Finding(key=segment.key, check=check, fact=str(error))
 
 
 def _check_blocks(segment: Segment, start: int, stop: int, data: bytes) -> Finding | None:

@@ -33,6 +33,7 @@ from checkpointing.retention.claims import claim_for_deletion, pinned_steps
 from checkpointing.retention.survey import Survey, Surveyor
 from checkpointing.retention.verified_mark import forget_verified
 from checkpointing.stores import Store
+from checkpointing.stores.local import UNFINISHED
 
 _log = logging.getLogger(__name__)
 
@@ -218,7 +219,9 @@ def _belongs(keys: Keys, key: str, survey: Survey) -> bool:
         return False
     if step not in survey.steps:
         return step in survey.importing and key == keys.claim(step)
-    return key in (keys.commit(step), keys.claim(step), keys.verified(step))
+    # In a directory what is being written, as by somebody who pins it, has an ending of its own.
+    beside = (keys.commit(step), keys.claim(step), keys.verified(step))
+    return key in beside or key.endswith(UNFINISHED)
 
 
 def _step(keys: Keys, key: str, *, default: int) -> int:

@@ -141,6 +141,24 @@ def sweep_snapshots(store: LocalStore, step: int, keep: Manifest | None) -> None
             store.delete(key)
 
 
+def sweep_given_up(store: LocalStore, step: int, generation: int) -> None:
+    """Deletes what earlier generations than `generation` wrote of steps after `step`: the run does
+    them again from there, and the old parts would take the room of the new ones until it is past
+    them."""
+    keys = Keys()
+    for later in [later for later in list_steps(store, keys) if later > step]:
+        try:
+            given_up = load_manifest(store, keys, later).generation < generation
+        except CheckpointError:
+            given_up = True
+        if given_up:
+            store.delete(keys.commit(later))
+    for key in store.list(keys.data):
+        wrote, belongs = keys.generation_of(key), keys.step_of(key)
+        if wrote is not None and wrote < generation and belongs is not None and belongs > step:
+            store.delete(key)
+
+
 def take_stock(folder: Path, live: AbstractSet[str], node: str) -> Stock:
     """What `node` has of a run's snapshots, those of nodes that it takes the place of included.
 

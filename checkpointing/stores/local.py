@@ -16,10 +16,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from checkpointing.errors import CorruptError, MissingError, StoreUnavailableError
+from checkpointing.errors import CorruptError, MissingError, StoreError, StoreUnavailableError
 from checkpointing.stores.keys import PROBE, check_key
 
-_UNFINISHED = ".part"
+UNFINISHED = ".part"
+"""Ending of the name of what is being written."""
 
 _NEXT_KNOB = {
     errno.ENOSPC: "free space there, or store elsewhere",
@@ -28,6 +29,9 @@ _NEXT_KNOB = {
     errno.EPERM: "let this user read and write there, or store elsewhere",
     errno.EROFS: "mount it writable, or store elsewhere",
 }
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+"""What file systems without hard links answer, as some over FUSE and CIFS."""
 
 
 class LocalStore:
@@ -55,6 +59,14 @@ class LocalStore:
                 os.link(part, target)
             except FileExistsError:
                 return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                fact = (
+                    f"{os.strerror(error.errno)}: its file system has no hard links, which a "
+                    f"commit needs; store on one that has them (docs/clusters.md)"
+                )
+                raise StoreUnavailableError(str(target), error.errno, fact) from error
             _sync_directory(target.parent)
         return True
 
@@ -102,14 +114,23 @@ class LocalStore:
             return _file_size(key, path)
 
     def check_writable(self) -> None:
-        """See `Store.check_writable`."""
+        """See `Store.check_writable`. Also that of two commits only one succeeds."""
         probe = f"{PROBE}{uuid.uuid4().hex}"
-        self.put(probe, [b"probe"])
-        self.delete(probe)
+        try:
+            first = self.put_if_absent(probe, b"first")
+            second = self.put_if_absent(probe, b"second")
+            if not first or second or self.get(probe) != b"first":
+                raise StoreError(
+                    str(self.root),
+                    "its file system lets a hard link replace a file, so two commits could both "
+                    "succeed; store on another (docs/clusters.md)",
+                )
+        finally:
+            self.delete(probe)
 
     def abort_unfinished(self, prefix: str = "") -> builtins.list[str]:
         """See `Store.abort_unfinished`."""
-        parts = [key for key in self.list(prefix) if key.endswith(_UNFINISHED)]
+        parts = [key for key in self.list(prefix) if key.endswith(UNFINISHED)]
         self.delete_many(parts)
         return sorted({key.rsplit(".", 2)[0] for key in parts})
 
@@ -144,7 +165,7 @@ def _finished_file(
     target: Path, chunks: Iterable[bytes | memoryview]
 ) -> Iterator[tuple[Path, int]]:
     """Writes and syncs a file beside `target`; yields its path and size, and removes the path."""
-    part = target.with_name(f"{target.name}.{uuid.uuid4().hex}{_UNFINISHED}")
+    part = target.with_name(f"{target.name}.{uuid.uuid4().hex}{UNFINISHED}")
     _make_directory(target.parent)
     try:
         size = 0

@@ -109,9 +109,9 @@ def verify(options: argparse.Namespace) -> int:
 def _note(store: Store, checked: Verification) -> None:
     """Keeps the outcome beside the checkpoint; whoever may only read can verify, too."""
     try:
-        if checked.findings:
+        if any(finding.check != "unreachable" for finding in checked.findings):
             forget_verified(store, _KEYS, checked.step)
-        elif checked.manifest is not None:
+        elif not checked.findings and checked.manifest is not None:
             note_verified(store, _KEYS, checked.manifest)
     except StoreError as error:
         _tell([f"the outcome is not noted: {error}"])

@@ -282,6 +282,9 @@ class Coordinator(CoordinatorApi):
         self._records.restored = replayed.restored
         # The end may come before the workers have spoken.
         self._membership.progress.recorded = replayed.recorded
+        if self.config.restore_step == 0 and replayed.saved > 0:
+            # Or the loss of all copies would have the run begin from the seed, and say nothing.
+            self._membership.progress.unreadable = _describe_missing(self.config, replayed.saved)
         if replayed.winding_down:
             self._membership.wind_down()
         self._arrivals.hellos = replayed.started
@@ -327,7 +330,9 @@ class Coordinator(CoordinatorApi):
         """What follows from a decision for others than those who wait."""
         regrouped = effects.regrouped
         if regrouped is not None and regrouped.outcome in ("start", "restore"):
-            self._snapshots.went_back(regrouped.step, regrouped.roster.generation)
+            given_up = regrouped.step, regrouped.roster.generation
+            self._snapshots.went_back(*given_up)
+            self._dispatcher.spawn(self._snapshots.sweep_given_up(*given_up))
         if regrouped is not None:
             self._watch_steps()
             self._dispatcher.spawn(self._sweep(regrouped.roster.generation - 1))
@@ -492,8 +497,8 @@ class Coordinator(CoordinatorApi):
         await self._receipts.take(receipt, training_state, started, writers)
 
     @_when_known
-    async def save_failed(self, step: int, reason: str) -> None:
-        await self._receipts.failed(step, reason)
+    async def save_failed(self, step: int, generation: int, reason: str) -> None:
+        await self._receipts.failed(step, generation, reason)
 
     async def saved(self, step: int) -> bool:
         return self._receipts.saved(step)
@@ -617,6 +622,16 @@ def _as_stored(config: CoordinatorConfig) -> CoordinatorConfig:
     """The run's config for a coordinator that is started anew, in the middle of it."""
     stored = _once_available(lambda: find_checkpoint(config.paths))
     return replace(config, restore_step=0 if stored is None else stored.step, snapshot=None)
+
+
+def _describe_missing(config: CoordinatorConfig, step: int) -> str:
+    paths = config.paths
+    return (
+        f"all copies of the state are lost. The run had the state of step {step} saved, by "
+        f"{paths.events}, and its coordinator, started anew, found no checkpoint that can be read "
+        f"in {paths.checkpoints}: is that mounted where Ray started it? Bring the checkpoints "
+        f"back and run the same name again, or start from the seed under another run_config.name"
+    )
 
 
 def _once_available(ask: Callable[[], _Reply]) -> _Reply:

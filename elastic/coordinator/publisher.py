@@ -52,6 +52,8 @@ class Publisher:
         """By whom -> step: the newest checkpoint of it or before stays, to go back to."""
         self.lost: dict[int, int] = {}
         """Steps of attempts that were passed by a later checkpoint -> parts that were written."""
+        self.undeleted: str | None = None
+        """Why old checkpoints could not be deleted after the newest commit; None: they were."""
 
     def saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is committed."""
@@ -126,8 +128,10 @@ class Publisher:
         try:
             async with self._retiring:
                 await asyncio.to_thread(self._retire, receipt.step)
+            self.undeleted = None
         except CheckpointError as error:
             log.warning("old checkpoints could not be deleted: %s", error)
+            self.undeleted = str(error)
         return size
 
     def _commit(
@@ -151,6 +155,8 @@ class Publisher:
         return sum(segment.size_bytes for segment in manifest.segments.values())
 
     def _retire(self, newest: int) -> None:
+        # The connection of the one before may have credentials that have expired since.
+        self._surveyor.store = open_store(self._paths.checkpoints)
         retire(
             self._surveyor,
             keep_last=self._config.keep_last,

@@ -34,7 +34,7 @@ class Receipts:
     ) -> None:
         self._membership = membership
         self._dispatcher, self._records = dispatcher, records
-        self._paths = config.paths
+        self._paths, self._undeleted_told = config.paths, False
         self._publisher = Publisher(
             config.paths,
             config.checkpoint,
@@ -84,7 +84,8 @@ class Receipts:
         try:
             size = await self._publisher.take(receipt, training_state, writers)
         except Exception as error:
-            await self.failed(receipt.step, f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            await self.failed(receipt.step, receipt.generation, reason)
             return
         if size is None:
             return
@@ -94,6 +95,7 @@ class Receipts:
             await asyncio.to_thread(self._set_aside, receipt.step)
             return
         self._note_lost()
+        self._note_undeleted()
         now = time.time()
         self._membership.progress.checkpointed(receipt.step)
         self._records.note(
@@ -120,8 +122,19 @@ class Receipts:
             )
             self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
 
-    async def failed(self, step: int, reason: str) -> None:
-        """A checkpoint could not be written. Unless it was the last one, the run goes on."""
+    def _note_undeleted(self) -> None:
+        """Writes down that old checkpoints stay, once until they can be deleted again."""
+        reason, told = self._publisher.undeleted, self._undeleted_told
+        self._undeleted_told = reason is not None
+        if reason is not None and not told:
+            self._records.note(events.RetentionFailed(time=time.time(), reason=reason))
+
+    async def failed(self, step: int, generation: int, reason: str) -> None:
+        """A checkpoint could not be written by the roster of `generation`. Unless it was the last
+        one, the run goes on; and also where a newer roster has written that, or is about to."""
+        progress = self._membership.progress
+        if progress.is_void(generation) or self.saved(step):
+            return
         self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
-        if step >= self._membership.until:
+        if step >= self._membership.until and generation >= progress.generation:
             await self._dispatcher.stop(f"the last checkpoint could not be written: {reason}")

@@ -45,6 +45,9 @@ class Replay:
     """Steps that count and are in the records."""
     committed: frozenset[int]
     """Steps of checkpoints that are known to be committed."""
+    saved: int
+    """Step of the newest checkpoint or snapshot that there was, by the records; 0 for none, and
+    where the run went back to the seed since."""
     winding_down: bool
     """Whether it was asked to end."""
     until: int | None
@@ -94,6 +97,7 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
         formations=max(formed, default=0),
         recorded=_recorded(paths, newest, start_step),
         committed=frozenset(e.step for e in _all(happened, events.CheckpointCommitted)),
+        saved=_saved(happened, start_step),
         winding_down=bool(asked),
         until=newest.step if asked and newest and newest.time > asked[0] else None,
         fired=tuple(e.fault for e in _all(happened, events.FaultFired)),
@@ -137,6 +141,16 @@ def _going_back(happened: Sequence[events.Event]) -> int | None:
         elif isinstance(event, events.RegroupDone) and event.outcome == "restore":
             back = None
     return back
+
+
+def _saved(happened: Sequence[events.Event], start_step: int) -> int:
+    saved = start_step
+    for event in happened:
+        if isinstance(event, events.CheckpointCommitted):
+            saved = max(saved, event.step)
+        elif isinstance(event, events.WentBack):
+            saved = min(saved, event.step)
+    return saved
 
 
 def _all(happened: Sequence[events.Event], kind: type[_Event]) -> list[_Event]:

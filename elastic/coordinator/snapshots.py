@@ -175,6 +175,11 @@ class Snapshots:
         self._index.went_back(step, generation)
         self._update()
 
+    async def sweep_given_up(self, step: int, generation: int) -> None:
+        """From the roster of `generation` on the run does the steps after `step` again: what the
+        nodes hold of them goes, to make room."""
+        await self._on_all(self._nodes, SnapshotHolder.sweep_given_up, step, generation)
+
     # -- helpers -----------------------------------------------------------------------------------
 
     def _update(self) -> None:

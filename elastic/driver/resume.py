@@ -353,7 +353,8 @@ def set_others_aside(
 
     Those of another run, model or version go wherever they stand, so that retention neither counts
     nor deletes them; nothing of them is lost. Damaged ones go where they stand after `manifest`:
-    their steps are done again.
+    their steps are done again; and so do those that the run went back for, where whoever had to set
+    them aside had no time for it. Retention deletes both.
 
     Args:
         paths: where they are.
@@ -362,21 +363,27 @@ def set_others_aside(
         model: what its state is; None where that is not known.
     """
     store, keys = open_store(paths.checkpoints), Keys()
+    is_given_up = partial(_is_given_up, find_given_up(read_events(paths.events)), identity)
     for step in list_steps(store, keys):
         later = manifest is None or step > manifest.step
-        kind = _kind(store, step, identity, model)
-        if kind == "damaged" and later:
+        kind = _kind(store, step, identity, model, is_given_up)
+        if kind in ("damaged", "given up") and later:
             set_aside(store, keys, step)
         elif kind == "foreign" or (kind == "own" and later):  # an import a moment ago
             set_foreign_aside(store, keys, step)
 
 
 def _kind(
-    store: Store, step: int, identity: RunIdentity, model: StateTable | None
-) -> Literal["own", "foreign", "damaged", "gone"]:
+    store: Store,
+    step: int,
+    identity: RunIdentity,
+    model: StateTable | None,
+    is_given_up: Callable[[Manifest], bool],
+) -> Literal["own", "given up", "foreign", "damaged", "gone"]:
     try:
-        check_own(load_manifest(store, Keys(), step), identity, model)
-        return "own"
+        manifest = load_manifest(store, Keys(), step)
+        check_own(manifest, identity, model)
+        return "given up" if is_given_up(manifest) else "own"
     except (CorruptError, IncompatibleError):
         pass
     except NotCommittedError:

@@ -472,7 +472,8 @@ class Membership:
             first=self.call == "start",
         )
         step, outcome = resolution.step, resolution.outcome
-        if step == 0 and outcome == "restore" and progress.unreadable is not None:
+        from_seed = step == 0 and outcome in ("start", "restore")
+        if from_seed and progress.unreadable is not None:
             self.stop(progress.unreadable)  # never silently from the seed
             return
         if self.call == "fault":

@@ -22,6 +22,7 @@ from checkpointing import (
     hold_room,
     open_memory,
     settle_snapshot,
+    sweep_given_up,
     sweep_snapshots,
 )
 from checkpointing.format.segment import first_bad_block, seed_of
@@ -76,6 +77,10 @@ class SnapshotHolder(HolderApi):
     def sweep(self, step: int, keep: Manifest | None) -> None:
         """See `sweep_snapshots`."""
         sweep_snapshots(open_memory(self._folder, self._node), step, keep)
+
+    def sweep_given_up(self, step: int, generation: int) -> None:
+        """See `sweep_given_up`."""
+        sweep_given_up(open_memory(self._folder, self._node), step, generation)
 
 
 class HeldSegments:

@@ -114,14 +114,13 @@ def write_and_tell(
     Returns:
         See `Uploader.write`.
     """
-    step = upload.attempt.step
     try:
         written = write_part(upload, paths, node, segment_bytes)
     except CopyGoneError as error:
-        log.warning("step %d is not saved: %s", step, error)
+        log.warning("step %d is not saved: %s", upload.attempt.step, error)
         return None  # the worker died, or has given up: nobody waits for this
     except Exception as error:
-        report_failure(coordinator, upload.place, step, f"{type(error).__name__}: {error}")
+        report_failure(coordinator, upload, f"{type(error).__name__}: {error}")
         return None
     hand_in(coordinator, upload, written.receipt, node)
     return written
@@ -174,11 +173,10 @@ def hand_in(
         coordinator.call(CoordinatorApi.snapshot_part, receipt, state, node, begun_at, writers)
 
 
-def report_failure(
-    coordinator: Remote[CoordinatorApi], place: Place, step: int, reason: str
-) -> None:
+def report_failure(coordinator: Remote[CoordinatorApi], upload: Upload, reason: str) -> None:
     """Tells the coordinator that a part of a save will not be there."""
-    if place == "store":
-        coordinator.call(CoordinatorApi.save_failed, step, reason)
+    step, generation = upload.attempt.step, upload.attempt.generation
+    if upload.place == "store":
+        coordinator.call(CoordinatorApi.save_failed, step, generation, reason)
     else:
         coordinator.call(CoordinatorApi.snapshot_skipped, step, reason)

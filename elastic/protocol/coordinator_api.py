@@ -106,8 +106,9 @@ class SaveCalls(Protocol):
     ) -> None:
         """A part of a checkpoint is written; the receipt of the last of `writers` commits it."""
 
-    async def save_failed(self, step: int, reason: str) -> None:
-        """A checkpoint could not be written. Unless it was the last one, the run goes on."""
+    async def save_failed(self, step: int, generation: int, reason: str) -> None:
+        """A checkpoint could not be written by the workers of a roster. Unless it was the last one,
+        the run goes on."""
 
     async def saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is committed."""

@@ -297,6 +297,14 @@ class CheckpointSkipped(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RetentionFailed(Event):
+    """Old checkpoints could not be deleted, and stay. Told once until they can be again."""
+
+    reason: str
+    """Why."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointFailed(Event):
     """A checkpoint could not be read by any worker that tried. Where its bytes are at fault it does
     not count any more."""

@@ -39,6 +39,7 @@ from elastic.protocol.events import (
     ReplicaForming,
     ReplicaHealed,
     ReplicasCompared,
+    RetentionFailed,
     RunEnded,
     RunStarted,
     SignsChanged,
@@ -168,6 +169,8 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return f"step {event.step} skipped: loss {event.loss}, gradient {event.grad_norm}"
         case CheckpointFailed():
             return f"checkpoint of {event.step} steps cannot be read: {event.reason}"
+        case RetentionFailed():
+            return f"old checkpoints cannot be deleted, and stay: {event.reason}"
         case SnapshotFailed():
             return f"snapshot of {event.step} steps cannot be read: {event.reason}"
         case VerdictReached() if event.step not in ("retry", "new_process"):

@@ -199,7 +199,7 @@ class Saver:
             written = self._upload(upload)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            report_failure(self._coordinator, upload.place, upload.attempt.step, reason)
+            report_failure(self._coordinator, upload, reason)
             return
         if written is not None and upload.place == "store":
             self._parts.add(upload.attempt, written.parts)

@@ -94,7 +94,9 @@ def import_dcp(
     wanted = step if step is not None else _own_step(source, metadata, contents)
     wanted_moments = [f"{moment}/{name}" for name in shapes for moment in moments]
     missing = [name for name in wanted_moments if name not in contents.moments]
-    done = _number(source, metadata, contents.optimizer_step) or wanted if contents.moments else 0
+    told = _number(source, metadata, contents.optimizer_step)
+    # Moments without a count are taken for one of each step; a count of 0 is one.
+    done = 0 if not contents.moments else wanted if told is None else told
     state = {
         "optimizer_steps": done,
         "imported": {"from": "dcp", "path": str(source)},

@@ -113,6 +113,18 @@ def test_sweep_takes_only_old_uncommitted_data(tmp_path: Path) -> None:
     assert store.get("notes/readme") == b"not ours"
 
 
+def test_a_pin_under_way_is_no_rubbish(tmp_path: Path) -> None:
+    """It is a file beside the record for a moment; with the record goes what a killed one left."""
+    store = LocalStore(tmp_path)
+    for step in (10, 20, 30):
+        write(store, step)
+    pinning = KEYS.claim(10) + ".0f.part"
+    store.put(pinning, [b"pinned"])
+    assert sweep_uncommitted(store, KEYS, 30) == []
+    delete_checkpoint(store, KEYS, 10)
+    assert sweep_uncommitted(store, KEYS, 30) == [pinning]
+
+
 def test_sweep_without_a_checkpoint_takes_nothing(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     write(store, 10, publish=False)

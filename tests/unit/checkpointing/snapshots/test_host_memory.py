@@ -21,6 +21,7 @@ from checkpointing import (
     memory_folder,
     open_memory,
     settle_snapshot,
+    sweep_given_up,
     sweep_snapshots,
     take_stock,
     write_slices,
@@ -139,6 +140,19 @@ def test_sweeping_spares_only_what_it_is_told_to(folder: Path) -> None:
     assert set(store.list("")) == {Keys().commit(2), *two.segments}
     sweep_snapshots(store, 2, None)
     assert store.list("") == []
+
+
+def test_what_the_run_went_back_for_makes_room(folder: Path) -> None:
+    store = open_memory(folder, NODE)
+    kept = [write(store, 4, generation=1), write(store, 6, generation=2)]
+    given_up = write(store, 8, generation=1)
+    for manifest in (*kept, given_up):
+        store.put(Keys().commit(manifest.step), [manifest.to_bytes()])
+    write(store, 6, generation=1)  # of a step that was done again already
+    write(store, 9, generation=1)  # parts of one that never became whole
+    sweep_given_up(store, 4, generation=2)
+    whole = [{Keys().commit(manifest.step), *manifest.segments} for manifest in kept]
+    assert set(store.list("")) == set.union(*whole)
 
 
 def test_stock_is_what_can_be_read(folder: Path) -> None:

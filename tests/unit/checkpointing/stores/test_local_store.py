@@ -122,6 +122,29 @@ def test_no_room_is_unavailable_and_leaves_nothing(store: LocalStore) -> None:
     assert store.list("") == []
 
 
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK])
+def test_a_file_system_without_hard_links_is_found_before_the_first_commit(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> None:  # none of this machine's file systems does
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.link", refuse)
+    with pytest.raises(StoreUnavailableError, match="no hard links, which a commit") as caught:
+        store.check_writable()
+    assert caught.value.errno == number
+    assert store.list("") == []
+
+
+def test_a_file_system_whose_links_replace_files_is_found(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.link", os.replace)
+    with pytest.raises(StoreError, match="two commits could both succeed"):
+        store.check_writable()
+    assert store.list("") == []
+
+
 def test_check_writable_leaves_nothing(store: LocalStore) -> None:
     store.check_writable()
     assert store.list("") == []

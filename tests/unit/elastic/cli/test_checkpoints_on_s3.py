@@ -17,6 +17,7 @@ from checkpointing.stores.s3 import pace
 from checkpointing.stores.s3.client import _CONNECT_TIMEOUT_S
 from elastic.cli import runs
 from elastic.cli.main import main
+from tests.support.fakes.s3_faults import FaultServer
 from tests.support.fakes.s3_server import BUCKET, faulty_s3_server
 from tests.support.tiny_checkpoint import (
     KEYS,
@@ -35,13 +36,18 @@ def tiny() -> Tiny:
 
 
 @pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultServer]:
     """A server whose buckets no host is named after."""
     with faulty_s3_server() as server, pytest.MonkeyPatch.context() as patch:
         named = server.url.replace("127.0.0.1", "localhost")
         patch.setenv("AWS_ENDPOINT_URL_S3", named)
         patch.setattr(pace, "SHARED", tmp_path_factory.mktemp("pace"))
-        yield server.url
+        yield server
+
+
+@pytest.fixture
+def endpoint(server: FaultServer) -> str:
+    return server.url
 
 
 @pytest.fixture
@@ -83,6 +89,22 @@ def test_looking(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = ask(capsys, "verify", url, "newest")
     assert (status, err) == (1, f"elastic: {key}: missing: no such object\n")
     assert "1 checks failed" in out
+
+
+def test_a_store_that_refuses_takes_no_note_back(
+    url: str, server: FaultServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Credentials expire while an hour's verification runs: that says nothing of the bytes."""
+    assert ask(capsys, "verify", url, STEP)[0] == 0
+    data = url.removeprefix(f"s3://{BUCKET}/") + "/d/"
+    refusal = server.inject(
+        "error", kind="get", prefix=data, times=None, status=400, code="ExpiredToken"
+    )
+    status, _, err = ask(capsys, "verify", url, STEP)
+    refusal.times = refusal.fired
+    assert status == 1 and "unreachable" in err and "have expired" in err
+    (row,) = json.loads(ask(capsys, "list", url, "--json")[1])["checkpoints"]
+    assert row["verified_at"] is not None
 
 
 def test_fates(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from elastic.coordinator.actor import Coordinator
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.retreat import Retreat
 from elastic.protocol import events
-from elastic.protocol.messages import Stop
+from elastic.protocol.messages import Build, Identity, Report, Stop
 from elastic.reporting.event_log import EventLog, read_events
 from tests.support.coordinator_desk import CoordinatorDesk
 
@@ -163,3 +163,29 @@ def test_checkpoints_that_cannot_be_set_aside_end_the_run(
     stop = asyncio.run(Coordinator(config).verdict())
     assert stop is not None and stop.error is not None
     assert stop.error.endswith("cannot be set aside: it is locked")
+
+
+def test_one_that_finds_no_checkpoint_lets_nobody_begin_from_the_seed(
+    config: CoordinatorConfig,
+) -> None:
+    """There was one, and its store is not mounted where Ray has started the coordinator anew."""
+    saved = events.CheckpointCommitted(time=3.0, step=4, generation=1, bytes=1, seconds=1.0)
+    write(config, config.started, saved)
+    coordinator = Coordinator(config)
+    coordinator._dispatcher.ready.set()
+
+    async def all_copies_are_lost() -> Stop | None:
+        membership = coordinator._membership
+        membership.formations.expect(1)
+        identity = Identity(worker="a", rank=0, node="A", pid=1)
+        membership.join(Report(identity=identity))
+        (build,) = membership.advance().answers.values()
+        assert isinstance(build, Build)
+        membership.join(Report(identity=identity, built=build.formed))
+        membership.advance()
+        return await coordinator.verdict()
+
+    stop = asyncio.run(all_copies_are_lost())
+    assert stop is not None and stop.error is not None
+    assert "had the state of step 4 saved" in stop.error
+    assert f"found no checkpoint that can be read in {config.paths.checkpoints}" in stop.error

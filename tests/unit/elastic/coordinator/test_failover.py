@@ -99,6 +99,7 @@ def replayed(draining: frozenset[str] = frozenset()) -> Replay:
         formations=1,
         recorded=RECORDED,
         committed=frozenset(),
+        saved=0,
         winding_down=False,
         until=None,
         fired=(),

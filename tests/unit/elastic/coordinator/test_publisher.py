@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ from checkpointing import (
     Keys,
     NotCommittedError,
     Receipt,
+    S3Config,
     SliceError,
+    StoreUnavailableError,
     TensorSlice,
     list_steps,
     open_store,
@@ -22,7 +26,11 @@ from checkpointing import (
     write_shared,
 )
 from elastic.coordinator.publisher import Publisher
+from elastic.coordinator.receipts import Receipts
+from elastic.protocol import events
 from elastic.protocol.run_paths import RunPaths
+from tests.support.coordinator_desk import CoordinatorDesk
+from tests.support.fakes.s3_server import BUCKET, faulty_s3_server
 
 WRITERS = 2
 
@@ -113,6 +121,79 @@ def test_saves_that_only_another_machine_sees_cost_no_checkpoint(tmp_path: Path)
     store = open_store(paths.checkpoints)
     assert list_steps(store, Keys()) == [4]
     assert verify_checkpoint(store, Keys(), 4, threads=1).findings == ()
+
+
+def test_that_old_ones_cannot_be_deleted_is_told_once_until_they_can(tmp_path: Path) -> None:
+    desk = CoordinatorDesk(tmp_path)
+    config = replace(desk.config, checkpoint=CheckpointConfig(keep_last=1))
+    receipts = Receipts(config, desk.membership, desk.dispatcher, desk.records)
+
+    async def save(step: int, *, stuck: bool) -> None:
+        parts = [part(desk.paths, rank, step) for rank in range(WRITERS)]
+        for one in parts:
+            await receipts.take(one, {}, 0.0, WRITERS)
+        if stuck:  # a segment that cannot be deleted: it is a directory
+            path = desk.paths.root / "checkpoints" / parts[0].segments[0].key
+            path.unlink()
+            path.mkdir()
+
+    async def play() -> None:
+        told = []
+        for step in (2, 4, 6, 8, 10):
+            await save(step, stuck=step in (2, 4, 8))
+            told.append(len(desk.happened(events.RetentionFailed)))
+        assert told == [0, 1, 1, 1, 2]
+
+    asyncio.run(play())
+    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
+    assert "000000000002-1-0" in desk.happened(events.RetentionFailed)[0].reason
+
+
+def test_a_late_failure_of_an_old_attempt_does_not_end_the_run(tmp_path: Path) -> None:
+    """Its node is cut off: the others have written the last checkpoint, or will."""
+    desk = CoordinatorDesk(tmp_path)
+    receipts = Receipts(desk.config, desk.membership, desk.dispatcher, desk.records)
+    desk.membership.progress.generation += 1  # a regroup after a fault: what was held stays
+    last, now = desk.membership.until, desk.membership.progress.generation
+
+    async def play() -> None:
+        await receipts.failed(last, now - 1, "no network")
+        assert desk.membership.stopped is None
+        for rank in range(WRITERS):
+            await receipts.take(part(desk.paths, rank, last, now), {}, 0.0, WRITERS)
+        await receipts.failed(last, now, "no network")
+        assert desk.membership.stopped is None and receipts.saved(last)
+        receipts.forget(last)
+        await receipts.failed(last, now, "no network")
+
+    asyncio.run(play())
+    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
+    assert desk.membership.stopped is not None
+    assert "the last checkpoint could not be written" in str(desk.membership.stopped.error)
+    assert len(desk.happened(events.CheckpointSkipped)) == 2
+
+
+def test_retention_goes_on_with_credentials_that_were_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with faulty_s3_server() as faults:
+        place = S3Config(url=f"s3://{BUCKET}/{tmp_path.name}", endpoint_url=faults.url)
+        paths = RunPaths(root=tmp_path, store=place)
+        publisher = Publisher(paths, CheckpointConfig(keep_last=1), versions={}, newest=0)
+
+        async def save(step: int) -> None:
+            for rank in range(WRITERS):
+                await publisher.take(part(paths, rank, step), {}, WRITERS)
+
+        asyncio.run(save(2))
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
+        expired = faults.inject("error", kind="list", status=400, code="ExpiredToken")
+        with pytest.raises(StoreUnavailableError, match="expired"):
+            asyncio.run(save(4))
+        asyncio.run(save(6))
+        assert expired.fired == 1 and publisher.undeleted is None
+        assert "Credential=renewed/" in faults.headers("list")[-1]["authorization"]
+        assert list_steps(open_store(place), Keys()) == [6]
 
 
 def test_one_writer_is_enough_where_there_is_one(tmp_path: Path) -> None:

@@ -146,3 +146,23 @@ def test_what_was_given_up_and_passed_over(tmp_path: Path) -> None:
     happened += [back(4, []), back(3, [7, 50]), regrouped(3.0, 3, 8, "repeat")]
     known = replay_of(write(tmp_path / "pending", happened, []), 0)
     assert (known.skips, known.going_back) == ((Skip(6, 50), Skip(7, 50)), 3)
+
+
+def test_what_was_saved(tmp_path: Path) -> None:
+    def saved(step: int) -> events.CheckpointCommitted:
+        return events.CheckpointCommitted(time=1.0, step=step, generation=1, bytes=1, seconds=1.0)
+
+    def back(step: int) -> events.WentBack:
+        return events.WentBack(time=1.0, step=step, before=9, reason="")
+
+    cases: list[tuple[int, list[events.Event], int]] = [
+        (0, [], 0),
+        (4, [], 4),
+        (4, [saved(6)], 6),
+        (0, [saved(6), back(2)], 2),
+        (0, [saved(6), back(0)], 0),
+        (0, [saved(6), back(0), saved(3)], 3),
+    ]
+    for number, (start, happened, expected) in enumerate(cases):
+        paths = write(tmp_path / str(number), [started(0.0, start), *happened], [])
+        assert replay_of(paths, start).saved == expected

@@ -3,18 +3,59 @@ started."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
-from checkpointing import Snapshot, load_manifest, open_store
+from checkpointing import Snapshot, clear_memory, load_manifest, open_memory, open_store
 from elastic.coordinator.snapshots import Snapshots
 from elastic.membership.progress import Progress
+from elastic.node.snapshot_holder import SnapshotHolder
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from tests.support.tiny_checkpoint import KEYS, write_state
 
 STEP = 6
+
+
+class InThisProcess:
+    """A node's holder, called without Ray."""
+
+    def __init__(self, folder: Path, node: str) -> None:
+        self._holder = SnapshotHolder(Remote(None), folder, node)
+
+    def send(self, method: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(method(self._holder, *args))
+        return done
+
+
+def test_a_run_that_goes_back_has_all_nodes_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.node.snapshot_holder.announce", lambda *_: None)
+    paths = RunPaths(root=tmp_path)
+    start: Any = partial(InThisProcess, paths.memory)
+    known = Snapshots(
+        paths, Progress(), start, lambda event: None, versions={}, found=None, timeout_s=1.0
+    )
+    try:
+        for node in ("a", "b"):
+            known.node_joined(node)
+            for step in (STEP, STEP + 4):
+                store = open_memory(paths.memory, node)
+                write_state(store, {"w": torch.ones(2)}, step=step, generation=1)
+        asyncio.run(known.sweep_given_up(STEP, generation=2))
+        for node in ("a", "b"):
+            store = open_memory(paths.memory, node)
+            assert {KEYS.step_of(key) for key in store.list("")} == {STEP}
+    finally:
+        clear_memory(paths.memory)
 
 
 def test_a_node_that_is_written_off_and_comes_back_has_its_snapshot(tmp_path: Path) -> None:

@@ -263,6 +263,20 @@ def test_what_the_run_went_back_for_is_not_gone_on_from(paths: RunPaths) -> None
     assert found(ROSTER) == 4, "it was made on the way from there"
 
 
+def test_what_the_run_went_back_for_goes_with_retention(paths: RunPaths) -> None:
+    """It is the run's own: kept as a foreign one it would stay for ever."""
+    identity = identify(paths)
+    save(paths, 2, identity.id)
+    save(paths, 4, identity.id, generation=3)
+    save(paths, 6, None)  # imported meanwhile
+    with EventLog(paths.events) as log:
+        log.append(WentBack(time=1, step=2, before=9, reason="they differ", skip=[]))
+    store = open_store(paths.checkpoints)
+    set_others_aside(paths, load_manifest(store, KEYS, 2), identity, None)
+    kept = [KEYS.commit(2), f"{KEYS.commit(4)}.unreadable", f"{KEYS.commit(6)}.foreign"]
+    assert store.list("m/") == kept
+
+
 def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(paths: RunPaths) -> None:
     """A store whose URL was changed looks like one that was never written to."""
     identity = identify(paths)

@@ -41,12 +41,12 @@ def exported(tiny: Tiny, tmp_path: Path) -> Path:
     return tmp_path / "dcp"
 
 
-def saved_by_torch(tiny: Tiny, directory: Path, *, flat: bool, wrap: bool) -> Path:
+def saved_by_torch(tiny: Tiny, directory: Path, *, flat: bool, wrap: bool, done: int = 3) -> Path:
     """What a user of DCP has: torchtitan's form, or that of PyTorch's tutorials."""
     optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-2)
     for name, param in tiny.model.named_parameters():
         moments = {key: tiny.moments[f"{key}/{name}"].clone() for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[param] = {"step": torch.tensor(3.0), **moments}
+        optimizer.state[param] = {"step": torch.tensor(float(done)), **moments}
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     optimized = get_optimizer_state_dict(tiny.model, optimizer, options=options)
     weights: dict[str, Any] = dict(tiny.model.state_dict())
@@ -103,6 +103,14 @@ def test_import_takes_equal_bits(tmp_path: Path, flat: bool, wrap: bool) -> None
     assert manifest.tensors.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(reader.read_full(name), tensor), name
+
+
+def test_an_optimizer_that_has_done_no_step_has_done_none(tmp_path: Path) -> None:
+    """Its moments are there, and 0: with another count they would be corrected for another bias."""
+    source = saved_by_torch(make_tiny(), tmp_path / "dcp", flat=True, wrap=False, done=0)
+    store = open_store(tmp_path / "run")
+    manifest, _ = import_dcp(store, KEYS, source, step=None, moments=MOMENTS)
+    assert (manifest.step, manifest.training_state["optimizer_steps"]) == (11, 0)
 
 
 def test_there_and_back_again(tmp_path: Path) -> None:
