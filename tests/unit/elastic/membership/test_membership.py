@@ -1536,6 +1536,49 @@ def test_no_replica_gets_the_number_of_one_that_stands_and_is_in_no_record() -> 
     assert [replica.formed for replica in group.join("b1").formed] == [6]
 
 
+# -- an answer that is lost on its way -------------------------------------------------------------
+
+
+def test_one_that_never_heard_what_to_build_is_told_anew() -> None:
+    """It waited in `join` for ever, and the run went on without its replica."""
+    group = Group(replicas=2, start=1)
+    group.start("a0")
+    assert [replica.workers for replica in group.join("b1").formed] == [("b1",)]
+    effects = group.join("b1", built=0)
+    assert isinstance(effects.answers["b1"], Build) and effects.answers["b1"].formed == 3
+    assert group.build("b1").called == "grow"
+
+
+def test_peers_of_one_that_never_heard_what_to_build_are_called_from_where_they_wait() -> None:
+    group = Group(replicas=2, each=2, start=2)
+    group.start("a0", "b1")
+    group.join("c2")
+    assert [replica.workers for replica in group.join("d3").formed] == [("c2", "d3")]
+    assert signals(group.join("c2", built=0)) == {"d3": "fault"}
+    assert [replica.workers for replica in group.join("d3", built=0).formed] == [("c2", "d3")]
+
+
+def test_one_that_never_heard_of_its_roster_lets_its_replica_go() -> None:
+    """Its peer waits for it in a collective of the replica, which no call reaches."""
+    group = Group(replicas=2, each=2)
+    group.start("a0", "b1", "c2", "d3")
+    effects = group.join("a0", generation=0)
+    assert effects.answers == {"a0": Leave()}
+    assert effects.signals["b1"].broken and not effects.signals["c2"].broken
+    assert effects.called == "fault"
+
+
+def test_one_that_never_heard_of_the_last_roster_is_not_taken_for_done() -> None:
+    group = Group(replicas=2)
+    group.start("a0", "b1")
+    group.membership.cross_lost(1, "a connection was reset")
+    for worker in ("a0", "b1"):  # and the last state is in no checkpoint
+        effects = group.join(worker, step=STEPS, finished=True)
+    assert run_of(effects, "a0").generation == 2
+    effects = group.join("a0", step=STEPS, finished=True, generation=1)
+    assert signals(effects) == {"b1": "fault"}, "it waits where groups are made"
+
+
 # -- every order of events -------------------------------------------------------------------------
 
 BATCHES, BATCH = 25, 200
@@ -1585,6 +1628,7 @@ TWO_BY_TWO = Plan(
     damages=0,
     drains=0,
     crashes=0,
+    mishearings=0,
     silent=False,
     by_priority=False,
 )
