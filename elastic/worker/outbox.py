@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 _SEND_INTERVAL_S = 0.5
 """A call takes the coordinator the better part of a millisecond, whatever is in it."""
-_RECORDS_KEPT = 10_000
 
 
 class Outbox:
@@ -38,7 +37,7 @@ class Outbox:
         self, coordinator: Remote[CoordinatorApi], save_wanted: Callable[[], None]
     ) -> None:
         self._coordinator, self._save_wanted = coordinator, save_wanted
-        self._steps: deque[StepRecord] = deque(maxlen=_RECORDS_KEPT)
+        self._steps: deque[StepRecord] = deque()  # the coordinator may be away for two minutes
         self._events: deque[Event] = deque()
         self._lead, self._recorded = False, 0
         self._sending = threading.Lock()
