@@ -419,6 +419,7 @@ class Membership:
                     self.heals,
                     least,
                     most,
+                    follower_goes=not self.places.retired.isdisjoint(self.roster.followers),
                     mendable=self.formations.mendable,
                     uneven=self.roster.uneven,
                 )

@@ -603,6 +603,23 @@ def test_the_end_of_a_follower_interrupts_the_step_of_the_others() -> None:
     assert group.membership.replica_broken("e4")
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["its machine goes", "it is to end"])
+def test_a_follower_that_will_go_is_let_go_after_a_step(ends: bool) -> None:
+    """Its machine's end broke the step of the others; told to end, it was killed."""
+    group, _ = with_a_follower()
+    group.membership.drain("d3", dismiss=ends)
+    effects = group.advance()
+    assert effects.called == "drain"
+    assert signals(effects) == dict.fromkeys(("a0", "b1", "d3"), "boundary")
+    effects = group.join("d3", step=5, last=commit(4, boundary=True), rank=1, built=0)
+    assert effects.answers == ({"d3": Stop(error=None)} if ends else {})
+    group.join("a0", step=5, last=commit(4, boundary=True), rank=0)
+    effects = group.join("b1", step=5, last=commit(4, boundary=True), rank=1)
+    assert layout(effects) == {0: ("a0", "b1")}
+    assert run_of(effects, "b1").followers == (0, 0)
+    assert group.lose("d3").called is None, "nothing is repeated"
+
+
 def test_a_follower_goes_on_where_the_one_that_was_to_complete_its_replica_dies() -> None:
     group, _ = with_a_follower("e4")
     effects = group.lose("e4")
