@@ -63,7 +63,7 @@ class Workers:
         self._ended: set[tuple[str, int]] = set()
         """Node and process of workers whose end Ray has seen."""
         self._losses: list[Loss] = []
-        self._checking_leases = self._save_wanted = False
+        self._checking_leases = self._save_asked = False
 
     # -- arrivals ----------------------------------------------------------------------------------
 
@@ -105,18 +105,18 @@ class Workers:
         await self._dispatcher.advance()
 
     def take_save_wish(self) -> bool:
-        """Whether a checkpoint is wanted since this was asked last: the machines that will go hold
-        all there is of the state."""
-        wanted, self._save_wanted = self._save_wanted, False
-        return wanted
+        """Whether a checkpoint is wanted: the machines that will go hold all there is of the state.
+        Said once, however that came about, by a notice or by the loss of those that would stay;
+        and again after a loss, which may have taken the parts of that checkpoint along."""
+        go, asked = self._membership.last_copies_go, self._save_asked
+        self._save_asked = go
+        return go and not asked
 
     def retire(self, workers: Iterable[str], *, dismiss: bool) -> None:
-        """`workers` get no slot any more. See `Membership.drain`. Where they hold all there is of
-        the state, a checkpoint is wanted."""
+        """`workers` get no slot any more. See `Membership.drain`."""
         for worker in workers:
             self._draining.add(worker)
             self._membership.drain(worker, dismiss=dismiss)
-        self._save_wanted |= self._membership.last_copies_go
 
     async def drain_node(self, node: str, left_s: float | None, reason: str) -> None:
         """A machine will go: those that work on it leave, those that start on it get no slot."""
@@ -174,6 +174,7 @@ class Workers:
         if identity is None or membership.stopped is not None:
             return
         self._dispatcher.turn_away(worker)
+        self._save_asked &= slot is None
         now = time.time()
         self._records.note(
             events.WorkerLost(
