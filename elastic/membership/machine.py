@@ -520,6 +520,7 @@ class Membership:
             roster=self.roster,
             step=step,
             outcome=outcome,
+            saved=resolution.commit is not None and resolution.commit.saving.wanted,
             lost_steps=lost,
             renumbered=find_renumbered(present, self.roster.replicas),
         )

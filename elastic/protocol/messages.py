@@ -398,7 +398,7 @@ class Recorded:
     steps: int
     """Steps that are in the run's records now."""
     save_wanted: bool
-    """The lead is to have a checkpoint written."""
+    """The lead is to have a checkpoint written, unless it does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ class CoordinatorLink:
         """Each sends what this worker has told of its part in the roster: once more to another
         coordinator."""
         self._save_schedule = SaveSchedule(job.checkpoint)
-        self.outbox = Outbox(job.coordinator, self._save_schedule.ask)
+        self.outbox = Outbox(job.coordinator, lambda wanted: self.saves.ask(wanted))
         self.saves = Saver(job, identity, self.outbox, self._save_schedule, self.leave_now)
         self.injection = Injection(job, identity.worker)
         self._paces = PaceWindow()

@@ -30,11 +30,12 @@ class Outbox:
 
     Args:
         coordinator: the run's coordinator actor.
-        save_wanted: called where the coordinator answers the lead that it wants a checkpoint.
+        save_wanted: called with what the coordinator answers the lead: whether it wants a
+            checkpoint.
     """
 
     def __init__(
-        self, coordinator: Remote[CoordinatorApi], save_wanted: Callable[[], None]
+        self, coordinator: Remote[CoordinatorApi], save_wanted: Callable[[bool], None]
     ) -> None:
         self._coordinator, self._save_wanted = coordinator, save_wanted
         self._steps: deque[StepRecord] = deque()  # the coordinator may be away for two minutes
@@ -91,8 +92,8 @@ class Outbox:
                 return
             answer = self._coordinator.call(CoordinatorApi.record, steps, happened)
             self._recorded = answer.steps
-            if answer.save_wanted:
-                self._save_wanted()
+            if steps:
+                self._save_wanted(answer.save_wanted)
             for queue, sent in ((self._steps, steps), (self._events, happened)):
                 for _ in sent:
                     queue.popleft()

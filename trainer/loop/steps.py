@@ -434,3 +434,8 @@ class TrainLoop:
         get theirs at the same step."""
         if self.part == "whole":
             self.due.save_and_evaluate()
+
+    def evaluate(self) -> None:
+        """What of that is due, without a save."""
+        if self.part == "whole":
+            self.due.evaluate_if_due()

@@ -44,7 +44,7 @@ def run(*, position: int, recorded: int = 0, restore: bool = False) -> Run:
 def pair() -> Iterator[tuple[Records, Outbox, Outbox]]:
     """The lead's outbox and another one's. Neither sends by itself."""
     records: Any = Records()
-    lead, other = Outbox(records, lambda: None), Outbox(records, lambda: None)
+    lead, other = Outbox(records, lambda wanted: None), Outbox(records, lambda wanted: None)
     for outbox in (lead, other):
         outbox.close()
     lead.settle(run(position=0))
@@ -107,7 +107,7 @@ def test_no_step_is_lost_while_the_coordinator_is_away() -> None:
             return super().call(method, steps, happened)
 
     records: Any = Away()
-    outbox = Outbox(records, lambda: None)
+    outbox = Outbox(records, lambda wanted: None)
     outbox.close()
     outbox.settle(run(position=0))
     outbox.step(step(0))
