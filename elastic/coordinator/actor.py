@@ -333,6 +333,11 @@ class Coordinator(CoordinatorApi):
             given_up = regrouped.step, regrouped.roster.generation
             self._snapshots.went_back(*given_up)
             self._dispatcher.spawn(self._snapshots.sweep_given_up(*given_up))
+            self._workers.save_cut_off(None)
+        if regrouped is not None and regrouped.outcome == "finish_step":
+            every = self.config.checkpoint.fixed_steps
+            if regrouped.saved or (every and regrouped.step % every == 0):
+                self._workers.save_cut_off(regrouped.step)
         if regrouped is not None:
             self._watch_steps()
             self._dispatcher.spawn(self._sweep(regrouped.roster.generation - 1))
@@ -426,7 +431,7 @@ class Coordinator(CoordinatorApi):
             await self._dispatcher.advance()
         return Recorded(
             steps=self._membership.progress.recorded,
-            save_wanted=bool(steps) and self._workers.take_save_wish(),
+            save_wanted=self._workers.save_wanted(),
         )
 
     def _take_steps(self, steps: Sequence[events.StepRecord]) -> None:

@@ -83,6 +83,8 @@ class Corruption:
     ) -> None:
         self.sound = start_step
         """Checkpoints up to this step are known to hold what they should."""
+        self._since = 0
+        """Generation in which the run went back last: older ones compared what was given up."""
         self._compares, self._remembers = compares, compares and repeats
         self._receipts = receipts
         self._keep_sound()
@@ -110,7 +112,7 @@ class Corruption:
     def _hear(self, event: events.Event) -> None:
         self._follow(event)
         self._keep_sound()
-        if isinstance(event, events.ReplicasCompared) and event.equal:
+        if isinstance(event, events.ReplicasCompared) and self._confirms(event):
             self._confirm(event.step)
         elif isinstance(event, events.RegroupDone):
             self._holders = {
@@ -120,10 +122,15 @@ class Corruption:
             }
 
     def _follow(self, event: events.Event) -> None:
-        if isinstance(event, events.ReplicasCompared) and event.equal:
+        if isinstance(event, events.ReplicasCompared) and self._confirms(event):
             self.sound = max(self.sound, event.step - 1)
         elif isinstance(event, events.RegroupDone) and event.outcome == "restore":
             self.sound = min(self.sound, event.step)  # what is saved from here on nobody has seen
+            self._since = event.generation
+
+    def _confirms(self, event: events.ReplicasCompared) -> bool:
+        """It may come late, when the steps before it were given up."""
+        return event.equal and event.generation >= self._since
 
     def _keep_sound(self) -> None:
         if self._compares:

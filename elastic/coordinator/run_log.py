@@ -195,7 +195,11 @@ class RunLog:
         )
         if equal is not None and equal != self._equal:
             self._equal, step = equal, membership.until
-            self.note(events.ReplicasCompared(time=time.time(), step=step, equal=equal))
+            self.note(
+                events.ReplicasCompared(
+                    time=time.time(), step=step, equal=equal, generation=generation
+                )
+            )
         return equal is not False
 
     def end(self, outcome: events.RunOutcome, error: str | None) -> None:

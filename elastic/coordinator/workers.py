@@ -63,7 +63,12 @@ class Workers:
         self._ended: set[tuple[str, int]] = set()
         """Node and process of workers whose end Ray has seen."""
         self._losses: list[Loss] = []
-        self._checking_leases = self._save_asked = False
+        self._checking_leases = False
+        self._last_copies: int | None = None
+        """Steps of the run when all that is left of the state came to be on machines that will go;
+        None: it is not."""
+        self._cut_off: int | None = None
+        """Step of a checkpoint that a regroup has cut off; see `save_cut_off`."""
 
     # -- arrivals ----------------------------------------------------------------------------------
 
@@ -104,13 +109,25 @@ class Workers:
         self.retire(known, dismiss=node is None)
         await self._dispatcher.advance()
 
-    def take_save_wish(self) -> bool:
-        """Whether a checkpoint is wanted: the machines that will go hold all there is of the state.
-        Said once, however that came about, by a notice or by the loss of those that would stay;
-        and again after a loss, which may have taken the parts of that checkpoint along."""
-        go, asked = self._membership.last_copies_go, self._save_asked
-        self._save_asked = go
-        return go and not asked
+    def save_wanted(self) -> bool:
+        """Whether a checkpoint is wanted: the machines that will go hold all there is of the state,
+        however that came about, or a regroup has cut one off. It is until one is committed of that
+        step or a later one, whatever becomes of those that are begun."""
+        progress = self._membership.progress
+        if not self._membership.last_copies_go:
+            self._last_copies = None
+        elif self._last_copies is None:
+            self._last_copies = progress.reached
+        wanted = (self._last_copies, self._cut_off)
+        return any(step is not None and progress.restore_step < step for step in wanted)
+
+    def save_cut_off(self, step: int | None) -> None:
+        """A regroup came between those who saw the commit before `step`, and began to save it, and
+        the others: what they have begun will lack parts. None: the run went back, and nothing of
+        before is wanted any more."""
+        self._cut_off = step
+        if step is None:
+            self._last_copies = None
 
     def retire(self, workers: Iterable[str], *, dismiss: bool) -> None:
         """`workers` get no slot any more. See `Membership.drain`."""
@@ -174,7 +191,6 @@ class Workers:
         if identity is None or membership.stopped is not None:
             return
         self._dispatcher.turn_away(worker)
-        self._save_asked &= slot is None
         now = time.time()
         self._records.note(
             events.WorkerLost(

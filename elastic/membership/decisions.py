@@ -48,6 +48,8 @@ class Regrouped:
     """Where everybody goes on."""
     outcome: Outcome
     """What became of the interrupted step."""
+    saved: bool
+    """Whether the last commit had the state there saved, as was asked for."""
     lost_steps: int
     """Committed steps that must be done again."""
     renumbered: dict[int, int]

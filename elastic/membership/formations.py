@@ -65,8 +65,9 @@ class Formations:
         """A worker is gone, and the replica that it had a place in with it. At the start, others no
         longer wait for it: its replacement may take long to come."""
         self._await_no_longer(worker)
-        self._give_up(self._places.lose(worker))
-        if self._room < 0 and self._places.remnants:  # its successor is there already
+        broken = self._places.lose(worker)
+        self._give_up(broken)
+        if broken is not None and self._room < 0 and self._places.remnants:  # there is a successor
             *others, _ = self._places.remnants.values()
             self.keep_remnants({w for remnant in others for w in remnant.workers.values()})
         self._reassembled = False
@@ -75,6 +76,23 @@ class Formations:
         """A worker is to get no place any more. At the start, others no longer wait for it."""
         self._await_no_longer(worker)
         self._give_up(self._places.retire(worker))
+
+    def comes(self, worker: str, built: int) -> None:
+        """A worker joins, and has `built` its part of that formation. One that was told to build
+        another, and has not, never got that answer: the formation is given up, for its peers there
+        wait for this one."""
+        places = self._places
+        replica = places.of(worker)
+        if replica is None or replica.formed == built or worker in places.survivors:
+            return  # survivors build beside the steps, and may join before they are done
+        if places.builds(replica.formed):
+            self.tear(worker)
+
+    def tear(self, worker: str) -> None:
+        """The replica of a worker is given up: it never got the answer that the others have."""
+        replica = self._places.of(worker)
+        self._places.take_apart([worker])
+        self._give_up(replica)
 
     def _await_no_longer(self, worker: str) -> None:
         if worker not in self._places.retired:

@@ -85,6 +85,8 @@ class Membership:
         self._lost: set[str] = set()
         self._torn: set[str] = set()
         """See `Resumption`."""
+        self._told = 0
+        """Generation of the newest roster that was told from here: not before a restart."""
         self._dismissed: set[str] = set()
         """Are to end once they have no slot."""
         self._refused: dict[str, Stop | Leave] = {}
@@ -103,6 +105,11 @@ class Membership:
         """A worker is here and waits."""
         worker = report.identity.worker
         self.calls.followed(worker)
+        if self._missed(report):
+            self._broke_off = True
+            if report.built and self.places.stands(worker) and self.config.workers_per_replica > 1:
+                self.formations.tear(worker)
+                self._torn.add(worker)
         refusal = self._refuse(report)
         if refusal is not None:
             self._refused[worker] = refusal
@@ -111,10 +118,20 @@ class Membership:
         self.waiting[worker] = report
         self.members[worker] = report.identity
         self.progress.saw(report.step)
+        self.formations.comes(worker, report.built)
         self.places.arrive(worker, report.built)
         if self.places.stands(worker) or worker in self.roster.followers:
             at_work = not report.finished and (report.in_step or self.call is None)
             self._broke_off |= at_work or (report.step is None and not self.heals.lacks(worker))
+
+    def _missed(self, report: Report) -> bool:
+        """Whether a worker that joins never got its part in the roster, which it was answered with:
+        the others wait for it in there, those of its replica in collectives that only its leaving
+        the replica ends."""
+        worker, generation = report.identity.worker, self.roster.generation
+        told = self._told == generation and worker not in self.waiting
+        part = self.places.stands(worker) or worker in self.roster.followers
+        return told and part and report.generation < generation
 
     def _refuse(self, report: Report) -> Stop | Leave | None:
         """What a worker is told that cannot wait here: one that was written off but lives, or whose
@@ -402,6 +419,7 @@ class Membership:
                     self.heals,
                     least,
                     most,
+                    follower_goes=not self.places.retired.isdisjoint(self.roster.followers),
                     mendable=self.formations.mendable,
                     uneven=self.roster.uneven,
                 )
@@ -503,6 +521,7 @@ class Membership:
             roster=self.roster,
             step=step,
             outcome=outcome,
+            saved=resolution.commit is not None and resolution.commit.saving.wanted,
             lost_steps=lost,
             renumbered=find_renumbered(present, self.roster.replicas),
         )
@@ -540,6 +559,7 @@ class Membership:
         for worker in (*self.roster.workers, *self.roster.followers):
             del self.waiting[worker]
         self.places.seat(self.roster.replicas)
+        self._told = self.roster.generation
         self.call, self._broke_off = None, False
         self._cross_failure = self.links_tested = None
 

@@ -33,6 +33,7 @@ def decide_planned(
     min_replicas: int,
     max_replicas: int,
     *,
+    follower_goes: bool,
     mendable: bool,
     uneven: bool,
 ) -> RegroupReason | None:
@@ -43,6 +44,7 @@ def decide_planned(
         heals: who lacks state.
         min_replicas: fewest to train with.
         max_replicas: most.
+        follower_goes: whether one that follows is on a machine that will go, or is to end.
         mendable: whether what is left of a replica can be made whole.
         uneven: whether a replica has two lanes more than another: one of them got its state while a
             fault was met, in which all lanes were kept where they were.
@@ -50,6 +52,8 @@ def decide_planned(
     leaving = plan_departures(places, heals, min_replicas, max_replicas)
     if leaving:
         return "move" if leaving[0] in places.straddling else "drain"
+    if follower_goes:
+        return "drain"
     if heals.again:
         return "heal"
     if heals.behind:

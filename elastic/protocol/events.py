@@ -587,6 +587,8 @@ class ReplicasCompared(Event):
     """Steps done before the comparison."""
     equal: bool
     """Whether they were bitwise equal: those of all shard and tensor ranks."""
+    generation: int = 0
+    """Generation of their roster."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -373,8 +373,9 @@ def shows_recent(run: Run | None, built: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Leave:
-    """Let go of your replica, keep the state, and join again: a coordinator that is lost had told
-    the others of it to train, and they wait for you in a collective that only this ends."""
+    """Let go of your replica, keep the state, and join again: the others of it were told to train,
+    as you were, but you did not get that answer, and they wait for you in a collective that only
+    this ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,7 +398,7 @@ class Recorded:
     steps: int
     """Steps that are in the run's records now."""
     save_wanted: bool
-    """The lead is to have a checkpoint written."""
+    """The lead is to have a checkpoint written, unless it does."""
 
 
 @dataclass(frozen=True, kw_only=True)

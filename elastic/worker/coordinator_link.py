@@ -7,6 +7,7 @@ reads. What is reported goes through the outbox, the state through saves.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -33,7 +34,7 @@ from elastic.protocol.messages import (
     Standing,
     shows_recent,
 )
-from elastic.protocol.rpc import until_answered
+from elastic.protocol.rpc import RETRY_S, until_answered
 from elastic.worker.disputes import Disputes
 from elastic.worker.fault_injection import Injection
 from elastic.worker.outbox import Outbox
@@ -48,6 +49,8 @@ from trainer.loop.phases import PHASES, Phase
 from trainer.loop.profiling import Profile
 from trainer.recovery.heal import Newcomer
 from trainer.replication.step_commit import Commit, Place, Saving
+
+log = logging.getLogger(__name__)
 
 _PHASE_NUMBERS: dict[str, int] = {phase: number for number, phase in enumerate(PHASES)}
 ORPHAN_EXIT_CODE = 72
@@ -74,7 +77,7 @@ class CoordinatorLink:
         """Each sends what this worker has told of its part in the roster: once more to another
         coordinator."""
         self._save_schedule = SaveSchedule(job.checkpoint)
-        self.outbox = Outbox(job.coordinator, self._save_schedule.ask)
+        self.outbox = Outbox(job.coordinator, lambda wanted: self.saves.ask(wanted))
         self.saves = Saver(job, identity, self.outbox, self._save_schedule, self.leave_now)
         self.injection = Injection(job, identity.worker)
         self._paces = PaceWindow()
@@ -317,8 +320,10 @@ class CoordinatorLink:
                 if not self._closed.is_set():  # ended by hand: nobody ends this process, either
                     os._exit(ORPHAN_EXIT_CODE)
                 return
-            except ray.exceptions.RayError:
-                return
+            except ray.exceptions.RayError as error:
+                log.warning("calls are asked for again: %s", error)
+                self._closed.wait(RETRY_S)
+                continue
             if call is None:
                 return
             seen = call.serial

@@ -53,7 +53,9 @@ class Disputes:
         tells = run.lead and confirmed
         if tells if found.equal else run.position == min(found.outliers, default=0):
             self._outbox.event(
-                events.ReplicasCompared(time=time.time(), step=step, equal=found.equal)
+                events.ReplicasCompared(
+                    time=time.time(), step=step, equal=found.equal, generation=run.generation
+                )
             )
         at, before, position = self._states
         if found.equal and at == step and was_wrong(before, position, checksums[run.position]):

@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 
 _SEND_INTERVAL_S = 0.5
 """A call takes the coordinator the better part of a millisecond, whatever is in it."""
-_RECORDS_KEPT = 10_000
 
 
 class Outbox:
@@ -31,14 +30,15 @@ class Outbox:
 
     Args:
         coordinator: the run's coordinator actor.
-        save_wanted: called where the coordinator answers the lead that it wants a checkpoint.
+        save_wanted: called with what the coordinator answers the lead: whether it wants a
+            checkpoint.
     """
 
     def __init__(
-        self, coordinator: Remote[CoordinatorApi], save_wanted: Callable[[], None]
+        self, coordinator: Remote[CoordinatorApi], save_wanted: Callable[[bool], None]
     ) -> None:
         self._coordinator, self._save_wanted = coordinator, save_wanted
-        self._steps: deque[StepRecord] = deque(maxlen=_RECORDS_KEPT)
+        self._steps: deque[StepRecord] = deque()  # the coordinator may be away for two minutes
         self._events: deque[Event] = deque()
         self._lead, self._recorded = False, 0
         self._sending = threading.Lock()
@@ -92,8 +92,8 @@ class Outbox:
                 return
             answer = self._coordinator.call(CoordinatorApi.record, steps, happened)
             self._recorded = answer.steps
-            if answer.save_wanted:
-                self._save_wanted()
+            if steps:
+                self._save_wanted(answer.save_wanted)
             for queue, sent in ((self._steps, steps), (self._events, happened)):
                 for _ in sent:
                     queue.popleft()

@@ -50,9 +50,9 @@ class SaveSchedule:
         """Whether a checkpoint is asked for, after the step that is being committed."""
         return self._asked or (self._auto and self._now_s() >= self._next_s)
 
-    def ask(self) -> None:
-        """A checkpoint is wanted now: the machines with the last copies will go."""
-        self._asked = True
+    def ask(self, wanted: bool) -> None:
+        """Whether the coordinator wants a checkpoint now."""
+        self._asked = wanted
 
     def failed(self) -> None:
         """Somebody was lost."""

@@ -80,6 +80,10 @@ class Saver:
         busy = frozenset(place for place in self._writing if self._is_busy(place))
         return Saving(wanted=lead and self._clock.wanted(), busy=busy)
 
+    def ask(self, wanted: bool) -> None:
+        """Whether a checkpoint is wanted. What is being written may be it."""
+        self._clock.ask(wanted and not self._is_busy("store"))
+
     def save(
         self,
         run: Run,

@@ -426,9 +426,10 @@ class Worker:
             return
         loop = self.make_loop(run, cross, progress, None)
         loop.finish_step(run.commit)
-        # At the end, `run` sees to it; of survivors put together only some are here.
+        # At the end, `run` sees to it; of survivors put together only some are here. What is to be
+        # saved there the others have begun to in a roster that is gone: it is asked for again.
         if progress.step < run.until and not self.mixed:
-            loop.save_and_evaluate()
+            loop.evaluate()
 
     def begin_heal(self, run: Run, engine: Engine) -> Source | Newcomer | None:
         """Starts to send this worker's state to newcomers, or to receive it as one."""

@@ -63,6 +63,8 @@ class Plan:
     """Times that a machine, of one worker or two, will go, or that a worker is to end."""
     crashes: int
     """Times that the coordinator is lost, and started anew."""
+    mishearings: int
+    """Answers to joins that are lost on their way, while the coordinator lives."""
     silent: bool
     """As on NCCL, a death does not wake those who wait for the dead: a signal has to."""
     by_priority: bool
@@ -96,6 +98,7 @@ class Plan:
             flakes=rng.choice([0, 0, 2, 4]),
             drains=rng.choice([0, 0, 1, 3]),
             crashes=rng.choice([0, 0, 0, 1, 2]),
+            mishearings=random.Random(f"what {seed} does not hear").choice([0, 0, 1, 3]),
             silent=rng.random() < 0.5,
             by_priority=rng.random() < 0.5,
             damages=rng.choice([0, 1, 3]),
@@ -196,6 +199,10 @@ class World:
         """Ranks that Ray will start a worker for."""
         self.kills, self.write_offs, self.flakes = plan.kills, plan.write_offs, plan.flakes
         self.drains, self.crashes = plan.drains, plan.crashes
+        self.mishearings, self._mishearing = (
+            plan.mishearings,
+            random.Random(f"{plan.seed} mishears"),
+        )
         self.unsure: list[SimWorker] = []
         """Workers that the coordinator has answered; it may be lost before they hear it."""
         self.incarnation = 0
@@ -359,6 +366,8 @@ class World:
         if self.crashes and self.rng.random() < 0.02 and self.membership.stopped is None:
             self.crashes -= 1
             self._crash()
+        if self.mishearings and self._mishearing.random() < 0.02:
+            self._lose_an_answer()
         if self.drains and self.rng.random() < 0.02 and self.membership.stopped is None:
             self.drains -= 1
             self._drain()
@@ -451,6 +460,17 @@ class World:
                 worker.answer = None
         self.unsure.clear()
 
+    def _lose_an_answer(self) -> None:
+        """A connection breaks, and its worker makes the call again: `Remote.call`."""
+        waiting = [w for w in self.unsure if w.waits_for_answer and w.answer is not None]
+        alive = [w for w in waiting if w.name not in self.dead]
+        if alive:
+            self.mishearings -= 1
+            worker = self._mishearing.choice(alive)
+            self.trace.append(f"{worker.name} does not get {worker.answer}, and asks again")
+            worker.answer = None
+            self.send_join(worker)
+
     def _drain(self) -> None:
         """A worker is to end; or a machine is to go, and another one may be there by then."""
         members = self.membership.members
@@ -540,7 +560,14 @@ class World:
         """A call to join arrives; its worker may be dead by now."""
         report, recent = self.joins.pop(name)
         self.record(recent)
+        before = self.membership.places
+        placed = [*before.standing.values(), *before.forming.values()]
         self.membership.join(report)
+        left = self.membership.formations.present
+        for replica in placed:
+            if replica.formed not in left:
+                self.channels["replica", replica.formed].given_up = True
+                self.taken_apart.update(replica.workers)
         self._advance(report)
         return True
 

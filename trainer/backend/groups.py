@@ -417,6 +417,16 @@ def check_replica_group() -> None:
         raise GroupError("the replica's group was aborted, as a peer is gone")
 
 
+def let_go_of_ended() -> None:
+    """Frees what was left mid-collective and has ended since: its buffers may be as large as the
+    gradient."""
+    if not _abandoned:
+        return
+    with _abandoning:
+        done = [e for e in _abandoned if all(work.is_completed() for work, _ in e[1])]
+        _abandoned[:] = [entry for entry in _abandoned if entry not in done]
+
+
 def abandon(group: Any, in_flight: list[Any]) -> bool:
     """Gives up a raw group without waiting for the works and buffers still `in_flight` in it.
 
@@ -429,9 +439,8 @@ def abandon(group: Any, in_flight: list[Any]) -> bool:
         _cross_groups.remove(group)
         aborts.forget(group)
         return True
+    let_go_of_ended()
     with _abandoning:
-        done = [e for e in _abandoned if all(work.is_completed() for work, _ in e[1])]
-        _abandoned[:] = [entry for entry in _abandoned if entry not in done]
         if in_flight:
             _abandoned.append((group, in_flight))
     return all(work.is_completed() for work, _ in in_flight)

@@ -116,13 +116,18 @@ class BetweenSteps:
     def save_and_evaluate(self) -> None:
         """What is due, and at the end both; where the run ends early it is only saved. All replicas
         with state save together, each its part; every replica evaluates for itself."""
-        step, last = self.progress.step, self.progress.step == self.train.steps
+        step = self.progress.step
         places, skipped = plan_saves(self.progress, self.config)
         if skipped:
             self.link.save_skipped(step, skipped)
         if places:
             self.save(places)
-        if last or (self.train.eval_every and step % self.train.eval_every == 0):
+        self.evaluate_if_due()
+
+    def evaluate_if_due(self) -> None:
+        """From time to time, and at the end of the run unless that comes early."""
+        step, every = self.progress.step, self.train.eval_every
+        if step == self.train.steps or (every and step % every == 0):
             self.evaluate()
 
     def save(self, places: Sequence[Place]) -> None:

@@ -23,6 +23,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from trainer.backend.groups import let_go_of_ended
 from trainer.config import TrainConfig
 from trainer.data import SampleSource
 from trainer.engine.engine import Engine
@@ -171,6 +172,7 @@ class TrainLoop:
         step = self.progress.step
         self.progress.in_step = True
         self.clock.begin()
+        let_go_of_ended()
         if self.newcomer is not None:
             self.follow(self.newcomer)
         witness = self.lanes_to_witness(step) if self.sums.is_new(step) else []
@@ -432,3 +434,8 @@ class TrainLoop:
         get theirs at the same step."""
         if self.part == "whole":
             self.due.save_and_evaluate()
+
+    def evaluate(self) -> None:
+        """What of that is due, without a save."""
+        if self.part == "whole":
+            self.due.evaluate_if_due()

@@ -1,11 +1,11 @@
-"""Whether a user's loss is a sum and a count, and can be computed with the bits that the run
-promises: tried on the driver, before anything starts."""
+"""Whether a user's loss is a sum and a count, leaves the model as it was, and can be computed with
+the bits that the run promises: tried on the driver, before anything starts."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import numpy as np
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from trainer.backend.determinism import Determinism
@@ -36,11 +37,12 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
         determinism: of the run.
 
     Raises:
-        ConfigError: it returns something else than the sum of the losses and their number, or it
-            raises in `strict`, and not without.
+        ConfigError: it returns something else than the sum of the losses and their number, it
+            changes a buffer of the model, or it raises in `strict`, and not without.
     """
     import torch
 
+    before = {name: buffer.clone() for name, buffer in _state_in_buffers(model).items()}
     answers: list[Any] = []
     errors: list[Exception] = []
 
@@ -75,6 +77,33 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
             fact,
             "Return the sum of the losses, a scalar tensor with gradient, and how many they are",
         )
+    if answers and (changed := _changed(before, _state_in_buffers(model))):
+        raise ConfigError(
+            "train.task.build_model",
+            changed[0],
+            "the loss changes this buffer; what is kept in buffers is neither healed nor saved, "
+            "and each replica has its own",
+            "Keep no state between steps but parameters. A cache is registered with "
+            "persistent=False",
+        )
+
+
+def _state_in_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a model that it would save."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def _changed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
+    import torch
+
+    return [
+        name
+        for name, buffer in after.items()
+        if name not in before
+        or buffer.shape != before[name].shape
+        or not torch.allclose(buffer, before[name], rtol=0.0, atol=0.0, equal_nan=True)
+    ]
 
 
 @contextmanager

@@ -240,5 +240,5 @@ def test_a_last_copy_that_goes_is_saved_although_the_wish_was_another_process_s(
 ) -> None:
     desk = Desk(tmp_path)
     asyncio.run(go_on_where_the_last_copy_goes(desk))
-    assert desk.workers.take_save_wish() and not desk.workers.take_save_wish()
+    assert desk.workers.save_wanted()
     desk.records.end("interrupted", None)

@@ -215,7 +215,11 @@ def test_two_that_go_back_at_once_go_to_the_earlier(desk: Desk) -> None:
 
 
 def compared(desk: Desk, step: int) -> None:
-    desk.records.note(events.ReplicasCompared(time=0.0, step=step, equal=True))
+    """In the newest roster."""
+    generation = desk.membership.roster.generation
+    desk.records.note(
+        events.ReplicasCompared(time=0.0, step=step, equal=True, generation=generation)
+    )
 
 
 def test_whose_losses_were_others_the_first_time_is_named(desk: Desk) -> None:
@@ -314,6 +318,25 @@ def test_a_coordinator_started_anew_knows_what_was_confirmed(desk: Desk) -> None
 
     asyncio.run(play())
     assert {run.step for run in desk.regroup(14, generation=1).values()} == {8}
+
+
+def test_a_comparison_of_what_was_given_up_says_nothing_of_what_is_done_again(
+    desk: Desk,
+) -> None:
+    """It was queued when the run went back, and comes after the roster that did."""
+
+    async def play() -> None:
+        compared(desk, 9)
+        await desk.retreat.go_back(at_most=7, reason="told", skip=Skip(6, 3))
+        desk.regroup(14, generation=1)
+        late = events.ReplicasCompared(time=0.0, step=13, equal=True, generation=1)
+        desk.records.note(late)
+        desk.take(4, 10)
+        write_state(desk.store, {"w": torch.randn(4, 4)}, step=8)
+        await desk.corruption.outlier("b", 2, "it differs", spread=True)
+
+    asyncio.run(play())
+    assert {run.step for run in desk.regroup(10, generation=2).values()} == {4}
 
 
 def test_what_is_saved_after_the_run_went_back_is_not_confirmed_by_what_was_before(

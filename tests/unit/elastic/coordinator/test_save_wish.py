@@ -5,10 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from checkpointing import CheckpointConfig
+from elastic.coordinator import actor
+from elastic.coordinator.actor import Coordinator
+from elastic.membership.decisions import Effects, Outcome, Regrouped
 from elastic.protocol.causes import CRASH
+from elastic.protocol.roster import Roster
 from tests.support.coordinator_desk import CoordinatorDesk
 
 
@@ -19,27 +27,91 @@ def play(scene: Coroutine[Any, Any, None]) -> None:
 
 def test_a_loss_that_makes_them_the_last_asks_as_a_notice_does(tmp_path: Path) -> None:
     desk = CoordinatorDesk(tmp_path)
+    progress = desk.membership.progress
 
     async def scene() -> None:
+        progress.record(3)
         desk.workers.retire(["a"], dismiss=False)
         await desk.workers.lose("b", CRASH, "its process ended")
-        assert not desk.workers.take_save_wish(), "c stays"
+        assert not desk.workers.save_wanted(), "c stays"
         await desk.workers.lose("c", CRASH, "its process ended")
-        assert desk.workers.take_save_wish()
-        assert not desk.workers.take_save_wish(), "once is enough"
+        assert desk.workers.save_wanted()
 
     play(scene())
 
 
-def test_it_is_asked_for_again_where_one_who_saved_is_lost(tmp_path: Path) -> None:
-    desk = CoordinatorDesk(tmp_path, spares=["d"])
+def test_it_is_asked_for_until_one_is_committed(tmp_path: Path) -> None:
+    """Who writes it may be lost, and so may whoever was told."""
+    desk = CoordinatorDesk(tmp_path)
+    progress = desk.membership.progress
 
     async def scene() -> None:
+        progress.record(3)
+        progress.checkpointed(3)
         desk.workers.retire(["a", "b", "c"], dismiss=False)
-        assert desk.workers.take_save_wish() and not desk.workers.take_save_wish()
-        await desk.workers.lose("d", CRASH, "its process ended")
-        assert not desk.workers.take_save_wish(), "it had no part of it"
+        assert desk.workers.save_wanted() and desk.workers.save_wanted()
+        progress.record(4)
         await desk.workers.lose("c", CRASH, "its process ended")
-        assert desk.workers.take_save_wish()
+        assert desk.workers.save_wanted()
+        progress.checkpointed(4)
+        assert not desk.workers.save_wanted(), "nothing is lost but what was done since"
+        progress.record(5)
+        assert not desk.workers.save_wanted(), "once is enough"
+
+    play(scene())
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_checkpoint_that_a_regroup_cuts_off_is_asked_for(tmp_path: Path, back: bool) -> None:
+    desk = CoordinatorDesk(tmp_path)
+    progress = desk.membership.progress
+    progress.record(3)
+    desk.workers.save_cut_off(4)
+    assert desk.workers.save_wanted()
+    progress.checkpointed(3)
+    assert desk.workers.save_wanted()
+    if back:
+        desk.workers.save_cut_off(None)
+    else:
+        progress.checkpointed(5)
+    assert not desk.workers.save_wanted()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "step", "asked_for", "wanted"),
+    [
+        ("finish_step", 20, False, True),
+        ("finish_step", 21, False, False),
+        ("finish_step", 21, True, True),
+        ("repeat", 20, False, False),
+        ("boundary", 20, False, False),
+    ],
+)
+def test_who_saw_a_commit_and_who_finishes_it_later_save_in_different_rosters(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    outcome: Outcome,
+    step: int,
+    asked_for: bool,
+    wanted: bool,
+) -> None:
+    """Neither attempt is ever complete: the one that was due is made up for."""
+    monkeypatch.setattr(actor, "started_anew", lambda: False)
+    config = replace(CoordinatorDesk(tmp_path).config, checkpoint=CheckpointConfig(every_steps=10))
+    regrouped = Regrouped(
+        roster=Roster(generation=2, replicas=(), lanes={}),
+        step=step,
+        outcome=outcome,
+        saved=asked_for,
+        lost_steps=0,
+        renumbered={},
+    )
+
+    async def scene() -> None:
+        coordinator = Coordinator(config)
+        coordinator._carry_on(Effects(regrouped=regrouped))
+        answer = await coordinator.record([], [])
+        assert answer.save_wanted == wanted
+        await coordinator.end("finished", None)
 
     play(scene())

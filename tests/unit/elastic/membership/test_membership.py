@@ -603,6 +603,23 @@ def test_the_end_of_a_follower_interrupts_the_step_of_the_others() -> None:
     assert group.membership.replica_broken("e4")
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["its machine goes", "it is to end"])
+def test_a_follower_that_will_go_is_let_go_after_a_step(ends: bool) -> None:
+    """Its machine's end broke the step of the others; told to end, it was killed."""
+    group, _ = with_a_follower()
+    group.membership.drain("d3", dismiss=ends)
+    effects = group.advance()
+    assert effects.called == "drain"
+    assert signals(effects) == dict.fromkeys(("a0", "b1", "d3"), "boundary")
+    effects = group.join("d3", step=5, last=commit(4, boundary=True), rank=1, built=0)
+    assert effects.answers == ({"d3": Stop(error=None)} if ends else {})
+    group.join("a0", step=5, last=commit(4, boundary=True), rank=0)
+    effects = group.join("b1", step=5, last=commit(4, boundary=True), rank=1)
+    assert layout(effects) == {0: ("a0", "b1")}
+    assert run_of(effects, "b1").followers == (0, 0)
+    assert group.lose("d3").called is None, "nothing is repeated"
+
+
 def test_a_follower_goes_on_where_the_one_that_was_to_complete_its_replica_dies() -> None:
     group, _ = with_a_follower("e4")
     effects = group.lose("e4")
@@ -1536,6 +1553,49 @@ def test_no_replica_gets_the_number_of_one_that_stands_and_is_in_no_record() -> 
     assert [replica.formed for replica in group.join("b1").formed] == [6]
 
 
+# -- an answer that is lost on its way -------------------------------------------------------------
+
+
+def test_one_that_never_heard_what_to_build_is_told_anew() -> None:
+    """It waited in `join` for ever, and the run went on without its replica."""
+    group = Group(replicas=2, start=1)
+    group.start("a0")
+    assert [replica.workers for replica in group.join("b1").formed] == [("b1",)]
+    effects = group.join("b1", built=0)
+    assert isinstance(effects.answers["b1"], Build) and effects.answers["b1"].formed == 3
+    assert group.build("b1").called == "grow"
+
+
+def test_peers_of_one_that_never_heard_what_to_build_are_called_from_where_they_wait() -> None:
+    group = Group(replicas=2, each=2, start=2)
+    group.start("a0", "b1")
+    group.join("c2")
+    assert [replica.workers for replica in group.join("d3").formed] == [("c2", "d3")]
+    assert signals(group.join("c2", built=0)) == {"d3": "fault"}
+    assert [replica.workers for replica in group.join("d3", built=0).formed] == [("c2", "d3")]
+
+
+def test_one_that_never_heard_of_its_roster_lets_its_replica_go() -> None:
+    """Its peer waits for it in a collective of the replica, which no call reaches."""
+    group = Group(replicas=2, each=2)
+    group.start("a0", "b1", "c2", "d3")
+    effects = group.join("a0", generation=0)
+    assert effects.answers == {"a0": Leave()}
+    assert effects.signals["b1"].broken and not effects.signals["c2"].broken
+    assert effects.called == "fault"
+
+
+def test_one_that_never_heard_of_the_last_roster_is_not_taken_for_done() -> None:
+    group = Group(replicas=2)
+    group.start("a0", "b1")
+    group.membership.cross_lost(1, "a connection was reset")
+    for worker in ("a0", "b1"):  # and the last state is in no checkpoint
+        effects = group.join(worker, step=STEPS, finished=True)
+    assert run_of(effects, "a0").generation == 2
+    effects = group.join("a0", step=STEPS, finished=True, generation=1)
+    assert signals(effects) == {"b1": "fault"}, "it waits where groups are made"
+
+
 # -- every order of events -------------------------------------------------------------------------
 
 BATCHES, BATCH = 25, 200
@@ -1585,6 +1645,7 @@ TWO_BY_TWO = Plan(
     damages=0,
     drains=0,
     crashes=0,
+    mishearings=0,
     silent=False,
     by_priority=False,
 )

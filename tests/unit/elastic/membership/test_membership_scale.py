@@ -47,7 +47,13 @@ def test_a_regroup_looks_at_each_worker_a_few_times_not_at_all_of_them_for_each(
         membership.lose(identity.worker)
         membership.advance()
     for identity in identities[NODE:]:
-        report = Report(identity=identity, built=built[identity.worker], step=3, in_step=True)
+        report = Report(
+            identity=identity,
+            built=built[identity.worker],
+            generation=1,
+            step=3,
+            in_step=True,
+        )
         effects = join(report)
     assert effects.regrouped is not None and len(effects.regrouped.roster.replicas) == replicas - 1
     messages = [pickle.dumps(answer) for answer in effects.answers.values()]

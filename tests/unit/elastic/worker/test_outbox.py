@@ -44,7 +44,7 @@ def run(*, position: int, recorded: int = 0, restore: bool = False) -> Run:
 def pair() -> Iterator[tuple[Records, Outbox, Outbox]]:
     """The lead's outbox and another one's. Neither sends by itself."""
     records: Any = Records()
-    lead, other = Outbox(records, lambda: None), Outbox(records, lambda: None)
+    lead, other = Outbox(records, lambda wanted: None), Outbox(records, lambda wanted: None)
     for outbox in (lead, other):
         outbox.close()
     lead.settle(run(position=0))
@@ -94,3 +94,23 @@ def test_a_run_that_went_back_keeps_nothing(pair: tuple[Records, Outbox, Outbox]
     other.step(step(0))
     other.settle(run(position=1, restore=True))
     assert other.recent() == ()
+
+
+def test_no_step_is_lost_while_the_coordinator_is_away() -> None:
+    """Its machine may be for two minutes: 12,000 steps of 10 ms."""
+
+    class Away(Records):
+        def call(self, method: Any, steps: list[StepRecord], happened: list[Any]) -> Recorded:
+            if len(steps) == 1:
+                for number in range(1, 12_000):
+                    outbox.step(step(number))
+            return super().call(method, steps, happened)
+
+    records: Any = Away()
+    outbox = Outbox(records, lambda wanted: None)
+    outbox.close()
+    outbox.settle(run(position=0))
+    outbox.step(step(0))
+    outbox.flush()
+    outbox.flush()
+    assert len(records.steps) == 12_000 and outbox.recent() == ()

@@ -79,7 +79,7 @@ def test_what_is_asked_for_is_wanted_until_it_is_saved() -> None:
     clock = SaveSchedule(CheckpointConfig(every_steps=None), hand)
     hand.s += 1e9
     assert not clock.wanted(), "the clock does not count"
-    clock.ask()
+    clock.ask(True)
     assert clock.wanted() and clock.wanted()
     clock.saved(held_s=0.1)
     assert not clock.wanted()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -491,6 +492,43 @@ def test_an_operator_without_a_deterministic_way_is_refused_unless_it_is_asked_f
     assert not torch.are_deterministic_algorithms_enabled()
     fast = TrainConfig(task=task, steps=1, global_batch=1, determinism="fast")
     assert task.prepare(fast, str(tmp_path)) is task
+
+
+class Averaging(nn.Linear):
+    """Keeps a running mean of what it has seen."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("mean", torch.zeros(3), persistent=persistent)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("mean").lerp_(batch.mean(0), 0.5)
+        return super().forward(batch)
+
+
+def spectral() -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("build", "buffer"),
+    [
+        (lambda: Averaging(persistent=True), "mean"),
+        (spectral, "parametrizations.weight.0._u"),
+        (lambda: Averaging(persistent=False), None),
+    ],
+)
+def test_state_in_buffers_is_refused(
+    tmp_path: Path, build: Callable[[], nn.Module], buffer: str | None
+) -> None:
+    """A replica that is healed would begin its own anew, and compute other gradients."""
+    samples = [torch.full((3,), number + 1.0) for number in range(5)]
+    task = custom(build_model=build, dataset=samples, loss_function=lambda m, b: (m(b).sum(), 2))
+    if buffer is None:
+        assert prepare(task, str(tmp_path)) is task
+    else:
+        refused = refusal(task, str(tmp_path), tensor=1)
+        assert (refused.value, "neither healed nor saved" in refused.fact) == (buffer, True)
 
 
 def test_trying_the_loss_leaves_the_global_generator_alone(tmp_path: Path) -> None:
