@@ -134,7 +134,7 @@ class Worker:
         self.position: Progress | None = None
         """Where it is in the run: `progress`, or, without state, how far it follows."""
         self.built = self.generation = 0
-        self.finished = self.mixed = False
+        self.finished = False
         job.task.warm_up()
         warm_up()
         warm_device(job.scaling.device)
@@ -304,7 +304,7 @@ class Worker:
         """From now on `engine`, of the replica that `answer` told to build, is this worker's."""
         if former is not None:
             engine.take_over(former)
-        self.engine, self.built, self.mixed = engine, answer.formed, answer.kept != "none"
+        self.engine, self.built = engine, answer.formed
         self.sums = self.make_sums(engine)
         self.link.injection.engine = engine
 
@@ -420,16 +420,13 @@ class Worker:
 
     def catch_up(self, run: Run, cross: CrossGroup) -> None:
         """Applies the last step where others saw it committed and this worker did not: it has the
-        gradient."""
+        gradient. What is due after it the others have begun in a roster that is gone: a save is
+        asked for again, an evaluation that a fault comes into is not made up for. At the end, `run`
+        sees to both."""
         progress = self.progress
         if progress is None or run.commit is None or run.restore or progress.step != run.step - 1:
             return
-        loop = self.make_loop(run, cross, progress, None)
-        loop.finish_step(run.commit)
-        # At the end, `run` sees to it; of survivors put together only some are here. What is to be
-        # saved there the others have begun to in a roster that is gone: it is asked for again.
-        if progress.step < run.until and not self.mixed:
-            loop.evaluate()
+        self.make_loop(run, cross, progress, None).finish_step(run.commit)
 
     def begin_heal(self, run: Run, engine: Engine) -> Source | Newcomer | None:
         """Starts to send this worker's state to newcomers, or to receive it as one."""

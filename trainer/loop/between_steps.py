@@ -122,13 +122,24 @@ class BetweenSteps:
             self.link.save_skipped(step, skipped)
         if places:
             self.save(places)
-        self.evaluate_if_due()
-
-    def evaluate_if_due(self) -> None:
-        """From time to time, and at the end of the run unless that comes early."""
-        step, every = self.progress.step, self.train.eval_every
-        if step == self.train.steps or (every and step % every == 0):
+        if self.evaluates_at(step):
             self.evaluate()
+
+    def evaluates_at(self, step: int) -> bool:
+        """From time to time, and at the end of the run unless that comes early."""
+        every = self.train.eval_every
+        return step == self.train.steps or bool(every and step % every == 0)
+
+    def await_evaluations(self) -> None:
+        """Waits for the replicas that evaluate, if it is time, however long that takes: who follows
+        or is healed does not evaluate, and the next step's sum has a time limit. A group that fails
+        in it fails that sum as well."""
+        step = self.progress.step
+        if step == self.config.until or not self.evaluates_at(step):
+            return
+        self.enter(step, "reduce")
+        with suppress(CrossGroupLost):
+            self.cross.meet()
 
     def save(self, places: Sequence[Place]) -> None:
         """Hands a copy of the state to the writers."""

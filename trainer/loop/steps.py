@@ -157,6 +157,7 @@ class TrainLoop:
             self.save_and_evaluate()
             if commit.boundary:
                 return "boundary"
+            self.due.await_evaluations()
         return "finished"
 
     def has_state(self) -> bool:
@@ -434,8 +435,3 @@ class TrainLoop:
         get theirs at the same step."""
         if self.part == "whole":
             self.due.save_and_evaluate()
-
-    def evaluate(self) -> None:
-        """What of that is due, without a save."""
-        if self.part == "whole":
-            self.due.evaluate_if_due()
