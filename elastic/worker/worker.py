@@ -484,6 +484,7 @@ class Worker:
             newcomer=heal if isinstance(heal, Newcomer) else None,
             part="remnant" if run.follows else "joining" if joins else "whole",
             followers=run.followers,
+            all_evaluate=not run.heals and not any(run.followers),
             profiler=self.make_profiler(run),
         )
 

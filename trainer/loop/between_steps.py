@@ -65,6 +65,7 @@ class BetweenSteps:
         link: the control plane.
         samples: in the training data.
         enter: called with the step and the phase that begins.
+        all_evaluate: whether all workers of the roster evaluate.
     """
 
     def __init__(
@@ -77,10 +78,11 @@ class BetweenSteps:
         link: Link,
         samples: int,
         enter: Callable[[int, Phase], None],
+        all_evaluate: bool = True,
     ) -> None:
         self.engine, self.cross, self.progress = engine, cross, progress
         self.config, self.link, self.samples = config, link, samples
-        self.enter = enter
+        self.enter, self.all_evaluate = enter, all_evaluate
         self.train: TrainConfig = engine.train_config
 
     def compare(self, *, has_state: bool) -> None:
@@ -122,24 +124,23 @@ class BetweenSteps:
             self.link.save_skipped(step, skipped)
         if places:
             self.save(places)
-        if self.evaluates_at(step):
+        if self.evaluates_now:
             self.evaluate()
 
-    def evaluates_at(self, step: int) -> bool:
+    @property
+    def evaluates_now(self) -> bool:
         """From time to time, and at the end of the run unless that comes early."""
-        every = self.train.eval_every
+        step, every = self.progress.step, self.train.eval_every
         return step == self.train.steps or bool(every and step % every == 0)
 
-    def await_evaluations(self) -> None:
-        """Waits for the replicas that evaluate, if it is time, however long that takes: who follows
-        or is healed does not evaluate, and the next step's sum has a time limit. A group that fails
-        in it fails that sum as well."""
-        step = self.progress.step
-        if step == self.config.until or not self.evaluates_at(step):
+    def sit_out(self) -> None:
+        """The part of a worker that does not evaluate in what the others do: it is there with each
+        batch. In the next step's sum its time would be over where an evaluation takes longer."""
+        if not self.evaluates_now:
             return
-        self.enter(step, "reduce")
-        with suppress(CrossGroupLost):
-            self.cross.meet()
+        for _ in self.batches():
+            if not self.meet():
+                return
 
     def save(self, places: Sequence[Place]) -> None:
         """Hands a copy of the state to the writers."""
@@ -159,30 +160,47 @@ class BetweenSteps:
         }
         self.link.save(self.progress.step, self.engine, state, places)
 
-    def all_leave(self) -> bool:
-        """Whether a fault has called one of this replica's workers away: then all leave, since they
-        are in the same collectives."""
-        return self.engine.sum_in_replica([float(self.link.leave_now())])[0] > 0
+    def all_leave(self, *, lost: bool) -> bool:
+        """Whether a fault has called one of this replica's workers away, or it has `lost` the
+        group across replicas: then all leave, since they are in the same collectives."""
+        return self.engine.sum_in_replica([float(lost or self.link.leave_now())])[0] > 0
+
+    def meet(self) -> bool:
+        """Waits for those who evaluate and those who do not. False: one did not come, or a fault
+        was announced; the next step's sum fails as well."""
+        self.enter(self.progress.step, "reduce")
+        try:
+            self.cross.sum(torch.zeros(1, device=self.engine.device))
+        except CrossGroupLost:
+            return False
+        return True
+
+    def batches(self) -> range:
+        """Where each batch of an evaluation begins, in the samples that are held out."""
+        data = self.engine.task.eval_data()
+        count = 0 if data is None else min(len(data), self.train.eval_samples)
+        micro = self.train.micro_samples(self.config.lanes)
+        return range(0, count, micro * self.train.parallel.shard)
 
     @torch.no_grad()
     def evaluate(self) -> None:
         """Mean loss over the held-out samples, split over the replica's shard ranks.
 
         A fault elsewhere ends it; it is not made up for, unless it is that of the run's end."""
-        data = self.engine.task.eval_data()
-        if data is None or len(data) == 0:
+        data, batches = self.engine.task.eval_data(), self.batches()
+        if data is None or not batches:
             return
-        shard, shards = self.engine.slot.shard, self.train.parallel.shard
-        count = min(len(data), self.train.eval_samples)
-        micro = self.train.micro_samples(self.config.lanes)
+        shard, count, micro = self.engine.slot.shard, batches.stop, batches.step
+        micro //= self.train.parallel.shard
         loss_sum, tokens = 0.0, 0
         with _evaluating(self.engine.model):
-            for start in range(0, count, micro * shards):
+            for start in batches:
                 # Every rank runs every batch, for its peers' collectives; none is counted twice.
                 ids = [start + shard * micro + offset for offset in range(micro)]
                 kept = [index for index in ids if index < count]
+                lost = not (self.all_evaluate or self.meet())
                 self.enter(self.progress.step, self.phase_of_batch(len(kept or [0])))
-                if self.all_leave():
+                if self.all_leave(lost=lost):
                     return
                 batch = self.engine.take(read(data, np.asarray(kept or [0], dtype=np.int64)))
                 loss, terms = self.engine.task.loss(self.engine.model, batch)

@@ -66,6 +66,7 @@ class TrainLoop:
         part: what this worker's replica is in the roster.
         followers: how many workers of no whole replica take part in the sums of each rank of the
             replica; empty: none.
+        all_evaluate: whether every worker of the roster has the part "whole".
         profiler: looks at some steps.
     """
 
@@ -83,6 +84,7 @@ class TrainLoop:
         newcomer: Newcomer | None = None,
         part: Part = "whole",
         followers: Sequence[int] = (),
+        all_evaluate: bool = True,
         profiler: StepProfiler | None = None,
     ) -> None:
         self.engine, self.cross, self.sums, self.link = engine, cross, sums, link
@@ -104,6 +106,7 @@ class TrainLoop:
             link=link,
             samples=len(self.data),
             enter=self.enter,
+            all_evaluate=all_evaluate,
         )
 
     def run(self) -> Outcome:
@@ -157,7 +160,6 @@ class TrainLoop:
             self.save_and_evaluate()
             if commit.boundary:
                 return "boundary"
-            self.due.await_evaluations()
         return "finished"
 
     def has_state(self) -> bool:
@@ -435,3 +437,5 @@ class TrainLoop:
         get theirs at the same step."""
         if self.part == "whole":
             self.due.save_and_evaluate()
+        else:
+            self.due.sit_out()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -34,8 +33,6 @@ from trainer.replication.lanes import blocks_of
 EXCHANGE, GATHER = 0, -1
 """Channels. On Gloo each has a process group of its own, so collectives of different channels may
 be issued in any order. On NCCL they share one."""
-
-_NO_LIMIT = timedelta(days=365)
 
 
 class Flight(NamedTuple):
@@ -124,20 +121,6 @@ class CrossGroup:
         pairs = all_of_them.view(self.size, 2).tolist()
         return [value if there else None for there, value in pairs]
 
-    def meet(self) -> None:
-        """Waits until all are here, without a time limit: one that is lost is heard of by a call.
-
-        Raises:
-            CrossGroupLost: a fault was announced, or the collective failed.
-        """
-        if self.size == 1:
-            return
-        here, options = torch.zeros(1, device=self._device), dist.AllreduceOptions()
-        options.timeout = _NO_LIMIT
-        flight = self.start(lambda group: group.allreduce([here], options), here)
-        self._await(flight, _NO_LIMIT.total_seconds())
-        self.follow(flight)
-
     def hear_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Position 0's `tensor`, in place, on all."""
         self._run(lambda group: group.broadcast([tensor], dist.BroadcastOptions()), tensor)
@@ -215,11 +198,8 @@ class CrossGroup:
         Raises:
             CrossGroupLost: a fault was announced, or a peer did not come.
         """
-        self._await(flight, self._timeout_s)
-
-    def _await(self, flight: Flight, timeout_s: float) -> None:
         try:
-            poll_until(flight.work.is_completed, self._leave_now, timeout_s)
+            poll_until(flight.work.is_completed, self._leave_now, self._timeout_s)
         except RuntimeError as error:
             raise self._lose(error) from error
         if self._device.type == "cuda":

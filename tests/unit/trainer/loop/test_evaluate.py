@@ -96,18 +96,3 @@ def test_a_replica_without_lanes_evaluates_what_it_has_become(meet: Rendezvous) 
         engine.apply(step, scale=1.0)
     assert len(set(expected)) == STEPS
     assert [loss for _, loss, _ in link.evaluations] == pytest.approx(expected, rel=1e-6)
-
-
-def test_all_meet_after_an_evaluation_that_is_due_and_not_at_the_end(
-    meet: Rendezvous, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who follows does not evaluate, and would wait in the next step's sum, which has an end."""
-    entered, met = list[Phase](), list[int]()
-    due, _ = between_steps(meet, small_task(), entered)
-    monkeypatch.setattr(due.cross, "meet", lambda: met.append(due.progress.step))
-    due.train = replace(due.train, steps=STEPS + 5, eval_every=2)
-    due.config = replace(due.config, until=STEPS + 1)
-    for step in range(1, STEPS + 2):
-        due.progress.step = step
-        due.await_evaluations()
-    assert met == [2] and entered == ["reduce"]
