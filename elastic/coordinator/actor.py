@@ -57,6 +57,7 @@ from elastic.coordinator.replay import replacements_begun, replay
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.retreat import Retreat
 from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.save_wish import SaveWish
 from elastic.coordinator.slow_watch import SlowWatch
 from elastic.coordinator.snapshots import Snapshots, start_holder
 from elastic.coordinator.standstill import STEPS, StandstillWatch
@@ -161,7 +162,10 @@ class Coordinator(CoordinatorApi):
             faults, self._membership, self._dispatcher, self._workers, self._records
         )
         self._heal_news = HealNews(self._membership, self._dispatcher, self._workers, self._records)
-        self._receipts = Receipts(config, self._membership, self._dispatcher, self._records)
+        self._save_wish = SaveWish(self._membership)
+        self._receipts = Receipts(
+            config, self._membership, self._dispatcher, self._records, self._save_wish
+        )
         self._uploaders = Uploaders(config.paths, config.checkpoint.segment_bytes)
         self._restores = Restores(
             config,
@@ -333,11 +337,11 @@ class Coordinator(CoordinatorApi):
             given_up = regrouped.step, regrouped.roster.generation
             self._snapshots.went_back(*given_up)
             self._dispatcher.spawn(self._snapshots.sweep_given_up(*given_up))
-            self._workers.save_cut_off(None)
+            self._save_wish.went_back()
         if regrouped is not None and regrouped.outcome == "finish_step":
             every = self.config.checkpoint.fixed_steps
             if regrouped.saved or (every and regrouped.step % every == 0):
-                self._workers.save_cut_off(regrouped.step)
+                self._save_wish.cut_off(regrouped.step)
         if regrouped is not None:
             self._watch_steps()
             self._dispatcher.spawn(self._sweep(regrouped.roster.generation - 1))
@@ -431,7 +435,7 @@ class Coordinator(CoordinatorApi):
             await self._dispatcher.advance()
         return Recorded(
             steps=self._membership.progress.recorded,
-            save_wanted=self._workers.save_wanted(),
+            save_wanted=self._save_wish.wanted(),
         )
 
     def _take_steps(self, steps: Sequence[events.StepRecord]) -> None:

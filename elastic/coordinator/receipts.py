@@ -11,6 +11,7 @@ from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.publisher import Publisher
 from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.save_wish import SaveWish
 from elastic.membership.machine import Membership
 from elastic.protocol import events
 
@@ -23,6 +24,7 @@ class Receipts:
         membership: told of what is committed.
         dispatcher: carries out what follows.
         records: where it is written down.
+        save_wish: told where one fails.
     """
 
     def __init__(
@@ -31,9 +33,10 @@ class Receipts:
         membership: Membership,
         dispatcher: Dispatcher,
         records: RunLog,
+        save_wish: SaveWish,
     ) -> None:
         self._membership = membership
-        self._dispatcher, self._records = dispatcher, records
+        self._dispatcher, self._records, self._save_wish = dispatcher, records, save_wish
         self._paths, self._undeleted_told = config.paths, False
         self._publisher = Publisher(
             config.paths,
@@ -135,6 +138,7 @@ class Receipts:
         progress = self._membership.progress
         if progress.is_void(generation) or self.saved(step):
             return
+        self._save_wish.failed()
         self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
         if step >= self._membership.until and generation >= progress.generation:
             await self._dispatcher.stop(f"the last checkpoint could not be written: {reason}")

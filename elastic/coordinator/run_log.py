@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,10 @@ def decide_equal(
     return True if len(digests) == slots and compared >= max(2, replicas) else None
 
 
+_HELD_BACK_S = 1.0
+"""An answer that waits so long for the storage is late for whoever is to follow it."""
+
+
 class RunLog:
     """Steps and events on their way to the files. A record that cannot be written ends the run.
 
@@ -65,6 +70,9 @@ class RunLog:
         self._written = self._durable = 0
         """Records, and how many of them outlive this machine."""
         self._syncing: asyncio.Future[None] | None = None
+        self._sync_began_s, self._held_back_s = math.inf, -math.inf
+        """When that began, and when one ended last that took long, by a clock that does not
+        jump."""
         self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="records")
         config.paths.root.mkdir(parents=True, exist_ok=True)
         self._event_log = EventLog(config.paths.events)
@@ -119,12 +127,23 @@ class RunLog:
 
     async def _sync(self) -> None:
         written, loop = self._written, asyncio.get_running_loop()
+        self._sync_began_s = began_s = time.monotonic()
         try:
             for log in (self._event_log, self._step_log):
                 await loop.run_in_executor(self._sync_thread, log.sync)
         except OSError as error:
             self._membership.stop(f"the run's records cannot be written: {error}")
-        self._durable, self._syncing = written, None
+        if time.monotonic() - began_s > _HELD_BACK_S:
+            self._held_back_s = time.monotonic()
+        self._durable, self._syncing, self._sync_began_s = written, None, math.inf
+
+    def answered_for_s(self) -> float:
+        """For how long now no answer of the coordinator was held back by the storage, in
+        seconds."""
+        now_s = time.monotonic()
+        if now_s - self._sync_began_s > _HELD_BACK_S:
+            return 0.0
+        return now_s - self._held_back_s
 
     def _append(self, log: EventLog, record: events.Event | events.StepRecord) -> None:
         self._written += 1

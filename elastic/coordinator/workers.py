@@ -64,11 +64,6 @@ class Workers:
         """Node and process of workers whose end Ray has seen."""
         self._losses: list[Loss] = []
         self._checking_leases = False
-        self._last_copies: int | None = None
-        """Steps of the run when all that is left of the state came to be on machines that will go;
-        None: it is not."""
-        self._cut_off: int | None = None
-        """Step of a checkpoint that a regroup has cut off; see `save_cut_off`."""
 
     # -- arrivals ----------------------------------------------------------------------------------
 
@@ -108,26 +103,6 @@ class Workers:
         )
         self.retire(known, dismiss=node is None)
         await self._dispatcher.advance()
-
-    def save_wanted(self) -> bool:
-        """Whether a checkpoint is wanted: the machines that will go hold all there is of the state,
-        however that came about, or a regroup has cut one off. It is until one is committed of that
-        step or a later one, whatever becomes of those that are begun."""
-        progress = self._membership.progress
-        if not self._membership.last_copies_go:
-            self._last_copies = None
-        elif self._last_copies is None:
-            self._last_copies = progress.reached
-        wanted = (self._last_copies, self._cut_off)
-        return any(step is not None and progress.restore_step < step for step in wanted)
-
-    def save_cut_off(self, step: int | None) -> None:
-        """A regroup came between those who saw the commit before `step`, and began to save it, and
-        the others: what they have begun will lack parts. None: the run went back, and nothing of
-        before is wanted any more."""
-        self._cut_off = step
-        if step is None:
-            self._last_copies = None
 
     def retire(self, workers: Iterable[str], *, dismiss: bool) -> None:
         """`workers` get no slot any more. See `Membership.drain`."""
@@ -254,7 +229,8 @@ class Workers:
             self._dispatcher.spawn(self._agents.signal(self.started[worker], number))
 
     async def lose_laggards(self, called: Mapping[str, Signal]) -> None:
-        """Ends the workers that have not followed a call in time, and are stuck."""
+        """Ends the workers that have not followed a call in time, and are stuck. No time counts in
+        which answers were held back."""
         timeout_s = pause_s = self._health.regroup_timeout_s
         while True:
             await asyncio.sleep(pause_s)
@@ -265,6 +241,10 @@ class Workers:
             ]
             if not laggards:
                 return
+            answered_s = self._records.answered_for_s()
+            if answered_s < timeout_s:  # they may wait for answers that wait for the storage
+                pause_s = timeout_s - answered_s
+                continue
             found = await asyncio.gather(*map(self._agents.position, laggards))
             positions = dict(zip((one.worker for one in laggards), found, strict=True))
             stuck, pause_s = find_stuck(positions, timeout_s)

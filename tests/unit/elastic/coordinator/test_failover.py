@@ -15,6 +15,7 @@ from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.failover import Failover
 from elastic.coordinator.replay import Replay
 from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.save_wish import SaveWish
 from elastic.coordinator.workers import Workers
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
@@ -240,5 +241,5 @@ def test_a_last_copy_that_goes_is_saved_although_the_wish_was_another_process_s(
 ) -> None:
     desk = Desk(tmp_path)
     asyncio.run(go_on_where_the_last_copy_goes(desk))
-    assert desk.workers.save_wanted()
+    assert SaveWish(desk.membership).wanted()
     desk.records.end("interrupted", None)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from elastic.config import HealthConfig
+from elastic.coordinator import run_log
+from elastic.protocol import events
 from elastic.protocol.messages import Identity
+from elastic.reporting.event_log import EventLog
 from health.laggards import Position
 from tests.support.coordinator_desk import Agents, CoordinatorDesk
 
@@ -48,3 +54,31 @@ def test_who_waited_for_one_that_was_ended_and_does_not_come_either_is_ended(
         return ended
 
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == [["a"], ["a", "b"]]
+
+
+def test_nobody_is_ended_while_answers_wait_for_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for what they were answered, and have not heard: it was every worker of the run."""
+    desk = CoordinatorDesk(tmp_path, health=HealthConfig(regroup_timeout_s=0.2))
+    agents, answers = Positions({"a": False, "b": True}), threading.Event()
+    stand_in: Any = agents
+    desk.workers._agents = stand_in
+    monkeypatch.setattr(run_log, "_HELD_BACK_S", 0.1)
+    monkeypatch.setattr(EventLog, "sync", lambda log: answers.wait(PATIENCE_S))
+    calls = desk.membership.calls
+    called = {"a": calls.sign("a", "fault", broken=True)}
+
+    async def run() -> None:
+        desk.records.note(events.StopRequested(time=0.0, reason="a record"))
+        told = asyncio.create_task(desk.records.durable())
+        looking = asyncio.create_task(desk.workers.lose_laggards(called))
+        await asyncio.wait([looking], timeout=1.0)
+        assert not agents.killed and not told.done()
+        answers.set()
+        await told
+        await looking
+        gc.enable()
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+    assert agents.killed == ["a"], "it has had its time since, and does not come"

@@ -27,6 +27,7 @@ from checkpointing import (
 )
 from elastic.coordinator.publisher import Publisher
 from elastic.coordinator.receipts import Receipts
+from elastic.coordinator.save_wish import SaveWish
 from elastic.protocol import events
 from elastic.protocol.run_paths import RunPaths
 from tests.support.coordinator_desk import CoordinatorDesk
@@ -126,7 +127,9 @@ def test_saves_that_only_another_machine_sees_cost_no_checkpoint(tmp_path: Path)
 def test_that_old_ones_cannot_be_deleted_is_told_once_until_they_can(tmp_path: Path) -> None:
     desk = CoordinatorDesk(tmp_path)
     config = replace(desk.config, checkpoint=CheckpointConfig(keep_last=1))
-    receipts = Receipts(config, desk.membership, desk.dispatcher, desk.records)
+    receipts = Receipts(
+        config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
+    )
 
     async def save(step: int, *, stuck: bool) -> None:
         parts = [part(desk.paths, rank, step) for rank in range(WRITERS)]
@@ -152,7 +155,9 @@ def test_that_old_ones_cannot_be_deleted_is_told_once_until_they_can(tmp_path: P
 def test_a_late_failure_of_an_old_attempt_does_not_end_the_run(tmp_path: Path) -> None:
     """Its node is cut off: the others have written the last checkpoint, or will."""
     desk = CoordinatorDesk(tmp_path)
-    receipts = Receipts(desk.config, desk.membership, desk.dispatcher, desk.records)
+    receipts = Receipts(
+        desk.config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
+    )
     desk.membership.progress.generation += 1  # a regroup after a fault: what was held stays
     last, now = desk.membership.until, desk.membership.progress.generation
 

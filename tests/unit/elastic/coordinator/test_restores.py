@@ -31,6 +31,7 @@ from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.save_wish import SaveWish
 from elastic.coordinator.workers import Workers
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
@@ -117,7 +118,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     membership = Membership(groups, Progress(generation=GENERATION, restore_step=20))
     records = RunLog(config, membership)
     dispatcher = Dispatcher(membership, records, lambda effects: None)
-    receipts = Receipts(config, membership, dispatcher, records)
+    receipts = Receipts(config, membership, dispatcher, records, SaveWish(membership))
     agents = Agents()
     watches: Any = agents
     nothing: Any = None

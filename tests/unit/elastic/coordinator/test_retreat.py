@@ -25,6 +25,7 @@ from elastic.coordinator import dispatcher as dispatcher
 from elastic.coordinator.corruption import Corruption
 from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.retreat import Retreat
+from elastic.coordinator.save_wish import SaveWish
 from elastic.coordinator.snapshots import Snapshots
 from elastic.coordinator.training_watch import TrainingWatch
 from elastic.protocol import events
@@ -51,7 +52,9 @@ class Desk(CoordinatorDesk):
         for step in (4, 8, 12):
             write_state(self.store, {"w": torch.randn(4, 4)}, step=step)
             self.membership.progress.checkpointed(step)
-        self.receipts = Receipts(self.config, self.membership, self.dispatcher, self.records)
+        self.receipts = Receipts(
+            self.config, self.membership, self.dispatcher, self.records, SaveWish(self.membership)
+        )
         self.snapshots = Snapshots(
             self.paths, self.membership.progress, _no_holder, self.records.note,
             versions={}, found=_snapshot(14), timeout_s=1.0,

@@ -14,6 +14,7 @@ import pytest
 from checkpointing import CheckpointConfig
 from elastic.coordinator import actor
 from elastic.coordinator.actor import Coordinator
+from elastic.coordinator.save_wish import SaveWish
 from elastic.membership.decisions import Effects, Outcome, Regrouped
 from elastic.protocol.causes import CRASH
 from elastic.protocol.roster import Roster
@@ -27,15 +28,15 @@ def play(scene: Coroutine[Any, Any, None]) -> None:
 
 def test_a_loss_that_makes_them_the_last_asks_as_a_notice_does(tmp_path: Path) -> None:
     desk = CoordinatorDesk(tmp_path)
-    progress = desk.membership.progress
+    progress, wish = desk.membership.progress, SaveWish(desk.membership)
 
     async def scene() -> None:
         progress.record(3)
         desk.workers.retire(["a"], dismiss=False)
         await desk.workers.lose("b", CRASH, "its process ended")
-        assert not desk.workers.save_wanted(), "c stays"
+        assert not wish.wanted(), "c stays"
         await desk.workers.lose("c", CRASH, "its process ended")
-        assert desk.workers.save_wanted()
+        assert wish.wanted()
 
     play(scene())
 
@@ -43,20 +44,20 @@ def test_a_loss_that_makes_them_the_last_asks_as_a_notice_does(tmp_path: Path) -
 def test_it_is_asked_for_until_one_is_committed(tmp_path: Path) -> None:
     """Who writes it may be lost, and so may whoever was told."""
     desk = CoordinatorDesk(tmp_path)
-    progress = desk.membership.progress
+    progress, wish = desk.membership.progress, SaveWish(desk.membership)
 
     async def scene() -> None:
         progress.record(3)
         progress.checkpointed(3)
         desk.workers.retire(["a", "b", "c"], dismiss=False)
-        assert desk.workers.save_wanted() and desk.workers.save_wanted()
+        assert wish.wanted() and wish.wanted()
         progress.record(4)
         await desk.workers.lose("c", CRASH, "its process ended")
-        assert desk.workers.save_wanted()
+        assert wish.wanted()
         progress.checkpointed(4)
-        assert not desk.workers.save_wanted(), "nothing is lost but what was done since"
+        assert not wish.wanted(), "nothing is lost but what was done since"
         progress.record(5)
-        assert not desk.workers.save_wanted(), "once is enough"
+        assert not wish.wanted(), "once is enough"
 
     play(scene())
 
@@ -64,17 +65,35 @@ def test_it_is_asked_for_until_one_is_committed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("back", [False, True])
 def test_a_checkpoint_that_a_regroup_cuts_off_is_asked_for(tmp_path: Path, back: bool) -> None:
     desk = CoordinatorDesk(tmp_path)
-    progress = desk.membership.progress
+    progress, wish = desk.membership.progress, SaveWish(desk.membership)
     progress.record(3)
-    desk.workers.save_cut_off(4)
-    assert desk.workers.save_wanted()
+    wish.cut_off(4)
+    assert wish.wanted()
     progress.checkpointed(3)
-    assert desk.workers.save_wanted()
+    assert wish.wanted()
     if back:
-        desk.workers.save_cut_off(None)
+        wish.went_back()
     else:
         progress.checkpointed(5)
-    assert not desk.workers.save_wanted()
+    assert not wish.wanted()
+
+
+def test_a_store_that_refuses_gets_no_save_after_save(tmp_path: Path) -> None:
+    """Each leaves its parts there: they would fill it."""
+    desk, clock = CoordinatorDesk(tmp_path), [0.0]
+    progress, wish = desk.membership.progress, SaveWish(desk.membership, lambda: clock[0])
+    progress.record(3)
+    desk.workers.retire(["a", "b", "c"], dismiss=False)
+    wish.cut_off(4)
+    asked = []
+    for second in range(200):
+        clock[0] = float(second)
+        if wish.wanted():
+            asked.append(second)
+            wish.failed()
+    assert asked == [0, 30, 90]
+    progress.checkpointed(3)
+    assert not wish.wanted(), "another one, which was due, has come through"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""Checkpoints out of turn: machines will go, or a fault came at the wrong moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from elastic.membership.machine import Membership
+
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 30.0, 1800.0
+"""After a save that failed, before the last copies ask again: each time twice as long."""
+
+
+class SaveWish:
+    """Says whether a checkpoint is wanted: the machines that will go hold all there is of the
+    state, or a regroup has cut one off. It is until one is committed of that step or a later one,
+    whatever becomes of those that are begun.
+
+    Args:
+        membership: knows who has state, and what is committed.
+        now_s: a clock that does not jump, in seconds.
+    """
+
+    def __init__(self, membership: Membership, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._membership, self._now_s = membership, now_s
+        self._last_copies: int | None = None
+        """Steps of the run when all that is left of the state came to be on machines that will go;
+        None: it is not."""
+        self._cut_off: int | None = None
+        """Step of a checkpoint that a regroup has cut off."""
+        self._pause_s, self._again_s = _FIRST_PAUSE_S, 0.0
+
+    def wanted(self) -> bool:
+        """Asked with each answer to the lead."""
+        progress = self._membership.progress
+        if not self._membership.last_copies_go:
+            self._last_copies = None
+        elif self._last_copies is None:
+            self._last_copies = progress.reached
+        asked = (self._last_copies, self._cut_off)
+        if not any(step is not None and progress.restore_step < step for step in asked):
+            self._pause_s, self._again_s = _FIRST_PAUSE_S, 0.0
+            return False
+        return self._now_s() >= self._again_s
+
+    def cut_off(self, step: int) -> None:
+        """A regroup came between those who saw the commit before `step`, and began to save it, and
+        the others: what they have begun will lack parts."""
+        self._cut_off = step
+
+    def went_back(self) -> None:
+        """Nothing of before is wanted any more."""
+        self._cut_off = self._last_copies = None
+
+    def failed(self) -> None:
+        """A save could not be written or committed, and may have left its parts in the store. One
+        that was cut off has the next one that is due in its place; the last copies wait."""
+        self._cut_off = None
+        self._again_s = self._now_s() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
