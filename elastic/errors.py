@@ -5,6 +5,7 @@ ElasticError
 ├── RunFailedError    the run ended with an error
 ├── SuspectFileError  the record of suspect machines cannot be read
 ├── WebhookError      news of a run did not reach whom they were meant for
+│   └── WebhookRefusedError  and no later try will help
 ├── RunGoesOnError    a run of this name is going on (a ConfigError, too)
 └── ReplaceError      a machine was not replaced
     └── NoCapacityError  there is none to be had now
@@ -82,6 +83,10 @@ class WebhookError(ElasticError):
 
     def __str__(self) -> str:
         return f"{self.whom}: {self.fact}. {self.fix}."
+
+
+class WebhookRefusedError(WebhookError):
+    """Who was there does not take them, and will not take them later."""
 
 
 class RunGoesOnError(ElasticError, trainer.errors.ConfigError):

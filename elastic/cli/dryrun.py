@@ -158,7 +158,7 @@ def _import(file: Path) -> ModuleType:
 
 
 def _is(file: Path, frame: FrameSummary) -> bool:
-    return Path(frame.filename) == file
+    return Path(frame.filename) == file.absolute()
 
 
 def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> str:

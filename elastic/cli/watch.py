@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.cli.show import human_time
-from elastic.errors import WebhookError
+from elastic.errors import WebhookError, WebhookRefusedError
 from elastic.protocol.events import event_from_json
 from elastic.protocol.pulse import PULSE_S, Pulse, read_pulse
 from elastic.protocol.run_paths import RunPaths
@@ -195,25 +195,33 @@ class _Listener:
     def __init__(self, webhook: Webhook, run: str) -> None:
         self._webhook, self._run = webhook, run
         self._told: Told = {}
+        self._refused = False
+        """No later try will help."""
 
     def tell(self, alerts: Sequence[Alert], now: float) -> bool:
-        """Sends what is new. Returns whether all of it was taken; where not, the watch goes on."""
+        """Sends what is new, up to the first that is not taken: a try takes long, and a look is
+        due. Returns whether all of it was taken; where not, the watch goes on."""
         before = self._told
         news, self._told = plan_news(before, alerts, now)
         taken = True
         for one in news:
+            if not taken:
+                self._told = take_back(before, self._told, one.alert.kind)
+                continue
             data = {"run": self._run, "time": now, "state": one.state, **asdict(one.alert)}
             try:
                 self._webhook.send(data)
             except WebhookError as error:
                 print(f"elastic: {error}", file=sys.stderr, flush=True)
                 self._told, taken = take_back(before, self._told, one.alert.kind), False
+                self._refused = isinstance(error, WebhookRefusedError)
         return taken
 
     def insist(self, alerts: Sequence[Alert], pause_s: float) -> None:
-        """The last word: tries again until it is taken, for `LAST_WORD_S`."""
+        """The last word: tries again until it is taken, for `LAST_WORD_S`; not where it never will
+        be."""
         deadline = time.monotonic() + LAST_WORD_S
-        while time.monotonic() < deadline:
+        while not self._refused and time.monotonic() < deadline:
             time.sleep(pause_s)
             if self.tell(alerts, time.time()):
                 return

@@ -204,6 +204,7 @@ class Replacements:
 
     def _clear(self, event: events.NodeReplacement) -> None:
         self._suspected.discard(event.node)
+        self._suspicions.hear_platform_again(event.node)
         detail = "nothing speaks against it any more"
         self._records.note(replace(event, time=time.time(), outcome="cleared", detail=detail))
 

@@ -11,6 +11,7 @@ import time
 
 from checkpointing import (
     CheckpointError,
+    CorruptError,
     Keys,
     decide_fault,
     is_damage,
@@ -54,13 +55,16 @@ class Restores:
         self._config, self._membership, self._dispatcher = config, membership, dispatcher
         self._workers, self._records, self._receipts = workers, records, receipts
         self._deciding = asyncio.Lock()
+        self._corrupt_on: dict[int, set[str]] = {}
+        """Step -> nodes on which its checkpoint was not as it was written, and here it was."""
 
     async def failed(self, worker: str, step: int, generation: int, error: CheckpointError) -> None:
         """`worker`, of the roster of `generation`, could not read the checkpoint of `step`; several
         may say so, and all return when it is decided.
 
         What cannot be reached now may be sound: the run ends, and nothing is changed. What reads
-        well here is: then the machine of the worker is at fault, and the worker is lost.
+        well here is: then the machine of the worker is at fault, and the worker is lost. Unless two
+        machines read other bytes: this one may have them from a cache of its own.
         """
         async with self._deciding:
             membership = self._membership
@@ -71,6 +75,8 @@ class Restores:
             damaged = is_damage(error)
             seen = await asyncio.to_thread(self._look, step, error) if damaged else None
             fault = decide_fault(error, seen)
+            if fault == "reader" and self._is_so_elsewhere(worker, step, error):
+                fault = "checkpoint"
             reason = str(error if seen is None else seen)
             if fault == "reader":
                 await self._workers.kill(worker, STORAGE, _describe_reader(step, error))
@@ -89,6 +95,14 @@ class Restores:
                     f"the checkpoint of step {step} cannot be read ({reason}), and cannot be set "
                     f"aside: {failure}"
                 )
+
+    def _is_so_elsewhere(self, worker: str, step: int, error: CheckpointError) -> bool:
+        """Whether another node read other bytes, too, than were written. Notes this one."""
+        if not isinstance(error, CorruptError) or worker not in self._workers.started:
+            return False
+        nodes = self._corrupt_on.setdefault(step, set())
+        nodes.add(self._workers.started[worker].node)
+        return len(nodes) > 1
 
     def _look(self, step: int, told: CheckpointError) -> CheckpointError | None:
         """What is wrong with a checkpoint as this machine sees it; None: nothing. Blocks."""

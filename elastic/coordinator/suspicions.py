@@ -107,6 +107,10 @@ class Suspicions:
         if self._provider is not None:
             self._aside.spawn(self._ask_platform(self._provider))
 
+    def hear_platform_again(self, node: str) -> None:
+        """What the platform says of a machine counts anew, should it say it still."""
+        self._blamed.discard(node)
+
     def hear(self, event: events.Event) -> None:
         """Something was written down."""
         if isinstance(event, events.WorkerJoined) and event.node not in self._recalled:

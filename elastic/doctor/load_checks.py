@@ -3,6 +3,7 @@ A run beside them would be slowed, so they belong to the fuller tier."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
@@ -33,8 +34,10 @@ _RANKS_ON_CPU = 2
 
 
 def devices_of(machine: Machine) -> list[str]:
-    """What to load, as torch names it."""
-    gpus = count_gpus(machine.root)
+    """What to load, as torch names it: of the machine's GPUs those that this process may use."""
+    gpus, visible = count_gpus(machine.root), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = min(gpus, len([one for one in visible.split(",") if one]))
     return [f"cuda:{number}" for number in range(gpus)] or ["cpu"]
 
 
@@ -53,9 +56,7 @@ def check_burn(machine: Machine) -> Finding:
 
 def judge_burn(outcomes: Mapping[str, Outcome]) -> Finding:
     """As `check_burn`. `outcomes`: device -> what `loads/burn.py` found."""
-    if (failed := _judge_failed("matrix burn", outcomes)) is not None:
-        return failed
-    wrong = {d: one.found["wrong"] for d, one in outcomes.items() if one.found["wrong"]}
+    wrong = {d: n for d, one in outcomes.items() if (n := one.found.get("wrong"))}
     if wrong:
         return Finding(
             check="matrix burn",
@@ -67,6 +68,8 @@ def judge_burn(outcomes: Mapping[str, Outcome]) -> Finding:
             meaning="it computes wrong numbers, and nothing else will tell",
             fix="Replace the machine",
         )
+    if (failed := _judge_failed("matrix burn", outcomes)) is not None:
+        return failed
     return _judge_speed("matrix burn", outcomes, "flops", 1e12, "TFLOP/s")
 
 

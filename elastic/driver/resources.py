@@ -39,12 +39,16 @@ def wait_for_workers(scaling: ScalingConfig, parallel: ParallelConfig) -> Worker
             plan = plan_workers(scaling, parallel, fitting)
             if plan is not None:
                 return plan
-            if time.monotonic() >= deadline:
+            late = time.monotonic() >= deadline
+            if late and not demand.holds:
                 raise _too_little(scaling, parallel, there)
             if not told:
                 log.warning("%s; waiting", _describe(scaling, there))
                 told = True
-            demand.renew()
+            if late:  # it may have what was waited for
+                demand.withdraw()
+            else:
+                demand.renew()
             time.sleep(_INTERVAL_S)
     finally:
         demand.withdraw()

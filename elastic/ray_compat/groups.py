@@ -145,6 +145,11 @@ class Demand:
         elif placement_group_table(self._group).get("state") == "CREATED":
             self.withdraw()
 
+    @property
+    def holds(self) -> bool:
+        """Whether it asks, and so may have, what others then do not see."""
+        return self._group is not None
+
     def withdraw(self) -> None:
         """Asks for nothing any more."""
         if self._group is not None:

@@ -12,7 +12,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from elastic.errors import WebhookError
+from elastic.errors import WebhookError, WebhookRefusedError
 
 TRIES, FIRST_PAUSE_S, TIMEOUT_S = 3, 1.0, 10.0
 _AGAIN = (408, 429)
@@ -57,14 +57,15 @@ class Webhook:
         """Sends `data`. Waits for up to half a minute where nobody answers.
 
         Raises:
-            WebhookError: it was not taken, after `TRIES`.
+            WebhookError: it was not taken, after `TRIES`; WebhookRefusedError, at once, where no
+                later try will help.
         """
         for tried in range(1, TRIES + 1):
             refusal, again = self._try(json.dumps(data).encode())
             if refusal is None:
                 return
             if not again or tried == TRIES:
-                raise WebhookError(
+                raise (WebhookError if again else WebhookRefusedError)(
                     f"the webhook at {self._host}",
                     f"{refusal}, in try {tried} of {TRIES}",
                     "Look at its URL, and at who answers there",

@@ -101,7 +101,7 @@ def _changed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
         name
         for name, buffer in after.items()
         if name not in before
-        or buffer.shape != before[name].shape
+        or (buffer.shape, buffer.dtype) != (before[name].shape, before[name].dtype)
         or not torch.allclose(buffer, before[name], rtol=0.0, atol=0.0, equal_nan=True)
     ]
 

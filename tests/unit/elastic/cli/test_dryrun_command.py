@@ -112,10 +112,15 @@ def test_a_program_is_read_up_to_its_fit(file: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_a_program_that_raises_is_bad_input(
-    file: Path, last: str, why: str, capsys: pytest.CaptureFixture[str]
+    file: Path,
+    last: str,
+    why: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file.write_text(f"{PROGRAM}{last}\n")
-    assert main(["dryrun", str(file)]) == 2
+    monkeypatch.chdir(file.parent)
+    assert main(["dryrun", file.name]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(why, error), error

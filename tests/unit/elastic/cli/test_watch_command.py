@@ -205,6 +205,17 @@ def test_a_webhook_that_refuses_ends_nothing_and_its_url_is_told_to_nobody(
     assert SECRET not in shown
 
 
+def test_the_last_word_is_not_said_again_to_who_will_never_take_it(
+    run: Directory, listeners: list[Listener]
+) -> None:
+    """A webhook that was revoked would keep the exit status back for ten minutes."""
+    hook = listener(listeners, *[410] * 9)
+    run.end("failed", USER_ERROR)
+    root = str(run.paths.root)
+    assert main(["watch", root, "--interval", "0.01", "--webhook", hook.url]) == 93
+    assert len(hook.asked) == 1
+
+
 @pytest.mark.parametrize(("refused", "patience_s", "taken"), [(4, 60.0, 1), (99, 0.2, 0)])
 def test_the_last_word_is_said_again_for_a_while(
     run: Directory,

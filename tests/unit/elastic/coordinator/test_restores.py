@@ -176,6 +176,22 @@ def test_a_reader_without_the_mount_costs_no_checkpoint(desk: Desk, tmp_path: Pa
     assert "reads well on the coordinator's machine" in lost[0].detail
 
 
+def test_two_machines_that_read_other_bytes_are_believed(desk: Desk) -> None:
+    """The coordinator's may have had them from its own cache. Else reader after reader is lost."""
+    (sound, *_) = load_manifest(desk.store, KEYS, 20).segments
+    flipped = CorruptError(sound, "its CRC32 differed twice", 0, (0, 512))
+
+    async def play() -> None:
+        for name in ("a", "b"):
+            await desk.restores.failed(desk.worker(name), 20, GENERATION, flipped)
+        await asyncio.sleep(0)
+        gc.enable()
+
+    asyncio.run(play())
+    assert desk.agents.killed == ["a"]
+    assert list_steps(desk.store, KEYS) == [10] and desk.failed() == [20]
+
+
 def test_what_is_damaged_for_all_is_found_so_here(desk: Desk) -> None:
     """A segment that is gone, a record of another run, and a model that is another."""
     (segment, *_) = load_manifest(desk.store, KEYS, 20).segments

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from elastic.doctor import load_checks
 from elastic.doctor.bounded import Outcome, Program, run_programs
 from elastic.doctor.load_checks import (
     check_all_reduce,
     check_burn,
     check_memory_speed,
+    devices_of,
     judge_all_reduce,
     judge_burn,
     judge_host_link,
@@ -73,6 +75,19 @@ def test_a_gpu_that_does_not_do_it_is_named(late: bool, severity: str) -> None:
     ill = Outcome(found={}, trouble="CUDA error: uncorrectable ECC error", late=late)
     finding = judge_burn({"cuda:0": found(products=8, wrong=0, flops=1.0), "cuda:1": ill})
     assert (finding.severity, finding.result) == (severity, f"cuda:1: {ill.trouble}")
+    wrong = judge_burn({"cuda:0": found(products=8, wrong=1, flops=1.0), "cuda:1": ill})
+    assert wrong.severity == "ISOLATE", "what fails on one hides nothing of the others"
+
+
+def test_no_gpu_is_loaded_that_this_process_may_not_use(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_checks, "count_gpus", lambda root: 8)
+    assert len(devices_of(machine)) == 8
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert devices_of(machine) == ["cuda:0", "cuda:1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices_of(machine) == ["cpu"]
 
 
 @pytest.mark.slow
