@@ -15,7 +15,7 @@ help:  ## what there is
 demo: $(READY)  ## train a small model and break it on the way; ARGS="..." changes the run
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
-test: $(READY)  ## the tests, twenty minutes on two cores
+test: $(READY)  ## the tests, twenty-five minutes on two cores
 	$(BIN)/pytest
 
 test-slow: $(READY)  ## those that `make test` leaves out for their cost
