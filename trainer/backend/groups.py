@@ -269,14 +269,16 @@ def make_cross_groups(
         given_up = threading.Event()
 
         def make() -> list[Any]:
+            groups = []
             with limit_silence(rendezvous.silent_s, but_port=rendezvous.port):
-                if device == "cuda":
-                    met = names[0], prefix
-                    return [_nccl_group(store, met, rendezvous.timeout, rank, size, given_up)]
-                return [
-                    _gloo_group(store, (name, prefix), rendezvous.timeout, rank, size)
-                    for name in names
-                ]
+                for name in names:
+                    keys = PrefixStore(f"{prefix}/{name}", store)
+                    group = _raw_group(keys, rendezvous.timeout, rank, size, device)
+                    _name_raw_group(group, keys, name, prefix, device)
+                    if device == "cuda":
+                        _connect(group, size, given_up)
+                    groups.append(group)
+            return groups
 
         try:
             return make_aside(make, leave_now, rendezvous.timeout_s)
@@ -287,31 +289,17 @@ def make_cross_groups(
             raise
 
 
-def _gloo_group(
-    store: Store, met: tuple[str, str], timeout: timedelta, rank: int, size: int
-) -> Any:
-    name, prefix = met
-    keys = PrefixStore(f"{prefix}/{name}", store)
-    group = dist.ProcessGroupGloo(keys, rank, size, timeout)
-    _name_raw_group(group, keys, name, prefix, "cpu")
-    return group
-
-
-def _nccl_group(
-    store: Store,
-    met: tuple[str, str],
-    timeout: timedelta,
-    rank: int,
-    size: int,
-    given_up: threading.Event,
-) -> Any:
-    name, prefix = met
-    keys = PrefixStore(f"{prefix}/{name}", store)
+def _raw_group(store: Store, timeout: timedelta, rank: int, size: int, device: Device) -> Any:
+    if device == "cpu":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    group = dist.ProcessGroupNCCL(keys, rank, size, options)
-    _name_raw_group(group, keys, name, prefix, "cuda")
-    _cross_groups.append(group)  # so that a call ends what follows
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _connect(group: Any, size: int, given_up: threading.Event) -> None:
+    """Makes all connections of a group on NCCL, which a call ends from now on."""
+    _cross_groups.append(group)
     try:
         # Else the first collective would connect, and wait for a lost peer where nothing ends it.
         group.eager_connect_single_device(torch_device("cuda"))
@@ -321,7 +309,6 @@ def _nccl_group(
     except BaseException:
         _give_up(group)
         raise
-    return group
 
 
 def _check_wanted(given_up: threading.Event) -> None:

@@ -190,8 +190,8 @@ class BetweenSteps:
         data, batches = self.engine.task.eval_data(), self.batches()
         if data is None or not batches:
             return
-        shard, count, micro = self.engine.slot.shard, batches.stop, batches.step
-        micro //= self.train.parallel.shard
+        shard, count = self.engine.slot.shard, batches.stop
+        micro = self.train.micro_samples(self.config.lanes)
         loss_sum, tokens = 0.0, 0
         with _evaluating(self.engine.model):
             for start in batches:
