@@ -18,6 +18,7 @@ from pathlib import Path
 
 from checkpointing.errors import CorruptError, MissingError, StoreError, StoreUnavailableError
 from checkpointing.stores.keys import PROBE, check_key
+from checkpointing.stores.probe import first_write_wins
 
 UNFINISHED = ".part"
 """Ending of the name of what is being written."""
@@ -117,9 +118,7 @@ class LocalStore:
         """See `Store.check_writable`. Also that of two commits only one succeeds."""
         probe = f"{PROBE}{uuid.uuid4().hex}"
         try:
-            first = self.put_if_absent(probe, b"first")
-            second = self.put_if_absent(probe, b"second")
-            if not first or second or self.get(probe) != b"first":
+            if not first_write_wins(self, probe):
                 raise StoreError(
                     str(self.root),
                     "its file system lets a hard link replace a file, so two commits could both "

@@ -24,6 +24,7 @@ from typing import Any
 from checkpointing.errors import StoreError, StoreUnavailableError
 from checkpointing.format.crc32 import crc32
 from checkpointing.stores.keys import PROBE
+from checkpointing.stores.probe import first_write_wins
 from checkpointing.stores.s3.client import Deadline, S3Client, nothing
 from checkpointing.stores.s3.config import S3Config
 from checkpointing.stores.s3.errors import Refused, decide_failure, refused
@@ -200,9 +201,7 @@ class S3Store:
         probing._check_region()
         probe = f"{PROBE}{uuid.uuid4().hex}"
         try:
-            first = probing.put_if_absent(probe, b"first")
-            second = probing.put_if_absent(probe, b"second")
-            if not first or second or probing.get(probe) != b"first":
+            if not first_write_wins(probing, probe):
                 raise StoreError(
                     str(self.config),
                     "the server ignores If-None-Match, so two commits could both succeed; use one "
