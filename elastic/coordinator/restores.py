@@ -72,8 +72,7 @@ class Restores:
             known = (progress.restore_step, progress.generation) != (step, generation)
             if known or membership.stopped is not None:
                 return
-            damaged = is_damage(error)
-            seen = await asyncio.to_thread(self._look, step, error) if damaged else None
+            seen = await asyncio.to_thread(self._look, step, error) if is_damage(error) else None
             fault = decide_fault(error, seen)
             if fault == "reader" and self._is_so_elsewhere(worker, step, error):
                 fault = "checkpoint"

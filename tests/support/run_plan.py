@@ -1,13 +1,18 @@
-"""The plan of a small run, for a supervisor of its own."""
+"""What the driver makes of a small run: its supervisor's plan, and what the coordinator is told."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ray.train import RunConfig
 
 from checkpointing import CheckpointConfig
-from elastic import HealthConfig, ScalingConfig, TrainConfig
+from elastic import ElasticTrainer, HealthConfig, ScalingConfig, TrainConfig
+from elastic.config import WorkerPlan
+from elastic.coordinator.config import CoordinatorConfig
+from elastic.driver.launch import Launch
+from elastic.driver.resume import Origin
 from elastic.protocol.job import Job
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_identity import RunIdentity
@@ -38,4 +43,16 @@ def run_plan(paths: RunPaths, coordinator: Remote[Any]) -> RunPlan:
         run_config=RunConfig(name=paths.root.name, storage_path=str(paths.root.parent)),
         prefix=f"{paths.key}/0/",
         began=0.0,
+    )
+
+
+def told_to_the_coordinator(trainer: ElasticTrainer, storage: Path) -> CoordinatorConfig:
+    """Of a run from the seed that has room for one replica."""
+    return Launch(**vars(trainer))._coordinator_config(
+        RunPaths(root=storage / "run"),
+        Origin(stored=None, snapshot=None, passed=None),
+        WorkerPlan(replicas=1, spares=0),
+        trainer.train.task,
+        "run/",
+        {},
     )

@@ -12,11 +12,8 @@ from ray.train import RunConfig
 from torch import nn
 
 from elastic import ConfigError, ElasticTrainer
-from elastic.config import WorkerPlan
-from elastic.driver.launch import Launch
-from elastic.driver.resume import Origin
-from elastic.protocol.run_paths import RunPaths
 from tests.support.lion import InverseRoot, Lion
+from tests.support.run_plan import told_to_the_coordinator
 from trainer.config import TrainConfig
 from trainer.tasks.custom import CustomTask
 
@@ -34,16 +31,7 @@ def trainer_with(optimizer: Any, storage: Path) -> ElasticTrainer:
 
 
 def test_the_coordinator_is_told_nothing_of_it(tmp_path: Path) -> None:
-    trainer = trainer_with(LION, tmp_path)
-    launch = Launch(**vars(trainer))
-    config = launch._coordinator_config(
-        RunPaths(root=tmp_path / "run"),
-        Origin(stored=None, snapshot=None, passed=None),
-        WorkerPlan(replicas=1, spares=0),
-        TASK,
-        "run/",
-        {},
-    )
+    config = told_to_the_coordinator(trainer_with(LION, tmp_path), tmp_path)
     assert b"lion" in pickle.dumps(LION)
     assert b"lion" not in pickle.dumps(config)
 

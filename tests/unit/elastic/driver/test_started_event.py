@@ -5,10 +5,7 @@ from pathlib import Path
 from torch import nn
 
 from elastic import CustomTask, ElasticTrainer, ScalingConfig, TrainConfig
-from elastic.config import WorkerPlan
-from elastic.driver.launch import Launch
-from elastic.driver.resume import Origin
-from elastic.protocol.run_paths import RunPaths
+from tests.support.run_plan import told_to_the_coordinator
 
 TASK = CustomTask(
     build_model=lambda: nn.Linear(3, 2),
@@ -20,14 +17,7 @@ TASK = CustomTask(
 def test_the_records_tell_what_was_asked_for_not_what_had_room(tmp_path: Path) -> None:
     """Alerts go by it; more may come with the machines that an autoscaler brings."""
     train = TrainConfig(task=TASK, steps=1, global_batch=3)
-    launch = Launch(**vars(ElasticTrainer(train, scaling=ScalingConfig(max_replicas=3, spares=2))))
-    config = launch._coordinator_config(
-        RunPaths(root=tmp_path / "run"),
-        Origin(stored=None, snapshot=None, passed=None),
-        WorkerPlan(replicas=1, spares=0),
-        TASK,
-        "run/",
-        {},
-    )
+    trainer = ElasticTrainer(train, scaling=ScalingConfig(max_replicas=3, spares=2))
+    config = told_to_the_coordinator(trainer, tmp_path)
     assert (config.started.layout["replicas"], config.started.layout["spares"]) == (3, 2)
     assert config.groups.start_workers == 1
