@@ -12,6 +12,7 @@ ALL = [
     errors.RunFailedError("user code raised, 2 times at step 3", "user_error"),
     errors.SuspectFileError("/data/runs/suspect-nodes.json", "it has no object 'machines'"),
     errors.WebhookError("the webhook at example.org", "HTTP status 503", "Look at its URL"),
+    errors.WebhookRefusedError("the webhook at example.org", "HTTP status 404", "Look at its URL"),
     errors.RunGoesOnError("run_config.name", "run", "run.lock is locked", "Wait for it"),
     errors.ReplaceError("i-0123", "no instance of this id has the tag a=b", "Look at the tags"),
     errors.NoCapacityError("i-0123", "no capacity in subnet-1", "Add subnets"),
