@@ -7,7 +7,7 @@ READY := .venv/.ready
 ARGS ?= --fault kill@60 --resume never
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-soak check docs bench gpu-tiny clean
+.PHONY: help demo test test-unit test-runs test-slow test-soak check docs bench gpu-tiny clean
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,6 +17,12 @@ demo: $(READY)  ## train a small model and break it on the way; ARGS="..." chang
 
 test: $(READY)  ## the tests, twenty-five minutes on two cores
 	$(BIN)/pytest
+
+test-unit: $(READY)  ## those of them that start no run, ten minutes
+	$(BIN)/pytest tests/unit
+
+test-runs: $(READY)  ## the others
+	$(BIN)/pytest --ignore tests/unit
 
 test-slow: $(READY)  ## those that `make test` leaves out for their cost
 	$(BIN)/pytest -m slow

@@ -45,7 +45,7 @@ from elastic.worker.coordinator_link import CoordinatorLink
 from elastic.worker.restoring import restore
 from elastic.worker.side_build import SideBuild
 from health.answers import offer_answers
-from health.heartbeat import Heartbeat
+from health.heartbeat import NO_STEP, Heartbeat
 from health.process import output_files, read_born_ticks
 from health.stacks import offer_stacks
 from trainer.backend import determinism
@@ -65,7 +65,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.backend.warmth import warm_device
 from trainer.engine.engine import Engine
 from trainer.errors import CompileError, GroupError, NonFiniteError
-from trainer.loop.compile_ahead import compile_ahead
+from trainer.loop.compile_ahead import compile_ahead, rehearse
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.profiling import StepProfiler
 from trainer.loop.steps import TrainLoop
@@ -138,6 +138,8 @@ class Worker:
         job.task.warm_up()
         warm_up()
         warm_device(job.scaling.device)
+        if job.train.compile != "off" or job.scaling.device == "cuda":
+            self.rehearse()
         # What is there now stays: the collections of `leave_replica` need not look through it.
         gc.collect()
         gc.freeze()
@@ -148,6 +150,18 @@ class Worker:
         stay_near(str(torch.cuda.get_device_properties(0).uuid))
         return NodeNetwork(
             self.job.paths.nccl_log(self.identity.worker), allow_tcp=self.job.scaling.allow_tcp
+        )
+
+    def rehearse(self) -> None:
+        """Compiles while nobody waits for this worker, and a spare before it has a place."""
+        job = self.job
+        self.link.at_step(NO_STEP, "compile")
+        rehearse(
+            job.task,
+            job.train,
+            lanes=job.lanes,
+            max_replicas=most_replicas(job.scaling.max_replicas),
+            device=job.scaling.device,
         )
 
     def run(self) -> None:

@@ -3,7 +3,10 @@ equal through faults."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ from tests.support.data_plane import WorkerResult, full_parameters, run_layout
 from tests.support.tiny import fit, tiny_task, tiny_train, tiny_trainer
 from tests.support.watching import events_of
 from trainer.config import ParallelConfig
+from trainer.parallel.compiled import CACHE
 
 LANES, STEPS = 4, 4
 
@@ -57,6 +61,21 @@ def test_compiled_blocks_are_gathered_in_two_levels(text: Path, tmp_path: Path) 
     for worker in found:
         assert isinstance(worker, WorkerResult), worker
         np.testing.assert_allclose(worker.losses, expected[0].losses, rtol=1e-6)
+
+
+@pytest.mark.soak
+def test_what_one_worker_has_rehearsed_alone_no_other_compiles(tmp_path: Path) -> None:
+    """Two that share the blocks' weights, in processes of their own."""
+    cache = tmp_path / "compiled"
+
+    def compiled_by(what: str) -> set[Path]:
+        run = [sys.executable, "-m", "tests.support.compiled_run", what, str(tmp_path)]
+        subprocess.run(run, env={**os.environ, CACHE: str(cache)}, check=True)
+        return {file for kind in ("fxgraph", "aotautograd") for file in (cache / kind).rglob("*")}
+
+    rehearsed = compiled_by("rehearse")
+    assert rehearsed
+    assert compiled_by("train") == rehearsed
 
 
 @pytest.mark.soak

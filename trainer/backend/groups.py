@@ -161,15 +161,33 @@ def _mesh(
     device: Device, prefix: str, degrees: Mapping[str, int], *, rendezvous: Rendezvous
 ) -> DeviceMesh:
     """The default group's ranks as a mesh."""
+    mesh = _named_mesh(device, prefix, degrees)
+    if device == "cuda":  # those on Gloo were made with it
+        for group in mesh.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(rendezvous.timeout, group)
+    return mesh
+
+
+def _named_mesh(device: Device, prefix: str, degrees: Mapping[str, int]) -> DeviceMesh:
     # DTensor's caches take meshes of the same shape and names for the same mesh, and would apply
     # this process's old place in its old replica (docs/decisions/007).
-    named = {name: f"{name} {prefix}" for name in degrees}
-    mesh = init_device_mesh(device, tuple(degrees.values()), mesh_dim_names=tuple(named.values()))
+    names = tuple(f"{name} {prefix}" for name in degrees)
+    mesh = init_device_mesh(device, tuple(degrees.values()), mesh_dim_names=names)
     _meshes.append(mesh)
-    if device == "cuda":  # those on Gloo were made with it
-        for name in named.values():
-            dist.distributed_c10d._set_pg_timeout(rendezvous.timeout, mesh.get_group(name))
     return mesh
+
+
+@contextlib.contextmanager
+def without_peers(dims: ParallelDims, device: Device) -> Iterator[ReplicaMesh]:
+    """The default group of a replica's first worker, where the others are not there: collectives
+    end at once, and whatever was in their buffers stays. The process may be in no group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.workers)
+    try:
+        yield replica_mesh(dims, partial(_named_mesh, device, "without peers"))
+    finally:
+        leave_replica_group()
 
 
 @contextlib.contextmanager

@@ -8,17 +8,15 @@ multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainer.backend.groups import Device, leave_replica_group, replica_mesh
+from trainer.backend.groups import Device, without_peers
 from trainer.config import TrainConfig
 from trainer.dryrun.kernels import BESIDE
 from trainer.dryrun.parts import REPLICAS, DryCross, DryEngine, DryLoop
@@ -145,22 +143,16 @@ def _vocabulary(task: PreparedTask, train: TrainConfig) -> set[int]:
 
 @contextmanager
 def _no_peers(dims: ParallelDims, watch: Watch) -> Iterator[ReplicaMesh]:
-    """The replica's group on c10d's fake backend."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.workers)
-    try:
-        made = replica_mesh(dims, _fake_mesh)
+    """The replica's groups, which `watch` is told of."""
+    with without_peers(dims, "cpu") as made:
         named = {"shard": made.fsdp, "tensor": made.tensor, **made.others}
         if made.regather is not None:
-            named["regather"] = made.regather["regather"]
+            regather = made.regather.mesh_dim_names
+            assert regather is not None
+            named["regather"] = made.regather[regather[-1]]
         watch.groups = {dist.distributed_c10d._get_default_group().group_name: "replica"}
         watch.groups |= {m.get_group().group_name: n for n, m in named.items() if m.size() > 1}
         yield made
-    finally:
-        leave_replica_group()
-
-
-def _fake_mesh(degrees: Mapping[str, int]) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
 
 def _build(

@@ -1,11 +1,50 @@
-"""The compilation of a new replica's model, before its first step: the others train meanwhile, and
-nobody waits for it in a collective."""
+"""The compilation of a model before its worker's first step: the others train meanwhile, and nobody
+waits for it in a collective."""
 
 from __future__ import annotations
 
+import logging
+
+import torch
+
+from trainer.backend.groups import Device, without_peers
+from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.loop.loader import read
 from trainer.loop.samples import lane_ids
+from trainer.parallel.layout import Slot
+from trainer.tasks.task import PreparedTask
+
+log = logging.getLogger(__name__)
+
+
+def rehearse(
+    task: PreparedTask, train: TrainConfig, *, lanes: int, max_replicas: int, device: Device
+) -> None:
+    """What a worker does before it has a place, and alone: builds its part of a replica, and sends
+    a micro-batch through it. Its blocks are compiled then, into the node's cache, and its device
+    has the kernels. What goes wrong here is told, and nothing comes of it: it comes again where
+    the worker gets a place. The process may be in no group.
+
+    Args:
+        task: what is learned.
+        train: the settings of the run.
+        lanes: of the run.
+        max_replicas: see `Engine`.
+        device: the worker's.
+    """
+    try:
+        with without_peers(train.parallel.dims, device) as mesh:
+            slot = Slot(replica=0, rank=0, dims=train.parallel.dims)
+            engine = Engine(
+                task, train, slot=slot, mesh=mesh, device=device, max_replicas=max_replicas
+            )
+            compile_ahead(engine, lanes)
+            del engine, mesh
+    except Exception:
+        log.warning("this worker's rehearsal has failed; it joins without", exc_info=True)
+    if device == "cuda":
+        torch.cuda.empty_cache()  # NCCL, which comes next, has its memory from elsewhere
 
 
 def compile_ahead(engine: Engine, lanes: int) -> None:

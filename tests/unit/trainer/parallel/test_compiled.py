@@ -14,6 +14,7 @@ import torch._dynamo
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from tests.support.counting_backend import Counting
 from trainer.config import TrainConfig
 from trainer.engine.build import build_model
 from trainer.errors import CompileError, ConfigError
@@ -23,22 +24,6 @@ from trainer.parallel.recompute import recompute_blocks
 from trainer.tasks.custom import CustomTask
 
 LAYERS, VOCABULARY = 3, 64
-
-
-class Counting:
-    """A backend of torch.compile that runs what it is given, and counts."""
-
-    def __init__(self) -> None:
-        self.graphs = self.calls = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        self.graphs += 1
-
-        def run(*arguments: Any) -> Any:
-            self.calls += 1
-            return graph(*arguments)
-
-        return run
 
 
 @pytest.fixture

@@ -1,0 +1,104 @@
+"""A worker's rehearsal: what it leaves to be done, and what it leaves behind. That the node's cache
+has it for other processes: tests/integration/test_compile.py."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+
+from tests.support.counting_backend import Counting
+from tests.support.data_plane import make_engine
+from tests.support.tiny import tiny_task, tiny_train
+from trainer.backend.groups import leave_replica_group
+from trainer.backend.rendezvous import Rendezvous
+from trainer.config import OffloadConfig, ParallelConfig, TrainConfig
+from trainer.float8.config import Float8
+from trainer.loop import compile_ahead as module
+from trainer.loop.compile_ahead import compile_ahead, rehearse
+from trainer.parallel import apply
+from trainer.parallel.compiled import compile_blocks
+from trainer.tasks.task import PreparedTask
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    leave_replica_group()
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting]:
+    torch._dynamo.reset()
+    counting = Counting()
+    monkeypatch.setattr(apply, "compile_blocks", partial(compile_blocks, backend=counting))
+    yield counting
+    torch._dynamo.reset()
+
+
+def rehearsed(task: PreparedTask, train: TrainConfig) -> None:
+    rehearse(task, train, lanes=2, max_replicas=2, device="cpu")
+    assert not dist.is_initialized()
+
+
+def test_the_first_replica_compiles_nothing_more(
+    backend: Counting, text: Path, tmp_path: Path, port: int
+) -> None:
+    train = tiny_train(text, compile="require")
+    task = train.task.prepare(train, str(tmp_path))
+    rehearsed(task, train)
+    assert backend.graphs == 1
+    engine = make_engine(0, Rendezvous(host="127.0.0.1", port=port, timeout_s=60), task, train)
+    compile_ahead(engine, 2)
+    del engine
+    leave_replica_group()
+    assert backend.graphs == 1
+    assert backend.calls == 2 * 2  # blocks, by engines
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel": ParallelConfig(shard=4, workers_per_node=2), "global_batch": 8},
+        {"parallel": ParallelConfig(shard=2, tensor=2)},
+        {"parallel": ParallelConfig(context=2)},
+        {"parallel": ParallelConfig(shard=2), "converters": (Float8(gather=True),)},
+        {"offload": OffloadConfig(horizon=1), "recompute": "full"},
+    ],
+    ids=["two levels", "tensor", "context", "float8", "offload"],
+)
+def test_every_layout_can_be_rehearsed_alone(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
+) -> None:
+    train = tiny_train(text, **changes)
+    with caplog.at_level(logging.WARNING):
+        rehearsed(train.task.prepare(train, str(tmp_path)), train)
+    assert "rehearsal" not in caplog.text
+
+
+def test_what_fails_in_it_is_told_and_leaves_nothing_behind(
+    text: Path,
+    tmp_path: Path,
+    port: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    train = tiny_train(text)
+    task = train.task.prepare(train, str(tmp_path))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no space left")
+
+    monkeypatch.setattr(module, "compile_ahead", fail)
+    rehearsed(task, train)
+    assert "rehearsal has failed" in caplog.text and "no space left" in caplog.text
+    make_engine(0, Rendezvous(host="127.0.0.1", port=port, timeout_s=60), task, train)
+    leave_replica_group()
