@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,10 @@ from trainer.backend.groups import (
     torch_device,
 )
 from trainer.backend.rendezvous import Rendezvous
+from trainer.config import ParallelConfig
 from trainer.engine.host_copy import HostBuffer
 from trainer.engine.shared_copy import open_copy
+from trainer.loop.compile_ahead import compile_ahead, rehearse
 from trainer.parallel.layout import ParallelDims
 from trainer.recovery.shared_restore import Restored, read_together
 from trainer.replication.lane_sums import LaneSums
@@ -116,6 +119,18 @@ def test_lanes_are_added_up_beside_the_current_stream(
         assert not cross.stream.query(), "what backward queues has waited for the sum"
     reduction.finish()
     assert into[:COUNT].cpu().numpy().tobytes() == expected.numpy().tobytes()
+
+
+@on(GLOO, NCCL)
+def test_a_worker_rehearses_before_it_has_peers(
+    meet: Rendezvous, fabric: Fabric, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one of four, and becomes a replica of its own then."""
+    sharded = replace(small_train(4), parallel=ParallelConfig(shard=4), global_batch=4 * LANES)
+    rehearse(small_task(), sharded, lanes=LANES, max_replicas=1, device=fabric.device)
+    assert "rehearsal" not in caplog.text
+    engine = make_engine(0, meet, small_task(), small_train(4), device=fabric.device)
+    compile_ahead(engine, LANES)
 
 
 @on(GLOO, NCCL)

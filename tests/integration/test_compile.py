@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from checkpointing import tensors_sha256
 from tests.support.data_plane import WorkerResult, full_parameters, run_layout
-from tests.support.tiny import fit, tiny_task, tiny_train, tiny_trainer
+from tests.support.tiny import fit, tiny_task, tiny_train, tiny_trainer, write_text
 from tests.support.watching import events_of
 from trainer.config import ParallelConfig
 from trainer.parallel.compiled import CACHE
@@ -65,17 +66,24 @@ def test_compiled_blocks_are_gathered_in_two_levels(text: Path, tmp_path: Path) 
 
 @pytest.mark.soak
 def test_what_one_worker_has_rehearsed_alone_no_other_compiles(tmp_path: Path) -> None:
-    """Two that share the blocks' weights, in processes of their own."""
+    """Two that share the blocks' weights, in processes of their own, each started as that one."""
+    write_text(tmp_path / "text")
     cache = tmp_path / "compiled"
 
-    def compiled_by(what: str) -> set[Path]:
-        run = [sys.executable, "-m", "tests.support.compiled_run", what, str(tmp_path)]
-        subprocess.run(run, env={**os.environ, CACHE: str(cache)}, check=True)
-        return {file for kind in ("fxgraph", "aotautograd") for file in (cache / kind).rglob("*")}
+    def start(*place: str) -> subprocess.Popen[bytes]:
+        run = [sys.executable, "-m", "tests.support.compiled_run", str(tmp_path), *place]
+        return subprocess.Popen(run, env={**os.environ, CACHE: str(cache)})
 
-    rehearsed = compiled_by("rehearse")
+    def kept() -> set[Path]:
+        return set((cache / "fxgraph").rglob("*"))
+
+    assert start().wait() == 0
+    rehearsed = kept()
     assert rehearsed
-    assert compiled_by("train") == rehearsed
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    both = [start(str(rank), str(store.port)) for rank in range(2)]
+    assert [each.wait() for each in both] == [0, 0]
+    assert kept() == rehearsed
 
 
 @pytest.mark.soak

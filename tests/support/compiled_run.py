@@ -1,8 +1,9 @@
-"""A compiled run in a process of its own, for what it leaves in the node's cache.
+"""A worker of a compiled run in a process of its own, for what it leaves in the node's cache.
 
-    python -m tests.support.compiled_run rehearse|train DIRECTORY
+    python -m tests.support.compiled_run DIRECTORY [RANK PORT]
 
-`TORCHINDUCTOR_CACHE_DIR` says where that is: a forked process has its parent's.
+Without a rank it rehearses, else it trains beside the other of two workers. The cache is where
+`TORCHINDUCTOR_CACHE_DIR` says.
 """
 
 from __future__ import annotations
@@ -11,31 +12,27 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
-from tests.support.data_plane import WorkerResult, run_layout
-from tests.support.tiny import tiny_train, write_text
+from tests.support.data_plane import WorkerResult, train_in_one_replica
+from tests.support.tiny import tiny_train
 from trainer.backend import determinism
+from trainer.backend.rendezvous import Rendezvous
 from trainer.loop.compile_ahead import rehearse
 from trainer.parallel.compiled import keep_compiled
 
 
-def main(what: str, directory: Path) -> None:
-    """Rehearses as one worker of two, or trains as both."""
-    text = directory / "text"
-    if not text.exists():
-        write_text(text)
-    train = tiny_train(text, shard=2, steps=2, lanes=1, compile="require")
+def main(directory: Path, rank: str = "", port: str = "") -> None:
+    """See above."""
+    train = tiny_train(directory / "text", shard=2, steps=2, lanes=1, compile="require")
     task = train.task.prepare(train, str(directory / "cache"))
-    if what == "train":
-        found = run_layout(task, train, replicas=1, lanes=1)
-        assert all(isinstance(worker, WorkerResult) for worker in found), found
-        return
-    torch.set_num_threads(1)  # as the workers have; their number is part of the code
     determinism.settle(train.determinism, "cpu", os.environ)
     keep_compiled(os.environ, 1)
-    rehearse(task, train, lanes=1, max_replicas=1, device="cpu")
+    if not rank:
+        rehearse(task, train, lanes=1, max_replicas=1, device="cpu")
+        return
+    meet = Rendezvous(host="127.0.0.1", port=int(port), timeout_s=60)
+    found = train_in_one_replica(int(rank), meet, task, train)
+    assert isinstance(found, WorkerResult), found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

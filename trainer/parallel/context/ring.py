@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -40,8 +41,9 @@ class Ring:
         self.documents: Sequence[Sequence[int]] | None = None
         """Where the texts begin in each sample of the micro-batch that the model computes; see
         `plan_blocks`. It holds until the next micro-batch's forward."""
-        self.key = f"ring {id(self)}"
-        """Names it to the operators."""
+        self.key = next(key for key in map("ring {}".format, count()) if key not in _rings)
+        """Names it to the operators. Compiled blocks have the name in them: a model that is built
+        where another has gone gets that one's, and finds its graphs."""
         _rings[self.key] = self
 
     def blocks(self, round_: int, tokens: int) -> list[Block]:
