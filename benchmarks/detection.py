@@ -15,6 +15,8 @@ resume_s      from the fault to the next step that the healthy commit
 right_worker  those at fault were lost, or found slow, and nobody else; null where no worker is at
               fault
 right_cause   by the cause that stands in that event
+agent_cpu_share, idle_actor_cpu_share
+              of a core, by a node's agent, and by a Ray actor that does nothing
 """
 
 from __future__ import annotations
@@ -33,17 +35,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from benchmarks import _detection_run, _detection_store
 from benchmarks._common import end_properly, print_result, say, scratch, show_table
 from benchmarks._turns import cpu_s
 from elastic.protocol import events
 from health.heartbeat import Heartbeat
 from tests.support.hosts import Hosts
+from tests.support.local_cluster import local_cluster
 from tests.support.run_on_hosts import PartitionRun
 
 HOSTS, REPLICAS, SHARD = 4, 2, 2
 SETTLE_S = 3.0
 """Between two faults, once the run is whole: some steps pass."""
+OBSERVED_S = 20.0
+"""For how long processor time is counted; it comes in hundredths of a second."""
 UNSEEN_S = 60.0
 """A fault that was not found by then is not found."""
 
@@ -220,12 +227,28 @@ def _first(look: Callable[[], list[Any]]) -> list[Any]:
 
 
 def agent_cpu_share(run: PartitionRun) -> float:
-    """Share of a core that a node's agent takes, over five seconds."""
-    victim = find_victim(run)
-    pid = _process_of(run, victim, "ray::NodeAgent")
+    """Share of a core that a node's agent takes."""
+    return _cpu_share(_process_of(run, find_victim(run), "ray::NodeAgent"))
+
+
+def idle_actor_cpu_share() -> float:
+    """The same of an actor that does nothing: what of it is Ray's own."""
+    with local_cluster():
+        idle: Any = ray.remote(num_cpus=0)(_Idle).remote()  # it ends with its handle
+        pid = ray.get(idle.pid.remote())
+        time.sleep(SETTLE_S)
+        return _cpu_share(pid)
+
+
+class _Idle:
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def _cpu_share(pid: int) -> float:
     before_s = cpu_s([pid])[pid]
-    time.sleep(5.0)
-    return round((cpu_s([pid])[pid] - before_s) / 5.0, 4)
+    time.sleep(OBSERVED_S)
+    return round((cpu_s([pid])[pid] - before_s) / OBSERVED_S, 4)
 
 
 def heartbeat_ns() -> float:
@@ -300,6 +323,7 @@ def main() -> None:
             "false_alarms": alarms,
             "heartbeat_ns": heartbeat_ns(),
             "agent_cpu_share": cpu_share,
+            "idle_actor_cpu_share": idle_actor_cpu_share(),
         }
     )
 
