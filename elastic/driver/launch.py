@@ -20,6 +20,7 @@ from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordinator.actor import MOST_CALLS, Coordinator
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.driver.observer import Observer
+from elastic.driver.preparing import prepare_task
 from elastic.driver.resources import check_device, check_tensor_groups, wait_for_workers
 from elastic.driver.resume import (
     Origin,
@@ -168,7 +169,7 @@ class Launch:
             train = dataclasses.replace(self.train, lanes=self.lanes)
             check_memory(train, self.scaling, accelerator_types())
         cache = default_cache_dir(local_path(self.run_config))
-        task = self.train.task.prepare(self.train, cache)
+        task = prepare_task(self.train, cache)
         tell("building the model on the driver, without weights")
         built = build_model(task, self.train)[0]
         model = state_table(built, self.train.optimizer)
