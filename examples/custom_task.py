@@ -87,7 +87,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--fault",
         default="none",
         help="none, or KIND@STEP[.PHASE][:WORKER[+WORKER]], several with commas; KIND is kill, "
-        "freeze, raise, flip or loop (elastic/protocol/faults.py says more)",
+        "freeze, raise, flip, glitch or loop (elastic/protocol/faults.py says more)",
     )
     add("--storage", default="runs", help="directory for runs, seen by all nodes")
     add("--name", default="custom_task", help="name of the run; the same name continues it")

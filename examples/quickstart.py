@@ -75,7 +75,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--fault",
         default="none",
         help="none, or KIND@STEP[.PHASE][:WORKER[+WORKER]], several with commas; KIND is kill, "
-        "freeze, raise, flip or loop (elastic/protocol/faults.py says more)",
+        "freeze, raise, flip, glitch or loop (elastic/protocol/faults.py says more)",
     )
     add("--device", choices=["cpu", "cuda"], default="cpu", help="what workers compute on")
     add("--cpus-per-worker", type=float, default=1.0, help="CPUs that Ray reserves for a worker")

@@ -305,7 +305,8 @@ class TrainConfig:
     micro_batch: int | None = None
     """Samples a worker takes through the model at once; None: all it has of a lane."""
     lanes: int | None = None
-    """Micro-batch sequences that make up the global batch; None: `scaling.max_replicas`."""
+    """Micro-batch sequences that make up the global batch; None: `scaling.max_replicas`. A run
+    keeps them, and replicas beyond them compute nothing: set the most that it may ever have."""
     prefetch: int = 2
     """Micro-batches that a thread of each worker reads ahead; 0: each is read when it is due."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

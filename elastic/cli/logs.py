@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic.cli.arguments import count
 from elastic.cli.live import add_run_to, join
 from elastic.protocol.events import Event, ReplicaForming, WorkerJoined
 from elastic.protocol.run_paths import RunPaths
@@ -54,7 +55,7 @@ def add_to(commands: Any) -> None:
     add_run_to(verb)
     verb.add_argument("--worker", help="of this one alone, such as w3-75dc53")
     verb.add_argument(
-        "--kib", type=int, default=64, help="the last so many KiB of each file (default: 64)"
+        "--kib", type=count, default=64, help="the last so many KiB of each file (default: 64)"
     )
     verb.add_argument(
         "--faults", action="store_true", help="only the lines that speak of faults we know"

@@ -119,7 +119,7 @@ def export_verdicts(options: argparse.Namespace) -> int:
     paths = RunPaths(root=options.run)
     if not paths.events.is_file():
         raise FileNotFoundError(f"{options.run} is no run's directory: it has no events.jsonl")
-    events, steps = read_events(paths.events), read_steps(paths.steps)
+    events, steps = read_events(paths.events), read_steps(paths.steps, digests=False)
     verdicts = find_verdicts(events, steps, find_incidents(events, steps))
     print(json.dumps(to_health_events(verdicts, events, paths.root.absolute().name), indent=1))
     return 0

@@ -20,6 +20,7 @@ from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordinator.actor import MOST_CALLS, Coordinator
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.driver.observer import Observer
+from elastic.driver.preparing import prepare_task
 from elastic.driver.resources import check_device, check_tensor_groups, wait_for_workers
 from elastic.driver.resume import (
     Origin,
@@ -63,6 +64,7 @@ from trainer.engine.build import build_model
 from trainer.engine.optimizer import try_optimizer
 from trainer.engine.state import state_table
 from trainer.loop.samples import Ledger
+from trainer.parallel.strategy import beyond_the_lanes
 from trainer.progress import tell
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.task import PreparedTask, default_cache_dir
@@ -168,7 +170,7 @@ class Launch:
             train = dataclasses.replace(self.train, lanes=self.lanes)
             check_memory(train, self.scaling, accelerator_types())
         cache = default_cache_dir(local_path(self.run_config))
-        task = self.train.task.prepare(self.train, cache)
+        task = prepare_task(self.train, cache)
         tell("building the model on the driver, without weights")
         built = build_model(task, self.train)[0]
         model = state_table(built, self.train.optimizer)
@@ -238,10 +240,12 @@ class Launch:
 
     def _say_layout(self) -> None:
         """What the layout is called, and what follows from it for a fault: a warning where one
-        worker's loss costs steps and nobody takes snapshots."""
+        worker's loss costs steps and nobody takes snapshots, and where replicas have no lanes."""
         layout = self.train.parallel.layout(self.scaling.max_replicas)
         carried = layout.replicas > 1 or self.checkpoint.memory_every is not None
         log.log(logging.INFO if carried else logging.WARNING, "layout: %s", layout)
+        if (told := beyond_the_lanes(layout.replicas, self.lanes)) is not None:
+            log.warning("%s", told)
 
     def _run_plan(self, job: Job, plan: WorkerPlan, prefix: str, began: float) -> RunPlan:
         return RunPlan(

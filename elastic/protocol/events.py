@@ -630,7 +630,7 @@ _KINDS: dict[str, type[Event]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One committed step."""
 

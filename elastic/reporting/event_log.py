@@ -127,11 +127,15 @@ def read_events(path: str | os.PathLike[str]) -> list[Event]:
     return [event_from_json(data) for _, data in _read_objects(Path(path))]
 
 
-def read_steps(path: str | os.PathLike[str]) -> list[StepRecord]:
+def read_steps(path: str | os.PathLike[str], *, digests: bool = True) -> list[StepRecord]:
     """The steps that count, by step; none when there is no file yet.
 
     When a run went back to an earlier state, it did some steps again: of each step the last record
     stays, and records of later steps that were committed before the run went back are dropped.
+
+    Args:
+        path: the file.
+        digests: keep `sample_digests`, of which each step has one for each lane.
 
     Raises:
         RecordError: a whole line is not a step record.
@@ -139,6 +143,8 @@ def read_steps(path: str | os.PathLike[str]) -> list[StepRecord]:
     kept: dict[int, StepRecord] = {}
     newest = -1
     for line, data in _read_objects(Path(path)):
+        if not digests and "sample_digests" in data:
+            data["sample_digests"] = []
         record = step_from_json(data)
         if record is None:
             fact = f"a step record lacks fields, it has {sorted(data)}"
@@ -237,7 +243,7 @@ def _lines_from_the_end(path: Path) -> Iterator[bytes]:
     if not path.exists():
         return
     with path.open("rb") as file:
-        place, rest = _end_of_last_line(file), b""
+        place, rest = max(0, size_of_lines(file) - 1), b""
         while place:
             size = min(_BLOCK_BYTES, place)
             place -= size
@@ -247,15 +253,15 @@ def _lines_from_the_end(path: Path) -> Iterator[bytes]:
             yield rest
 
 
-def _end_of_last_line(file: BinaryIO) -> int:
-    """Where the last newline of a file stands; 0: it has none."""
+def size_of_lines(file: BinaryIO) -> int:
+    """Bytes of a record file up to its last newline, which is the last of them."""
     place = file.seek(0, os.SEEK_END)
     while place:
         size = min(_BLOCK_BYTES, place)
         place -= size
         found = os.pread(file.fileno(), size, place).rfind(b"\n")
         if found >= 0:
-            return place + found
+            return place + found + 1
     return 0
 
 
@@ -263,13 +269,18 @@ def _read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line numbers and objects of a record file; what follows the last newline is not a record."""
     if not path.exists():
         return
-    *lines, _torn = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            data = object_of_line(line)
-        except ValueError as error:
-            raise RecordError(str(path), number, str(error)) from error
-        yield number, data
+    with path.open("rb") as file:
+        left = size_of_lines(file)
+        file.seek(0)
+        for number, line in enumerate(file, start=1):
+            left -= len(line)
+            if left < 0:
+                return
+            try:
+                data = object_of_line(line)
+            except ValueError as error:
+                raise RecordError(str(path), number, str(error)) from error
+            yield number, data
 
 
 def object_of_line(line: bytes) -> dict[str, Any]:
@@ -286,5 +297,4 @@ def object_of_line(line: bytes) -> dict[str, Any]:
 def _cut_torn_tail(path: Path) -> None:
     """Drop what follows the last newline, so that the next record starts on a line of its own."""
     with path.open("rb+") as file:
-        end = _end_of_last_line(file)
-        file.truncate(end + 1 if end else 0)
+        file.truncate(size_of_lines(file))

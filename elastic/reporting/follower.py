@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from elastic.reporting.event_log import object_of_line
+from elastic.reporting.event_log import object_of_line, size_of_lines
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ class Follower(Generic[_Record]):
         self.anew = False
         """Whether the last call found another file in the place: a run that was begun anew."""
         if not from_start:
-            self._whole_lines()
+            with suppress(OSError), path.open("rb") as file:  # it may not be there yet
+                self._inode, self._offset = os.fstat(file.fileno()).st_ino, size_of_lines(file)
 
     def take(self) -> list[_Record]:
         """The records since the last call. A damaged line is logged and passed over."""

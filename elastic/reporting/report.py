@@ -46,7 +46,7 @@ from elastic.reporting.incidents import (
 )
 from elastic.reporting.speed import find_speed, mean_parts
 from elastic.reporting.verdicts import Advice, find_verdicts
-from trainer.parallel.strategy import after_a_loss
+from trainer.parallel.strategy import after_a_loss, beyond_the_lanes
 
 REPORT_JSON = "report.json"
 REPORT_TEXT = "report.txt"
@@ -420,6 +420,12 @@ def _verdict_line(one: Advice) -> str:
     return f"step {one.step}: {verdict.cause}, {whom} ({verdict.confidence}){remedy}: {shown}"
 
 
+def _beyond_the_lanes(report: Report) -> dict[str, str]:
+    replicas = report.layout.get("replicas", 1)
+    told = beyond_the_lanes(replicas, report.layout.get("lanes", replicas))
+    return {} if told is None else {"lanes": told}
+
+
 def _some(names: Sequence[str], most: int = 2) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
@@ -443,6 +449,7 @@ def _facts(report: Report) -> dict[str, str]:
         "replicas": _EQUALITY[report.replicas_equal],
         "ledger": "-" if report.ledger_steps is None else f"{report.ledger_steps} steps exact",
         "layout": f"{layout}: {after_a_loss(report.layout.get('replicas', 1))}" if layout else "-",
+        **_beyond_the_lanes(report),
         "versions": ", ".join(f"{k} {v}" for k, v in report.versions.items()) or "-",
         "bits": ", ".join(f"{k} {v}" for k, v in report.settings.items()) or "-",
     }

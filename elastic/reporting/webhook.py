@@ -23,9 +23,12 @@ def _host_of(url: str) -> str | None:
     """None where it is no URL of a web server."""
     try:
         parts = urlsplit(url)
+        host = parts.hostname
+        (host or "").encode("idna")
+        (parts.path + parts.query).encode("ascii")
     except ValueError:
         return None
-    return parts.hostname if parts.scheme in ("http", "https") else None
+    return host if parts.scheme in ("http", "https") else None
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -48,7 +51,7 @@ class Webhook:
     def __init__(self, url: str) -> None:
         host = _host_of(url)
         if host is None:
-            fact = "it does not begin with https:// or http:// and a host"
+            fact = "it is not https:// or http://, a host, and what follows in ASCII"
             raise WebhookError("the webhook's URL", fact, "Look at ELASTIC_WEBHOOK or --webhook")
         self._url, self._host = url, host
         self._opener = build_opener(_NoRedirects)

@@ -101,7 +101,8 @@ class Disputes:
         error = (
             f"the replicas at positions {positions} of the roster compute other gradients of one "
             f"lane in step {step}, twice: {shown}. With a third replica a majority shows which is "
-            f"wrong (scaling.max_replicas)"
+            f"wrong (scaling.max_replicas). None is where the dataset gives other items for an "
+            f"index that is read again, or the model draws from another generator than torch's"
         )
         self._outbox.flush()
         self._coordinator.call(CoordinatorApi.fail, error, self._worker)

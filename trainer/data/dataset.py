@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from trainer.data.order import Ids
 from trainer.data.token_batch import TokenBatch
-from trainer.data.tokens import TokenSet
+from trainer.data.tokens import open_once
 from trainer.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ class TokenDataset:
     """
 
     def __init__(self, path: str | Path, seq_len: int) -> None:
-        self.tokens = TokenSet.open(path)
+        self.tokens = open_once(str(path))
         self.seq_len = seq_len
         if len(self) < 1:
             raise ConfigError(

@@ -8,16 +8,20 @@ in order (not their names), and the settings. Only files that are new or changed
 (`file_hashes.py`). It is built under a name of its own and renamed into
 place when complete. So a crash leaves nothing half-made under the final name; of two processes at
 once the first to finish wins and the other uses its result, which is the same. What a killed
-process leaves in a `.building-` directory is never looked at and can be deleted.
+process leaves in a `.building-` directory is never looked at, and deleted by the next one that
+builds, unless another one builds as well.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,7 +36,7 @@ from trainer.data.tokenizer import end_of_text_id, fingerprint_of, load_tokenize
 from trainer.data.tokens import TokenSet
 from trainer.progress import tell
 
-RECORD_NAME, HASHES_NAME = "prepared.json", "hashes.json"
+RECORD_NAME, HASHES_NAME, LOCK_NAME = "prepared.json", "hashes.json", ".building.lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,8 @@ def prepare(config: DataConfig, default_cache_dir: str) -> PreparedData:
     final = cache / recipe.fingerprint[:24]
     if not final.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        _build_and_rename(final, recipe)
+        with _one_of_the_builders(cache):
+            _build_and_rename(final, recipe)
     return _read_record(final)
 
 
@@ -99,6 +104,20 @@ def _plan_recipe(config: DataConfig, memory: Path) -> Recipe:
         file_tokens=config.file_tokens,
         fingerprint=hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(),
     )
+
+
+@contextmanager
+def _one_of_the_builders(cache: Path) -> Iterator[None]:
+    """Deletes what builders have left, where there is none now. Nobody else does in the block. On a
+    file system without locks nothing is deleted."""
+    with (cache / LOCK_NAME).open("a+b") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in cache.glob(".building-*"):
+                shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield
 
 
 def _build_and_rename(final: Path, recipe: Recipe) -> None:

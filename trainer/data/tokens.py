@@ -1,14 +1,16 @@
 """Token sets: a long sequence of token ids in fixed-size files that are mapped, not read.
 
 A `TokenWriter` streams into a new directory and writes the index last; a `TokenSet` opens it. Both
-hold no more than a file handle or a mapping: a set may be far larger than memory.
+hold no more than a file handle or mappings: a set may be far larger than memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import resource
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -123,6 +125,7 @@ class TokenSet:
     def __init__(self, directory: Path, index: TokenIndex) -> None:
         self.directory, self.index = directory, index
         self._maps: dict[int, Tokens] = {}
+        self._most_maps = most_maps(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> TokenSet:
@@ -169,8 +172,9 @@ class TokenSet:
             yield self.read(position, min(CHUNK_TOKENS, stop - position))
 
     def _map(self, number: int) -> Tokens:
-        # On first use: a process maps only so many files, and a worker needs few at a time.
         if number not in self._maps:
+            if len(self._maps) >= self._most_maps:
+                del self._maps[next(iter(self._maps))]
             path = self.directory / file_name(number)
             self._maps[number] = np.memmap(path, dtype=self.index.stored_dtype, mode="r")
         return self._maps[number]
@@ -188,6 +192,22 @@ class TokenSet:
             raise TokensCorruptError(
                 str(path), f"checksum: the index says sha256 {file.sha256}, it has {found}"
             )
+
+
+@lru_cache(maxsize=8)
+def open_once(path: str) -> TokenSet:
+    """`TokenSet.open`, once for each path in a process. A regroup makes new loops while all stand
+    still, and a look at each of thousands of files on a shared file system takes seconds."""
+    return TokenSet.open(path)
+
+
+def most_maps(open_files: int) -> int:
+    """How many files of a set a process maps at once. Pure.
+
+    Args:
+        open_files: that it may have; a mapping holds one. Linux allows 65,530 mappings.
+    """
+    return 16384 if open_files == resource.RLIM_INFINITY else max(1, min(16384, open_files // 4))
 
 
 def sha256_of(path: Path) -> str:

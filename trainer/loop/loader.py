@@ -6,7 +6,11 @@
 One thread of the process reads, whatever there is to read: what a user's dataset holds need not be
 made for several threads, nor may it be opened in one and used in another. Nothing is saved of a
 loader: what it reads is a function of (seed, step). A generation makes a new one, as its lanes may
-be others. Decision: docs/decisions/042.
+be others.
+
+A dataset that draws from torch's generator gets the numbers that the micro-batch was seeded with.
+The generator is one for all threads, so such a read waits until it is due. Decision:
+docs/decisions/042.
 """
 
 from __future__ import annotations
@@ -15,10 +19,11 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils import _python_dispatch as dispatch
 
 from trainer.data import SampleSource
 from trainer.data.order import Ids
@@ -32,12 +37,18 @@ def read(data: SampleSource, ids: Ids) -> Any:
     return _READER.submit(data.batch, ids).result()
 
 
+class _Read(NamedTuple):
+    """A micro-batch."""
+
+    ids: Ids
+    batch: Any
+    read_s: float
+    complete: bool
+    """Else it draws, or could not be read without: it is read again when it is due."""
+
+
 class Loader:
     """The micro-batches of one worker in one generation, in the order that they are due.
-
-    A dataset that draws from torch's generator gets the numbers that the micro-batch was seeded
-    with: it is read when it is asked for, since the generator is one for all threads. The first
-    micro-batch shows it.
 
     Args:
         data: the samples.
@@ -50,8 +61,7 @@ class Loader:
         self._data, self._due, self._ahead, self._pin = data, due, ahead, pin
         self.read_s = 0.0
         """How long the dataset took for the micro-batch that was taken last, waited for or not."""
-        self._reads: deque[Future[tuple[Ids, Any, float]]] = deque()
-        self._tried = False
+        self._reads: deque[Future[_Read]] = deque()
 
     def take(self) -> tuple[Ids, Any]:
         """The next micro-batch: its ids, and its samples on the CPU.
@@ -59,33 +69,74 @@ class Loader:
         Raises:
             Exception: what the dataset raised.
         """
-        self._ask_for(1)
-        ids, batch, self.read_s = self._reads.popleft().result()
-        self._ask_for(self._ahead)
-        return ids, batch
+        if not self._reads:
+            self._reads.append(_READER.submit(self._read_due))
+        taken = self._reads.popleft().result()
+        if not taken.complete:
+            self._ahead = 0
+            taken = _READER.submit(self._read_due, taken.ids).result()
+        self.read_s = taken.read_s
+        while len(self._reads) < self._ahead:
+            self._reads.append(_READER.submit(self._read_ahead))
+        return taken.ids, taken.batch
 
     def close(self) -> None:
         """Gives up what was not taken. A read that is under way ends by itself; nobody waits."""
         while self._reads:
             self._reads.popleft().cancel()
 
-    def _ask_for(self, count: int) -> None:
-        while len(self._reads) < count:
-            self._reads.append(_READER.submit(self._read if self._tried else self._read_first))
-            self._tried = True
+    def _read_due(self, ids: Ids | None = None) -> _Read:
+        """Reads while the step waits, so that nobody else draws."""
+        before = torch.get_rng_state()
+        read = self._read(next(self._due) if ids is None else ids)
+        if not torch.equal(before, torch.get_rng_state()):
+            self._ahead = 0
+        return read
 
-    def _read(self) -> tuple[Ids, Any, float]:
+    def _read_ahead(self) -> _Read:
         ids = next(self._due, None)
         if ids is None:  # the run ends before
-            return np.empty(0, dtype=np.int64), None, 0.0
+            return _Read(np.empty(0, dtype=np.int64), None, 0.0, complete=True)
+        guard = _NoDraws()
+        try:
+            with guard:
+                read = self._read(ids)
+        except (Exception, _DrawnError):  # what it was comes again when it is due
+            return _Read(ids, None, 0.0, complete=False)
+        return read._replace(complete=not guard.asked)
+
+    def _read(self, ids: Ids) -> _Read:
         began_s = time.perf_counter()
         batch = self._data.batch(ids)
         read_s = time.perf_counter() - began_s
-        return ids, pinned(batch) if self._pin else batch, read_s
+        return _Read(ids, pinned(batch) if self._pin else batch, read_s, complete=True)
 
-    def _read_first(self) -> tuple[Ids, Any, float]:
-        before = torch.get_rng_state()
-        taken = self._read()
-        if not torch.equal(before, torch.get_rng_state()):
-            self._ahead = 0
-        return taken
+
+class _DrawnError(BaseException):
+    """Not an Exception: a dataset that catches those does not go on without the numbers."""
+
+
+class _NoDraws(dispatch.TorchDispatchMode):
+    """In the block, its thread draws nothing from a generator that others use, too."""
+
+    asked = False
+    """Whether it was to."""
+
+    # Not the class's own: that sets flags of the whole process, by which the main thread would run
+    # compiled blocks uncompiled.
+    def __enter__(self) -> _NoDraws:
+        dispatch._push_mode(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dispatch._pop_mode()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws and kwargs.get("generator") is None:
+            self.asked = True
+            raise _DrawnError
+        return func(*args, **kwargs)

@@ -57,13 +57,11 @@ def compile_blocks(
     """
     import torch._dynamo  # seconds, which the driver need not spend
 
-    # Each block may need a graph of its own of the same code, and those of the model before this
-    # one, which the worker has let go of, may still be there.
+    # Each block may need graphs of its own of the same code, which may name this model's groups;
+    # and those of all models before it, which the worker has let go of, are still counted.
     config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 4 * len(blocks))
-    config.accumulated_recompile_limit = max(
-        config.accumulated_recompile_limit, config.recompile_limit
-    )
+    config.recompile_limit += 4 * len(blocks)
+    config.accumulated_recompile_limit += 4 * len(blocks)
     if budget is not None:
         backend = _Budgeted(backend=backend, budget=budget)
     for name in blocks:

@@ -74,6 +74,17 @@ def after_a_loss(replicas: int) -> str:
     )
 
 
+def beyond_the_lanes(replicas: int, lanes: int) -> str | None:
+    """What is to be said of a run that has more replicas than lanes. Pure."""
+    if replicas <= lanes:
+        return None
+    return (
+        f"{lanes} lanes keep {lanes} replicas at work: {replicas - lanes} of {replicas} hold the "
+        f"state and compute nothing. Use scaling.max_replicas = {lanes}, or, in a new run, "
+        f"train.lanes = {replicas}; a run that is continued keeps its lanes"
+    )
+
+
 def plan_regathered(
     reshard_after_forward: bool | int | None, wanted: Strategy | None, fsdp: int, tensor: int
 ) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trainer.config import TrainConfig
 from trainer.data.config import DataConfig
-from trainer.errors import ConfigError, check_types
+from trainer.errors import ConfigError, TrainerError, check_types
 from trainer.models.causal import check_causal
 from trainer.models.family import HUGGING_FACE, ModelFamily, family_of
 from trainer.models.hf import ModelConfig, check_positions, one_text_each, text_configuration
@@ -213,8 +214,12 @@ class PreparedCausalLM:
         )
 
     def warm_up(self) -> None:
-        """See PreparedTask. Imports transformers and the model's code."""
+        """See PreparedTask. Imports transformers and the model's code, and looks at the files of
+        tokens."""
         self.family.build_on_meta(self.config)
+        with suppress(TrainerError, OSError):  # it comes again where samples are needed
+            self.train_data()
+            self.eval_data()
 
     def build(self, seed: int) -> tuple[nn.Module, WeightSource]:
         """See PreparedTask."""
@@ -280,9 +285,9 @@ class PreparedCausalLM:
 
     def eval_data(self) -> SampleSource | None:
         """See PreparedTask. None where the held-out text is shorter than one sample."""
-        from trainer.data import TokenSet
+        from trainer.data.tokens import open_once
 
-        if len(TokenSet.open(self.eval_path)) <= self.seq_len:
+        if len(open_once(self.eval_path)) <= self.seq_len:
             return None
         return self._samples(self.eval_path)
 

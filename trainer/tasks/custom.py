@@ -50,7 +50,7 @@ class CustomTask:
                 raise ConfigError(
                     f"train.task.{name}", value, "it cannot be called", "Give a function"
                 )
-        if self.flops_per_term is not None and self.flops_per_term <= 0:
+        if self.flops_per_term is not None and not self.flops_per_term > 0:
             raise ConfigError(
                 "train.task.flops_per_term",
                 self.flops_per_term,

@@ -80,7 +80,7 @@ class S3Config(StorePlace):
         if not MIN_PART_BYTES <= self.part_bytes <= MAX_PART_BYTES:
             raise _wrong("part_bytes", self.part_bytes, "S3 takes 5 MiB to 5 GiB", "16 to 64 MiB")
         for name in ("upload_threads", "part_timeout_s", "timeout_s"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise _wrong(name, getattr(self, name), "not positive", "a positive number")
 
     def __str__(self) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import pickle
 import subprocess
 import sys
@@ -46,6 +47,8 @@ def test_bucket_and_prefix() -> None:
         ({"upload_threads": 0}, "upload_threads"),
         ({"part_timeout_s": 0}, "part_timeout_s"),
         ({"timeout_s": -1}, "timeout_s"),
+        ({"timeout_s": math.nan}, "timeout_s"),
+        ({"part_timeout_s": math.nan}, "part_timeout_s"),
     ],
 )
 def test_refuses_what_cannot_work(given: dict[str, Any], field: str) -> None:

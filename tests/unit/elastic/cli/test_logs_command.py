@@ -57,3 +57,10 @@ def test_only_what_ray_has_written_is_read(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", str(tmp_path)]) == 2
     assert "names no such worker" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kib", ["0", "-1"])
+def test_less_than_a_kib_is_refused(kib: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["logs", "run", "--kib", kib])
+    assert f"--kib: {kib} is less than 1" in capsys.readouterr().err

@@ -161,7 +161,8 @@ def test_the_end_of_the_run_is_the_status(
 def test_bad_input_ends_with_2(run: Directory, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(run.paths.root.parent), "--once"]) == 2
     assert "no run's directory: it has no events.jsonl" in capsys.readouterr().err
-    for url in ("file:///etc/passwd", f"https:/{SECRET}", f"http://[{SECRET}"):
+    bad_host, bad_path = f"https://a..b/{SECRET}", f"https://host/{SECRET}/\u00e4"
+    for url in ("file:///etc/passwd", f"https:/{SECRET}", f"http://[{SECRET}", bad_host, bad_path):
         assert main(["watch", str(run.paths.root), "--webhook", url]) == 2
         shown = capsys.readouterr().err
         assert "ELASTIC_WEBHOOK" in shown and SECRET not in shown

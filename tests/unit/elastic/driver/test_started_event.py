@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from torch import nn
 
 from elastic import CustomTask, ElasticTrainer, ScalingConfig, TrainConfig
+from elastic.driver.launch import Launch
 from tests.support.run_plan import told_to_the_coordinator
 
 TASK = CustomTask(
@@ -21,3 +23,16 @@ def test_the_records_tell_what_was_asked_for_not_what_had_room(tmp_path: Path) -
     config = told_to_the_coordinator(trainer, tmp_path)
     assert (config.started.layout["replicas"], config.started.layout["spares"]) == (3, 2)
     assert config.groups.start_workers == 1
+
+
+@pytest.mark.parametrize(("replicas", "told"), [(2, False), (3, True)])
+def test_a_start_warns_of_replicas_without_lanes(
+    replicas: int, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    train = TrainConfig(task=TASK, steps=1, global_batch=4, lanes=2)
+    trainer = ElasticTrainer(train, scaling=ScalingConfig(max_replicas=replicas))
+    Launch(**vars(trainer))._say_layout()
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert ["1 of 3 hold the state and compute nothing" in text for text in warnings] == [
+        True
+    ] * told

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from elastic.protocol.events import (
     RunStarted,
     StepRecord,
     WorkerLost,
+    step_from_json,
 )
 from elastic.reporting import event_log
 from elastic.reporting.event_log import (
@@ -30,6 +34,7 @@ from elastic.reporting.event_log import (
     read_steps,
     recent_steps,
 )
+from elastic.reporting.follower import Follower
 from elastic.reporting.report import build_report
 
 
@@ -154,6 +159,30 @@ def test_the_end_of_a_long_run_takes_no_more_than_its_length(tmp_path: Path) -> 
     path = tmp_path / "steps.jsonl"
     short, long = (min(seconds_of(path, steps) for _ in range(2)) for steps in (1_000, 16_000))
     assert long < 64 * short, f"16 times the steps took {long / short:.0f} times as long"
+
+
+def test_a_long_run_of_many_lanes_is_not_held_whole(tmp_path: Path) -> None:
+    """Neither where the report reads it, nor where a driver passes over what is there."""
+    steps, lanes = 1_000, 512
+    records = [
+        replace(record(step, float(step)), sample_digests=[2**40] * lanes) for step in range(steps)
+    ]
+    path = write(tmp_path / "steps.jsonl", records)
+    held = peak_bytes(lambda: read_steps(path, digests=False))
+    assert held < path.stat().st_size / 4
+    assert peak_bytes(lambda: Follower(path, step_from_json)) < held
+    assert read_steps(path, digests=False)[-1] == replace(records[-1], sample_digests=[])
+    assert read_steps(path)[-1] == records[-1]
+
+
+def peak_bytes(action: Callable[[], object]) -> int:
+    """The most that Python has allocated meanwhile."""
+    tracemalloc.start()
+    try:
+        action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 @given(histories(), st.integers(1, 9))

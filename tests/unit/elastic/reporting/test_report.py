@@ -96,6 +96,13 @@ EVENTS: list[Event] = [
 STEPS = steps_at(103, 104, 105, 106, 107, 111, 112, 503, 504.5, 505.5, 506.5)
 
 
+def test_replicas_without_lanes_are_in_the_report() -> None:
+    report = build_report(EVENTS, STEPS)
+    assert "compute nothing" not in report_text(report)
+    grown = replace(report, layout={**LAYOUT, "replicas": 8})
+    assert "  lanes      2 lanes keep 2 replicas at work: 6 of 8" in report_text(grown)
+
+
 def test_a_run_is_summed_up() -> None:
     report = build_report(EVENTS, STEPS)
     assert (report.name, report.outcome) == ("run", "finished")

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from trainer.data.config import DataConfig
 from trainer.data.index import TokensCorruptError
-from trainer.data.prepare import HASHES_NAME, PreparedData, prepare
+from trainer.data.prepare import HASHES_NAME, LOCK_NAME, PreparedData, prepare
 from trainer.data.split import plan_threshold
 from trainer.data.tokens import TokenSet
 from trainer.errors import ConfigError
@@ -51,8 +51,10 @@ def documents_of(prepared: PreparedData, side: str) -> list[str]:
 
 
 def kept_in(cache: Path) -> list[Path]:
-    """What is there beside the hashes of the source files, which are kept once they are settled."""
-    return [path for path in cache.iterdir() if path.name != HASHES_NAME] if cache.exists() else []
+    """What is there beside the lock and the hashes of the source files, which are kept once they
+    are settled."""
+    own = (HASHES_NAME, LOCK_NAME)
+    return [path for path in cache.iterdir() if path.name not in own] if cache.exists() else []
 
 
 @pytest.fixture
@@ -186,14 +188,16 @@ prepare(DataConfig(paths=(sys.argv[1],), vocab_size=300, holdout=0.2, file_token
 """
 
 
-def test_a_crash_half_way_leaves_nothing_that_counts(corpus: Path, cache: Path) -> None:
+def test_what_a_crash_half_way_has_left_counts_for_nothing_and_goes(
+    corpus: Path, cache: Path
+) -> None:
     done = subprocess.run([sys.executable, "-c", CRASH, str(corpus), str(cache)], check=False)
     assert done.returncode == 9
     (leftover,) = kept_in(cache)
     assert leftover.name.startswith(".building-")
     prepared = prepare(config_for(corpus), str(cache))
     assert len(documents_of(prepared, prepared.train)) == prepared.train_documents
-    assert leftover.exists()
+    assert kept_in(cache) == [Path(prepared.train).parent]
 
 
 class OnFirstRecord(logging.Handler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import resource
 import tempfile
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.data.index import TokensCorruptError
-from trainer.data.tokens import TokenSet, TokenWriter
+from trainer.data.tokens import TokenSet, TokenWriter, most_maps
 
 
 def write_set(
@@ -59,6 +60,28 @@ def test_the_narrowest_type_is_stored(
     raw = (tmp_path / "set" / "00000.bin").read_bytes()
     assert raw == (1).to_bytes(width, "little") + top.to_bytes(width, "little")
     assert tokens.read(0, 2).dtype == np.dtype(name)
+
+
+def test_a_set_may_have_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    expected = list(range(200))
+    files = resource.RLIMIT_NOFILE
+    tokens = write_set(tmp_path / "set", [expected], file_tokens=1)
+    soft, hard = resource.getrlimit(files)
+    resource.setrlimit(files, (160, hard))
+    try:
+        tokens = TokenSet.open(tmp_path / "set")
+        for _ in range(2):
+            assert tokens.read(0, 200).tolist() == expected
+    finally:
+        resource.setrlimit(files, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("open_files", "most"),
+    [(1024, 256), (10**6, 16384), (resource.RLIM_INFINITY, 16384), (2, 1)],
+)
+def test_maps_leave_room_for_other_files_and_other_maps(open_files: int, most: int) -> None:
+    assert most_maps(open_files) == most
 
 
 @pytest.mark.parametrize(("start", "count"), [(-1, 2), (0, 4), (3, 1), (2, -1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -93,8 +94,9 @@ def custom(flops_per_term: float | None) -> CustomTask:
 def test_a_custom_task_has_6n_or_what_it_says() -> None:
     assert custom(None).flops_per_token(nn.Linear(4, 2)) == {"6N": 60}
     assert custom(1e9).flops_per_token(nn.Linear(4, 2)) == {"given": 1e9}
-    with pytest.raises(ConfigError, match="flops_per_term"):
-        custom(0.0)
+    for nothing in (0.0, math.nan):
+        with pytest.raises(ConfigError, match="flops_per_term"):
+            custom(nothing)
 
 
 def test_a_gpu_that_is_not_known_whole_has_no_peak() -> None:

@@ -231,6 +231,15 @@ def test_many_blocks_may_each_need_a_graph(backend: Counting) -> None:
     assert backend.graphs == count
 
 
+def test_a_process_may_build_any_number_of_models(backend: Counting) -> None:
+    """Whose graphs name their own groups, as those of tensor parallelism do."""
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=8):
+        for built in range(6):
+            numbered = (Numbered(3 * built + i + 2) for i in range(3))
+            stack(*numbered, backend=backend, required=True)(torch.ones(1, 2))
+            assert backend.graphs == 3 * (built + 1)
+
+
 def test_shapes_without_end_stop_the_run(backend: Counting) -> None:
     model = stack(nn.Sequential(nn.Linear(2, 2)), backend=backend)
     limit = torch._dynamo.config.patch(recompile_limit=8)

@@ -9,7 +9,7 @@ import pytest
 from elastic.config import ScalingConfig
 from trainer.config import ParallelConfig
 from trainer.errors import ConfigError
-from trainer.parallel.strategy import after_a_loss
+from trainer.parallel.strategy import after_a_loss, beyond_the_lanes
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,8 @@ def test_what_cannot_be_is_refused_by_the_driver(
 def test_one_replica_has_nobody_to_be_made_up_from() -> None:
     assert "snapshot" in after_a_loss(1)
     assert "in place, while" in after_a_loss(2)
+
+
+def test_replicas_without_lanes_are_spoken_of() -> None:
+    assert beyond_the_lanes(2, 2) is beyond_the_lanes(1, 2) is None
+    assert "6 of 8 hold the state and compute nothing" in str(beyond_the_lanes(8, 2))

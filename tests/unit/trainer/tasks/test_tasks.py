@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
-from trainer.data import DataConfig
+from trainer.data import DataConfig, TokensCorruptError
 from trainer.engine.state import state_table
 from trainer.errors import ConfigError
 from trainer.models.hf import ModelConfig
@@ -89,6 +91,30 @@ def test_a_prepared_task_says_what_it_holds(prepared: PreparedCausalLM) -> None:
     attention, mlp, norms = 2 * h * h + 2 * h * kv, 3 * h * i, 3 * h
     assert info["parameters"] == 2 * v * h + attention + mlp + norms
     assert info["model"]["model_type"] == "llama"
+
+
+def test_a_worker_looks_at_the_files_of_tokens_when_it_starts_and_never_again(
+    prepared: PreparedCausalLM, tmp_path: Path
+) -> None:
+    copies = [tmp_path / "train", tmp_path / "val"]
+    for path, copy in zip([prepared.train_path, prepared.eval_path], copies, strict=True):
+        shutil.copytree(path, copy)
+    task = replace(prepared, train_path=str(copies[0]), eval_path=str(copies[1]))
+    task.warm_up()
+    for copy in copies:
+        (copy / "index.json").unlink()
+    held_out, expected = task.eval_data(), prepared.eval_data()
+    assert len(task.train_data()) == len(prepared.train_data())
+    assert held_out is not None and expected is not None and len(held_out) == len(expected)
+
+
+def test_a_worker_without_its_tokens_hears_of_it_where_it_needs_them(
+    prepared: PreparedCausalLM, tmp_path: Path
+) -> None:
+    task = replace(prepared, train_path=str(tmp_path / "none"))
+    task.warm_up()
+    with pytest.raises(TokensCorruptError, match=r"none/index\.json"):
+        task.train_data()
 
 
 def test_workers_build_the_same_model(prepared: PreparedCausalLM) -> None:

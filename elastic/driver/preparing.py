@@ -1,0 +1,36 @@
+"""The task of a run, prepared, as it crosses to the workers."""
+
+from __future__ import annotations
+
+from ray import cloudpickle
+
+from trainer.config import TrainConfig
+from trainer.errors import ConfigError
+from trainer.tasks.task import PreparedTask
+
+
+def prepare_task(train: TrainConfig, cache_dir: str) -> PreparedTask:
+    """See `Task.prepare`. A task that is its own prepared one crosses as the user made it: it is
+    pickled before it is tried, as a dataset may open what does not cross in its first read, and
+    reads on in a thread where that takes long.
+
+    Raises:
+        ConfigError: it cannot be prepared, or does not cross.
+    """
+    given, sent, failure = train.task, b"", None
+    try:
+        sent = cloudpickle.dumps(given)
+    except Exception as error:  # of the user's objects
+        failure = error
+    prepared: PreparedTask = given.prepare(train, cache_dir)
+    if prepared is not given:
+        return prepared
+    if failure is not None:
+        raise ConfigError(
+            "train.task",
+            type(given).__name__,
+            f"it cannot be sent to the workers: {type(failure).__name__}: {failure}",
+            "Open files, databases and locks in the dataset's __getitem__, not before",
+        ) from failure
+    crossed: PreparedTask = cloudpickle.loads(sent)
+    return crossed
