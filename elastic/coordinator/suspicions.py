@@ -21,7 +21,7 @@ from elastic.protocol.run_paths import RunPaths
 from elastic.providers.node_provider import NodeIdentity, NodeProvider
 from elastic.ray_compat.cluster import find_node
 from elastic.reporting.suspect_file import SuspectFile
-from health.suspects import Mark, is_suspect
+from health.suspects import Mark, add_mark, is_suspect
 from health.verdict import Step
 
 log = logging.getLogger(__name__)
@@ -101,6 +101,8 @@ class Suspicions:
         self._recalled: set[str] = set()
         self._blamed: set[str] = set()
         """Nodes that the platform's word was taken against."""
+        self._unwritten: dict[str, tuple[Mark, ...]] = {}
+        """What speaks against machines, and could not be remembered for other runs."""
 
     def begin(self) -> None:
         """The first worker is there."""
@@ -168,11 +170,13 @@ class Suspicions:
             record = await self._aside.on_thread(self._file.read)
         except (OSError, SuspectFileError):
             return True
-        return is_suspect(record.get(machine, ()), time.time())
+        marks = (*record.get(machine, ()), *self._unwritten.get(machine, ()))
+        return is_suspect(marks, time.time())
 
     async def forget(self, machine: Machine, *, rebooted: str | None = None) -> None:
         """It is replaced: its name may come back on another. Or it is `rebooted` for a reason, of
         which a mark is left."""
+        self._unwritten.pop(machine.name, None)
         try:
             await self._aside.on_thread(self._file.clear, machine.name)
             if rebooted is not None:
@@ -209,7 +213,8 @@ class Suspicions:
             marks = await self._aside.on_thread(self._file.add, machine.name, mark)
         except (OSError, SuspectFileError) as error:
             log.warning("what speaks against %s is not remembered: %s", machine.name, error)
-            marks = (mark,)
+            self._unwritten = add_mark(self._unwritten, machine.name, mark)
+            marks = self._unwritten[machine.name]
         if is_suspect(marks, now):
             await self._suspect(machine, f"{cause}: {detail}", self._due(marks, step))
 

@@ -443,6 +443,18 @@ def test_a_record_that_cannot_be_read_does_not_stop_a_verdict(tmp_path: Path) ->
     assert desk.ended == ["B"] and desk.file.path.read_text() == "{"
 
 
+def test_a_record_that_cannot_be_written_does_not_clear_what_is_held_back(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, per_hour=1, begun=(time.time() - 3599.5,))
+    (tmp_path / ".suspect-nodes.json.lock").mkdir()  # as where the file system has no locks
+
+    async def story() -> None:
+        await desk.lose("b")
+        await desk.outcomes("held_back", "begun", "replaced")
+
+    desk.run(story)
+    assert desk.ended == ["B"] and not desk.file.path.exists()
+
+
 @pytest.mark.parametrize("outcome", ["begun", "held_back"])
 def test_a_coordinator_that_is_started_anew_goes_on(
     tmp_path: Path, outcome: events.ReplacementOutcome
