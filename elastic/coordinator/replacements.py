@@ -12,6 +12,7 @@
     the last worker with a place has left ──► NodeProvider.replace ──► replaced | failed
                                      or, where a reboot is due and possible ──► rebooted
     told, failed ──► looked at each minute ──► cleared, when nothing speaks against it any more
+    begun ──► looked at each minute ──► cleared by `elastic nodes clear`: left, and not replaced
 
 The run leaves the machine as one that Ray drains, so it never falls below `min_replicas` for it.
 Whatever goes wrong here is written down, and harms nobody.
@@ -37,6 +38,7 @@ from elastic.providers.choice import open_provider
 from elastic.providers.node_provider import NodeProvider
 from elastic.ray_compat.cluster import cluster_address, drain_node, end_node
 from health.breaker import decide_hold
+from health.suspects import SUSPECT
 from health.verdict import Step
 
 log = logging.getLogger(__name__)
@@ -105,6 +107,9 @@ class Replacements:
         """Nodes whose machines are suspect, or were."""
         self._settled: dict[str, events.NodeReplacement] = {}
         """Those of them for which nothing more is done -> what became of them."""
+        self._waiting: dict[str, float] = {}
+        """Those of them that have been left and wait for capacity, or cannot be left until nothing
+        speaks against them any more -> since when. They hold nobody back."""
         self._begun = list(begun)
         self._unfinished: list[events.NodeReplacement] = []
         self._left: set[str] = set()
@@ -121,6 +126,8 @@ class Replacements:
             newest[event.node] = event
             if event.outcome == "begun":
                 self._left.add(event.node)
+            elif event.outcome != "held_back":
+                self._left.discard(event.node)
         for node, event in newest.items():
             if event.outcome == "cleared":
                 self._suspected.discard(node)
@@ -175,7 +182,7 @@ class Replacements:
         if not await self._aside.goes_on_for(SETTLE_S):
             return
         if machine.unknown is not None:  # whom to ask was perhaps away
-            machine = await self._suspicions.machine_of(node)
+            machine = await self._suspicions.ask_again(machine)
         if self._provider is None:
             held = self._hold()
             wanted = "replaced" if step == "replace_node" else f"mended ({step})"
@@ -189,23 +196,43 @@ class Replacements:
         if self._provider is None or not self._can_replace(machine, event.reason, event.step):
             return
         if event.node in self._left:  # held back since, if at all, for want of capacity
-            await self._replace(self._provider, machine, event.reason, event.step)
-        else:
+            await self._replace(self._provider, machine, event)
+        elif await self._stands(event):
             await self._replace_when_allowed(self._provider, machine, event.reason, event.step)
 
     async def _look_on(self, event: events.NodeReplacement) -> None:
         """A machine stays as it is: it is suspect for as long as something speaks against it, and
         may be told of again later."""
         while await self._aside.goes_on_for(LOOK_S):
-            if not await self._suspicions.stands(event.machine):
-                del self._settled[event.node]
-                self._clear(event)
+            if not await self._stands(event):
                 return
 
+    async def _stands(self, event: events.NodeReplacement) -> bool:
+        """Whether enough speaks against a machine by now; where not, it is cleared."""
+        stands = await self._suspicions.weigh(event.machine) >= SUSPECT
+        if not stands:
+            self._clear(event)
+        return stands
+
+    async def _stands_while_left(self, event: events.NodeReplacement) -> bool:
+        """Whether a machine that is being left, or was, is still to be replaced. Where what speaks
+        against it has only faded it is: nothing is placed there any more."""
+        weight = await self._suspicions.weigh(event.machine)
+        if weight < SUSPECT:
+            self._waiting.setdefault(event.node, time.time())
+        if not weight:
+            self._clear(event)
+        return weight > 0
+
     def _clear(self, event: events.NodeReplacement) -> None:
-        self._suspected.discard(event.node)
-        self._suspicions.hear_platform_again(event.node)
+        node = event.node
+        self._suspected.discard(node)
+        self._settled.pop(node, None)
+        self._waiting.pop(node, None)
+        self._suspicions.hear_platform_again(node)
         detail = "nothing speaks against it any more"
+        if node in self._workers.draining_nodes:
+            detail += "; nothing is placed there until its Ray node is started anew"
         self._records.note(replace(event, time=time.time(), outcome="cleared", detail=detail))
 
     def _can_replace(self, machine: Machine, reason: str, step: Step) -> bool:
@@ -227,38 +254,38 @@ class Replacements:
             while self._hold() is not None:
                 if not await self._aside.goes_on_for(LOOK_S):
                     return
-                if not await self._suspicions.stands(machine.name):
-                    self._clear(event)
+                if not await self._stands(event):
                     return
         self._begun.append(time.time())
-        self._note(machine, "begun", reason, "it is left by its workers first", step)
-        await self._replace(provider, machine, reason, step)
+        event = self._note(machine, "begun", reason, "it is left by its workers first", step)
+        await self._replace(provider, machine, event)
 
     def _hold(self) -> str | None:
-        open_ = self._suspected - self._settled.keys()
+        open_ = self._suspected - self._settled.keys() - self._waiting.keys()
         return decide_hold(
             machines=len(self._workers.nodes | open_),
             suspects=len(open_),
-            settled=[event.time for event in self._settled.values()],
+            settled=[*(event.time for event in self._settled.values()), *self._waiting.values()],
             begun=self._begun,
             now=time.time(),
             most_per_hour=self._most_per_hour,
         )
 
     async def _replace(
-        self, provider: NodeProvider, machine: Machine, reason: str, step: Step
+        self, provider: NodeProvider, machine: Machine, event: events.NodeReplacement
     ) -> None:
-        if not await self._leave(machine.node.node, reason):
+        reason, step, pause_s = event.reason, event.step, FIRST_PAUSE_S
+        if not await self._leave(event):
             return
-        pause_s = FIRST_PAUSE_S
-        while True:
+        while await self._stands_while_left(event):
             try:
                 outcome, done = await self._aside.on_thread(
                     _carry_out, provider, machine, reason, step
                 )
             except NoCapacityError as error:
                 again = f"{error} Asked again in {pause_s:g} s"
-                self._note(machine, "held_back", reason, again, step)
+                event = self._note(machine, "held_back", reason, again, step)
+                self._waiting.setdefault(event.node, event.time)
             except Exception as error:
                 log.exception("%s is not replaced", machine.name)
                 self._note(machine, "failed", reason, f"{type(error).__name__}: {error}", step)
@@ -272,16 +299,23 @@ class Replacements:
                 return
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _leave(self, node: str, reason: str) -> bool:
-        """Has the run leave a machine. Returns whether it has: the run may end before."""
+    async def _leave(self, event: events.NodeReplacement) -> bool:
+        """Has the run leave a machine. Returns whether it has: the run may end before, or the
+        machine be cleared."""
+        node, reason = event.node, event.reason
         await self._workers.drain_node(node, None, reason)
         try:
             await self._aside.on_thread(self._drain, node, None, reason)
         except Exception as error:
             log.warning("Ray does not drain node %s: %s", node, error)
+        looked = time.monotonic()
         while self._workers.work_on(node):
             if not await self._aside.goes_on_for(LEAVE_S):
                 return False
+            if time.monotonic() - looked >= LOOK_S:
+                looked = time.monotonic()
+                if not await self._stands_while_left(event):
+                    return False
         return True
 
     def _note(
@@ -302,7 +336,8 @@ class Replacements:
             step=step,
         )
         if outcome in (*_STAYS, "rebooted", "replaced"):
-            self._settled[machine.node.node] = event
+            self._settled[event.node] = event
+            self._waiting.pop(event.node, None)
         self._records.note(event)
         if outcome in _STAYS:
             self._aside.spawn(self._look_on(event))

@@ -21,7 +21,7 @@ from elastic.protocol.run_paths import RunPaths
 from elastic.providers.node_provider import NodeIdentity, NodeProvider
 from elastic.ray_compat.cluster import find_node
 from elastic.reporting.suspect_file import SuspectFile
-from health.suspects import Mark, add_mark, is_suspect
+from health.suspects import SUSPECT, Mark, add_mark, is_suspect, score
 from health.verdict import Step
 
 log = logging.getLogger(__name__)
@@ -139,6 +139,16 @@ class Suspicions:
             self._met[node] = self._aside.on_thread(self._identify, node)
         return await self._met[node]
 
+    async def ask_again(self, unknown: Machine) -> Machine:
+        """The machine below a node, which was not known. Where it is now, what speaks against it
+        goes by its name."""
+        machine = await self.machine_of(unknown.node.node)
+        if machine.name != unknown.name:
+            for mark in await self._marks_of(unknown.name) or ():
+                await self._remember(machine.name, mark)
+            await self.forget(unknown)
+        return machine
+
     async def machine_named(self, node: str, name: str) -> Machine:
         """The machine below a node that was known by `name`, and may have ended since: its address
         may have gone to another."""
@@ -164,14 +174,28 @@ class Suspicions:
             return Machine(node=identity, name=identity.name, unknown=unknown)
         return Machine(node=identity, name=name)
 
-    async def stands(self, machine: str) -> bool:
-        """Whether enough speaks against a machine by now: it fades, and can be cleared."""
+    async def weigh(self, machine: str) -> float:
+        """What speaks against a machine by now: it fades, and is 0 where it was cleared. It stays
+        enough (`SUSPECT`) while the record cannot be read."""
+        marks = await self._marks_of(machine)
+        return SUSPECT if marks is None else score(marks, time.time())
+
+    async def _marks_of(self, machine: str) -> tuple[Mark, ...] | None:
+        """What speaks against a machine; None where the record cannot be read."""
         try:
             record = await self._aside.on_thread(self._file.read)
         except (OSError, SuspectFileError):
-            return True
-        marks = (*record.get(machine, ()), *self._unwritten.get(machine, ()))
-        return is_suspect(marks, time.time())
+            return None
+        return (*record.get(machine, ()), *self._unwritten.get(machine, ()))
+
+    async def _remember(self, machine: str, mark: Mark) -> tuple[Mark, ...]:
+        """Adds what speaks against a machine. Returns all of it."""
+        try:
+            return await self._aside.on_thread(self._file.add, machine, mark)
+        except (OSError, SuspectFileError) as error:
+            log.warning("what speaks against %s is not remembered: %s", machine, error)
+            self._unwritten = add_mark(self._unwritten, machine, mark)
+            return self._unwritten[machine]
 
     async def forget(self, machine: Machine, *, rebooted: str | None = None) -> None:
         """It is replaced: its name may come back on another. Or it is `rebooted` for a reason, of
@@ -209,12 +233,7 @@ class Suspicions:
     async def _blame(self, node: str, cause: str, detail: str, weight: float, step: Step) -> None:
         machine, now = await self.machine_of(node), time.time()
         mark = Mark(time=now, weight=weight, cause=cause, run=self._run, detail=detail)
-        try:
-            marks = await self._aside.on_thread(self._file.add, machine.name, mark)
-        except (OSError, SuspectFileError) as error:
-            log.warning("what speaks against %s is not remembered: %s", machine.name, error)
-            self._unwritten = add_mark(self._unwritten, machine.name, mark)
-            marks = self._unwritten[machine.name]
+        marks = await self._remember(machine.name, mark)
         if is_suspect(marks, now):
             await self._suspect(machine, f"{cause}: {detail}", self._due(marks, step))
 

@@ -280,6 +280,7 @@ def test_what_waits_for_capacity_is_not_held_back_by_its_own_beginning(tmp_path:
     """Nor does it begin a second time, after the coordinator was started anew."""
     now = time.time()
     desk = Desk(tmp_path, per_hour=1, begun=(now,))
+    desk.file.add("m-B", mark())
     desk.replacements.replay(
         events.NodeReplacement(
             time=now, node="B", machine="m-B", outcome=one, reason="link: r", detail=""
@@ -315,6 +316,49 @@ def test_a_machine_is_not_ended_while_a_worker_has_a_place_there(tmp_path: Path)
     assert desk.ended == ["B"]
     (drained,) = desk.happened(events.Draining)
     assert (drained.workers, drained.node) == (["b"], "B")
+
+
+def test_one_that_is_cleared_while_it_is_left_is_not_replaced(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.file.add("m-B", mark())
+
+    async def story() -> None:
+        desk.join_from("B")
+        await desk.outcomes("begun")
+        while desk.drained != ["B"]:
+            await asyncio.sleep(0.005)
+        assert main(["nodes", "clear", str(tmp_path), "m-B"]) == 0
+        _, cleared = await desk.outcomes("begun", "cleared")
+        assert cleared.detail.endswith(
+            "; nothing is placed there until its Ray node is started anew"
+        )
+        await desk.lose("b", cause=CRASH)
+        await desk.lose("c")
+        await desk.outcomes("begun", "cleared", "begun", "replaced")
+
+    desk.run(story)
+    assert desk.ended == ["C"]
+
+
+def test_one_that_cannot_be_left_holds_nobody_back_once_nothing_speaks_against_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it can be left at last it is replaced: nothing is placed there any more."""
+    monkeypatch.setattr(breaker, "AT_ONCE_S", 0.0)
+    desk = Desk(tmp_path)
+    desk.file.add("m-B", mark(ago_s=86_399.5))  # enough for half a second
+
+    async def story() -> None:
+        desk.join_from("B")
+        await desk.outcomes("begun")
+        await desk.lose("c")
+        await desk.outcomes("begun", "held_back", "begun", "replaced")
+        assert desk.ended == ["C"]
+        await desk.lose("b", cause=CRASH)
+        await desk.outcomes("begun", "held_back", "begun", "replaced", "replaced")
+
+    desk.run(story)
+    assert desk.ended == ["C", "B"]
 
 
 def test_what_is_remembered_fades(tmp_path: Path) -> None:
@@ -369,6 +413,38 @@ def test_without_capacity_it_is_asked_again(tmp_path: Path) -> None:
     assert provider.asked == 2
 
 
+class Full(Scarce):
+    """Has no other machine for one of them."""
+
+    def replace(self, node: NodeIdentity, machine: str, reason: str) -> str:
+        if machine == "m-B":
+            raise NoCapacityError(machine, "no capacity", "Add subnets")
+        return super().replace(node, machine, reason)
+
+
+def test_one_that_waits_for_capacity_holds_nobody_back_and_can_be_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "AT_ONCE_S", 0.0)
+    provider = Full()
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        await desk.lose("b")
+        while len(desk.told()) < 2:
+            await asyncio.sleep(0.005)
+        await desk.lose("c")
+        while not provider.replaced:
+            await asyncio.sleep(0.005)
+        assert main(["nodes", "clear", str(tmp_path), "m-B"]) == 0
+        while desk.told()[-1].outcome != "cleared":
+            await asyncio.sleep(0.005)
+
+    desk.run(story)
+    assert provider.replaced == ["m-C"]
+    assert {e.outcome for e in desk.told() if e.node == "B"} == {"begun", "held_back", "cleared"}
+
+
 def test_a_provider_that_fails_harms_nobody(tmp_path: Path) -> None:
     provider = Scarce(PermissionError("no rights"))
     desk = Desk(tmp_path, provider=provider)
@@ -414,6 +490,7 @@ def test_a_machine_that_is_not_known_is_asked_for_again_and_not_replaced(
             assert failed.detail == "it is not known: LookupError: no instance has this address"
 
     desk.run(story)
+    assert desk.file.read().keys() == (set() if times == 1 else {"m-B"})
     assert provider.asked == (times == 1)
 
 
@@ -463,6 +540,7 @@ def test_a_coordinator_that_is_started_anew_goes_on(
     before = events.NodeReplacement(
         time=time.time(), node="B", machine="m-B", outcome=outcome, reason="link: r", detail=""
     )
+    desk.file.add("m-B", mark())
     desk.replacements.replay([before])
 
     async def story() -> None:
@@ -474,6 +552,42 @@ def test_a_coordinator_that_is_started_anew_goes_on(
 
     desk.run(story)
     assert desk.ended == ["B"]
+
+
+def test_what_was_cleared_while_no_coordinator_was_there_is_not_replaced(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    held = events.NodeReplacement(
+        time=time.time(), node="B", machine="m-B", outcome="held_back", reason="r", detail=""
+    )
+    desk.replacements.replay([held])
+
+    async def story() -> None:
+        desk.replacements.begin()
+        await desk.lose("b", cause=CRASH)
+        await desk.outcomes("cleared")
+
+    desk.run(story)
+    assert desk.ended == desk.drained == []
+
+
+def test_what_began_and_failed_begins_anew_and_may_be_held_back(tmp_path: Path) -> None:
+    now = time.time()
+    desk = Desk(tmp_path, per_hour=1, begun=(now,))
+    desk.file.add("m-B", mark())
+    past: list[events.ReplacementOutcome] = ["begun", "failed", "cleared", "held_back"]
+    desk.replacements.replay(
+        events.NodeReplacement(time=now, node="B", machine="m-B", outcome=one, reason="", detail="")
+        for one in past
+    )
+
+    async def story() -> None:
+        desk.replacements.begin()
+        await desk.lose("b", cause=CRASH)
+        (held,) = await desk.outcomes("held_back")
+        assert "health.max_replacements_per_hour = 1" in held.detail
+
+    desk.run(story)
+    assert desk.ended == []
 
 
 @pytest.mark.parametrize("gone", ["", "B"])
@@ -509,6 +623,7 @@ def test_nothing_is_done_before_a_coordinator_started_anew_knows_who_has_a_place
     begun = events.NodeReplacement(
         time=time.time(), node="B", machine="m-B", outcome="begun", reason="r", detail=""
     )
+    desk.file.add("m-B", mark())
     desk.replacements.replay([begun])
     ready = desk.dispatcher.ready
 
