@@ -193,7 +193,9 @@ class Replacements:
 
     async def _go_on(self, event: events.NodeReplacement) -> None:
         machine = await self._suspicions.machine_named(event.node, event.machine)
-        if self._provider is None or not self._can_replace(machine, event.reason, event.step):
+        if self._provider is None or machine.unknown is not None:
+            return
+        if not self._can_replace(machine, event.reason, event.step):
             return
         if event.node in self._left:  # held back since, if at all, for want of capacity
             await self._replace(self._provider, machine, event)

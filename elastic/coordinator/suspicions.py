@@ -151,17 +151,26 @@ class Suspicions:
 
     async def machine_named(self, node: str, name: str) -> Machine:
         """The machine below a node that was known by `name`, and may have ended since: its address
-        may have gone to another."""
-        self._met[node] = self._aside.on_thread(self._identify_named, node, name)
+        may have gone to another. Ray is asked until it answers: a provider that finds nothing by
+        the wrong name takes it for gone. So it is unknown only where the run ends before."""
+        self._met[node] = asyncio.ensure_future(self._identify_named(node, name))
         return await self._met[node]
 
-    def _identify_named(self, node: str, name: str) -> Machine:
-        try:
-            identity = self._find(node)
-        except Exception as error:
-            log.warning("Ray does not say what node %s was: %s", node, error)
-            identity = _unknown(node)
-        return Machine(node=identity, name=name)
+    async def _identify_named(self, node: str, name: str) -> Machine:
+        while True:
+            try:
+                identity = await self._aside.on_thread(self._find, node)
+            except LookupError as error:
+                log.warning("what node %s was is forgotten: %s", node, error)
+                return Machine(node=_unknown(node), name=name)
+            except Exception as error:
+                log.warning(
+                    "Ray does not say what node %s was, and is asked again: %s", node, error
+                )
+            else:
+                return Machine(node=identity, name=name)
+            if not await self._aside.goes_on_for(ASK_S):
+                return Machine(node=_unknown(node), name=name, unknown="the run has ended")
 
     def _identify(self, node: str) -> Machine:
         identity = _unknown(node)

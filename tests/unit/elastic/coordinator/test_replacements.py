@@ -57,13 +57,14 @@ class Desk(CoordinatorDesk):
         begun: Sequence[float] = (),
         head: str = "",
         gone: str = "",
+        silent: int = 0,
         tells: bool = False,
         nodes: Literal["tell"] | NodesConfig = "tell",
     ) -> None:
         root.mkdir(parents=True, exist_ok=True)
         health = HealthConfig(max_replacements_per_hour=per_hour, replace_nodes=nodes)
         super().__init__(root / "run", health=health)
-        self._head, self._gone = head, gone
+        self._head, self._gone, self._silent = head, gone, silent
         self.ended: list[str] = []
         self.drained: list[str] = []
         self.file = SuspectFile(root)
@@ -80,6 +81,9 @@ class Desk(CoordinatorDesk):
         )
 
     def _find(self, node: str) -> NodeIdentity:
+        if self._silent > 0:
+            self._silent -= 1
+            raise ConnectionError("Ray does not answer")
         if node == self._gone:
             raise LookupError(f"Ray knows no node {node}")
         head = node == self._head
@@ -613,6 +617,30 @@ def test_after_a_restart_the_machine_is_the_one_that_was_known(
 
     desk.run(story)
     assert provider.replaced == ["i-B"] and desk.file.read() == {}
+
+
+def test_after_a_restart_ray_is_asked_until_it_says_what_the_node_was(tmp_path: Path) -> None:
+    """Its pod is found by what Ray knows of it; else the node is cordoned, and the pod lives on."""
+    (tmp_path / "account").mkdir()
+    with kube_server(tmp_path / "account") as kube:
+        kube.add_node("n2")
+        kube.add_pod("m-B", "n2")
+        provider = KubeProvider(KubeApi(kube.account))
+        desk = Desk(tmp_path / "storage", provider=provider, silent=2)
+        desk.file.add("n2", mark())
+        begun = events.NodeReplacement(
+            time=time.time(), node="B", machine="n2", outcome="begun", reason="r", detail=""
+        )
+        desk.replacements.replay([begun])
+
+        async def story() -> None:
+            await desk.lose("b", cause=CRASH)
+            desk.replacements.begin()
+            (done,) = await desk.outcomes("replaced")
+            assert done.detail == "the node was cordoned; pod m-B was deleted"
+
+        desk.run(story)
+        assert not kube.pods
 
 
 def test_nothing_is_done_before_a_coordinator_started_anew_knows_who_has_a_place(
