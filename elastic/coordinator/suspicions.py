@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from elastic.coordinator.aside import Aside
@@ -19,7 +19,7 @@ from elastic.protocol import events
 from elastic.protocol.causes import entry_of
 from elastic.protocol.run_paths import RunPaths
 from elastic.providers.node_provider import NodeIdentity, NodeProvider
-from elastic.ray_compat.cluster import find_node
+from elastic.ray_compat.cluster import find_node, live_nodes
 from elastic.reporting.suspect_file import SuspectFile
 from health.suspects import SUSPECT, Mark, add_mark, is_suspect, score
 from health.verdict import Step
@@ -49,6 +49,8 @@ class Machine:
 
 Find = Callable[[str], NodeIdentity]
 """What Ray knows of a node, given by its id."""
+Live = Callable[[], Sequence[str]]
+"""The nodes that Ray believes alive."""
 
 
 def identify(node: str) -> NodeIdentity:
@@ -79,6 +81,7 @@ class Suspicions:
         suspect: told of each machine that is suspect, why, and of the step of the ladder that is
             due; of some more than once.
         find: what Ray knows of a node.
+        live: the nodes that Ray believes alive.
         reboots: a machine is rebooted first, whatever its fault asks for.
     """
 
@@ -90,13 +93,14 @@ class Suspicions:
         aside: Aside,
         suspect: Callable[[Machine, str, Step], Awaitable[None]],
         find: Find = identify,
+        live: Live = live_nodes,
         *,
         reboots: bool = False,
     ) -> None:
         self._reboots = reboots
         self._run, self._file = paths.root.name, SuspectFile(paths.root.parent)
         self._provider, self._workers, self._aside = provider, workers, aside
-        self._suspect, self._find = suspect, find
+        self._suspect, self._find, self._live = suspect, find, live
         self._met: dict[str, asyncio.Future[Machine]] = {}
         self._recalled: set[str] = set()
         self._blamed: set[str] = set()
@@ -171,6 +175,19 @@ class Suspicions:
                 return Machine(node=identity, name=name)
             if not await self._aside.goes_on_for(ASK_S):
                 return Machine(node=_unknown(node), name=name, unknown="the run has ended")
+
+    async def nodes_of(self, machine: Machine) -> list[NodeIdentity] | None:
+        """All of Ray's nodes on a machine; None where the run ends before Ray tells."""
+        while True:
+            try:
+                live = await self._aside.on_thread(self._live)
+                break
+            except Exception as error:
+                log.warning("Ray does not say what nodes it has, and is asked again: %s", error)
+            if not await self._aside.goes_on_for(ASK_S):
+                return None
+        others = [await self.machine_of(node) for node in live if node != machine.node.node]
+        return [machine.node, *(each.node for each in others if each.name == machine.name)]
 
     def _identify(self, node: str) -> Machine:
         identity = _unknown(node)

@@ -77,6 +77,7 @@ class Desk(CoordinatorDesk):
             begun=begun,
             provider=provider or (None if tells else RayProvider(self.ended.append)),
             find=self._find,
+            live=lambda: ["A", "B", "C"],
             drain=lambda node, deadline_s, reason: self.drained.append(node),
         )
 
@@ -389,14 +390,14 @@ class Scarce:
     def machine_of(self, node: NodeIdentity) -> str:
         return node.name
 
-    def replace(self, node: NodeIdentity, machine: str, reason: str) -> str:
+    def replace(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str:
         self.asked += 1
         if self.errors:
             raise self.errors.pop(0)
         self.replaced.append(machine)
         return "done"
 
-    def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
+    def reboot(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str | None:
         return None
 
     def complaints(self) -> dict[str, str]:
@@ -420,10 +421,10 @@ def test_without_capacity_it_is_asked_again(tmp_path: Path) -> None:
 class Full(Scarce):
     """Has no other machine for one of them."""
 
-    def replace(self, node: NodeIdentity, machine: str, reason: str) -> str:
+    def replace(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str:
         if machine == "m-B":
             raise NoCapacityError(machine, "no capacity", "Add subnets")
-        return super().replace(node, machine, reason)
+        return super().replace(nodes, machine, reason)
 
 
 def test_one_that_waits_for_capacity_holds_nobody_back_and_can_be_cleared(
@@ -508,6 +509,65 @@ def test_rays_head_is_left_alone(tmp_path: Path) -> None:
 
     desk.run(story)
     assert desk.ended == desk.drained == []
+
+
+class Shared(Scarce):
+    """B and C are on one machine, as two pods may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[str] = []
+
+    def machine_of(self, node: NodeIdentity) -> str:
+        return "m-A" if node.node == "A" else "m-BC"
+
+    def replace(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str:
+        self.nodes.extend(node.node for node in nodes)
+        return super().replace(nodes, machine, reason)
+
+
+def test_all_of_rays_nodes_on_a_machine_are_left_before_it_is_replaced(tmp_path: Path) -> None:
+    provider = Shared()
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        await desk.lose("b")
+        while desk.drained != ["B", "C"]:
+            await asyncio.sleep(0.005)
+        assert provider.replaced == [] and desk.workers.work_on("C")
+        await desk.lose("c", cause=CRASH)
+        await desk.outcomes("begun", "replaced")
+
+    desk.run(story)
+    assert provider.nodes == ["B", "C"] and provider.replaced == ["m-BC"]
+
+
+def test_a_machine_that_rays_head_is_on_by_another_node_is_left_alone(tmp_path: Path) -> None:
+    provider = Shared()
+    desk = Desk(tmp_path, provider=provider, head="C")
+
+    async def story() -> None:
+        await desk.lose("b")
+        (failed,) = await desk.outcomes("failed")
+        assert failed.detail == "Ray's head is there: the cluster would end"
+
+    desk.run(story)
+    assert provider.asked == 0 and desk.drained == []
+
+
+def test_a_machine_that_is_lost_with_two_of_rays_nodes_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replacements, "SETTLE_S", 0.5)
+    provider = Shared()
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        await desk.lose("b", "c", cause=NODE)
+        await desk.outcomes("begun", "replaced")
+
+    desk.run(story)
+    assert provider.replaced == ["m-BC"]
 
 
 def test_a_record_that_cannot_be_read_does_not_stop_a_verdict(tmp_path: Path) -> None:
