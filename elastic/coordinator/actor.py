@@ -297,6 +297,7 @@ class Coordinator(CoordinatorApi):
         self._receipts.replay(replayed.committed)
         self._replacements.replay(replayed.replacements)
         self._remedies.replay(replayed.happened)
+        self._preflight.replay(replayed.happened)
         self._membership.skips += replayed.skips
         self._corruption.replay(replayed.happened)
         self._training.replay(replayed.recorded)
