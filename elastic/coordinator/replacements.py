@@ -9,8 +9,9 @@
                                                                    │    `elastic nodes clear`
                                                                 begun
     no worker gets a place on any of Ray's nodes there, Ray places nothing, successors are asked for
-    the last worker with a place has left ──► NodeProvider.replace ──► replaced | failed
-                                     or, where a reboot is due and possible ──► rebooted
+    the last worker with a place has left
+    what is being saved from there is written ──► NodeProvider.replace ──► replaced | failed
+                                         or, where a reboot is due and possible ──► rebooted
     told, failed ──► looked at each minute ──► cleared, when nothing speaks against it any more
     begun ──► looked at each minute ──► cleared by `elastic nodes clear`: left, and not replaced
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from elastic.coordinator.aside import Aside
@@ -68,6 +69,7 @@ class Replacements:
         workers: leave the machine.
         records: tell what happens, and take what became of it.
         aside: where all this is done.
+        written: waits until what is being saved from a node is written.
         begun: when replacements of this run began so far, in any start of it, in seconds since the
             epoch.
         provider: instead of that of `config`.
@@ -82,6 +84,7 @@ class Replacements:
         workers: Workers,
         records: RunLog,
         aside: Aside,
+        written: Callable[[str], Awaitable[None]],
         *,
         begun: Iterable[float] = (),
         provider: NodeProvider | None = None,
@@ -91,7 +94,7 @@ class Replacements:
     ) -> None:
         self._most_per_hour = config.health.max_replacements_per_hour
         self._workers, self._records, self._aside = workers, records, aside
-        self._drain = drain
+        self._drain, self._written = drain, written
         nodes = config.health.replace_nodes
         self._provider = provider or open_provider(
             nodes, end_node=end_node, address=cluster_address
@@ -326,7 +329,9 @@ class Replacements:
             if not await self._until_left(left, event):
                 return ()
             if not new:  # none has come meanwhile
-                return nodes
+                for node in left:
+                    await self._written(node)
+                return nodes if await self._stands_while_left(event) else ()
         return ()
 
     async def _drain_node(self, node: str, reason: str) -> None:
@@ -346,7 +351,7 @@ class Replacements:
                 looked = time.monotonic()
                 if not await self._stands_while_left(event):
                     return False
-        return await self._stands_while_left(event)
+        return True
 
     def _note(
         self,

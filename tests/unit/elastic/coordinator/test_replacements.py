@@ -67,6 +67,9 @@ class Desk(CoordinatorDesk):
         self._head, self._gone, self._silent = head, gone, silent
         self.ended: list[str] = []
         self.drained: list[str] = []
+        self.saving: dict[str, asyncio.Event] = {}
+        """Node -> set when what is being saved from it is written."""
+        self.awaited: set[str] = set()
         self.file = SuspectFile(root)
         self.aside = Aside(self.membership, self.dispatcher)
         self.replacements = Replacements(
@@ -74,12 +77,18 @@ class Desk(CoordinatorDesk):
             self.workers,
             self.records,
             self.aside,
+            self._written,
             begun=begun,
             provider=provider or (None if tells else RayProvider(self.ended.append)),
             find=self._find,
             live=lambda: ["A", "B", "C"],
             drain=lambda node, deadline_s, reason: self.drained.append(node),
         )
+
+    async def _written(self, node: str) -> None:
+        self.awaited.add(node)
+        if node in self.saving:
+            await self.saving[node].wait()
 
     def _find(self, node: str) -> NodeIdentity:
         if self._silent > 0:
@@ -509,6 +518,24 @@ def test_rays_head_is_left_alone(tmp_path: Path) -> None:
 
     desk.run(story)
     assert desk.ended == desk.drained == []
+
+
+def test_what_is_being_saved_from_a_machine_is_written_before_it_is_replaced(
+    tmp_path: Path,
+) -> None:
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        desk.saving["B"] = asyncio.Event()
+        await desk.lose("b")
+        while "B" not in desk.awaited:
+            await asyncio.sleep(0.005)
+        assert desk.ended == []
+        desk.saving["B"].set()
+        await desk.outcomes("begun", "replaced")
+
+    desk.run(story)
+    assert desk.ended == ["B"]
 
 
 class Shared(Scarce):
