@@ -16,7 +16,7 @@ from elastic.coordinator.aside import Aside
 from elastic.coordinator.workers import Workers
 from elastic.errors import SuspectFileError
 from elastic.protocol import events
-from elastic.protocol.causes import entry_of
+from elastic.protocol.causes import NODE, entry_of
 from elastic.protocol.run_paths import RunPaths
 from elastic.providers.node_provider import NodeIdentity, NodeProvider
 from elastic.ray_compat.cluster import find_node, live_nodes
@@ -33,6 +33,10 @@ REBOOTED, REBOOTED_WEIGHT = "rebooted", 0.3
 """What a reboot leaves of the marks against a machine: not enough to make it suspect. Whatever
 speaks against it within the day calls for another machine, though. Source: gpud, which asks for an
 inspection where an Xid comes back after reboots."""
+
+REBOOT_S = 900.0
+"""For so long after a reboot was asked for the end of the machine is that reboot: it may come
+minutes later, when workers have started there again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,10 +262,16 @@ class Suspicions:
 
     async def _blame(self, node: str, cause: str, detail: str, weight: float, step: Step) -> None:
         machine, now = await self.machine_of(node), time.time()
+        if cause == NODE and await self._reboots_now(machine.name, now):
+            return
         mark = Mark(time=now, weight=weight, cause=cause, run=self._run, detail=detail)
         marks = await self._remember(machine.name, mark)
         if is_suspect(marks, now):
             await self._suspect(machine, f"{cause}: {detail}", self._due(marks, step))
+
+    async def _reboots_now(self, machine: str, now: float) -> bool:
+        marks = await self._marks_of(machine) or ()
+        return any(one.cause == REBOOTED and now - one.time < REBOOT_S for one in marks)
 
     def _due(self, marks: Iterable[Mark], step: Step) -> Step:
         """The step for a machine with these `marks`, by its fault `step`."""

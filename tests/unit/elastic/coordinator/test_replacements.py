@@ -219,6 +219,23 @@ def test_so_is_one_that_could_not_be_replaced_also_after_a_restart(tmp_path: Pat
     desk.run(story)
 
 
+@pytest.mark.parametrize(("ago_s", "gone"), [(300.0, ["C"]), (1000.0, ["B"])])
+def test_the_end_of_a_machine_that_is_to_reboot_does_not_speak_against_it(
+    tmp_path: Path, ago_s: float, gone: list[str]
+) -> None:
+    desk = Desk(tmp_path)
+    desk.file.add("m-B", replace(mark(0.3, ago_s=ago_s), cause="rebooted"))
+
+    async def story() -> None:
+        await desk.lose("b", cause=NODE)
+        if gone == ["C"]:
+            await desk.lose("c", cause=NODE)
+        await desk.outcomes("begun", "replaced")
+
+    desk.run(story)
+    assert desk.ended == gone
+
+
 def test_two_of_three_at_once_are_held_back_until_they_are_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
