@@ -29,8 +29,9 @@ def decide_hold(
     Args:
         machines: that the run works on, the suspect ones included.
         suspects: those of them that something is still to be done about.
-        settled: since when nothing more is done about each one that was suspect, as it is replaced.
-            Within `AT_ONCE_S` it counts on: what they have in common goes on.
+        settled: since when nothing more is done about each one that was suspect, as it is replaced;
+            or since when it waits for another to come. Within `AT_ONCE_S` it counts on: what they
+            have in common goes on.
         begun: when each replacement of the run began.
         now: in seconds since the epoch, as all times.
         most_per_hour: `health.max_replacements_per_hour`.

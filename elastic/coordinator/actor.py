@@ -215,7 +215,12 @@ class Coordinator(CoordinatorApi):
         self._link_tests = LinkTests(self._membership, self._workers, self._agents, self._records)
         aside = Aside(self._membership, self._dispatcher)
         self._replacements = Replacements(
-            config, self._workers, self._records, aside, begun=replacements_begun(of_all_starts)
+            config,
+            self._workers,
+            self._records,
+            aside,
+            self._uploaders.finish,
+            begun=replacements_begun(of_all_starts),
         )
         self._remedies = Remedies(
             self._membership,
@@ -297,6 +302,7 @@ class Coordinator(CoordinatorApi):
         self._receipts.replay(replayed.committed)
         self._replacements.replay(replayed.replacements)
         self._remedies.replay(replayed.happened)
+        self._preflight.replay(replayed.happened)
         self._membership.skips += replayed.skips
         self._corruption.replay(replayed.happened)
         self._training.replay(replayed.recorded)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from elastic.coordinator.agents import NodeAgents
@@ -44,6 +44,12 @@ class Preflight:
         self._tier, self._workers, self._agents, self._records = tier, workers, agents, records
         self._checked: dict[str, asyncio.Event] = {}
         self._under_load: dict[str, asyncio.Task[None]] = {}
+        self._loaded: set[str] = set()
+        """Machines that a coordinator before this one had loaded."""
+
+    def replay(self, happened: Iterable[events.Event]) -> None:
+        """Told of all that happened in this start of the run before this coordinator."""
+        self._loaded.update(e.node for e in happened if isinstance(e, events.NodeChecked))
 
     async def until_checked(self, report: Report) -> None:
         """Waits until the machine of a worker that joins was looked at. Who works already, under
@@ -63,8 +69,8 @@ class Preflight:
             checked.set()  # nobody else waits for it
 
     async def _check_under_load(self, node: str) -> None:
-        if self._workers.work_on(node):
-            return  # it passed before the coordinator was lost, and the steps must not be slowed
+        if node in self._loaded or self._workers.work_on(node):
+            return  # it was loaded before the coordinator was lost; no step must be slowed
         findings = await self._agents.check_under_load(node)
         if findings is not None:
             await self.take(node, findings)

@@ -8,10 +8,12 @@
     too many at once, or in an hour ─── held_back ◄────────────────┤ ◄─ looked at each minute, until
                                                                    │    `elastic nodes clear`
                                                                 begun
-    no worker gets a place there, Ray places nothing, successors are asked for
-    the last worker with a place has left ──► NodeProvider.replace ──► replaced | failed
-                                     or, where a reboot is due and possible ──► rebooted
+    no worker gets a place on any of Ray's nodes there, Ray places nothing, successors are asked for
+    the last worker with a place has left
+    what is being saved from there is written ──► NodeProvider.replace ──► replaced | failed
+                                         or, where a reboot is due and possible ──► rebooted
     told, failed ──► looked at each minute ──► cleared, when nothing speaks against it any more
+    begun ──► looked at each minute ──► cleared by `elastic nodes clear`: left, and not replaced
 
 The run leaves the machine as one that Ray drains, so it never falls below `min_replicas` for it.
 Whatever goes wrong here is written down, and harms nobody.
@@ -21,22 +23,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.run_log import RunLog
-from elastic.coordinator.suspicions import Find, Machine, Suspicions, identify
+from elastic.coordinator.suspicions import Find, Live, Machine, Suspicions, identify
 from elastic.coordinator.workers import Workers
 from elastic.errors import NoCapacityError
 from elastic.membership.failure import INCIDENT_S
 from elastic.node_config import KubeNodes
 from elastic.protocol import events
 from elastic.providers.choice import open_provider
-from elastic.providers.node_provider import NodeProvider
-from elastic.ray_compat.cluster import cluster_address, drain_node, end_node
+from elastic.providers.node_provider import NodeIdentity, NodeProvider
+from elastic.ray_compat.cluster import cluster_address, drain_node, end_node, live_nodes
 from health.breaker import decide_hold
+from health.suspects import SUSPECT
 from health.verdict import Step
 
 log = logging.getLogger(__name__)
@@ -66,10 +69,12 @@ class Replacements:
         workers: leave the machine.
         records: tell what happens, and take what became of it.
         aside: where all this is done.
+        written: waits until what is being saved from a node is written.
         begun: when replacements of this run began so far, in any start of it, in seconds since the
             epoch.
         provider: instead of that of `config`.
         find: what Ray knows of a node.
+        live: the nodes that it believes alive.
         drain: has Ray drain one.
     """
 
@@ -79,15 +84,17 @@ class Replacements:
         workers: Workers,
         records: RunLog,
         aside: Aside,
+        written: Callable[[str], Awaitable[None]],
         *,
         begun: Iterable[float] = (),
         provider: NodeProvider | None = None,
         find: Find = identify,
+        live: Live = live_nodes,
         drain: Drain = drain_node,
     ) -> None:
         self._most_per_hour = config.health.max_replacements_per_hour
         self._workers, self._records, self._aside = workers, records, aside
-        self._drain = drain
+        self._drain, self._written = drain, written
         nodes = config.health.replace_nodes
         self._provider = provider or open_provider(
             nodes, end_node=end_node, address=cluster_address
@@ -99,12 +106,16 @@ class Replacements:
             aside,
             self._suspect,
             find,
+            live,
             reboots=isinstance(nodes, KubeNodes) and nodes.reboot,
         )
-        self._suspected: set[str] = set()
-        """Nodes whose machines are suspect, or were."""
+        self._suspected: dict[str, str] = {}
+        """Nodes whose machines are suspect, or were -> those machines, each once."""
         self._settled: dict[str, events.NodeReplacement] = {}
         """Those of them for which nothing more is done -> what became of them."""
+        self._waiting: dict[str, float] = {}
+        """Those of them that have been left and wait for capacity, or cannot be left until nothing
+        speaks against them any more -> since when. They hold nobody back."""
         self._begun = list(begun)
         self._unfinished: list[events.NodeReplacement] = []
         self._left: set[str] = set()
@@ -117,13 +128,15 @@ class Replacements:
         suspect machines in this start of the run."""
         newest: dict[str, events.NodeReplacement] = {}
         for event in happened:
-            self._suspected.add(event.node)
+            self._suspected[event.node] = event.machine
             newest[event.node] = event
             if event.outcome == "begun":
                 self._left.add(event.node)
+            elif event.outcome != "held_back":
+                self._left.discard(event.node)
         for node, event in newest.items():
             if event.outcome == "cleared":
-                self._suspected.discard(node)
+                del self._suspected[node]
             elif event.outcome in ("begun", "held_back"):
                 self._unfinished.append(event)
             else:
@@ -169,55 +182,82 @@ class Replacements:
 
     async def _suspect(self, machine: Machine, reason: str, step: Step) -> None:
         node = machine.node.node
-        if node in self._suspected:
-            return
-        self._suspected.add(node)
+        if node in self._suspected or machine.name in self._open.values():
+            return  # or it is seen to by another of Ray's nodes there
+        self._suspected[node] = machine.name
         if not await self._aside.goes_on_for(SETTLE_S):
             return
         if machine.unknown is not None:  # whom to ask was perhaps away
-            machine = await self._suspicions.machine_of(node)
+            machine = await self._suspicions.ask_again(machine)
+            self._suspected[node] = machine.name
         if self._provider is None:
             held = self._hold()
             wanted = "replaced" if step == "replace_node" else f"mended ({step})"
             detail = f"it would be {wanted}" if held is None else f"it would be held back: {held}"
             self._note(machine, "told", reason, f'health.replace_nodes = "tell"; {detail}', step)
-        elif self._can_replace(machine, reason, step):
+        elif await self._nodes_to_leave(machine, reason, step):
             await self._replace_when_allowed(self._provider, machine, reason, step)
 
     async def _go_on(self, event: events.NodeReplacement) -> None:
         machine = await self._suspicions.machine_named(event.node, event.machine)
-        if self._provider is None or not self._can_replace(machine, event.reason, event.step):
+        if self._provider is None or machine.unknown is not None:
             return
         if event.node in self._left:  # held back since, if at all, for want of capacity
-            await self._replace(self._provider, machine, event.reason, event.step)
-        else:
+            await self._replace(self._provider, machine, event)
+        elif await self._stands(event) and await self._nodes_to_leave(
+            machine, event.reason, event.step
+        ):
             await self._replace_when_allowed(self._provider, machine, event.reason, event.step)
 
     async def _look_on(self, event: events.NodeReplacement) -> None:
         """A machine stays as it is: it is suspect for as long as something speaks against it, and
         may be told of again later."""
         while await self._aside.goes_on_for(LOOK_S):
-            if not await self._suspicions.stands(event.machine):
-                del self._settled[event.node]
-                self._clear(event)
+            if not await self._stands(event):
                 return
 
+    async def _stands(self, event: events.NodeReplacement) -> bool:
+        """Whether enough speaks against a machine by now; where not, it is cleared."""
+        stands = await self._suspicions.weigh(event.machine) >= SUSPECT
+        if not stands:
+            self._clear(event)
+        return stands
+
+    async def _stands_while_left(self, event: events.NodeReplacement) -> bool:
+        """Whether a machine that is being left, or was, is still to be replaced. Where what speaks
+        against it has only faded it is: nothing is placed there any more."""
+        weight = await self._suspicions.weigh(event.machine)
+        if weight < SUSPECT:
+            self._waiting.setdefault(event.node, time.time())
+        if not weight:
+            self._clear(event)
+        return weight > 0
+
     def _clear(self, event: events.NodeReplacement) -> None:
-        self._suspected.discard(event.node)
-        self._suspicions.hear_platform_again(event.node)
+        node = event.node
+        self._suspected.pop(node, None)
+        self._settled.pop(node, None)
+        self._waiting.pop(node, None)
+        self._suspicions.hear_platform_again(node)
         detail = "nothing speaks against it any more"
+        if node in self._workers.draining_nodes:
+            detail += "; nothing is placed there until its Ray node is started anew"
         self._records.note(replace(event, time=time.time(), outcome="cleared", detail=detail))
 
-    def _can_replace(self, machine: Machine, reason: str, step: Step) -> bool:
-        """Whether it is known what to replace, and the cluster would live on."""
+    async def _nodes_to_leave(
+        self, machine: Machine, reason: str, step: Step
+    ) -> Sequence[NodeIdentity]:
+        """All of Ray's nodes on a machine, as they go with it; none where it is not known what to
+        replace, or the cluster would not live on."""
         if machine.unknown is not None:
             self._note(machine, "failed", reason, f"it is not known: {machine.unknown}", step)
-        elif machine.node.head:
+            return ()
+        nodes = await self._suspicions.nodes_of(machine) or ()
+        if any(node.head for node in nodes):
             why = "Ray's head is there: the cluster would end"
             self._note(machine, "failed", reason, why, step)
-        else:
-            return True
-        return False
+            return ()
+        return nodes
 
     async def _replace_when_allowed(
         self, provider: NodeProvider, machine: Machine, reason: str, step: Step
@@ -227,38 +267,41 @@ class Replacements:
             while self._hold() is not None:
                 if not await self._aside.goes_on_for(LOOK_S):
                     return
-                if not await self._suspicions.stands(machine.name):
-                    self._clear(event)
+                if not await self._stands(event):
                     return
         self._begun.append(time.time())
-        self._note(machine, "begun", reason, "it is left by its workers first", step)
-        await self._replace(provider, machine, reason, step)
+        event = self._note(machine, "begun", reason, "it is left by its workers first", step)
+        await self._replace(provider, machine, event)
+
+    @property
+    def _open(self) -> dict[str, str]:
+        """Nodes of machines that something is still to be done about -> those machines."""
+        return {n: machine for n, machine in self._suspected.items() if n not in self._settled}
 
     def _hold(self) -> str | None:
-        open_ = self._suspected - self._settled.keys()
+        open_ = self._open.keys() - self._waiting.keys()
         return decide_hold(
             machines=len(self._workers.nodes | open_),
             suspects=len(open_),
-            settled=[event.time for event in self._settled.values()],
+            settled=[*(event.time for event in self._settled.values()), *self._waiting.values()],
             begun=self._begun,
             now=time.time(),
             most_per_hour=self._most_per_hour,
         )
 
     async def _replace(
-        self, provider: NodeProvider, machine: Machine, reason: str, step: Step
+        self, provider: NodeProvider, machine: Machine, event: events.NodeReplacement
     ) -> None:
-        if not await self._leave(machine.node.node, reason):
-            return
-        pause_s = FIRST_PAUSE_S
-        while True:
+        reason, step, pause_s = event.reason, event.step, FIRST_PAUSE_S
+        while nodes := await self._leave(machine, event):
             try:
                 outcome, done = await self._aside.on_thread(
-                    _carry_out, provider, machine, reason, step
+                    _carry_out, provider, nodes, machine.name, reason, step
                 )
             except NoCapacityError as error:
                 again = f"{error} Asked again in {pause_s:g} s"
-                self._note(machine, "held_back", reason, again, step)
+                event = self._note(machine, "held_back", reason, again, step)
+                self._waiting.setdefault(event.node, event.time)
             except Exception as error:
                 log.exception("%s is not replaced", machine.name)
                 self._note(machine, "failed", reason, f"{type(error).__name__}: {error}", step)
@@ -272,16 +315,42 @@ class Replacements:
                 return
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _leave(self, node: str, reason: str) -> bool:
-        """Has the run leave a machine. Returns whether it has: the run may end before."""
+    async def _leave(
+        self, machine: Machine, event: events.NodeReplacement
+    ) -> Sequence[NodeIdentity]:
+        """Has the run leave a machine, with all of Ray's nodes there. Returns them; none where it
+        is not to be replaced: the run may end before, or the machine be cleared."""
+        left: set[str] = set()
+        while nodes := await self._nodes_to_leave(machine, event.reason, event.step):
+            new = [node.node for node in nodes if node.node not in left]
+            for node in new:
+                await self._drain_node(node, event.reason)
+            left.update(new)
+            if not await self._until_left(left, event):
+                return ()
+            if not new:  # none has come meanwhile
+                for node in left:
+                    await self._written(node)
+                return nodes if await self._stands_while_left(event) else ()
+        return ()
+
+    async def _drain_node(self, node: str, reason: str) -> None:
         await self._workers.drain_node(node, None, reason)
         try:
             await self._aside.on_thread(self._drain, node, None, reason)
         except Exception as error:
             log.warning("Ray does not drain node %s: %s", node, error)
-        while self._workers.work_on(node):
+
+    async def _until_left(self, nodes: Collection[str], event: events.NodeReplacement) -> bool:
+        """Waits until the run has left nodes. Returns whether their machine is to be replaced."""
+        looked = time.monotonic()
+        while any(map(self._workers.work_on, nodes)):
             if not await self._aside.goes_on_for(LEAVE_S):
                 return False
+            if time.monotonic() - looked >= LOOK_S:
+                looked = time.monotonic()
+                if not await self._stands_while_left(event):
+                    return False
         return True
 
     def _note(
@@ -302,7 +371,8 @@ class Replacements:
             step=step,
         )
         if outcome in (*_STAYS, "rebooted", "replaced"):
-            self._settled[machine.node.node] = event
+            self._settled[event.node] = event
+            self._waiting.pop(event.node, None)
         self._records.note(event)
         if outcome in _STAYS:
             self._aside.spawn(self._look_on(event))
@@ -310,12 +380,16 @@ class Replacements:
 
 
 def _carry_out(
-    provider: NodeProvider, machine: Machine, reason: str, step: Step
+    provider: NodeProvider,
+    nodes: Sequence[NodeIdentity],
+    machine: str,
+    reason: str,
+    step: Step,
 ) -> tuple[events.ReplacementOutcome, str]:
     """Reboots a machine where that is due and possible, or replaces it. A reset of a GPU is met by
     a reboot: it needs every process off the GPU, and rights that no worker has."""
     if step in ("reset_gpu", "reboot"):
-        done = provider.reboot(machine.node, machine.name, reason)
+        done = provider.reboot(nodes, machine, reason)
         if done is not None:
             return "rebooted", done
-    return "replaced", provider.replace(machine.node, machine.name, reason)
+    return "replaced", provider.replace(nodes, machine, reason)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.workers import Workers
 from elastic.errors import SuspectFileError
 from elastic.protocol import events
-from elastic.protocol.causes import entry_of
+from elastic.protocol.causes import NODE, entry_of
 from elastic.protocol.run_paths import RunPaths
 from elastic.providers.node_provider import NodeIdentity, NodeProvider
-from elastic.ray_compat.cluster import find_node
+from elastic.ray_compat.cluster import find_node, live_nodes
 from elastic.reporting.suspect_file import SuspectFile
-from health.suspects import Mark, is_suspect
+from health.suspects import SUSPECT, Mark, add_mark, is_suspect, score
 from health.verdict import Step
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,10 @@ REBOOTED, REBOOTED_WEIGHT = "rebooted", 0.3
 """What a reboot leaves of the marks against a machine: not enough to make it suspect. Whatever
 speaks against it within the day calls for another machine, though. Source: gpud, which asks for an
 inspection where an Xid comes back after reboots."""
+
+REBOOT_S = 900.0
+"""For so long after a reboot was asked for the end of the machine is that reboot: it may come
+minutes later, when workers have started there again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,8 @@ class Machine:
 
 Find = Callable[[str], NodeIdentity]
 """What Ray knows of a node, given by its id."""
+Live = Callable[[], Sequence[str]]
+"""The nodes that Ray believes alive."""
 
 
 def identify(node: str) -> NodeIdentity:
@@ -79,6 +85,7 @@ class Suspicions:
         suspect: told of each machine that is suspect, why, and of the step of the ladder that is
             due; of some more than once.
         find: what Ray knows of a node.
+        live: the nodes that Ray believes alive.
         reboots: a machine is rebooted first, whatever its fault asks for.
     """
 
@@ -90,17 +97,20 @@ class Suspicions:
         aside: Aside,
         suspect: Callable[[Machine, str, Step], Awaitable[None]],
         find: Find = identify,
+        live: Live = live_nodes,
         *,
         reboots: bool = False,
     ) -> None:
         self._reboots = reboots
         self._run, self._file = paths.root.name, SuspectFile(paths.root.parent)
         self._provider, self._workers, self._aside = provider, workers, aside
-        self._suspect, self._find = suspect, find
+        self._suspect, self._find, self._live = suspect, find, live
         self._met: dict[str, asyncio.Future[Machine]] = {}
         self._recalled: set[str] = set()
         self._blamed: set[str] = set()
         """Nodes that the platform's word was taken against."""
+        self._unwritten: dict[str, tuple[Mark, ...]] = {}
+        """What speaks against machines, and could not be remembered for other runs."""
 
     def begin(self) -> None:
         """The first worker is there."""
@@ -137,19 +147,51 @@ class Suspicions:
             self._met[node] = self._aside.on_thread(self._identify, node)
         return await self._met[node]
 
+    async def ask_again(self, unknown: Machine) -> Machine:
+        """The machine below a node, which was not known. Where it is now, what speaks against it
+        goes by its name."""
+        machine = await self.machine_of(unknown.node.node)
+        if machine.name != unknown.name:
+            for mark in await self._marks_of(unknown.name) or ():
+                await self._remember(machine.name, mark)
+            await self.forget(unknown)
+        return machine
+
     async def machine_named(self, node: str, name: str) -> Machine:
         """The machine below a node that was known by `name`, and may have ended since: its address
-        may have gone to another."""
-        self._met[node] = self._aside.on_thread(self._identify_named, node, name)
+        may have gone to another. Ray is asked until it answers: a provider that finds nothing by
+        the wrong name takes it for gone. So it is unknown only where the run ends before."""
+        self._met[node] = asyncio.ensure_future(self._identify_named(node, name))
         return await self._met[node]
 
-    def _identify_named(self, node: str, name: str) -> Machine:
-        try:
-            identity = self._find(node)
-        except Exception as error:
-            log.warning("Ray does not say what node %s was: %s", node, error)
-            identity = _unknown(node)
-        return Machine(node=identity, name=name)
+    async def _identify_named(self, node: str, name: str) -> Machine:
+        while True:
+            try:
+                identity = await self._aside.on_thread(self._find, node)
+            except LookupError as error:
+                log.warning("what node %s was is forgotten: %s", node, error)
+                return Machine(node=_unknown(node), name=name)
+            except Exception as error:
+                log.warning(
+                    "Ray does not say what node %s was, and is asked again: %s", node, error
+                )
+            else:
+                return Machine(node=identity, name=name)
+            if not await self._aside.goes_on_for(ASK_S):
+                return Machine(node=_unknown(node), name=name, unknown="the run has ended")
+
+    async def nodes_of(self, machine: Machine) -> list[NodeIdentity] | None:
+        """All of Ray's nodes on a machine; None where the run ends before Ray tells."""
+        while True:
+            try:
+                live = await self._aside.on_thread(self._live)
+                break
+            except Exception as error:
+                log.warning("Ray does not say what nodes it has, and is asked again: %s", error)
+            if not await self._aside.goes_on_for(ASK_S):
+                return None
+        others = [await self.machine_of(node) for node in live if node != machine.node.node]
+        return [machine.node, *(each.node for each in others if each.name == machine.name)]
 
     def _identify(self, node: str) -> Machine:
         identity = _unknown(node)
@@ -162,17 +204,33 @@ class Suspicions:
             return Machine(node=identity, name=identity.name, unknown=unknown)
         return Machine(node=identity, name=name)
 
-    async def stands(self, machine: str) -> bool:
-        """Whether enough speaks against a machine by now: it fades, and can be cleared."""
+    async def weigh(self, machine: str) -> float:
+        """What speaks against a machine by now: it fades, and is 0 where it was cleared. It stays
+        enough (`SUSPECT`) while the record cannot be read."""
+        marks = await self._marks_of(machine)
+        return SUSPECT if marks is None else score(marks, time.time())
+
+    async def _marks_of(self, machine: str) -> tuple[Mark, ...] | None:
+        """What speaks against a machine; None where the record cannot be read."""
         try:
             record = await self._aside.on_thread(self._file.read)
         except (OSError, SuspectFileError):
-            return True
-        return is_suspect(record.get(machine, ()), time.time())
+            return None
+        return (*record.get(machine, ()), *self._unwritten.get(machine, ()))
+
+    async def _remember(self, machine: str, mark: Mark) -> tuple[Mark, ...]:
+        """Adds what speaks against a machine. Returns all of it."""
+        try:
+            return await self._aside.on_thread(self._file.add, machine, mark)
+        except (OSError, SuspectFileError) as error:
+            log.warning("what speaks against %s is not remembered: %s", machine, error)
+            self._unwritten = add_mark(self._unwritten, machine, mark)
+            return self._unwritten[machine]
 
     async def forget(self, machine: Machine, *, rebooted: str | None = None) -> None:
         """It is replaced: its name may come back on another. Or it is `rebooted` for a reason, of
         which a mark is left."""
+        self._unwritten.pop(machine.name, None)
         try:
             await self._aside.on_thread(self._file.clear, machine.name)
             if rebooted is not None:
@@ -204,14 +262,16 @@ class Suspicions:
 
     async def _blame(self, node: str, cause: str, detail: str, weight: float, step: Step) -> None:
         machine, now = await self.machine_of(node), time.time()
+        if cause == NODE and await self._reboots_now(machine.name, now):
+            return
         mark = Mark(time=now, weight=weight, cause=cause, run=self._run, detail=detail)
-        try:
-            marks = await self._aside.on_thread(self._file.add, machine.name, mark)
-        except (OSError, SuspectFileError) as error:
-            log.warning("what speaks against %s is not remembered: %s", machine.name, error)
-            marks = (mark,)
+        marks = await self._remember(machine.name, mark)
         if is_suspect(marks, now):
             await self._suspect(machine, f"{cause}: {detail}", self._due(marks, step))
+
+    async def _reboots_now(self, machine: str, now: float) -> bool:
+        marks = await self._marks_of(machine) or ()
+        return any(one.cause == REBOOTED and now - one.time < REBOOT_S for one in marks)
 
     def _due(self, marks: Iterable[Mark], step: Step) -> Step:
         """The step for a machine with these `marks`, by its fault `step`."""

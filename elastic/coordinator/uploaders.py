@@ -3,15 +3,23 @@ for."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
 from elastic.coordinator.own_handle import own_handle
 from elastic.node.uploader import MOST_CALLS, Uploader
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.cluster import start_actor
 
+log = logging.getLogger(__name__)
+
+FINISH_S = 300.0
+"""How long to wait for what is being written from a machine that is left: it may hang there."""
+
 
 class Uploaders:
-    """One uploader a node, started when first asked for. All methods are immediate.
+    """One uploader a node, started when first asked for.
 
     Args:
         paths: where checkpoints and snapshots go.
@@ -30,3 +38,12 @@ class Uploaders:
                 Uploader, node=node, max_concurrency=MOST_CALLS, restarts=True
             )(own_handle(), self._paths, node, self._segment_bytes)
         return self._handles[node]
+
+    async def finish(self, node: str) -> None:
+        """Waits until what is being written from `node` is written, `FINISH_S` at most."""
+        if node not in self._handles:
+            return
+        try:
+            await asyncio.wait_for(self._handles[node].send(Uploader.finish), FINISH_S)
+        except Exception as error:  # such as that of a node that is gone
+            log.warning("what is being saved from node %s is not waited for: %s", node, error)

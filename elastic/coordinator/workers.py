@@ -121,9 +121,8 @@ class Workers:
         return {identity.node for identity in self.started.values()}
 
     def work_on(self, node: str) -> bool:
-        """Whether any worker on a machine has a place, or the state of one."""
-        places = self._membership.places
-        return any(places.of(w) is not None or w in places.survivors for w in self._on(node))
+        """Whether the run would miss any worker on a machine: see `Membership.needs`."""
+        return any(map(self._membership.needs, self._on(node)))
 
     def shun(self, nodes: Set[str]) -> None:
         """Whoever is on `nodes` without a slot, or starts there, gets none. Others there have shown

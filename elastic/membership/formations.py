@@ -222,6 +222,11 @@ class Formations:
                 self._give_up(replica)
         places.keep_remnants(holders - entering)
 
+    @property
+    def reassembled(self) -> bool:
+        """Whether it is decided whether the survivors become a replica."""
+        return self._reassembled or self._kept in self._places.forming
+
     def from_survivors(self, members: Iterable[str]) -> tuple[Replica, ...] | None:
         """One replica that goes on with what its workers hold, where none that stands has state.
         Replicas that stand may have been getting theirs, and some of their workers have it.
@@ -234,8 +239,6 @@ class Formations:
             their way here from a replica that is no more.
         """
         places = self._places
-        if self._reassembled or self._kept in places.forming:
-            return ()
         self._give_up_repairs()
         if places.absent or any(w not in self._waiting and not places.of(w) for w in members):
             return None

@@ -269,6 +269,18 @@ class Membership:
         now = self.places.formation_of(worker)
         return self.stopped is not None or now is None or formed not in (None, now)
 
+    def needs(self, worker: str) -> bool:
+        """Whether something is lost with a living worker: its place; or the step of the others,
+        where it is to go, and has not left them yet; or its state, which may be the only copy of
+        its rank while it is not decided whether the survivors of broken replicas make one."""
+        places, report = self.places, self.waiting.get(worker)
+        if places.of(worker) is not None or worker in places.survivors:
+            return True
+        if report is not None and self._seeks_copy:
+            return report.step is not None
+        at_work = report is None or self.call == "boundary"
+        return at_work and worker in (*self.roster.workers, *self.roster.followers)
+
     @property
     def settled(self) -> bool:
         """Whether everybody with a slot has state, and nobody is called away."""
@@ -346,7 +358,7 @@ class Membership:
     def _reassemble(self, effects: Effects) -> bool:
         """Where no replica with state is left, has one made of the survivors. Returns whether that
         is decided."""
-        if self.call != "fault" or self._has_source:
+        if not self._seeks_copy:
             return True
         replicas = self.formations.from_survivors(self.members)
         self._build(replicas or (), effects, keep=True)
@@ -354,9 +366,12 @@ class Membership:
         return replicas is not None
 
     @property
-    def _has_source(self) -> bool:
-        """Whether a replica stands that is known to have its state."""
-        return any(formed not in self.heals.behind for formed in self.places.standing)
+    def _seeks_copy(self) -> bool:
+        """Whether a fault has left no replica that is known to have its state, and it is not
+        decided whether the survivors make one."""
+        if self.call != "fault" or self.formations.reassembled:
+            return False
+        return all(formed in self.heals.behind for formed in self.places.standing)
 
     def _build(self, replicas: Sequence[Replica], effects: Effects, *, keep: bool = False) -> None:
         """Has the workers of new replicas build their parts. With `keep`, one that has the state of

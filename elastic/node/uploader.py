@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from checkpointing import (
     Attempt,
@@ -89,6 +89,12 @@ class Uploader(UploaderApi):
             with self._lock:
                 del self._writing[part]
         return mine.result()
+
+    def finish(self) -> None:
+        """Waits until what is being written now is written, or could not be."""
+        with self._lock:
+            begun = [*self._writing.values()]
+        wait(begun)
 
     def _write(self, upload: Upload) -> Written | None:
         segment_bytes = self._segment_bytes

@@ -77,7 +77,7 @@ class Ec2Provider:
             )
         return str(found[0])
 
-    def replace(self, node: NodeIdentity, machine: str, reason: str) -> str:
+    def replace(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str:
         instance = self._own(machine, reason)
         group = group_of(instance)
         if instance["State"]["Name"] not in _GOING and (
@@ -93,7 +93,7 @@ class Ec2Provider:
             new = self._launch(instance)
         return f"instance {new} was started; {self._let_go(machine, reason)}"
 
-    def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
+    def reboot(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str | None:
         if not self._config.reboot:
             return None
         self._own(machine, reason)

@@ -2,7 +2,7 @@
 
     any node ──────► cordoned: nothing lands there; an autoscaler removes it when it is empty
     HyperPod's ────► its health label, too: HyperPod replaces it, and nobody needs rights in EC2
-    then ──────────► the pod is deleted; KubeRay makes another, which lands elsewhere
+    then ──────────► the cluster's pods there are deleted; KubeRay makes others, elsewhere
 
 Source:
 https://docs.aws.amazon.com/sagemaker/latest/dg/sagemaker-hyperpod-eks-resiliency-manual.html
@@ -11,7 +11,7 @@ https://docs.aws.amazon.com/sagemaker/latest/dg/sagemaker-hyperpod-eks-resilienc
 from __future__ import annotations
 
 import urllib.error
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -66,7 +66,7 @@ class KubeProvider:
             )
         return str(where)
 
-    def replace(self, node: NodeIdentity, machine: str, reason: str) -> str:
+    def replace(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str:
         path = f"/api/v1/nodes/{quote(machine)}"
         try:
             done = self._take_out(path, self._api.get(path), reason)
@@ -74,9 +74,9 @@ class KubeProvider:
             if error.code != _NOT_FOUND:
                 raise
             done = "the node is gone already"
-        return f"{done}; {self._delete_pod(node, machine)}"
+        return f"{done}; {self._delete_pods(nodes, machine)}"
 
-    def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
+    def reboot(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str | None:
         path = f"/api/v1/nodes/{quote(machine)}"
         try:
             found = self._api.get(path)
@@ -87,7 +87,7 @@ class KubeProvider:
         if HEALTH_LABEL not in found["metadata"].get("labels", {}):
             return None  # nobody in a plain cluster reboots a node
         done = self._ask_hyperpod(path, REBOOT, reason)
-        return f"{done}; {self._delete_pod(node, machine)}"
+        return f"{done}; {self._delete_pods(nodes, machine)}"
 
     def complaints(self) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -115,6 +115,9 @@ class KubeProvider:
             change["spec"] = {"unschedulable": True}
         self._api.merge(path, change)
         return f"HyperPod was asked for {wanted}"
+
+    def _delete_pods(self, nodes: Sequence[NodeIdentity], machine: str) -> str:
+        return "; ".join(self._delete_pod(node, machine) for node in nodes)
 
     def _delete_pod(self, node: NodeIdentity, machine: str) -> str:
         """An address may have gone to another pod meanwhile, which runs elsewhere."""

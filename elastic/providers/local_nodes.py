@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from elastic.errors import ReplaceError
 from elastic.node_config import LocalNodes
@@ -33,8 +33,9 @@ class LocalProvider:
         """All share an address: the node is what is at fault."""
         return node.node
 
-    def replace(self, node: NodeIdentity, machine: str, reason: str) -> str:
-        self._end_node(node.node)
+    def replace(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str:
+        for node in nodes:
+            self._end_node(node.node)
         start = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start"),
             *("--address", self._address(), "--num-cpus", str(self._cpus)),
@@ -64,7 +65,7 @@ class LocalProvider:
             ) from error
         return f"another Ray node with {self._cpus} CPUs was started on this machine"
 
-    def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
+    def reboot(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str | None:
         return None
 
     def complaints(self) -> dict[str, str]:

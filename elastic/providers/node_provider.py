@@ -5,6 +5,7 @@ A machine is replaced once the run has left it, so what a provider does takes no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,8 +44,13 @@ class NodeProvider(Protocol):
             Exception: it is not known. Whoever asks does without it.
         """
 
-    def replace(self, node: NodeIdentity, machine: str, reason: str) -> str:
+    def replace(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str:
         """Takes the machine out for good and sees to it that another one comes.
+
+        Args:
+            nodes: all of Ray's nodes there.
+            machine: its name.
+            reason: in words.
 
         Returns:
             What was done, in words.
@@ -54,8 +60,8 @@ class NodeProvider(Protocol):
             Exception: it was not done.
         """
 
-    def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
-        """Starts the machine anew, where it comes back by itself.
+    def reboot(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str | None:
+        """Starts the machine anew, where it comes back by itself. Arguments: see `replace`.
 
         Returns:
             What was done, in words; None: this machine cannot be rebooted so, replace it.

@@ -44,5 +44,5 @@ class DrainWatch:
     def _take(self, draining: Mapping[str, int]) -> None:
         for node, deadline_ms in draining.items():
             if node not in self._known:
-                self._known.add(node)
                 self._tell(node, deadline_ms / 1000 if deadline_ms else None, "Ray drains the node")
+                self._known.add(node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from elastic.providers.node_provider import NodeIdentity
 
@@ -20,11 +20,12 @@ class RayProvider:
     def machine_of(self, node: NodeIdentity) -> str:
         return node.name
 
-    def replace(self, node: NodeIdentity, machine: str, reason: str) -> str:
-        self._end_node(node.node)
+    def replace(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str:
+        for node in nodes:
+            self._end_node(node.node)
         return "its Ray node was ended; another comes where Ray has an autoscaler"
 
-    def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
+    def reboot(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str | None:
         return None
 
     def complaints(self) -> dict[str, str]:

@@ -130,6 +130,21 @@ def test_a_machine_is_loaded_once_and_whoever_joins_there_waits_for_it() -> None
     asyncio.run(asyncio.wait_for(run_it(), 30))
 
 
+def test_a_machine_that_was_loaded_before_the_coordinator_was_lost_is_not_loaded_again() -> None:
+    """One with spares only shows no other trace of it."""
+    run = Run()
+
+    async def run_it() -> None:
+        run.ends.set()
+        await gate(run, "full").until_checked(NEW)
+        anew = gate(run, "full")
+        anew.replay(run.noted)
+        await anew.until_checked(NEW)
+
+    asyncio.run(run_it())
+    assert run.loaded == ["n1"]
+
+
 def test_a_machine_that_is_well_under_load_is_told_of() -> None:
     run = Run()
 

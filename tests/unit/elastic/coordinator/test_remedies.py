@@ -61,16 +61,20 @@ class Reboots(RayProvider):
         super().__init__(ended.append)
         self.rebooted: list[str] = []
 
-    def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
-        self.rebooted.append(node.node)
+    def reboot(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str | None:
+        self.rebooted.extend(node.node for node in nodes)
         return "it was rebooted"
 
 
 class Refuses(RayProvider):
     """It may replace nothing."""
 
-    def replace(self, node: NodeIdentity, machine: str, reason: str) -> str:
+    def replace(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str:
         raise PermissionError("no rights")
+
+
+async def _written(node: str) -> None:
+    """Nothing is being saved."""
 
 
 class Desk(CoordinatorDesk):
@@ -99,8 +103,10 @@ class Desk(CoordinatorDesk):
             self.workers,
             self.records,
             aside,
+            _written,
             provider=None if tells else self.provider,
             find=lambda node: NodeIdentity(node=node, address="10.0.0.1", instance=f"m-{node}"),
+            live=lambda: ["A", "B", "C"],
             drain=lambda node, deadline_s, reason: None,
         )
         self.remedies = Remedies(

@@ -57,15 +57,19 @@ class Desk(CoordinatorDesk):
         begun: Sequence[float] = (),
         head: str = "",
         gone: str = "",
+        silent: int = 0,
         tells: bool = False,
         nodes: Literal["tell"] | NodesConfig = "tell",
     ) -> None:
         root.mkdir(parents=True, exist_ok=True)
         health = HealthConfig(max_replacements_per_hour=per_hour, replace_nodes=nodes)
         super().__init__(root / "run", health=health)
-        self._head, self._gone = head, gone
+        self._head, self._gone, self._silent = head, gone, silent
         self.ended: list[str] = []
         self.drained: list[str] = []
+        self.saving: dict[str, asyncio.Event] = {}
+        """Node -> set when what is being saved from it is written."""
+        self.awaited: set[str] = set()
         self.file = SuspectFile(root)
         self.aside = Aside(self.membership, self.dispatcher)
         self.replacements = Replacements(
@@ -73,13 +77,23 @@ class Desk(CoordinatorDesk):
             self.workers,
             self.records,
             self.aside,
+            self._written,
             begun=begun,
             provider=provider or (None if tells else RayProvider(self.ended.append)),
             find=self._find,
+            live=lambda: ["A", "B", "C"],
             drain=lambda node, deadline_s, reason: self.drained.append(node),
         )
 
+    async def _written(self, node: str) -> None:
+        self.awaited.add(node)
+        if node in self.saving:
+            await self.saving[node].wait()
+
     def _find(self, node: str) -> NodeIdentity:
+        if self._silent > 0:
+            self._silent -= 1
+            raise ConnectionError("Ray does not answer")
         if node == self._gone:
             raise LookupError(f"Ray knows no node {node}")
         head = node == self._head
@@ -205,6 +219,23 @@ def test_so_is_one_that_could_not_be_replaced_also_after_a_restart(tmp_path: Pat
     desk.run(story)
 
 
+@pytest.mark.parametrize(("ago_s", "gone"), [(300.0, ["C"]), (1000.0, ["B"])])
+def test_the_end_of_a_machine_that_is_to_reboot_does_not_speak_against_it(
+    tmp_path: Path, ago_s: float, gone: list[str]
+) -> None:
+    desk = Desk(tmp_path)
+    desk.file.add("m-B", replace(mark(0.3, ago_s=ago_s), cause="rebooted"))
+
+    async def story() -> None:
+        await desk.lose("b", cause=NODE)
+        if gone == ["C"]:
+            await desk.lose("c", cause=NODE)
+        await desk.outcomes("begun", "replaced")
+
+    desk.run(story)
+    assert desk.ended == gone
+
+
 def test_two_of_three_at_once_are_held_back_until_they_are_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +311,7 @@ def test_what_waits_for_capacity_is_not_held_back_by_its_own_beginning(tmp_path:
     """Nor does it begin a second time, after the coordinator was started anew."""
     now = time.time()
     desk = Desk(tmp_path, per_hour=1, begun=(now,))
+    desk.file.add("m-B", mark())
     desk.replacements.replay(
         events.NodeReplacement(
             time=now, node="B", machine="m-B", outcome=one, reason="link: r", detail=""
@@ -317,6 +349,49 @@ def test_a_machine_is_not_ended_while_a_worker_has_a_place_there(tmp_path: Path)
     assert (drained.workers, drained.node) == (["b"], "B")
 
 
+def test_one_that_is_cleared_while_it_is_left_is_not_replaced(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.file.add("m-B", mark())
+
+    async def story() -> None:
+        desk.join_from("B")
+        await desk.outcomes("begun")
+        while desk.drained != ["B"]:
+            await asyncio.sleep(0.005)
+        assert main(["nodes", "clear", str(tmp_path), "m-B"]) == 0
+        _, cleared = await desk.outcomes("begun", "cleared")
+        assert cleared.detail.endswith(
+            "; nothing is placed there until its Ray node is started anew"
+        )
+        await desk.lose("b", cause=CRASH)
+        await desk.lose("c")
+        await desk.outcomes("begun", "cleared", "begun", "replaced")
+
+    desk.run(story)
+    assert desk.ended == ["C"]
+
+
+def test_one_that_cannot_be_left_holds_nobody_back_once_nothing_speaks_against_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it can be left at last it is replaced: nothing is placed there any more."""
+    monkeypatch.setattr(breaker, "AT_ONCE_S", 0.0)
+    desk = Desk(tmp_path)
+    desk.file.add("m-B", mark(ago_s=86_399.5))  # enough for half a second
+
+    async def story() -> None:
+        desk.join_from("B")
+        await desk.outcomes("begun")
+        await desk.lose("c")
+        await desk.outcomes("begun", "held_back", "begun", "replaced")
+        assert desk.ended == ["C"]
+        await desk.lose("b", cause=CRASH)
+        await desk.outcomes("begun", "held_back", "begun", "replaced", "replaced")
+
+    desk.run(story)
+    assert desk.ended == ["C", "B"]
+
+
 def test_what_is_remembered_fades(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.file.add("m-B", mark(ago_s=90_000))
@@ -341,14 +416,14 @@ class Scarce:
     def machine_of(self, node: NodeIdentity) -> str:
         return node.name
 
-    def replace(self, node: NodeIdentity, machine: str, reason: str) -> str:
+    def replace(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str:
         self.asked += 1
         if self.errors:
             raise self.errors.pop(0)
         self.replaced.append(machine)
         return "done"
 
-    def reboot(self, node: NodeIdentity, machine: str, reason: str) -> str | None:
+    def reboot(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str | None:
         return None
 
     def complaints(self) -> dict[str, str]:
@@ -367,6 +442,38 @@ def test_without_capacity_it_is_asked_again(tmp_path: Path) -> None:
 
     desk.run(story)
     assert provider.asked == 2
+
+
+class Full(Scarce):
+    """Has no other machine for one of them."""
+
+    def replace(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str:
+        if machine == "m-B":
+            raise NoCapacityError(machine, "no capacity", "Add subnets")
+        return super().replace(nodes, machine, reason)
+
+
+def test_one_that_waits_for_capacity_holds_nobody_back_and_can_be_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "AT_ONCE_S", 0.0)
+    provider = Full()
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        await desk.lose("b")
+        while len(desk.told()) < 2:
+            await asyncio.sleep(0.005)
+        await desk.lose("c")
+        while not provider.replaced:
+            await asyncio.sleep(0.005)
+        assert main(["nodes", "clear", str(tmp_path), "m-B"]) == 0
+        while desk.told()[-1].outcome != "cleared":
+            await asyncio.sleep(0.005)
+
+    desk.run(story)
+    assert provider.replaced == ["m-C"]
+    assert {e.outcome for e in desk.told() if e.node == "B"} == {"begun", "held_back", "cleared"}
 
 
 def test_a_provider_that_fails_harms_nobody(tmp_path: Path) -> None:
@@ -414,6 +521,7 @@ def test_a_machine_that_is_not_known_is_asked_for_again_and_not_replaced(
             assert failed.detail == "it is not known: LookupError: no instance has this address"
 
     desk.run(story)
+    assert desk.file.read().keys() == (set() if times == 1 else {"m-B"})
     assert provider.asked == (times == 1)
 
 
@@ -427,6 +535,83 @@ def test_rays_head_is_left_alone(tmp_path: Path) -> None:
 
     desk.run(story)
     assert desk.ended == desk.drained == []
+
+
+def test_what_is_being_saved_from_a_machine_is_written_before_it_is_replaced(
+    tmp_path: Path,
+) -> None:
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        desk.saving["B"] = asyncio.Event()
+        await desk.lose("b")
+        while "B" not in desk.awaited:
+            await asyncio.sleep(0.005)
+        assert desk.ended == []
+        desk.saving["B"].set()
+        await desk.outcomes("begun", "replaced")
+
+    desk.run(story)
+    assert desk.ended == ["B"]
+
+
+class Shared(Scarce):
+    """B and C are on one machine, as two pods may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[str] = []
+
+    def machine_of(self, node: NodeIdentity) -> str:
+        return "m-A" if node.node == "A" else "m-BC"
+
+    def replace(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str:
+        self.nodes.extend(node.node for node in nodes)
+        return super().replace(nodes, machine, reason)
+
+
+def test_all_of_rays_nodes_on_a_machine_are_left_before_it_is_replaced(tmp_path: Path) -> None:
+    provider = Shared()
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        await desk.lose("b")
+        while desk.drained != ["B", "C"]:
+            await asyncio.sleep(0.005)
+        assert provider.replaced == [] and desk.workers.work_on("C")
+        await desk.lose("c", cause=CRASH)
+        await desk.outcomes("begun", "replaced")
+
+    desk.run(story)
+    assert provider.nodes == ["B", "C"] and provider.replaced == ["m-BC"]
+
+
+def test_a_machine_that_rays_head_is_on_by_another_node_is_left_alone(tmp_path: Path) -> None:
+    provider = Shared()
+    desk = Desk(tmp_path, provider=provider, head="C")
+
+    async def story() -> None:
+        await desk.lose("b")
+        (failed,) = await desk.outcomes("failed")
+        assert failed.detail == "Ray's head is there: the cluster would end"
+
+    desk.run(story)
+    assert provider.asked == 0 and desk.drained == []
+
+
+def test_a_machine_that_is_lost_with_two_of_rays_nodes_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replacements, "SETTLE_S", 0.5)
+    provider = Shared()
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        await desk.lose("b", "c", cause=NODE)
+        await desk.outcomes("begun", "replaced")
+
+    desk.run(story)
+    assert provider.replaced == ["m-BC"]
 
 
 def test_a_record_that_cannot_be_read_does_not_stop_a_verdict(tmp_path: Path) -> None:
@@ -443,6 +628,18 @@ def test_a_record_that_cannot_be_read_does_not_stop_a_verdict(tmp_path: Path) ->
     assert desk.ended == ["B"] and desk.file.path.read_text() == "{"
 
 
+def test_a_record_that_cannot_be_written_does_not_clear_what_is_held_back(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, per_hour=1, begun=(time.time() - 3599.5,))
+    (tmp_path / ".suspect-nodes.json.lock").mkdir()  # as where the file system has no locks
+
+    async def story() -> None:
+        await desk.lose("b")
+        await desk.outcomes("held_back", "begun", "replaced")
+
+    desk.run(story)
+    assert desk.ended == ["B"] and not desk.file.path.exists()
+
+
 @pytest.mark.parametrize("outcome", ["begun", "held_back"])
 def test_a_coordinator_that_is_started_anew_goes_on(
     tmp_path: Path, outcome: events.ReplacementOutcome
@@ -451,6 +648,7 @@ def test_a_coordinator_that_is_started_anew_goes_on(
     before = events.NodeReplacement(
         time=time.time(), node="B", machine="m-B", outcome=outcome, reason="link: r", detail=""
     )
+    desk.file.add("m-B", mark())
     desk.replacements.replay([before])
 
     async def story() -> None:
@@ -462,6 +660,42 @@ def test_a_coordinator_that_is_started_anew_goes_on(
 
     desk.run(story)
     assert desk.ended == ["B"]
+
+
+def test_what_was_cleared_while_no_coordinator_was_there_is_not_replaced(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    held = events.NodeReplacement(
+        time=time.time(), node="B", machine="m-B", outcome="held_back", reason="r", detail=""
+    )
+    desk.replacements.replay([held])
+
+    async def story() -> None:
+        desk.replacements.begin()
+        await desk.lose("b", cause=CRASH)
+        await desk.outcomes("cleared")
+
+    desk.run(story)
+    assert desk.ended == desk.drained == []
+
+
+def test_what_began_and_failed_begins_anew_and_may_be_held_back(tmp_path: Path) -> None:
+    now = time.time()
+    desk = Desk(tmp_path, per_hour=1, begun=(now,))
+    desk.file.add("m-B", mark())
+    past: list[events.ReplacementOutcome] = ["begun", "failed", "cleared", "held_back"]
+    desk.replacements.replay(
+        events.NodeReplacement(time=now, node="B", machine="m-B", outcome=one, reason="", detail="")
+        for one in past
+    )
+
+    async def story() -> None:
+        desk.replacements.begin()
+        await desk.lose("b", cause=CRASH)
+        (held,) = await desk.outcomes("held_back")
+        assert "health.max_replacements_per_hour = 1" in held.detail
+
+    desk.run(story)
+    assert desk.ended == []
 
 
 @pytest.mark.parametrize("gone", ["", "B"])
@@ -489,6 +723,30 @@ def test_after_a_restart_the_machine_is_the_one_that_was_known(
     assert provider.replaced == ["i-B"] and desk.file.read() == {}
 
 
+def test_after_a_restart_ray_is_asked_until_it_says_what_the_node_was(tmp_path: Path) -> None:
+    """Its pod is found by what Ray knows of it; else the node is cordoned, and the pod lives on."""
+    (tmp_path / "account").mkdir()
+    with kube_server(tmp_path / "account") as kube:
+        kube.add_node("n2")
+        kube.add_pod("m-B", "n2")
+        provider = KubeProvider(KubeApi(kube.account))
+        desk = Desk(tmp_path / "storage", provider=provider, silent=2)
+        desk.file.add("n2", mark())
+        begun = events.NodeReplacement(
+            time=time.time(), node="B", machine="n2", outcome="begun", reason="r", detail=""
+        )
+        desk.replacements.replay([begun])
+
+        async def story() -> None:
+            await desk.lose("b", cause=CRASH)
+            desk.replacements.begin()
+            (done,) = await desk.outcomes("replaced")
+            assert done.detail == "the node was cordoned; pod m-B was deleted"
+
+        desk.run(story)
+        assert not kube.pods
+
+
 def test_nothing_is_done_before_a_coordinator_started_anew_knows_who_has_a_place(
     tmp_path: Path,
 ) -> None:
@@ -497,6 +755,7 @@ def test_nothing_is_done_before_a_coordinator_started_anew_knows_who_has_a_place
     begun = events.NodeReplacement(
         time=time.time(), node="B", machine="m-B", outcome="begun", reason="r", detail=""
     )
+    desk.file.add("m-B", mark())
     desk.replacements.replay([begun])
     ready = desk.dispatcher.ready
 

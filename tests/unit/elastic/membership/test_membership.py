@@ -611,11 +611,13 @@ def test_a_follower_that_will_go_is_let_go_after_a_step(ends: bool) -> None:
     effects = group.advance()
     assert effects.called == "drain"
     assert signals(effects) == dict.fromkeys(("a0", "b1", "d3"), "boundary")
+    assert group.membership.needs("d3"), "the step of the others would break with its machine"
     effects = group.join("d3", step=5, last=commit(4, boundary=True), rank=1, built=0)
     assert effects.answers == ({"d3": Stop(error=None)} if ends else {})
     group.join("a0", step=5, last=commit(4, boundary=True), rank=0)
+    assert group.membership.needs("d3"), "its end would make a fault of the call"
     effects = group.join("b1", step=5, last=commit(4, boundary=True), rank=1)
-    assert layout(effects) == {0: ("a0", "b1")}
+    assert layout(effects) == {0: ("a0", "b1")} and not group.membership.needs("d3")
     assert run_of(effects, "b1").followers == (0, 0)
     assert group.lose("d3").called is None, "nothing is repeated"
 
@@ -1060,6 +1062,36 @@ def test_survivors_that_lack_a_shard_go_back_to_the_checkpoint() -> None:
     assert effects.regrouped is not None
     assert (effects.regrouped.outcome, effects.regrouped.step) == ("restore", 4)
     assert effects.regrouped.lost_steps == 3
+
+
+def test_a_machine_with_what_may_be_the_only_copy_is_needed_until_that_is_decided() -> None:
+    group = Group(replicas=2, each=2)
+    group.start("a0", "b1", "c2", "d3")
+    group.lose("b1")
+    group.lose("c2")
+    a0: dict[str, Any] = {"step": 7, "in_step": True, "last": commit(6), "rank": 0, "generation": 1}
+    d3: dict[str, Any] = {"step": 8, "last": commit(7), "rank": 1, "generation": 1}
+    group.join("a0", built=0, **a0)
+    assert group.join("d3", built=0, **d3).formed
+    group.membership.drain("d3")  # what forms is given up
+    assert signals(group.advance()) == {"a0": "fault", "d3": "fault"}
+    group.join("d3", **d3)
+    assert group.membership.needs("d3")
+    effects = group.join("a0", **a0)
+    assert kept(effects) == {"a0": True, "d3": True} and group.membership.needs("d3")
+
+
+def test_a_machine_whose_state_is_part_of_no_copy_is_not_needed() -> None:
+    """Its successor may come only when it goes."""
+    group = Group(replicas=2, each=2, restore_step=4)
+    group.start("a0", "b1", "c2", "d3")
+    group.lose("b1")
+    group.lose("d3")
+    group.membership.drain("c2")
+    group.join("c2", step=7, in_step=True, last=commit(6), built=0, rank=0, generation=1)
+    assert group.membership.needs("c2"), "a0 has not said what it holds"
+    group.join("a0", step=7, in_step=True, last=commit(6), built=0, rank=0, generation=1)
+    assert not group.membership.needs("c2")
 
 
 def test_a_machine_that_will_go_is_left_after_a_step_with_nothing_repeated() -> None:

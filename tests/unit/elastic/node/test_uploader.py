@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,18 @@ def test_two_calls_for_one_part_write_it_once(uploader: Gated) -> None:
     assert uploader.written == [4]
     uploader.write(replace(UPLOAD, number=2))
     assert uploader.written == [4, 4], "another copy, and nothing is left of the first"
+
+
+def test_who_waits_for_all_that_is_written_waits_for_what_has_begun(uploader: Gated) -> None:
+    uploader.finish()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(uploader.write, UPLOAD)
+        assert uploader.began.wait(DEADLINE_S)
+        waiting = pool.submit(uploader.finish)
+        assert wait([waiting], timeout=0.1).not_done
+        uploader.seen.found.set()
+        waiting.result(DEADLINE_S)
+        assert first.done()
 
 
 def test_both_callers_hear_of_an_error(uploader: Gated) -> None:

@@ -58,7 +58,7 @@ def test_one_without_the_tag_is_left_alone(cloud: Cloud) -> None:
     other = cloud.instance(tagged=False)["InstanceId"]
     for settings in ({}, {"launch_template": "wrong-tag"}, {"keep_for_inspection": True}):
         with pytest.raises(ReplaceError, match="tag cluster=llama, and it is left alone") as caught:
-            provider(**settings).replace(node(), other, REASON)
+            provider(**settings).replace([node()], other, REASON)
         assert REASON in str(caught.value)
     assert cloud.state(other) == "running" and not tags(cloud.look(other))
     assert not cloud.launches
@@ -66,29 +66,29 @@ def test_one_without_the_tag_is_left_alone(cloud: Cloud) -> None:
 
 def test_one_is_rebooted_where_its_image_starts_ray_and_it_has_the_tag(cloud: Cloud) -> None:
     ours, other = cloud.instance()["InstanceId"], cloud.instance(tagged=False)["InstanceId"]
-    assert provider().reboot(node(), ours, REASON) is None, "it would not come back"
-    assert provider(reboot=True).reboot(node(), ours, REASON) == "it was rebooted"
+    assert provider().reboot([node()], ours, REASON) is None, "it would not come back"
+    assert provider(reboot=True).reboot([node()], ours, REASON) == "it was rebooted"
     assert cloud.reboots == [ours] and cloud.state(ours) == "running"
     with pytest.raises(ReplaceError, match="tag cluster=llama, and it is left alone"):
-        provider(reboot=True).reboot(node(), other, REASON)
+        provider(reboot=True).reboot([node()], other, REASON)
     assert cloud.reboots == [ours]
 
 
 def test_a_group_replaces_its_instance_at_the_same_size(cloud: Cloud) -> None:
     bad, good = cloud.group("workers", 2)
-    said = provider().replace(node(), bad, REASON)
+    said = provider().replace([node()], bad, REASON)
     assert said == "it was terminated; its group workers starts another"
     after = cloud.members("workers")
     assert len(after) == 2 and good in after and bad not in after
     assert cloud.state(bad) == "terminated"
-    again = provider().replace(node(), bad, REASON)
+    again = provider().replace([node()], bad, REASON)
     assert again == "it has ended already; its group starts another"
     assert cloud.members("workers") == after
 
 
 def test_one_that_is_kept_leaves_its_group_and_runs_on(cloud: Cloud) -> None:
     bad, good = cloud.group("keepers", 2)
-    provider(keep_for_inspection=True).replace(node(), bad, REASON)
+    provider(keep_for_inspection=True).replace([node()], bad, REASON)
     after = cloud.members("keepers")
     assert len(after) == 2 and good in after and bad not in after
     assert cloud.state(bad) == "running" and tags(cloud.look(bad))[KEPT_TAG] == REASON
@@ -100,9 +100,9 @@ def test_one_that_is_kept_already_is_not_replaced_a_second_time(cloud: Cloud) ->
     cloud.template("beside-a-group")
     bad, _ = cloud.group("kept-once", 2)
     keeping = provider(keep_for_inspection=True, launch_template="beside-a-group")
-    keeping.replace(node(), bad, REASON)
+    keeping.replace([node()], bad, REASON)
     after = cloud.members("kept-once")
-    said = keeping.replace(node(), bad, REASON)
+    said = keeping.replace([node()], bad, REASON)
     assert said == f"its group starts another; {bad} is kept, with the tag {KEPT_TAG}"
     assert cloud.members("kept-once") == after and not cloud.launches
 
@@ -117,7 +117,7 @@ def test_without_capacity_the_next_zone_is_asked_with_all_interfaces(cloud: Clou
     first, second, third = cloud.subnets[:3]
     cloud.refuse.update({first: NO_CAPACITY, third: NO_CAPACITY})
     replaced = provider(launch_template="with-efa", subnets=(first, second, third))
-    said = replaced.replace(node(), bad, REASON)
+    said = replaced.replace([node()], bad, REASON)
     assert [one["NetworkInterface.1.SubnetId"] for one in cloud.launches] == [first, second]
     asked = cloud.launches[-1]
     for card in range(4):
@@ -140,12 +140,12 @@ def test_without_capacity_anywhere_the_old_one_stays_until_there_is(cloud: Cloud
     cloud.refuse.update({first: NO_CAPACITY, second: "Unsupported"})
     replacing = provider(launch_template="scarce", subnets=(first, second))
     with pytest.raises(NoCapacityError) as caught:
-        replacing.replace(node(), bad, REASON)
+        replacing.replace([node()], bad, REASON)
     told = f"no capacity for scarce ({first}: {NO_CAPACITY}, {second}: Unsupported)"
     assert told in str(caught.value)
     assert cloud.state(bad) == "running"
     cloud.refuse.clear()
-    replacing.replace(node(), bad, REASON)
+    replacing.replace([node()], bad, REASON)
     assert cloud.state(bad) == "terminated"
     assert [one["SubnetId"] for one in cloud.launches] == [first, second, first]
 
@@ -158,10 +158,10 @@ def test_a_full_reservation_gets_the_old_ones_place(cloud: Cloud, keep: bool) ->
     cloud.refuse[""] = "ReservationCapacityExceeded"
     replacing = provider(launch_template=f"reserved-{keep}", keep_for_inspection=keep)
     with pytest.raises(NoCapacityError):
-        replacing.replace(node(), bad, REASON)
+        replacing.replace([node()], bad, REASON)
     assert cloud.state(bad) == ("running" if keep else "terminated")
     cloud.refuse.clear()
-    replacing.replace(node(), bad, REASON)
+    replacing.replace([node()], bad, REASON)
     assert len(cloud.launches) == 2
 
 
@@ -169,8 +169,8 @@ def test_what_was_started_before_is_not_started_again(cloud: Cloud) -> None:
     cloud.template("once")
     bad = cloud.instance()["InstanceId"]
     keeping = provider(launch_template="once", keep_for_inspection=True)
-    first = keeping.replace(node(), bad, REASON)
-    assert keeping.replace(node(), bad, REASON) == first and len(cloud.launches) == 1
+    first = keeping.replace([node()], bad, REASON)
+    assert keeping.replace([node()], bad, REASON) == first and len(cloud.launches) == 1
 
 
 def test_another_error_of_a_launch_is_none_of_capacity(cloud: Cloud) -> None:
@@ -178,7 +178,7 @@ def test_another_error_of_a_launch_is_none_of_capacity(cloud: Cloud) -> None:
     bad = cloud.instance()["InstanceId"]
     cloud.refuse[""] = "UnauthorizedOperation"
     with pytest.raises(Exception, match="UnauthorizedOperation") as caught:
-        provider(launch_template="forbidden").replace(node(), bad, REASON)
+        provider(launch_template="forbidden").replace([node()], bad, REASON)
     assert not isinstance(caught.value, ReplaceError) and len(cloud.launches) == 1
     assert cloud.state(bad) == "running"
 
@@ -186,7 +186,7 @@ def test_another_error_of_a_launch_is_none_of_capacity(cloud: Cloud) -> None:
 def test_without_group_and_template_it_says_what_is_missing(cloud: Cloud) -> None:
     bad = cloud.instance()["InstanceId"]
     with pytest.raises(ReplaceError, match=r"Set health\.replace_nodes\.launch_template"):
-        provider().replace(node(), bad, REASON)
+        provider().replace([node()], bad, REASON)
     assert cloud.state(bad) == "running"
 
 

@@ -54,18 +54,18 @@ def test_the_machine_is_the_node_below_the_pod(kube: Kube) -> None:
 
 def test_a_node_is_cordoned_and_its_pod_deleted_and_nothing_else(kube: Kube) -> None:
     before, other = copy.deepcopy(kube.nodes["n1"]), copy.deepcopy(kube.nodes["n2"])
-    said = provider(kube).replace(POD, "n1", REASON)
+    said = provider(kube).replace([POD], "n1", REASON)
     assert said == "the node was cordoned; pod ray-worker-7 was deleted"
     before["spec"]["unschedulable"] = True
     before["metadata"]["annotations"][REASON_NOTE] = REASON
     assert kube.nodes == {"n1": before, "n2": other} and kube.pods.keys() == {"ray-worker-8"}
-    again = provider(kube).replace(POD, "n1", REASON)
+    again = provider(kube).replace([POD], "n1", REASON)
     assert again == "the node was cordoned; its pod is gone already"
 
 
 def test_hyperpod_is_asked_by_its_label(kube: Kube) -> None:
     kube.add_node("n1", **{HEALTH_LABEL: "Schedulable", "zone": "a"})
-    said = provider(kube).replace(POD, "n1", REASON)
+    said = provider(kube).replace([POD], "n1", REASON)
     status = "UnschedulablePendingReplacement"
     assert said == f"HyperPod was asked for {status}; pod ray-worker-7 was deleted"
     assert kube.nodes["n1"]["metadata"]["labels"] == {HEALTH_LABEL: status, "zone": "a"}
@@ -74,37 +74,45 @@ def test_hyperpod_is_asked_by_its_label(kube: Kube) -> None:
 
 def test_only_hyperpod_reboots_a_node_where_that_is_due(kube: Kube) -> None:
     before = copy.deepcopy(kube.nodes["n1"])
-    assert provider(kube).reboot(POD, "n1", REASON) is None
+    assert provider(kube).reboot([POD], "n1", REASON) is None
     assert kube.nodes["n1"] == before and "ray-worker-7" in kube.pods
     kube.add_node("n1", **{HEALTH_LABEL: "Schedulable"})
-    said = provider(kube).reboot(POD, "n1", REASON)
+    said = provider(kube).reboot([POD], "n1", REASON)
     assert said == "HyperPod was asked for UnschedulablePendingReboot; pod ray-worker-7 was deleted"
     assert kube.nodes["n1"]["metadata"]["labels"] == {HEALTH_LABEL: "UnschedulablePendingReboot"}
     assert "unschedulable" not in kube.nodes["n1"]["spec"]
     del kube.nodes["n1"]
-    assert provider(kube).reboot(POD, "n1", REASON) is None
+    assert provider(kube).reboot([POD], "n1", REASON) is None
+
+
+def test_all_pods_of_the_cluster_on_a_node_are_deleted(kube: Kube) -> None:
+    kube.add_pod("ray-worker-9", "n1", "10.0.0.11")
+    other = NodeIdentity(node="cd34", address="10.0.0.11", instance="ray-worker-9")
+    said = provider(kube).replace([POD, other], "n1", REASON)
+    done = "pod ray-worker-7 was deleted; pod ray-worker-9 was deleted"
+    assert said == f"the node was cordoned; {done}" and kube.pods.keys() == {"ray-worker-8"}
 
 
 def test_a_node_that_is_gone_counts_as_taken_out(kube: Kube) -> None:
     del kube.nodes["n1"]
-    said = provider(kube).replace(POD, "n1", REASON)
+    said = provider(kube).replace([POD], "n1", REASON)
     assert said == "the node is gone already; pod ray-worker-7 was deleted"
 
 
 def test_a_pod_elsewhere_that_got_the_address_is_not_deleted(kube: Kube) -> None:
     unnamed = NodeIdentity(node="ab12", address="10.0.0.10", instance="")
-    provider(kube).replace(unnamed, "n1", REASON)
+    provider(kube).replace([unnamed], "n1", REASON)
     assert kube.pods.keys() == {"ray-worker-7", "ray-worker-8"}
 
 
 def test_a_change_meets_others_and_is_made_again(kube: Kube) -> None:
     kube.conflicts = 2
-    provider(kube).replace(POD, "n1", REASON)
+    provider(kube).replace([POD], "n1", REASON)
     assert kube.nodes["n1"]["spec"]["unschedulable"] is True
     assert kube.calls.count("PATCH /api/v1/nodes/n1") == 3
     kube.conflicts = 100
     with pytest.raises(urllib.error.HTTPError, match="409"):
-        provider(kube).replace(POD, "n1", REASON)
+        provider(kube).replace([POD], "n1", REASON)
 
 
 def test_the_token_is_read_anew(kube: Kube) -> None:
@@ -129,7 +137,7 @@ def test_a_server_of_another_authority_gets_no_token(kube: Kube, tmp_path: Path)
 def test_what_the_role_lacks_is_an_error(kube: Kube, verb: str, kind: str) -> None:
     kube.forbidden.add((verb, kind))
     with pytest.raises(urllib.error.HTTPError, match="403"):
-        provider(kube).replace(POD, "n1", REASON)
+        provider(kube).replace([POD], "n1", REASON)
     assert "ray-worker-7" in kube.pods
 
 

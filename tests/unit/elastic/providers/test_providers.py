@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,21 @@ def test_each_draining_node_is_told_of_once_with_its_deadline() -> None:
     notices = [told.get_nowait() for _ in range(told.qsize())]
     reason = "Ray drains the node"
     assert notices == [("a", 1_700_000_000.5, reason), ("b", None, reason)]
+
+
+def test_a_draining_node_that_could_not_be_told_of_is_told_of_at_the_next_look() -> None:
+    told: Told = queue.Queue()
+    refusals = [ConnectionError("the coordinator is away")]
+
+    def tell(*notice: Any) -> None:
+        if refusals:
+            raise refusals.pop()
+        told.put(notice)
+
+    watch = DrainWatch(lambda: {"a": 0}, tell, interval_s=0.001)
+    assert told.get(timeout=WAIT_S)[0] == "a" and not refusals
+    watch.close()
+    assert told.empty()
 
 
 SIGTERM_PROGRAM = """
