@@ -14,7 +14,7 @@ from trainer.errors import ConfigError, check_types
 from trainer.models.causal import check_causal
 from trainer.models.family import HUGGING_FACE, ModelFamily, family_of
 from trainer.models.hf import ModelConfig, check_positions, one_text_each, text_configuration
-from trainer.parallel.check import check_tensor_parallel
+from trainer.parallel.check import check_same_blocks, check_tensor_parallel
 from trainer.parallel.context.precision import check_kernel
 from trainer.parallel.context.trial import check_ring
 
@@ -122,13 +122,14 @@ class CausalLM:
             vocab_size: tokens that the data use.
 
         Raises:
-            ConfigError: the tensor degree does not go with the model.
+            ConfigError: the layout does not go with the model.
         """
         config = self.model.resolve(vocab_size)
         family = family_of(config["model_type"])
         model = family.build_on_meta(config)
         parallel = train.parallel
         check_tensor_parallel(config, model, parallel.tensor, self.seq_len // parallel.context)
+        check_same_blocks(config, parallel.dims.fsdp)
         if self.texts == "apart" or parallel.context > 1:
             check_ring(config, parallel.context)
         return config, family, model

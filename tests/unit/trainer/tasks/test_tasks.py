@@ -200,6 +200,17 @@ def test_a_tensor_degree_that_does_not_divide_is_refused(
     assert name in error.fact
 
 
+def test_workers_that_would_leave_out_different_blocks_are_refused(texts: Path, cache: str) -> None:
+    settings = {
+        "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "word_embed_proj_dim": 16, "vocab_size": 320, "layerdrop": 0.1,
+    }  # fmt: skip
+    task = task_for(texts, model={"architecture": "opt", "settings": settings})
+    error = refusal(task, cache, shard=2)
+    assert (error.field, error.value) == ("train.task.model.settings", "layerdrop = 0.1")
+    prepare(task, cache)
+
+
 def test_an_encoder_is_refused_before_text_is_read(texts: Path, tmp_path: Path) -> None:
     settings = {name: n for name, n in SETTINGS.items() if name != "num_key_value_heads"}
     del settings["vocab_size"]
