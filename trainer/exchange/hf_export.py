@@ -7,7 +7,8 @@
 
 Tensors go out in the element type and under the names of the checkpoint, which are those of the
 transformers model. Of tied parameters the checkpoint holds one, and `from_pretrained` ties the
-other to it. Buffers that a model saves with its weights are not in a checkpoint.
+other to it. Buffers that a model saves with its weights are not in a checkpoint: a pretrained
+model's are those of the directory that it came from, and go to a shard of their own.
 Source: https://huggingface.co/docs/transformers/main_classes/model (sharded checkpoints)
 """
 
@@ -19,6 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from checkpointing import Reader, TensorSlice
@@ -28,9 +31,11 @@ from checkpointing.format.segment import header, slice_bytes
 from checkpointing.format.tensor_bytes import raw_bytes
 from trainer.data.tokenizer import END_OF_TEXT
 from trainer.engine.names import PARAMETERS
-from trainer.errors import ExchangeError
+from trainer.errors import ConfigError, ExchangeError
 from trainer.exchange.pieces import finished_directory, model_config, parameter_names, pieces_of
-from trainer.models.pretrained import INDEX
+from trainer.models.hf import build_on_meta
+from trainer.models.init import saved_buffers
+from trainer.models.pretrained import INDEX, PretrainedWeights
 
 SHARD_BYTES = 5 * 10**9
 """Default bound on the tensor bytes in a shard, as in transformers."""
@@ -55,7 +60,8 @@ def export_hf(
         What the user should know, a sentence each.
 
     Raises:
-        ExchangeError: the configuration is unknown, or `target` cannot be written.
+        ExchangeError: the configuration is unknown, the directory with the buffers cannot be read,
+            or `target` cannot be written.
         CheckpointError: the checkpoint cannot be read.
     """
     config = model_config(reader.manifest, config_path)
@@ -67,17 +73,42 @@ def export_hf(
         )
     slices = [_whole(reader, name) for name in parameter_names(reader.manifest)]
     shards = pack([slice_bytes(part) for part in slices], shard_bytes)
+    buffers = _buffers(config, reader.manifest.training_state)
+    count = len(shards) + bool(buffers)
     with finished_directory(target) as directory:
         weight_map: dict[str, str] = {}
         for number, members in enumerate(shards, 1):
-            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            file = f"model-{number:05}-of-{count:05}.safetensors"
             _write_shard(reader, directory / file, [slices[member] for member in members])
             weight_map.update({slices[member].name: file for member in members})
+        if buffers:
+            file = f"model-{count:05}-of-{count:05}.safetensors"
+            save_file(buffers, directory / file, metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(buffers, file))
         total = sum(slice_bytes(part) for part in slices)
+        total += sum(buffer.nbytes for buffer in buffers.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(directory / INDEX, index)
         _write_json(directory / "config.json", _finished_config(config, slices))
         return _copy_tokenizer(reader.manifest.training_state, directory)
+
+
+def _buffers(
+    config: Mapping[str, Any], training_state: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Those of a pretrained model that lie in its directory. With seeded weights transformers makes
+    the same as the run did."""
+    task = training_state.get("task")
+    path = task.get("pretrained") if isinstance(task, Mapping) else None
+    if not isinstance(path, str) or not (buffers := saved_buffers(build_on_meta(config))):
+        return {}
+    try:
+        PretrainedWeights(path).fill(buffers)
+    except ConfigError as error:
+        raise ExchangeError(
+            path, f"the model's buffers cannot be read there: {error.fact}", "Put it back"
+        ) from error
+    return buffers
 
 
 def _whole(reader: Reader, name: str) -> TensorSlice:

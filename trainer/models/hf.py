@@ -201,12 +201,15 @@ def _brief(error: Exception) -> str:
 def weights(
     config: Mapping[str, Any], model: Any, seed: int, pretrained_path: str | None
 ) -> WeightSource:
-    """Where the initial weights come from: the files in `pretrained_path`, or the seed."""
+    """Where the initial weights come from: the files in `pretrained_path`, or the seed. Buffers
+    that are in the files get their values at once: no checkpoint holds them."""
     if pretrained_path is not None:
+        from trainer.models.init import saved_buffers
         from trainer.models.pretrained import PretrainedWeights
 
         source = PretrainedWeights(pretrained_path)
         source.check({name: tuple(param.shape) for name, param in model.named_parameters()})
+        source.fill(saved_buffers(model))
         return source
     from trainer.models.init import SeededWeights, record_recipes
 

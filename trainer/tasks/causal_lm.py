@@ -85,6 +85,7 @@ class CausalLM:
                 "val_path": data.val,
                 "parameters": sum(param.numel() for param in model.parameters()),
                 "model": json.loads(json.dumps(config, default=str)),
+                "pretrained": pretrained,
             },
         )
 
