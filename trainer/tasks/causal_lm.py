@@ -108,7 +108,7 @@ class CausalLM:
             raise ConfigError(
                 "train.task.model.pretrained", True, "there is no path", "Set model.path"
             )
-        config = self.model.resolve(vocab_size)
+        config = self.model.resolve(vocab_size, self._end_id_of_trained())
         self.model.check_settings(config)
         check_positions(config, self.seq_len)
         check_causal(config, self.seq_len)
@@ -125,7 +125,7 @@ class CausalLM:
         Raises:
             ConfigError: the layout does not go with the model.
         """
-        config = self.model.resolve(vocab_size)
+        config = self.model.resolve(vocab_size, self._end_id_of_trained())
         family = family_of(config["model_type"])
         model = family.build_on_meta(config)
         parallel = train.parallel
@@ -153,6 +153,13 @@ class CausalLM:
         from trainer.data.tokenizer import end_of_text_id, load_tokenizer
 
         return end_of_text_id(load_tokenizer(tokenizer), given)
+
+    def _end_id_of_trained(self) -> int | None:
+        """The end of a text in the tokenizer that is trained for this task, if one is."""
+        from trainer.data.tokenizer import END_OF_TEXT_ID
+
+        given = self.data.tokenizer is not None or self.model.pretrained
+        return None if given else END_OF_TEXT_ID
 
     def _text(self) -> DataConfig:
         """The data, with the tokenizer of a pretrained model: to its weights, the numbers of

@@ -89,6 +89,8 @@ def test_a_prepared_task_says_what_it_holds(prepared: PreparedCausalLM) -> None:
     attention, mlp, norms = 2 * h * h + 2 * h * kv, 3 * h * i, 3 * h
     assert info["parameters"] == 2 * v * h + attention + mlp + norms
     assert info["model"]["model_type"] == "llama"
+    end = Tokenizer.from_file(info["tokenizer"]).token_to_id("<|endoftext|>")
+    assert info["model"]["eos_token_id"] == info["model"]["bos_token_id"] == end == 0
 
 
 def test_workers_build_the_same_model(prepared: PreparedCausalLM) -> None:
@@ -343,7 +345,9 @@ def test_a_pretrained_model_starts_from_its_weights(
     saved.save_pretrained(tmp_path)
     given = {"path": str(tmp_path), "pretrained": True, "settings": {}}
     task = task_for(texts, model=given, tokenizer=prepared.info["tokenizer"])
-    model, source = prepare(task, cache).build(3)
+    made = prepare(task, cache)
+    assert made.config["eos_token_id"] == 2  # Llama's tokenizer's, for all that is known
+    model, source = made.build(3)
     name = "model.layers.0.self_attn.k_proj.weight"
     shape = tuple(model.get_parameter(name).shape)
     assert torch.equal(source.read(name, shape, (2, 0), (3, 16)), saved.get_parameter(name)[2:5])
