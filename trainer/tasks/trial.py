@@ -128,4 +128,6 @@ def _what_is_wrong(answer: Any) -> str | None:
         return "its sum has no gradient"
     if not isinstance(count, Real) or isinstance(count, bool):
         return f"its count is of type {type(count).__name__}, not a number"
+    if count % 1:
+        return f"its count is {count}, not a whole number"
     return None

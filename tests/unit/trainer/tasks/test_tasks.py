@@ -459,6 +459,10 @@ def without_gradient(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tenso
     return model(batch).sum().detach(), len(batch)
 
 
+def a_sum_of_weights(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, float]:
+    return model(batch).sum(), 12.7
+
+
 @pytest.mark.parametrize(
     ("loss", "told"),
     [
@@ -467,6 +471,7 @@ def without_gradient(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tenso
         (the_wrong_way_round, "int"),
         (a_number, "float"),
         (without_gradient, "no gradient"),
+        (a_sum_of_weights, "its count is 12.7"),
     ],
 )
 def test_a_loss_that_is_no_sum_and_count_is_refused(tmp_path: Path, loss: Any, told: str) -> None:
