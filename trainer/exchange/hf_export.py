@@ -3,7 +3,8 @@
     model-00001-of-00003.safetensors …   shards of bounded size
     model.safetensors.index.json         which tensor lies in which shard
     config.json                          the model's configuration
-    tokenizer.json, tokenizer_config.json  where the run's tokenizer is still there
+    tokenizer.json, tokenizer_config.json  where the run's tokenizer is still there, with what lies
+                                         beside the one that it was made from
 
 Tensors go out in the element type and under the names of the checkpoint, which are those of the
 transformers model. Of tied parameters the checkpoint holds one, and `from_pretrained` ties the
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ from trainer.models.pretrained import INDEX, PretrainedWeights
 
 SHARD_BYTES = 5 * 10**9
 """Default bound on the tensor bytes in a shard, as in transformers."""
+
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def export_hf(
@@ -93,13 +97,17 @@ def export_hf(
         return _copy_tokenizer(reader.manifest.training_state, directory)
 
 
+def _task_info(training_state: Mapping[str, Any]) -> Mapping[str, Any]:
+    task = training_state.get("task")
+    return task if isinstance(task, Mapping) else {}
+
+
 def _buffers(
     config: Mapping[str, Any], training_state: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Those of a pretrained model that lie in its directory. With seeded weights transformers makes
     the same as the run did."""
-    task = training_state.get("task")
-    path = task.get("pretrained") if isinstance(task, Mapping) else None
+    path = _task_info(training_state).get("pretrained")
     if not isinstance(path, str) or not (buffers := saved_buffers(build_on_meta(config))):
         return {}
     try:
@@ -143,8 +151,8 @@ def _finished_config(config: Mapping[str, Any], parts: Sequence[TensorSlice]) ->
 
 
 def _copy_tokenizer(training_state: Mapping[str, Any], directory: Path) -> list[str]:
-    task = training_state.get("task")
-    path = task.get("tokenizer") if isinstance(task, Mapping) else None
+    task = _task_info(training_state)
+    path = task.get("tokenizer")
     if not isinstance(path, str):
         return ["No tokenizer was written: the checkpoint names none."]
     try:
@@ -152,10 +160,26 @@ def _copy_tokenizer(training_state: Mapping[str, Any], directory: Path) -> list[
     except Exception as error:  # the library raises bare Exception
         return [f"No tokenizer was written: {path} cannot be read ({error})."]
     tokenizer.save(str(directory / "tokenizer.json"))
+    source = task.get("tokenizer_from")
+    remarks = [] if source is None else _copy_tokenizer_settings(Path(source), directory)
+    if (directory / "tokenizer_config.json").exists():
+        return remarks
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if tokenizer.token_to_id(END_OF_TEXT) is not None:
         settings["eos_token"] = END_OF_TEXT
     _write_json(directory / "tokenizer_config.json", settings)
+    return remarks
+
+
+def _copy_tokenizer_settings(source: Path, directory: Path) -> list[str]:
+    """Special tokens and the chat template, from beside the tokenizer that the user gave."""
+    place = source.expanduser()
+    if not place.exists():
+        return [f"The tokenizer's settings were not written: {source} is gone."]
+    folder = place if place.is_dir() else place.parent
+    for name in _TOKENIZER_SETTINGS:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, directory / name)
     return []
 
 

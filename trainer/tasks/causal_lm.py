@@ -78,6 +78,7 @@ class CausalLM:
             family=family,
             info={
                 "tokenizer": data.tokenizer,
+                "tokenizer_from": text.tokenizer,
                 "vocab_size": data.vocab_size,
                 "train_tokens": data.train_tokens,
                 "val_tokens": data.val_tokens,

@@ -75,6 +75,29 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     assert str(file) in remark
 
 
+def test_the_settings_of_a_given_tokenizer_come_along(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    own: Tokenizer = train_tokenizer([Document(text="one two three", source="here")], 300)
+    prepared, origin = tmp_path / "tokenizer.json", tmp_path / "origin"
+    own.save(str(prepared))
+    given = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="one", pad_token="two")
+    given.chat_template = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
+    given.save_pretrained(origin)
+    tiny = make_tiny(steps=1)
+    task = {"model": tiny.config, "tokenizer": str(prepared), "tokenizer_from": str(origin)}
+    store = write_tiny(tmp_path / "run", tiny, task=task)
+    reader = Reader(store, load_manifest(store, KEYS, STEP))
+    assert export_hf(reader, tmp_path / "hf") == []
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (loaded.eos_token, loaded.pad_token) == ("one", "two")
+    said = loaded.apply_chat_template([{"role": "user", "content": "two"}], tokenize=False)
+    assert said == "<two>"
+    origin.rename(tmp_path / "elsewhere")
+    (remark,) = export_hf(reader, tmp_path / "again")
+    assert str(origin) in remark
+
+
 def test_pieces_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer.exchange import pieces
 

@@ -282,8 +282,9 @@ def test_a_pretrained_model_brings_its_tokenizer(
     own.add_tokens(["times"])
     own.save(str(tmp_path / "tokenizer.json"))
     pretrained = {"path": str(tmp_path), "pretrained": True, "settings": {}}
-    used = prepare(task_for(texts, model=pretrained), cache).info["tokenizer"]
-    assert Tokenizer.from_file(used).get_vocab() == own.get_vocab()
+    info = prepare(task_for(texts, model=pretrained), cache).info
+    assert (info["tokenizer_from"], prepared.info["tokenizer_from"]) == (str(tmp_path), None)
+    assert Tokenizer.from_file(info["tokenizer"]).get_vocab() == own.get_vocab()
     given = task_for(texts, model=pretrained, tokenizer=prepared.info["tokenizer"])
     assert "times" not in Tokenizer.from_file(prepare(given, cache).info["tokenizer"]).get_vocab()
 
