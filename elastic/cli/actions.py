@@ -184,8 +184,9 @@ def import_state(options: argparse.Namespace) -> int:
         else:
             from trainer.exchange.hf_import import import_hf
 
-            manifest = import_hf(store, _KEYS, options.source, step=options.step, moments=moments)
-            remarks = []
+            manifest, remarks = import_hf(
+                store, _KEYS, options.source, step=options.step, moments=moments
+            )
     _tell(remarks)
     print(f"step {manifest.step} is committed in {options.run}")
     return 0

@@ -19,7 +19,10 @@ from trainer.data.text import Document
 from trainer.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
-"""The end-of-text token of tokenizers trained here; its id is 0."""
+"""The end-of-text token of tokenizers trained here, and their only special one."""
+
+END_OF_TEXT_ID = 0
+"""Its id there."""
 
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 

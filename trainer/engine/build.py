@@ -28,9 +28,9 @@ def build_model(
         device: the worker's; None on the driver.
 
     Raises:
-        ConfigError: the converters leave nothing to train or do not go with the run, there are no
-            blocks to recompute or to compile, or too few to offload, or the worker's GPU does not
-            compute in that precision.
+        ConfigError: the converters leave nothing to train or do not go with the run, a parameter
+            has no dimension, there are no blocks to recompute or to compile, or too few to offload,
+            or the worker's GPU does not compute in that precision.
     """
     if device is not None and train.precision == "bfloat16":
         check_capability(
@@ -54,6 +54,14 @@ def build_model(
             "they leave no trainable parameters",
             "Keep some trainable",
         )
+    for name, param in model.named_parameters():
+        if param.dim() == 0:
+            raise ConfigError(
+                "train.task",
+                f"parameter {name}",
+                "it has no dimension, and parameters are sharded along their first",
+                "Give it one: a tensor of shape (1,)",
+            )
     dtype = getattr(torch, master_dtype(train.optimizer))
     if dtype != torch.float32:
         _cast(model, dtype)

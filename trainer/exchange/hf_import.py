@@ -13,16 +13,17 @@ from trainer.engine.names import PARAMETERS
 from trainer.exchange.intake import Incoming, commit_incoming, fresh_moments
 from trainer.exchange.pieces import pieces_of, read_config
 from trainer.models.hf import ModelConfig, build_on_meta
+from trainer.models.init import saved_buffers
 from trainer.models.pretrained import PretrainedWeights
 
 
 def import_hf(
     store: Store, keys: Keys, source: Path, *, step: int, moments: Sequence[str]
-) -> Manifest:
+) -> tuple[Manifest, list[str]]:
     """Commits the weights in `source` as the checkpoint of `step`.
 
-    Weights become float32. Only the model's parameters are taken: of tied ones a single copy, and
-    no buffers.
+    Weights become float32. Only the model's parameters are taken, of tied ones a single copy.
+    Buffers stay in `source`, which the checkpoint names.
 
     Args:
         store: where to.
@@ -30,6 +31,9 @@ def import_hf(
         source: directory with config.json and safetensors weights.
         step: step at which a run goes on from them.
         moments: those of the run's optimizer.
+
+    Returns:
+        The checkpoint, and what the user should know, a sentence each.
 
     Raises:
         ExchangeError, ConfigError: `source` is not a whole model, or its architecture is unknown.
@@ -40,6 +44,7 @@ def import_hf(
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     weights = PretrainedWeights(str(source))
     weights.check(shapes)
+    buffers = weights.fill(saved_buffers(model))
     incoming = (
         item
         for name, shape in shapes.items()
@@ -48,9 +53,14 @@ def import_hf(
     state = {
         "optimizer_steps": 0,
         "imported": {"from": "hf", "path": str(source)},
-        "task": {"model": config},
+        "task": {"model": config, "pretrained": str(source)},
     }
-    return commit_incoming(store, keys, incoming, step=step, training_state=state)
+    remarks = [
+        f"A checkpoint holds no buffers, of which the model has {len(buffers)} (first {name}): for "
+        f"a run that goes on from it set ModelConfig(path={str(source)!r}, pretrained=True)."
+        for name in buffers[:1]
+    ]
+    return commit_incoming(store, keys, incoming, step=step, training_state=state), remarks
 
 
 def _parameter(weights: PretrainedWeights, name: str, shape: Index) -> Iterator[Incoming]:

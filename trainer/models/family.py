@@ -44,7 +44,8 @@ class ModelFamily:
     def weights(
         self, config: Mapping[str, Any], model: nn.Module, seed: int, pretrained_path: str | None
     ) -> WeightSource:
-        """Where the initial weights of `model` come from: files in a directory, or the seed."""
+        """Where the initial weights of `model` come from: files in a directory, or the seed. Sets
+        the buffers that the files hold."""
         return hf.weights(config, model, seed, pretrained_path)
 
     def tensor_plan(self, model: nn.Module) -> dict[str, str]:

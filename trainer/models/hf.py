@@ -37,12 +37,14 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_types(self, "train.task.model")
 
-    def resolve(self, vocab_size: int) -> dict[str, Any]:
+    def resolve(self, vocab_size: int, end_id: int | None = None) -> dict[str, Any]:
         """The complete transformers configuration as a plain dict, checked.
 
         Args:
             vocab_size: tokens that the data uses. A configuration that sets none gets this number,
                 rounded up to a multiple of 64.
+            end_id: of a tokenizer that has no special token but that of the end of a text; None:
+                it is the architecture's own, whose special ids its configuration has.
 
         Raises:
             ConfigError: unknown architecture, missing directory, or a vocabulary larger than the
@@ -75,7 +77,19 @@ class ModelConfig:
                 f"the tokenizer has {vocab_size} tokens, more than the model",
                 f"Set vocab_size to {vocab_size} or more, or use a tokenizer with fewer tokens",
             )
+        if end_id is not None:
+            self._set_special(config.get_text_config(), end_id)
         return dict(config.to_dict())
+
+    def _set_special(self, config: Any, end_id: int) -> None:
+        """Of a tokenizer without padding: the embedding of a token for it would never learn. An
+        encoder keeps it all the same, as RoBERTa counts positions from there."""
+        special: dict[str, int | None] = {"bos_token_id": end_id, "eos_token_id": end_id}
+        if not hasattr(config, "is_decoder"):
+            special["pad_token_id"] = None
+        for name, value in special.items():
+            if name not in self.settings:
+                setattr(config, name, value)
 
     def check_settings(self, resolved: Mapping[str, Any]) -> None:
         """Raises ConfigError for a setting that transformers would take and nothing reads.
@@ -201,12 +215,15 @@ def _brief(error: Exception) -> str:
 def weights(
     config: Mapping[str, Any], model: Any, seed: int, pretrained_path: str | None
 ) -> WeightSource:
-    """Where the initial weights come from: the files in `pretrained_path`, or the seed."""
+    """Where the initial weights come from: the files in `pretrained_path`, or the seed. Buffers
+    that are in the files get their values at once: no checkpoint holds them."""
     if pretrained_path is not None:
+        from trainer.models.init import saved_buffers
         from trainer.models.pretrained import PretrainedWeights
 
         source = PretrainedWeights(pretrained_path)
         source.check({name: tuple(param.shape) for name, param in model.named_parameters()})
+        source.fill(saved_buffers(model))
         return source
     from trainer.models.init import SeededWeights, record_recipes
 

@@ -85,6 +85,12 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a model that it saves with its parameters, by name."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
 class _Recorder(TorchDispatchMode):
     """Notes the in-place operations applied to the parameters of one model, and to stretches of
     them."""

@@ -49,6 +49,25 @@ class PretrainedWeights:
         with safe_open(self._directory / SINGLE, framework="pt") as file:
             return dict.fromkeys(file.keys(), SINGLE)
 
+    def fill(self, buffers: Mapping[str, torch.Tensor]) -> list[str]:
+        """Gives buffers the values that the files hold; others keep their own.
+
+        Args:
+            buffers: the model's, by name.
+
+        Returns:
+            Names of those that are in the files.
+
+        Raises:
+            ConfigError: one has another shape there.
+        """
+        held = [name for name in buffers if name in self._files]
+        self.check({name: tuple(buffers[name].shape) for name in held})
+        for name in held:
+            with safe_open(self._directory / self._files[name], framework="pt") as file:
+                buffers[name].copy_(file.get_tensor(name))
+        return held
+
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Checks from the files' headers that they hold every parameter of the model.
 

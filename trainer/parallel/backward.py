@@ -56,33 +56,40 @@ class _GroupMemory:
     """The reduce-scatter of one group (torch's `ReduceScatter` interface), with memory of ours for
     its result.
 
-    FSDP2 asks for the input and then for the output. The output gets ours, where the input is that
-    of the whole group: there may be parameters without a gradient. Over one rank the input does,
-    too, and as they are the same tensor then, FSDP2's copy from one to the other does nothing.
+    FSDP2 asks for the input and then for the output, which gets ours. Over one rank the input does,
+    too, and as they are the same tensor then, FSDP2's copy from one to the other does nothing; of
+    parameters of which some have no gradient both are smaller, and neither does.
     """
 
-    def __init__(self, ranks: int, levels: TwoLevels | None) -> None:
-        self._ranks, self._levels = ranks, levels
-        self._of_whole_group = False
+    def __init__(self, levels: TwoLevels | None) -> None:
+        self._levels = levels
         self.offered: torch.Tensor | None = None
+        self.count: int | None = None
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Memory for a flat buffer."""
         ours, (count,) = self.offered, size
-        if ours is not None and ours.dtype == dtype:
-            if count == self._ranks * ours.numel():
-                self._of_whole_group = True
-                if self._ranks == 1:
-                    return ours
-            elif self._of_whole_group and count == ours.numel():
-                return ours
+        if ours is not None and ours.dtype == dtype and count == ours.numel():
+            return ours
         return torch.empty(size, dtype=dtype, device=device)
 
     def offer(self, part: torch.Tensor | None) -> None:
         """Gives memory for the next reduce-scatter, or takes it back."""
-        self.offered, self._of_whole_group = part, False
+        self.offered = part
+        if part is not None:
+            self.count = part.numel()
+
+    def check(self, reduced: torch.Tensor) -> None:
+        """Raises RuntimeError where FSDP2 left out parameters without a gradient here: another
+        rank may have left out others, and the sums would be of different ones."""
+        if self.count is not None and reduced.numel() != self.count:
+            raise RuntimeError(
+                "some parameters had no part in the loss, and FSDP2 of torch "
+                f"{torch.__version__} would add up those of one rank and others of another. Use "
+                "torch 2.13 or newer, parameters that all have a part, or shard = 1 and context = 1"
+            )
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
@@ -123,7 +130,7 @@ class BackwardWatch:
     ) -> None:
         modules = _watched(model)
         self._wide, self._undropped = wide, list[WideGradients]()
-        self._memories = [_GroupMemory(ranks, levels) for _ in modules]
+        self._memories, self._ranks = [_GroupMemory(levels) for _ in modules], ranks
         self._due = [0] * len(modules)
         self._done = [False] * len(modules)
         self._finished = 0
@@ -134,6 +141,9 @@ class BackwardWatch:
             fsdp = cast(FSDPModule, module)
             fsdp.set_all_reduce_hook(partial(self._reduced, index))
             fsdp.set_custom_reduce_scatter(cast(Any, self._memories[index]))
+            # Ranks may use different parameters: zeros for the others. Not before torch 2.13.
+            if ranks > 1 and hasattr(fsdp, "set_reduce_scatter_unused_params"):
+                fsdp.set_reduce_scatter_unused_params(True, recurse=False)
 
     def offer(self, parts: Sequence[torch.Tensor]) -> None:
         """Gives memory for each group's gradients, which are None, until the next call. FSDP2's
@@ -171,6 +181,8 @@ class BackwardWatch:
 
     def _reduced(self, index: int, reduced: torch.Tensor) -> None:
         memory = self._memories[index]
+        if self._ranks > 1:
+            memory.check(reduced)
         in_place = reduced is memory.offered
         if reduced.is_cuda and not in_place:
             # FSDP2 adds it to the gradient on this stream after the hook, and lets go of it, but

@@ -1,4 +1,4 @@
-"""Whether a model can be split over tensor ranks: checked on the driver, before anything starts."""
+"""Whether a model can be split over workers: checked on the driver, before anything starts."""
 
 from __future__ import annotations
 
@@ -38,6 +38,27 @@ def check_tensor_parallel(config: Mapping[str, Any], model: Any, degree: int, se
                 degree,
                 f"it does not divide {name} = {size}",
                 f"Use a divisor of {size}, or change {name}",
+            )
+
+
+def check_same_blocks(config: Mapping[str, Any], degree: int) -> None:
+    """Checks that all workers go through the same blocks: they gather their parameters together.
+
+    Args:
+        config: the complete configuration.
+        degree: workers that parameters are sharded over.
+
+    Raises:
+        ConfigError: each would leave out others.
+    """
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if degree > 1 and config.get(name):
+            raise ConfigError(
+                "train.task.model.settings",
+                f"{name} = {config[name]}",
+                f"each of the {degree} workers that parameters are sharded over would leave out "
+                "other blocks, and gathers are of all of them",
+                f"Use {name} = 0, or shard = 1 and context = 1",
             )
 
 

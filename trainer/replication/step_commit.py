@@ -30,6 +30,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.errors import ConfigError
 from trainer.replication.witnesses import WITNESSES, Drawn
 
 Place = Literal["store", "memory"]
@@ -58,12 +59,26 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True)
 class LaneStats:
-    """What one worker counted in one lane of a step. Only tensor rank 0 of a shard fills it in."""
+    """What one worker counted in one lane of a step. Only tensor rank 0 of a shard fills it in.
+
+    Raises:
+        ConfigError: `tokens` is no whole number.
+    """
 
     tokens: int
     """Targets that the loss was summed over."""
     digest: int
     """`sample_digest` of the samples that this worker read."""
+
+    def __post_init__(self) -> None:
+        if self.tokens % 1:  # the user's loss may return anything
+            raise ConfigError(
+                "train.task.loss_function",
+                self.tokens,
+                "its count is no whole number, and the bits of a sum of such would depend on the "
+                "number of replicas",
+                "Return how many losses are in the sum, and weigh those",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

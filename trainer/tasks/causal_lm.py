@@ -15,7 +15,7 @@ from trainer.errors import ConfigError, TrainerError, check_types
 from trainer.models.causal import check_causal
 from trainer.models.family import HUGGING_FACE, ModelFamily, family_of
 from trainer.models.hf import ModelConfig, check_positions, one_text_each, text_configuration
-from trainer.parallel.check import check_tensor_parallel
+from trainer.parallel.check import check_same_blocks, check_tensor_parallel
 from trainer.parallel.context.precision import check_kernel
 from trainer.parallel.context.trial import check_ring
 
@@ -79,6 +79,7 @@ class CausalLM:
             family=family,
             info={
                 "tokenizer": data.tokenizer,
+                "tokenizer_from": text.tokenizer,
                 "vocab_size": data.vocab_size,
                 "train_tokens": data.train_tokens,
                 "val_tokens": data.val_tokens,
@@ -86,6 +87,7 @@ class CausalLM:
                 "val_path": data.val,
                 "parameters": sum(param.numel() for param in model.parameters()),
                 "model": json.loads(json.dumps(config, default=str)),
+                "pretrained": pretrained,
             },
         )
 
@@ -108,7 +110,7 @@ class CausalLM:
             raise ConfigError(
                 "train.task.model.pretrained", True, "there is no path", "Set model.path"
             )
-        config = self.model.resolve(vocab_size)
+        config = self.model.resolve(vocab_size, self._end_id_of_trained())
         self.model.check_settings(config)
         check_positions(config, self.seq_len)
         check_causal(config, self.seq_len)
@@ -123,13 +125,14 @@ class CausalLM:
             vocab_size: tokens that the data use.
 
         Raises:
-            ConfigError: the tensor degree does not go with the model.
+            ConfigError: the layout does not go with the model.
         """
-        config = self.model.resolve(vocab_size)
+        config = self.model.resolve(vocab_size, self._end_id_of_trained())
         family = family_of(config["model_type"])
         model = family.build_on_meta(config)
         parallel = train.parallel
         check_tensor_parallel(config, model, parallel.tensor, self.seq_len // parallel.context)
+        check_same_blocks(config, parallel.dims.fsdp)
         if self.texts == "apart" or parallel.context > 1:
             check_ring(config, parallel.context)
         return config, family, model
@@ -152,6 +155,13 @@ class CausalLM:
         from trainer.data.tokenizer import end_of_text_id, load_tokenizer
 
         return end_of_text_id(load_tokenizer(tokenizer), given)
+
+    def _end_id_of_trained(self) -> int | None:
+        """The end of a text in the tokenizer that is trained for this task, if one is."""
+        from trainer.data.tokenizer import END_OF_TEXT_ID
+
+        given = self.data.tokenizer is not None or self.model.pretrained
+        return None if given else END_OF_TEXT_ID
 
     def _text(self) -> DataConfig:
         """The data, with the tokenizer of a pretrained model: to its weights, the numbers of

@@ -31,7 +31,7 @@ class CustomTask:
     on every worker, so it must draw its random numbers from torch alone."""
     loss_function: Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
     """(model, batch) -> (sum of the losses, number of terms in the sum). The gradient is divided by
-    the global number of terms."""
+    the global number of terms; it is a whole number."""
     dataset: Any
     """Samples to learn from: `__len__` and `__getitem__`, collated as `torch.utils.data` does."""
     eval_dataset: Any = None

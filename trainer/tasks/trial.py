@@ -42,7 +42,9 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
     """
     import torch
 
-    before = {name: buffer.clone() for name, buffer in _state_in_buffers(model).items()}
+    from trainer.models.init import saved_buffers
+
+    before = {name: buffer.clone() for name, buffer in saved_buffers(model).items()}
     answers: list[Any] = []
     errors: list[Exception] = []
 
@@ -77,7 +79,7 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
             fact,
             "Return the sum of the losses, a scalar tensor with gradient, and how many they are",
         )
-    if answers and (changed := _changed(before, _state_in_buffers(model))):
+    if answers and (changed := _changed(before, saved_buffers(model))):
         raise ConfigError(
             "train.task.build_model",
             changed[0],
@@ -86,12 +88,6 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
             "Keep no state between steps but parameters. A cache is registered with "
             "persistent=False",
         )
-
-
-def _state_in_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of a model that it would save."""
-    saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def _changed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
@@ -132,4 +128,6 @@ def _what_is_wrong(answer: Any) -> str | None:
         return "its sum has no gradient"
     if not isinstance(count, Real) or isinstance(count, bool):
         return f"its count is of type {type(count).__name__}, not a number"
+    if count % 1:
+        return f"its count is {count}, not a whole number"
     return None

@@ -153,3 +153,17 @@ def test_converters_that_freeze_all_are_refused() -> None:
     train = TrainConfig(task=TASK, steps=1, global_batch=1, converters=(Freeze(""),))
     with pytest.raises(ConfigError, match="no trainable parameters"):
         build_model(TASK, train)
+
+
+class Scaled:
+    """Adds a number without dimensions, as CLIP has."""
+
+    def convert(self, model: nn.Module, source: WeightSource) -> tuple[nn.Module, WeightSource]:
+        model.register_parameter("logit_scale", nn.Parameter(torch.tensor(2.6, device="meta")))
+        return model, source
+
+
+def test_a_parameter_that_cannot_be_cut_is_refused() -> None:
+    train = TrainConfig(task=TASK, steps=1, global_batch=1, converters=(Scaled(),))
+    with pytest.raises(ConfigError, match=r"parameter logit_scale.*shape \(1,\)"):
+        build_model(TASK, train)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from tests.support.data_plane import make_engine
 from tests.support.tiny import tiny_train, write_text
@@ -191,49 +192,79 @@ def test_sharded_gradients_are_in_place_on_every_rank(tmp_path: Path, port: int)
     mp.start_processes(put_in_place, args=(port, tmp_path), nprocs=6, start_method="forkserver")
 
 
-class Halves(nn.Module):
-    """Twice the same, of which a batch of one row uses one: over two ranks FSDP2's input has the
-    size of the whole group's output then."""
+class Either(nn.Module):
+    """Two of one size, of which a batch uses one, by its sign."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(5, rows, bias=False), nn.Linear(5, rows, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.first(x) if len(x) == 1 else self.first(x) + self.second(x)
+        return self.first(x) if x[0, 0] > 0 else self.second(x)
 
 
-def use_a_half(rank: int, port: int, rows: int, batches: list[torch.Tensor], narrow: bool) -> None:
-    """Either of two ranks, which have the same batches."""
+Signs = tuple[tuple[float, ...], tuple[float, ...]]
+"""Of the batches of either rank."""
+
+
+def use_either(rank: int, port: int, rows: int, signs: Signs, narrow: bool, old: bool) -> None:
+    """One of two ranks.
+
+    Args:
+        rank: it.
+        port: where they meet.
+        rows: of each parameter.
+        signs: of all batches.
+        narrow: see `task_of`.
+        old: whether torch is as it was before 2.13.
+    """
     torch.set_num_threads(1)
-    make = functools.partial(Halves, rows)
+    if old:
+        del FSDPModule.set_reduce_scatter_unused_params
+    make = functools.partial(Either, rows)
     task = CustomTask(build_model=make, loss_function=loss_of, dataset=[0])
     train = replace(
         task_of("all", narrow)[1], task=task, global_batch=2, parallel=ParallelConfig(shard=2)
     )
     engine = make_engine(rank, meet(port), task, train)
+    batches = [[torch.full((3, 5), sign * (at + 1)) for at, sign in enumerate(s)] for s in signs]
     flat = torch.zeros(engine.layout.count)
-    assert not any(lane(engine, flat, batches))
+    assert all(lane(engine, flat, batches[rank]))
     views = dict(zip(engine.layout.names, engine.layout.views(flat), strict=True))
-    for name, value in expected(make, batches, narrow).items():
-        part = torch.chunk(2 * value, 2)[rank] if rank == 0 or rows > 1 else value[:0]
+    for name, value in expected(make, [*batches[0], *batches[1]], narrow).items():
+        part = torch.chunk(value, 2)[rank] if rank == 0 or rows > 1 else value[:0]
         torch.testing.assert_close(views[name], part)
     assert flat.count_nonzero() == sum(int(view.count_nonzero()) for view in views.values())
     leave_replica_group()
 
 
-@pytest.mark.parametrize("rows", [3, 1])
 @pytest.mark.parametrize(
-    ("sizes", "narrow"), [((1,), False), ((1, 2), False), ((1, 2), True), ((2, 1), True)]
+    ("rows", "signs", "narrow"),
+    [
+        (3, ((1.0,), (-1.0,)), False),
+        (3, ((1.0, -1.0), (-1.0, -1.0)), True),
+        (1, ((1.0, -1.0), (-1.0, 1.0)), False),
+        (1, ((1.0,), (1.0,)), True),
+    ],
 )
-def test_no_rubbish_beside_slices_that_are_not_in_place(
-    port: int, rows: int, sizes: tuple[int, ...], narrow: bool
+def test_ranks_may_use_different_parameters_of_a_group(
+    port: int, rows: int, signs: Signs, narrow: bool
 ) -> None:
-    """Three rows are two and one, with room for two; of one row rank 1 has only the room."""
-    batches = [torch.ones(size, 5) for size in sizes]
+    """Three rows are two and one, with room for two; of one row rank 1 has only the room, in which
+    no rubbish may be."""
     mp.start_processes(
-        use_a_half, args=(port, rows, batches, narrow), nprocs=2, start_method="forkserver"
+        use_either, args=(port, rows, signs, narrow, False), nprocs=2, start_method="forkserver"
     )
+
+
+def test_an_older_torch_would_add_up_different_parameters_and_is_told_of(port: int) -> None:
+    with pytest.raises(mp.ProcessRaisedException, match=r"Use torch 2\.13 or newer"):
+        mp.start_processes(
+            use_either,
+            args=(port, 3, ((1.0,), (-1.0,)), False, True),
+            nprocs=2,
+            start_method="forkserver",
+        )
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])

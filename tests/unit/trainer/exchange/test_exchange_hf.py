@@ -75,6 +75,29 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     assert str(file) in remark
 
 
+def test_the_settings_of_a_given_tokenizer_come_along(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    own: Tokenizer = train_tokenizer([Document(text="one two three", source="here")], 300)
+    prepared, origin = tmp_path / "tokenizer.json", tmp_path / "origin"
+    own.save(str(prepared))
+    given = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="one", pad_token="two")
+    given.chat_template = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
+    given.save_pretrained(origin)
+    tiny = make_tiny(steps=1)
+    task = {"model": tiny.config, "tokenizer": str(prepared), "tokenizer_from": str(origin)}
+    store = write_tiny(tmp_path / "run", tiny, task=task)
+    reader = Reader(store, load_manifest(store, KEYS, STEP))
+    assert export_hf(reader, tmp_path / "hf") == []
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (loaded.eos_token, loaded.pad_token) == ("one", "two")
+    said = loaded.apply_chat_template([{"role": "user", "content": "two"}], tokenize=False)
+    assert said == "<two>"
+    origin.rename(tmp_path / "elsewhere")
+    (remark,) = export_hf(reader, tmp_path / "again")
+    assert str(origin) in remark
+
+
 def test_pieces_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer.exchange import pieces
 
@@ -126,7 +149,8 @@ def test_import_takes_the_weights_and_a_new_optimizer(tmp_path: Path, tied: bool
     tiny = make_tiny(tied=tied)
     tiny.model.save_pretrained(tmp_path / "hf", max_shard_size="5KB")
     store = open_store(tmp_path / "run")
-    manifest = import_hf(store, KEYS, tmp_path / "hf", step=4, moments=MOMENTS)
+    manifest, remarks = import_hf(store, KEYS, tmp_path / "hf", step=4, moments=MOMENTS)
+    assert remarks == []
     assert load_manifest(store, KEYS, 4) == manifest
     reader = Reader(store, manifest)
     wanted = state_of(tiny)
@@ -147,6 +171,42 @@ def test_import_widens_half_precision(tmp_path: Path) -> None:
     wanted = {n: p.detach().bfloat16().float() for n, p in tiny.model.named_parameters()}
     tiny.model.bfloat16().save_pretrained(tmp_path / "hf")
     store = open_store(tmp_path / "run")
-    reader = Reader(store, import_hf(store, KEYS, tmp_path / "hf", step=1, moments=MOMENTS))
+    reader = Reader(store, import_hf(store, KEYS, tmp_path / "hf", step=1, moments=MOMENTS)[0])
     for name, tensor in wanted.items():
         assert torch.equal(reader.read_full(f"param/{name}"), tensor)
+
+
+def test_buffers_that_were_learned_come_from_the_models_directory(tmp_path: Path) -> None:
+    """Gemma 4 multiplies what each block says by one."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "gemma4_text",
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        global_head_dim=8,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        vocab_size=64,
+    )
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    for layer in model.model.layers:
+        layer.layer_scalar.fill_(0.5)
+    origin = tmp_path / "origin"
+    model.save_pretrained(origin)
+    store = open_store(tmp_path / "run")
+    manifest, (remark,) = import_hf(store, KEYS, origin, step=4, moments=MOMENTS)
+    assert "model.layers.0.layer_scalar" in remark and str(origin) in remark
+    export_hf(Reader(store, manifest), tmp_path / "hf")
+    tokens = torch.arange(24).reshape(2, 12)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    origin.rename(tmp_path / "elsewhere")
+    with pytest.raises(ExchangeError, match=f"{origin}: the model's buffers"):
+        export_hf(Reader(store, manifest), tmp_path / "again")

@@ -225,6 +225,24 @@ def test_seeded_weights_are_transformers_own() -> None:
     assert torch.equal(norm, torch.ones(48))
 
 
+def test_special_tokens_are_those_of_the_tokenizer_that_is_trained() -> None:
+    """OLMo's padding is token 1, which is "!" there."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+    def special(architecture: str, end_id: int | None, **settings: Any) -> list[int | None]:
+        model = ModelConfig(architecture=architecture, settings={**TINY, **settings})
+        config = model.resolve(300, end_id)
+        return [config[name] for name in names]
+
+    assert special("olmo", None) == [None, 50279, 1]
+    assert special("olmo", 0) == [0, 0, None]
+    assert special("olmo", 0, pad_token_id=5, eos_token_id=7) == [0, 7, 5]
+    assert special("roberta", 0) == [0, 0, 1]
+    config = ModelConfig(architecture="olmo", settings=TINY).resolve(300, 0)
+    model: Any = build_on_meta(config)
+    assert model.get_input_embeddings().padding_idx is None
+
+
 def padded(padding: int) -> WeightSource:
     config = resolve(vocab_size=320, pad_token_id=padding)
     return weights(config, build_on_meta(config), 0, None)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.errors import ConfigError
+from trainer.models import hf
 from trainer.models.pretrained import PretrainedWeights
 
 FULL_SIZE = {"one": "1GB", "shards": "20KB"}
@@ -168,6 +169,23 @@ def test_stored_numbers_become_float32(tmp_path: Path) -> None:
     assert torch.equal(found, half[1:2, 0:2].float())
     value = weights.read("scalar", (), (), ())
     assert (value.item(), value.dtype) == (2.5, torch.float32)
+
+
+def test_a_model_takes_the_buffers_that_it_would_save_from_the_files(tmp_path: Path) -> None:
+    def with_buffers(*values: float) -> LlamaForCausalLM:
+        model = tiny_llama()
+        for name, value in zip(("kept", "lost", "new"), values, strict=False):
+            model.model.register_buffer(name, torch.full((2,), value), persistent=name != "lost")
+        return model
+
+    with_buffers(0.5, 0.5).bfloat16().save_pretrained(tmp_path)
+    model = with_buffers(1.0, 1.0, 1.0)
+    hf.weights({}, model, 0, str(tmp_path))
+    found = {name: model.model.get_buffer(name).tolist() for name in ("kept", "lost", "new")}
+    assert found == {"kept": [0.5, 0.5], "lost": [1.0, 1.0], "new": [1.0, 1.0]}
+    model.model.register_buffer("kept", torch.ones(3))
+    with pytest.raises(ConfigError, match=r"kept is \(2,\) in the files"):
+        hf.weights({}, model, 0, str(tmp_path))
 
 
 @pytest.mark.parametrize("made", [False, True])

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.errors import ConfigError
 from trainer.replication.step_commit import (
     DIGEST_BITS,
     LaneStats,
@@ -20,6 +21,12 @@ from trainer.replication.step_commit import (
     unpack,
 )
 from trainer.replication.witnesses import Drawn
+
+
+@pytest.mark.parametrize("tokens", [12.7, 0.3, math.nan, math.inf])
+def test_a_count_that_would_be_cut_is_refused(tokens: Any) -> None:
+    with pytest.raises(ConfigError, match="no whole number"):
+        LaneStats(tokens=tokens, digest=0)
 
 
 def test_the_layout_of_the_vector() -> None:

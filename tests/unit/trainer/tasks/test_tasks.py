@@ -91,6 +91,8 @@ def test_a_prepared_task_says_what_it_holds(prepared: PreparedCausalLM) -> None:
     attention, mlp, norms = 2 * h * h + 2 * h * kv, 3 * h * i, 3 * h
     assert info["parameters"] == 2 * v * h + attention + mlp + norms
     assert info["model"]["model_type"] == "llama"
+    end = Tokenizer.from_file(info["tokenizer"]).token_to_id("<|endoftext|>")
+    assert info["model"]["eos_token_id"] == info["model"]["bos_token_id"] == end == 0
 
 
 def test_a_worker_looks_at_the_files_of_tokens_when_it_starts_and_never_again(
@@ -226,6 +228,17 @@ def test_a_tensor_degree_that_does_not_divide_is_refused(
     assert name in error.fact
 
 
+def test_workers_that_would_leave_out_different_blocks_are_refused(texts: Path, cache: str) -> None:
+    settings = {
+        "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "word_embed_proj_dim": 16, "vocab_size": 320, "layerdrop": 0.1,
+    }  # fmt: skip
+    task = task_for(texts, model={"architecture": "opt", "settings": settings})
+    error = refusal(task, cache, shard=2)
+    assert (error.field, error.value) == ("train.task.model.settings", "layerdrop = 0.1")
+    prepare(task, cache)
+
+
 def test_an_encoder_is_refused_before_text_is_read(texts: Path, tmp_path: Path) -> None:
     settings = {name: n for name, n in SETTINGS.items() if name != "num_key_value_heads"}
     del settings["vocab_size"]
@@ -295,8 +308,9 @@ def test_a_pretrained_model_brings_its_tokenizer(
     own.add_tokens(["times"])
     own.save(str(tmp_path / "tokenizer.json"))
     pretrained = {"path": str(tmp_path), "pretrained": True, "settings": {}}
-    used = prepare(task_for(texts, model=pretrained), cache).info["tokenizer"]
-    assert Tokenizer.from_file(used).get_vocab() == own.get_vocab()
+    info = prepare(task_for(texts, model=pretrained), cache).info
+    assert (info["tokenizer_from"], prepared.info["tokenizer_from"]) == (str(tmp_path), None)
+    assert Tokenizer.from_file(info["tokenizer"]).get_vocab() == own.get_vocab()
     given = task_for(texts, model=pretrained, tokenizer=prepared.info["tokenizer"])
     assert "times" not in Tokenizer.from_file(prepare(given, cache).info["tokenizer"]).get_vocab()
 
@@ -358,7 +372,9 @@ def test_a_pretrained_model_starts_from_its_weights(
     saved.save_pretrained(tmp_path)
     given = {"path": str(tmp_path), "pretrained": True, "settings": {}}
     task = task_for(texts, model=given, tokenizer=prepared.info["tokenizer"])
-    model, source = prepare(task, cache).build(3)
+    made = prepare(task, cache)
+    assert made.config["eos_token_id"] == 2  # Llama's tokenizer's, for all that is known
+    model, source = made.build(3)
     name = "model.layers.0.self_attn.k_proj.weight"
     shape = tuple(model.get_parameter(name).shape)
     assert torch.equal(source.read(name, shape, (2, 0), (3, 16)), saved.get_parameter(name)[2:5])
@@ -470,6 +486,10 @@ def without_gradient(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tenso
     return model(batch).sum().detach(), len(batch)
 
 
+def a_sum_of_weights(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, float]:
+    return model(batch).sum(), 12.7
+
+
 @pytest.mark.parametrize(
     ("loss", "told"),
     [
@@ -478,6 +498,7 @@ def without_gradient(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tenso
         (the_wrong_way_round, "int"),
         (a_number, "float"),
         (without_gradient, "no gradient"),
+        (a_sum_of_weights, "its count is 12.7"),
     ],
 )
 def test_a_loss_that_is_no_sum_and_count_is_refused(tmp_path: Path, loss: Any, told: str) -> None:
