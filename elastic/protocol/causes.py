@@ -37,8 +37,8 @@ class CauseEntry:
     """Its process is of no use any more, whatever else was lost at that time: it ends itself, and
     does not go on as a survivor."""
     against_machine: float = 0.0
-    """What a loss of this cause counts against the machine (`health/suspects.py`): from 0.5 on it
-    is suspect at once, below that when it comes again."""
+    """What a loss of this cause counts against the machine (`health/suspects.py`): above 0.5 it is
+    suspect at once, 0.6 for six hours; below that when it comes again."""
     repeats: bool = False
     """It would come again: the same step in another replica, or in the same one formed anew, ends
     the run (`health.max_same_step_errors`)."""
@@ -147,7 +147,7 @@ GPU_MEMORY = register_cause(
         text="its GPU's memory lost bits (uncorrectable ECC error)",
         budget="max_crashes",
         color="#8fbc3b",
-        against_machine=0.5,
+        against_machine=0.6,
         lasts=True,
     ),
 )
