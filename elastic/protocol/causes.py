@@ -104,6 +104,16 @@ NODE = register_cause(
         against_machine=1.0,
     ),
 )
+RAY_NODE = register_cause(
+    "ray_node",
+    CauseEntry(
+        text="Ray's node there ended or fell silent, and the machine's kernel answers",
+        budget="max_crashes",
+        color="#5f9ea0",
+        by_departure=True,
+        against_machine=0.3,  # a container that ran out of memory ends so, with all its processes
+    ),
+)
 PREEMPTION = register_cause(
     "preemption",
     CauseEntry(

@@ -135,6 +135,23 @@ def test_a_machine_at_fault_is_drained_and_replaced(tmp_path: Path, cause: Cause
     assert desk.file.read() == {}, "there is no such machine any more"
 
 
+def test_of_two_nodes_that_are_lost_at_once_the_machine_that_answers_may_be_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a container ran out of memory, and all its processes were ended."""
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        await desk.workers.lose_nodes({"B": "not heard", "C": "not heard"})
+        begun, _ = await desk.outcomes("begun", "replaced")
+        assert (begun.machine, begun.reason) == ("m-C", "node: not heard")
+
+    desk.agents.answering = {"B"}
+    desk.run(story)
+    (mark,) = desk.file.read()["m-B"]
+    assert (mark.cause, mark.weight) == ("ray_node", 0.3)
+
+
 def test_what_may_have_been_the_program_needs_to_come_again(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     before = Mark(
