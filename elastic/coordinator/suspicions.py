@@ -21,7 +21,7 @@ from elastic.protocol.run_paths import RunPaths
 from elastic.providers.node_provider import NodeIdentity, NodeProvider
 from elastic.ray_compat.cluster import find_node
 from elastic.reporting.suspect_file import SuspectFile
-from health.suspects import Mark, is_suspect
+from health.suspects import INCIDENT_S, Mark, is_suspect
 from health.verdict import Step
 
 log = logging.getLogger(__name__)
@@ -101,6 +101,8 @@ class Suspicions:
         self._recalled: set[str] = set()
         self._blamed: set[str] = set()
         """Nodes that the platform's word was taken against."""
+        self._followed: dict[str, tuple[int, float]] = {}
+        """Cause that a program can have -> steps committed at its latest news, and when."""
 
     def begin(self) -> None:
         """The first worker is there."""
@@ -118,10 +120,21 @@ class Suspicions:
             self._aside.spawn(self._recall(event.node))
         elif isinstance(event, events.WorkerLost):
             weight = entry_of(event.cause).against_machine
-            if weight:
+            if weight and self._is_news(event):
                 self.accuse(event.node, event.cause, event.detail, weight)
         elif isinstance(event, events.NodeChecked) and event.isolated:
             self.accuse(event.node, "preflight", event.isolated, 1.0)
+
+    def _is_news(self, event: events.WorkerLost) -> bool:
+        """Whether a loss adds anything: not where its fault has followed the work from a loss
+        before, with no step in between."""
+        if not entry_of(event.cause).by_program:
+            return True
+        committed = self._workers.committed
+        before, since = self._followed.get(event.cause, (None, 0.0))
+        if before != committed:
+            self._followed[event.cause] = committed, event.time
+        return before != committed or event.time - since <= INCIDENT_S
 
     def accuse(
         self, node: str, cause: str, detail: str, weight: float, step: Step = "replace_node"

@@ -120,6 +120,11 @@ class Workers:
         """Machines with workers."""
         return {identity.node for identity in self.started.values()}
 
+    @property
+    def committed(self) -> int:
+        """Steps that the run has committed."""
+        return self._membership.progress.recorded
+
     def work_on(self, node: str) -> bool:
         """Whether any worker on a machine has a place, or the state of one."""
         places = self._membership.places
