@@ -28,7 +28,7 @@ from elastic.protocol.messages import Identity
 from elastic.protocol.rpc import Remote
 from elastic.ray_compat.cluster import start_actor
 from health.lease import Reach
-from tests.support.deaf_coordinator import DeafCoordinator
+from tests.support.deaf_coordinator import DeafCoordinator, DyingCoordinator
 from tests.support.sockets import port_that
 from tests.support.tiny import fit, tiny_trainer
 from tests.support.watching import actor_beside, events_of, steps_of, wait_until
@@ -131,6 +131,23 @@ def test_a_node_without_an_answer_ends_its_workers_where_the_coordinators_machin
         ray.kill(agent.handle)
         ray.kill(coordinator.handle)
     assert (death.worker, death.cause) == ("w0", "node" if reach == "silent" else "crash")
+
+
+def test_what_a_node_shows_is_told_until_it_is_heard(cluster: None, tmp_path: Path) -> None:
+    """It may never change again."""
+    node = ray.get_runtime_context().get_node_id()
+    with socket.socket(type=socket.SOCK_DGRAM) as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        dying = start_actor(DyingCoordinator, max_concurrency=100, restarts=True)(tmp_path)
+        api: Remote[CoordinatorApi] = Remote(dying.handle)
+        start_agent = start_actor(NodeAgent, node=node, max_concurrency=8)
+        address, beats = ("127.0.0.1", 1), deaf.getsockname()
+        agent = start_agent(api, node, "token", address, beats, SECRET, HEALTH)
+        told = {"signs_changed", "node_checked"}
+        wait_until(lambda: {path.name for path in tmp_path.iterdir()} >= told)
+        ray.kill(agent.handle)
+        ray.kill(dying.handle)
+    assert {f"first {name}" for name in told} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize(("witness_silent_s", "ends"), [(60.0, False), (0.0, True), (None, True)])
