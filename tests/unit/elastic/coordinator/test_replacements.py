@@ -491,7 +491,7 @@ def test_rays_head_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_record_that_cannot_be_read_does_not_stop_a_verdict(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
-    desk.file.path.write_text("{")
+    desk.file.path.write_text("[]")
 
     async def story() -> None:
         desk.join_from("C")
@@ -500,7 +500,7 @@ def test_a_record_that_cannot_be_read_does_not_stop_a_verdict(tmp_path: Path) ->
         assert desk.membership.stopped is None
 
     desk.run(story)
-    assert desk.ended == ["B"] and desk.file.path.read_text() == "{"
+    assert desk.ended == ["B"] and desk.file.path.read_text() == "[]"
 
 
 @pytest.mark.parametrize("outcome", ["begun", "held_back"])
