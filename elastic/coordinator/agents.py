@@ -52,7 +52,7 @@ DOOR_S = 1.0
 """How long to wait for what an agent says in a test of connections. Who is later says nothing: it
 may have had no core."""
 
-REACH_S = 0.5
+REACH_S = 0.3
 """How long to wait for the kernel of a machine that was given up. Its workers' peers wait, too."""
 
 End = Literal["ended", "node ended", "refused"]
