@@ -99,7 +99,7 @@ def _causes(
     """What the loss of a worker that a fault has hit may be put down to."""
     causes = {CAUSES[fault.kind]}
     if _machine_gone(loss, deeds):
-        causes |= {"node", "crash", "preemption", LINK, PATH}
+        causes |= {"node", "ray_node", "crash", "preemption", LINK, PATH}
     if fault.kind == "kill" and any(loss.worker in e.workers for e in _of(Draining, happened)):
         causes.add("preemption")
     return causes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from elastic.membership.links import describe, find_culprits, find_failed
@@ -281,21 +281,19 @@ def _hung_mount(scene: Scene) -> Expected:
     return _only(scene, causes.HANG)
 
 
-def _lose_node(scene: Scene, detail: str) -> Expected:
-    for worker in scene.mates:
-        scene.lose(worker, causes.NODE, detail)
-    return _machine(scene, causes.NODE)
-
-
 def _network_cut(scene: Scene) -> Expected:
     renewed_s = {node: 99.5 if node != scene.node else 94.0 for node in NODES}
     for _, age_s in decide_lost_nodes(renewed_s, 100.0, 5.0).items():
-        return _lose_node(scene, f"its node was not heard for {age_s:.1f} s")
+        for worker in scene.mates:
+            scene.lose(worker, causes.NODE, f"its node was not heard for {age_s:.1f} s")
     return _machine(scene, causes.NODE)
 
 
 def _raylet_killed(scene: Scene) -> Expected:
-    return _lose_node(scene, "its node agent is gone: so is its raylet")
+    """A container that runs out of memory ends so: its machine may be sound."""
+    for worker in scene.mates:
+        scene.lose(worker, causes.RAY_NODE, "its node agent is gone: so is its raylet")
+    return replace(_machine(scene, causes.RAY_NODE), nodes=frozenset(), remedy="new_process")
 
 
 def _agent_killed(scene: Scene) -> Expected:

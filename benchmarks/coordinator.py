@@ -62,8 +62,7 @@ from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.listening import host_store, open_beats
 from elastic.membership.decisions import GroupConfig
 from elastic.node.beats import BeatListener, BeatSender, name_of
-from elastic.protocol import events
-from elastic.protocol.causes import CRASH
+from elastic.protocol import causes, events
 from elastic.protocol.messages import Build, Identity, Report, Run
 from elastic.protocol.run_paths import RunPaths
 from trainer.backend.rendezvous import CONNECTIONS
@@ -106,11 +105,11 @@ class LocalCoordinator(Coordinator):
 
     async def node_lost(self, node: str) -> None:
         """What follows when a node's agent is gone."""
-        await self._workers.lose_node(node, "lost by the benchmark")
+        await self._workers.lose_node(node, "lost by the benchmark", causes.NODE)
 
     async def worker_lost(self, worker: str) -> None:
         """What follows when a worker's process has ended."""
-        await self._workers.lose(worker, CRASH, "lost by the benchmark")
+        await self._workers.lose(worker, causes.CRASH, "lost by the benchmark")
 
 
 class SimulatedWorker:

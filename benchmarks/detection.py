@@ -132,7 +132,7 @@ FAULTS: dict[str, Fault] = {
     "hung_mount": Fault(("hang",), told("mount")),
     "agent_killed": Fault((), kill_agent, shown_by=events.AgentEnded),
     "raylet_killed": Fault(
-        ("node", "crash"), kill_raylet, lambda run, v: run.hosts.start(v.host), node=True
+        ("ray_node", "crash"), kill_raylet, lambda run, v: run.hosts.start(v.host), node=True
     ),
     "network_cut": Fault(
         ("node",),

@@ -24,7 +24,9 @@ from health.verdict import STEPS, Confidence, Sign, Step, Verdict
 _MACHINE_CAUSES = frozenset({"gpu_error", "node"})
 """Causes of machine signs that may explain the loss of a worker."""
 
-_UNEXPLAINED = frozenset({"crash", "hang", "gpu_error", "gpu_memory", "collective", "heal"})
+_UNEXPLAINED = frozenset(
+    {"crash", "hang", "ray_node", "gpu_error", "gpu_memory", "collective", "heal"}
+)
 """Causes of losses that do not say yet what was behind them."""
 
 _OF_THE_NODE = frozenset({"node", "link"})

@@ -58,6 +58,9 @@ _SLOWED_SHARE = 0.6
 _ASKED_READINGS = 3
 """In a row: a driver that asks for so long means it. Invented."""
 
+_LOST_READINGS = 3
+"""In a row: a disk that was read-only for so long is not in somebody's hands. Invented."""
+
 _STORAGE_HUNG_S = 15.0
 """Source: nvidia-resiliency-ext."""
 _STORAGE_SLOW_S, _STORAGE_READINGS = 1.0, 12
@@ -207,7 +210,9 @@ def _judge_nic(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
 
 
 def _judge_mount(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
-    if series[-1].values["read_only"] and not series[0].values["read_only"]:
+    """Never decisive: somebody may have made it so for a moment."""
+    read_only = [bool(reading.values["read_only"]) for reading in series]
+    if read_only[-1] and not all(read_only):
         yield say(
             "disk_lost",
             "it became read-only",
@@ -215,7 +220,7 @@ def _judge_mount(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
             cause="node",
             subject="storage",
             remedy="replace_node",
-            decisive=True,
+            repeated=all(read_only[-_LOST_READINGS:]),
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import os
 import signal
 import time
@@ -27,12 +28,15 @@ _QUIET_S = 0.02
 """Nothing was added for so long: the answer is whole."""
 _LOOK_S = 0.005
 _MOST_BYTES = 200_000
+_MOST_KEPT_BYTES = 1 << 20
+"""Of earlier answers: they count as the process's own memory."""
 
 
 def offer_stacks() -> int:
     """Has this process write its stacks on `STACKS_SIGNAL`. Called once, by the main or any other
     thread. Returns the descriptor that it writes to."""
     fd = os.memfd_create("elastictrainer-stacks")
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # it is cut off by those who read it
     faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True)
     return fd
 
@@ -49,7 +53,9 @@ def read_stacks(pid: int, fd: int, send: Callable[[int], None]) -> str:
         The text; what went wrong instead, where it does not answer.
     """
     try:
-        with open(f"/proc/{pid}/fd/{fd}", "rb", buffering=0) as memory:
+        with open(f"/proc/{pid}/fd/{fd}", "r+b", buffering=0) as memory:
+            if os.fstat(memory.fileno()).st_size > _MOST_KEPT_BYTES:
+                os.ftruncate(memory.fileno(), 0)
             begin = size = os.fstat(memory.fileno()).st_size
             send(STACKS_SIGNAL)
             asked_s = grew_s = time.monotonic()

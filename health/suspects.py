@@ -28,7 +28,7 @@ class Mark:
     time: float
     """When it happened, in seconds since the epoch."""
     weight: float
-    """What it counts when it is new: 0.5 or more makes a machine suspect by itself."""
+    """What it counts when it is new: above 0.5 it makes a machine suspect by itself."""
     cause: str
     """Cause of the loss."""
     run: str

@@ -52,6 +52,9 @@ DOOR_S = 1.0
 """How long to wait for what an agent says in a test of connections. Who is later says nothing: it
 may have had no core."""
 
+REACH_S = 0.3
+"""How long to wait for the kernel of a machine that was given up. Its workers' peers wait, too."""
+
 End = Literal["ended", "node ended", "refused"]
 """What becomes of an agent: its process ended, all of the node's did, or Ray starts it not."""
 
@@ -93,6 +96,8 @@ class NodeAgents:
         self._agents: dict[str, _Agent] = {}
         self._tokens: dict[bytes, str] = {}  # by name of an agent, those of the forgotten too
         self._nodes: dict[str, str] = {}  # by token
+        self._doors: dict[str, Address] = {}
+        """Node -> where its agents have answered others; of the forgotten, too."""
         self._socket = open_beats(address[0])
         self._ring = WitnessRing(address[0])
         self.pace_followers: list[Callable[[str, Paces], None]] = []
@@ -116,6 +121,7 @@ class NodeAgents:
         """The agent with `token` answers others at `door`. Returns where those answer that it may
         ask."""
         node = self._nodes[token]
+        self._doors[node] = door
         current = self._agents[node].token == token
         return self._ring.meet(node, door) if current else ()
 
@@ -298,6 +304,21 @@ class NodeAgents:
         if agent is not None:
             agent.helpers[helper.name] = helper
             agent.handle.send(NodeAgent.watch_helper, helper)
+
+    async def machine_answers(self, node: str) -> bool:
+        """Whether the kernel of a node's machine answers, whatever became of Ray there. Ray is not
+        asked: its head may be away."""
+        if node not in self._doors:
+            return False
+        try:
+            connecting = asyncio.open_connection(*self._doors[node])
+            _, writer = await asyncio.wait_for(connecting, REACH_S)
+        except ConnectionRefusedError:  # nobody listens there on TCP
+            return True
+        except (OSError, asyncio.TimeoutError):
+            return False
+        writer.close()
+        return True
 
     # -- leases ------------------------------------------------------------------------------------
 

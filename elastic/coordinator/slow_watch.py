@@ -3,6 +3,7 @@
     each beat of a node ──► the paces of its workers
     all workers with lanes have a new one ──► a round: who is slow? (`health/stragglers.py`)
     slow in several rounds running ──► stragglers_found, and evidence in incidents/N/
+    slow still, AGAIN_S later ──► stragglers_found
 
 With `health.move_slow` it hands in a verdict, and `remedies.py` has the slow ones leave; else it
 tells, and no more.
@@ -15,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,10 @@ from elastic.protocol.causes import SLOW
 from health.pace import Pace
 from health.stragglers import ROUNDS, Blame, Slowness, count_rounds, find_blame, find_slow
 from health.verdict import Verdict
+
+AGAIN_S = 6 * 3600.0
+"""How often a straggler that stays one is told of: what its verdict counts against its machine has
+not quite faded by then."""
 
 _OTHERS = 2
 """Stacks taken of workers that are not slow, beside the stragglers'."""
@@ -69,6 +75,8 @@ class SlowWatch:
         self._expected: tuple[str, ...] = ()
         """Workers with lanes in that roster."""
         self._rounds: dict[str, int] = {}
+        self._told_s: dict[str, float] = {}
+        """When each of the stragglers was told of last, on the monotonic clock."""
         agents.pace_followers.append(self.take)
 
     def take(self, node: str, paces: Mapping[int, Pace]) -> None:
@@ -120,17 +128,33 @@ class SlowWatch:
         self._fresh = set()
         slow = find_slow({worker: self._paces[worker] for worker in self._expected})
         self._rounds = count_rounds(self._rounds, slow)
-        stragglers = [worker for worker, rounds in self._rounds.items() if rounds == ROUNDS]
+        now_s, before_s = time.monotonic(), self._told_s
+        self._told_s = {worker: at_s for worker, at_s in before_s.items() if worker in slow}
+        stragglers = [
+            worker
+            for worker, rounds in self._rounds.items()
+            if rounds >= ROUNDS and now_s - self._told_s.get(worker, -inf) >= AGAIN_S
+        ]
         if not stragglers:
             return
+        self._told_s |= dict.fromkeys(stragglers, now_s)
         nodes = {worker: identity.node for worker, identity in self._membership.members.items()}
         replicas = [replica.workers for replica in self._membership.roster.replicas]
         for blame in find_blame(stragglers, slow, replicas, nodes):
-            self._tell(blame, slow, nodes)
+            first = before_s.keys().isdisjoint(blame.workers)
+            self._tell(blame, slow, nodes, first=first)
 
-    def _tell(self, blame: Blame, slow: Mapping[str, Slowness], nodes: Mapping[str, str]) -> None:
+    def _tell(
+        self,
+        blame: Blame,
+        slow: Mapping[str, Slowness],
+        nodes: Mapping[str, str],
+        *,
+        first: bool,
+    ) -> None:
         worst = min((slow[worker] for worker in blame.workers), key=lambda one: one.score)
         count = f"{len(blame.workers)} worker{'s' if len(blame.workers) > 1 else ''}"
+        rounds = min(self._rounds[worker] for worker in blame.workers)
         where = "" if blame.nodes else " on several machines, of which one may be slow"
         event = events.StragglersFound(
             time=time.time(),
@@ -139,12 +163,14 @@ class SlowWatch:
             nodes=list(blame.nodes),
             score=round(worst.score, 3),
             part=worst.part,
-            detail=f"{count}{where}, slow in {ROUNDS} rounds running: {worst.evidence}",
+            detail=f"{count}{where}, slow in {rounds} rounds running: {worst.evidence}",
         )
-        paces = {w: {"node": nodes[w], **asdict(self._paces[w])} for w in self._expected}
         self._records.note(event)
         if self._meet is not None and blame.nodes:
             self._aside.spawn(self._meet(_verdict(event)))
+        if not first:  # of a run only so many folders are kept
+            return
+        paces = {w: {"node": nodes[w], **asdict(self._paces[w])} for w in self._expected}
         self._aside.spawn(self._keep(event, {w: slow[w].evidence for w in blame.workers}, paces))
 
     async def _keep(

@@ -16,12 +16,12 @@ from elastic.coordinator.aside import Aside
 from elastic.coordinator.workers import Workers
 from elastic.errors import SuspectFileError
 from elastic.protocol import events
-from elastic.protocol.causes import NODE, entry_of
+from elastic.protocol.causes import NODE, RAY_NODE, entry_of
 from elastic.protocol.run_paths import RunPaths
 from elastic.providers.node_provider import NodeIdentity, NodeProvider
 from elastic.ray_compat.cluster import find_node, live_nodes
 from elastic.reporting.suspect_file import SuspectFile
-from health.suspects import SUSPECT, Mark, add_mark, is_suspect, score
+from health.suspects import INCIDENT_S, SUSPECT, Mark, add_mark, is_suspect, score
 from health.verdict import Step
 
 log = logging.getLogger(__name__)
@@ -111,6 +111,8 @@ class Suspicions:
         """Nodes that the platform's word was taken against."""
         self._unwritten: dict[str, tuple[Mark, ...]] = {}
         """What speaks against machines, and could not be remembered for other runs."""
+        self._followed: dict[str, tuple[int, float]] = {}
+        """Cause that a program can have -> steps committed at its latest news, and when."""
 
     def begin(self) -> None:
         """The first worker is there."""
@@ -128,10 +130,21 @@ class Suspicions:
             self._aside.spawn(self._recall(event.node))
         elif isinstance(event, events.WorkerLost):
             weight = entry_of(event.cause).against_machine
-            if weight:
+            if weight and self._is_news(event):
                 self.accuse(event.node, event.cause, event.detail, weight)
         elif isinstance(event, events.NodeChecked) and event.isolated:
             self.accuse(event.node, "preflight", event.isolated, 1.0)
+
+    def _is_news(self, event: events.WorkerLost) -> bool:
+        """Whether a loss adds anything: not where its fault has followed the work from a loss
+        before, with no step in between."""
+        if not entry_of(event.cause).by_program:
+            return True
+        committed = self._workers.committed
+        before, since = self._followed.get(event.cause, (None, 0.0))
+        if before != committed:
+            self._followed[event.cause] = committed, event.time
+        return before != committed or event.time - since <= INCIDENT_S
 
     def accuse(
         self, node: str, cause: str, detail: str, weight: float, step: Step = "replace_node"
@@ -262,7 +275,7 @@ class Suspicions:
 
     async def _blame(self, node: str, cause: str, detail: str, weight: float, step: Step) -> None:
         machine, now = await self.machine_of(node), time.time()
-        if cause == NODE and await self._reboots_now(machine.name, now):
+        if cause in (NODE, RAY_NODE) and await self._reboots_now(machine.name, now):
             return
         mark = Mark(time=now, weight=weight, cause=cause, run=self._run, detail=detail)
         marks = await self._remember(machine.name, mark)

@@ -18,7 +18,7 @@ from elastic.coordinator.snapshots import Snapshots
 from elastic.membership.failure import Loss, decide_failure, find_spent
 from elastic.membership.machine import Membership
 from elastic.protocol import events
-from elastic.protocol.causes import CRASH, HANG, NODE, PREEMPTION, Cause, entry_of
+from elastic.protocol.causes import CRASH, HANG, NODE, PREEMPTION, RAY_NODE, Cause, entry_of
 from elastic.protocol.messages import Death, Identity, Signal
 from elastic.ray_compat.cluster import live_nodes
 from health.laggards import find_stuck
@@ -119,6 +119,11 @@ class Workers:
     def nodes(self) -> set[str]:
         """Machines with workers."""
         return {identity.node for identity in self.started.values()}
+
+    @property
+    def committed(self) -> int:
+        """Steps that the run has committed."""
+        return self._membership.progress.recorded
 
     def work_on(self, node: str) -> bool:
         """Whether the run would miss any worker on a machine: see `Membership.needs`."""
@@ -254,11 +259,18 @@ class Workers:
                 await self.kill(worker, HANG, detail)
             pause_s = pause_s or timeout_s  # others may have waited for these, and are to come
 
-    async def lose_node(self, node: str, detail: str) -> None:
+    async def lose_nodes(self, why: Mapping[str, str]) -> None:
+        """Writes off all workers of some nodes, and says why. What ends with a machine that answers
+        says little against it."""
+        answers = await asyncio.gather(*map(self._agents.machine_answers, why))
+        for (node, detail), alive in zip(why.items(), answers, strict=True):
+            await self.lose_node(node, detail, RAY_NODE if alive else NODE)
+
+    async def lose_node(self, node: str, detail: str, cause: Cause) -> None:
         """Writes off all workers of a node."""
         self._snapshots.node_lost(node)
         for worker in self._on(node):
-            await self.lose(worker, NODE, detail)
+            await self.lose(worker, cause, detail)
 
     async def lose_unwatched(self, ended: Collection[tuple[str, int]]) -> None:
         """Writes off those of the workers that have `ended`, each by node and process, whose nodes
@@ -296,7 +308,7 @@ class Workers:
             await self.lose_unwatched(())
         else:
             so_often = "s keep ending, the last one" if end == "ended" else " is gone"
-            await self.lose_node(node, f"its node agent{so_often}: {how}")
+            await self.lose_nodes({node: f"its node agent{so_often}: {how}"})
 
     async def _check_leases(self) -> None:
         """Loses the nodes that were not heard of in time, for as long as the run lasts."""
@@ -306,5 +318,4 @@ class Workers:
             overdue = self._agents.overdue(time.monotonic())
             for node in overdue:
                 self._agents.forget(node)
-            for node, why in overdue.items():
-                await self.lose_node(node, why)
+            await self.lose_nodes(overdue)

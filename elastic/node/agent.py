@@ -25,6 +25,7 @@ the same workers and helpers up and reports those that have ended in between.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -157,7 +158,8 @@ class NodeAgent:
         return check_under_load(begin)
 
     def _tell_findings(self, findings: list[Finding]) -> None:
-        self._coordinator.send(CoordinatorApi.node_checked, self._node, findings)
+        with contextlib.suppress(ray.exceptions.ActorDiedError):
+            self._coordinator.call(CoordinatorApi.node_checked, self._node, findings)
 
     def _announce(self, node: str, deadline_s: float | None, reason: str) -> None:
         """This machine will be taken away: the run leaves it, and Ray looks for another one."""
@@ -165,8 +167,10 @@ class NodeAgent:
         drain_node(node, deadline_s, reason)
 
     def _tell_signs(self, signs: list[Sign]) -> None:
-        """What stands of this node. Where it is lost on the way, the next change says it all."""
-        self._coordinator.send(CoordinatorApi.signs_changed, self._node, self._names, signs)
+        """What stands of this node, told until it is heard: the next change may never come. The
+        thread that looks waits so long."""
+        with contextlib.suppress(ray.exceptions.ActorDiedError):
+            self._coordinator.call(CoordinatorApi.signs_changed, self._node, self._names, signs)
 
     def watch(self, identity: Identity) -> None:
         """Watches a worker of this node from now on; reports it at once where it has ended."""

@@ -19,6 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import gettempdir
 
 from elastic.protocol.causes import OUT_OF_MEMORY, USER_ERROR
 from health.efa import read_efa
@@ -85,11 +86,12 @@ class HealthWatch:
     ) -> None:
         self._node, self._states, self._tell, self._keep_latest = node, states, tell, keep
         self._tails: dict[str, LogTail] = {}
+        """Of the files that workers write to."""
         self._kernel_log = open_kernel_log()
         self._instruments: list[Callable[[float], list[Reading]]] = [
             read_efa,
             read_nics,
-            read_mounts,
+            self._read_mounts,
             StorageWatch().look,
         ]
         nvml = open_nvml()
@@ -135,6 +137,11 @@ class HealthWatch:
             with self._going_on(read.__qualname__):
                 readings += read(now_s)
         return readings
+
+    def _read_mounts(self, now_s: float) -> list[Reading]:
+        """Of what is written to for sure: where Ray keeps the workers' output, and where all have
+        their temporary files."""
+        return read_mounts(now_s, {Path(p).resolve() for p in (*self._tails, gettempdir())})
 
     @contextlib.contextmanager
     def _going_on(self, what: str) -> Iterator[None]:

@@ -37,8 +37,11 @@ class CauseEntry:
     """Its process is of no use any more, whatever else was lost at that time: it ends itself, and
     does not go on as a survivor."""
     against_machine: float = 0.0
-    """What a loss of this cause counts against the machine (`health/suspects.py`): from 0.5 on it
-    is suspect at once, below that when it comes again."""
+    """What a loss of this cause counts against the machine (`health/suspects.py`): above 0.5 it is
+    suspect at once, 0.6 for six hours; below that when it comes again."""
+    by_program: bool = False
+    """A program can cause it as well: with no step in between it follows the work, here or on other
+    machines, and says nothing more against them."""
     repeats: bool = False
     """It would come again: the same step in another replica, or in the same one formed anew, ends
     the run (`health.max_same_step_errors`)."""
@@ -104,6 +107,17 @@ NODE = register_cause(
         against_machine=1.0,
     ),
 )
+RAY_NODE = register_cause(
+    "ray_node",
+    CauseEntry(
+        text="Ray's node there ended or fell silent, and the machine's kernel answers",
+        budget="max_crashes",
+        color="#5f9ea0",
+        by_departure=True,
+        against_machine=0.3,
+        by_program=True,  # a container that ran out of memory ends so, with all its processes
+    ),
+)
 PREEMPTION = register_cause(
     "preemption",
     CauseEntry(
@@ -137,7 +151,8 @@ GPU_ERROR = register_cause(
         text="its GPU or the driver failed",
         budget="max_crashes",
         color="#556b2f",
-        against_machine=0.3,  # a kernel that reads where it may not shows so, too
+        against_machine=0.3,
+        by_program=True,  # a kernel that reads where it may not shows so, too
         lasts=True,
     ),
 )
@@ -147,7 +162,7 @@ GPU_MEMORY = register_cause(
         text="its GPU's memory lost bits (uncorrectable ECC error)",
         budget="max_crashes",
         color="#8fbc3b",
-        against_machine=0.5,
+        against_machine=0.6,
         lasts=True,
     ),
 )

@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from elastic.errors import SuspectFileError
 from health.suspects import Mark, Record, add_mark, from_json, to_json
+
+log = logging.getLogger(__name__)
 
 FILE = "suspect-nodes.json"
 
@@ -43,12 +46,14 @@ class SuspectFile:
             raise SuspectFileError(str(self.path), str(error)) from error
 
     def add(self, machine: str, mark: Mark) -> tuple[Mark, ...]:
-        """Adds a mark. Returns all that the machine has now.
+        """Adds a mark. Returns all that the machine has now. A file that was damaged, as by a power
+        loss, is set aside: else nothing would be remembered any more.
 
         Raises:
             SuspectFileError: the file holds something else, and is left as it is.
         """
         with self._locked():
+            self._set_aside_if_damaged()
             record = add_mark(self.read(), machine, mark)
             self._write(record)
         return record[machine]
@@ -67,6 +72,16 @@ class SuspectFile:
             self._write(record)
             return 1
 
+    def _set_aside_if_damaged(self) -> None:
+        try:
+            json.loads(self.path.read_bytes())
+        except FileNotFoundError:
+            pass
+        except ValueError as error:
+            aside = self.path.with_suffix(".damaged")
+            log.warning("%s is no JSON (%s), and is kept as %s", self.path, error, aside)
+            os.replace(self.path, aside)
+
     def _readable(self) -> Record:
         with contextlib.suppress(SuspectFileError):
             return self.read()
@@ -74,7 +89,10 @@ class SuspectFile:
 
     def _write(self, record: Record) -> None:
         part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(to_json(record), indent=1, allow_nan=False), encoding="utf-8")
+        with part.open("w", encoding="utf-8") as file:
+            json.dump(to_json(record), file, indent=1, allow_nan=False)
+            file.flush()
+            os.fsync(file.fileno())  # else a power loss may leave an empty file of that name
         os.replace(part, self.path)
 
     @contextlib.contextmanager

@@ -164,7 +164,7 @@ def test_agents_that_keep_ending_lose_the_node(cluster: None, tmp_path: Path) ->
     run.fit(do)
     lost = run.events("worker_lost")
     assert len(run.events("agent_ended")) == 3
-    assert [e["cause"] for e in lost] == ["node", "node"]
+    assert [e["cause"] for e in lost] == ["ray_node", "ray_node"]
     assert {e["detail"] for e in lost} == {
         "its node agents keep ending, the last one: ActorDiedError"
     }

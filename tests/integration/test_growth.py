@@ -305,7 +305,7 @@ def test_a_machine_is_lost_while_another_agent_starts_there(
     machines.remove_node(second, allow_graceful=False)
     gone_s = time.time()
     happened = run.wait_for(lambda all_: bool(lost(all_)))
-    assert [(e.worker, e.cause) for e in lost(happened)] == [(victim.worker, "node")]
+    assert [(e.worker, e.cause) for e in lost(happened)] == [(victim.worker, "ray_node")]
     assert lost(happened)[0].time - gone_s < START_S + 5, lost(happened)
     run.finish()
     assert len(lost(run.events())) == 1

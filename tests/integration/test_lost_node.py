@@ -28,7 +28,8 @@ from elastic.protocol.messages import Identity
 from elastic.protocol.rpc import Remote
 from elastic.ray_compat.cluster import start_actor
 from health.lease import Reach
-from tests.support.deaf_coordinator import DeafCoordinator
+from tests.support.deaf_coordinator import DeafCoordinator, DyingCoordinator
+from tests.support.sockets import port_that
 from tests.support.tiny import fit, tiny_trainer
 from tests.support.watching import actor_beside, events_of, steps_of, wait_until
 
@@ -74,7 +75,7 @@ def test_a_node_that_is_not_heard(cluster: None, text: Path, tmp_path: Path) -> 
         )
     )
     lost, joined = stopper.events("worker_lost"), stopper.events("worker_joined")
-    assert [event["cause"] for event in lost] == ["node", "node"]
+    assert [event["cause"] for event in lost] == ["ray_node", "ray_node"]
     assert "not heard" in lost[0]["detail"]
     assert NODE_TIMEOUT_S - 0.5 < lost[0]["time"] - stopper.time < NODE_TIMEOUT_S + 2
     assert len(joined) > len(lost)
@@ -104,26 +105,6 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-@contextlib.contextmanager
-def coordinators_port(reach: Reach) -> Iterator[tuple[str, int]]:
-    """A port where whoever connects finds `reach`."""
-    with (
-        socket.create_server(("127.0.0.1", 0), backlog=0) as server,
-        contextlib.ExitStack() as held,
-    ):
-        address = server.getsockname()
-        if reach == "refuses":
-            server.close()
-        if reach == "silent":  # the kernel drops what comes while the queue is full
-            for _ in range(2):
-                waiting = held.enter_context(socket.socket())
-                waiting.setblocking(False)
-                waiting.connect_ex(address)
-        if reach == "answers":
-            server.listen(100)
-        yield address
-
-
 @pytest.mark.parametrize("reach", get_args(Reach))
 def test_a_node_without_an_answer_ends_its_workers_where_the_coordinators_machine_is_silent(
     cluster: None, sleeper: subprocess.Popen[bytes], reach: Reach
@@ -131,7 +112,7 @@ def test_a_node_without_an_answer_ends_its_workers_where_the_coordinators_machin
     node = ray.get_runtime_context().get_node_id()
     deaf = socket.socket(type=socket.SOCK_DGRAM)
     deaf.bind(("127.0.0.1", 0))
-    with deaf, coordinators_port(reach) as address:
+    with deaf, port_that(reach) as address:
         coordinator = start_actor(DeafCoordinator, max_concurrency=100)()
         # It has the one call that an agent makes.
         api: Remote[CoordinatorApi] = Remote(coordinator.handle)
@@ -152,6 +133,23 @@ def test_a_node_without_an_answer_ends_its_workers_where_the_coordinators_machin
     assert (death.worker, death.cause) == ("w0", "node" if reach == "silent" else "crash")
 
 
+def test_what_a_node_shows_is_told_until_it_is_heard(cluster: None, tmp_path: Path) -> None:
+    """It may never change again."""
+    node = ray.get_runtime_context().get_node_id()
+    with socket.socket(type=socket.SOCK_DGRAM) as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        dying = start_actor(DyingCoordinator, max_concurrency=100, restarts=True)(tmp_path)
+        api: Remote[CoordinatorApi] = Remote(dying.handle)
+        start_agent = start_actor(NodeAgent, node=node, max_concurrency=8)
+        address, beats = ("127.0.0.1", 1), deaf.getsockname()
+        agent = start_agent(api, node, "token", address, beats, SECRET, HEALTH)
+        told = {"signs_changed", "node_checked"}
+        wait_until(lambda: {path.name for path in tmp_path.iterdir()} >= told)
+        ray.kill(agent.handle)
+        ray.kill(dying.handle)
+    assert {f"first {name}" for name in told} <= {path.name for path in tmp_path.iterdir()}
+
+
 @pytest.mark.parametrize(("witness_silent_s", "ends"), [(60.0, False), (0.0, True), (None, True)])
 def test_workers_go_on_where_the_coordinators_machine_is_gone_for_another_node_as_well(
     cluster: None,
@@ -164,7 +162,7 @@ def test_workers_go_on_where_the_coordinators_machine_is_gone_for_another_node_a
     with (
         contextlib.closing(WitnessStand(("127.0.0.1", 1), SECRET)) as stand,
         socket.socket(type=socket.SOCK_DGRAM) as mailbox,
-        coordinators_port("silent") as address,
+        port_that("silent") as address,
     ):
         listener = BeatListener(
             {name_of("token"): "token"},

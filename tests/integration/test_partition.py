@@ -28,12 +28,14 @@ def workers_on(run: PartitionRun, host: int) -> dict[str, int]:
     return {w.worker: w.pid for w in run.of_kind(events.WorkerJoined) if w.pid in there}
 
 
-def check_fenced(run: PartitionRun, cut_s: float, cut_off: dict[str, int]) -> None:
+def check_fenced(
+    run: PartitionRun, cut_s: float, cut_off: dict[str, int], cause: str = "node"
+) -> None:
     """The cut-off workers were written off in time, and from then on nothing of the generation
     that they knew was recorded or published."""
     lost = run.of_kind(events.WorkerLost, after_s=cut_s)
     assert {event.worker for event in lost} == set(cut_off)
-    assert {event.cause for event in lost} == {"node"}
+    assert {event.cause for event in lost} == {cause}
     assert max(event.time for event in lost) - cut_s < NODE_TIMEOUT_S + LATE_S
     fenced_s = lost[0].time
     (first, *_) = run.of_kind(events.RegroupDone, after_s=fenced_s)
@@ -78,7 +80,7 @@ def test_a_host_that_dies_is_done_without(tmp_path: Path) -> None:
         run.hosts.start(host)
         run.wait_for_replicas(2, after_s=started_s)
         run.finish()
-        check_fenced(run, killed_s, dead)
+        check_fenced(run, killed_s, dead, "ray_node")  # its kernel lives
 
 
 def test_a_host_that_is_cut_off_for_good(tmp_path: Path) -> None:

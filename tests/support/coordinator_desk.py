@@ -12,6 +12,7 @@ from elastic.config import HealthConfig
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.snapshots import Snapshots
 from elastic.coordinator.workers import Workers
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
@@ -30,6 +31,11 @@ class Agents:
 
     def __init__(self) -> None:
         self.killed: list[str] = []
+        self.answering: set[str] = set()
+        """Nodes whose machines answer."""
+
+    async def machine_answers(self, node: str) -> bool:
+        return node in self.answering
 
     async def signal(self, identity: Identity, number: int) -> None:
         assert number == signal.SIGKILL
@@ -80,7 +86,16 @@ class CoordinatorDesk:
         self.dispatcher.ready.set()
         self.agents = Agents()
         agents: Any = self.agents
-        snapshots: Any = None
+        no_holder: Any = None
+        snapshots = Snapshots(
+            self.paths,
+            self.membership.progress,
+            no_holder,
+            self.records.note,
+            versions={},
+            found=None,
+            timeout_s=1.0,
+        )
         self.workers = Workers(
             config, self.membership, self.dispatcher, self.records, agents, snapshots
         )

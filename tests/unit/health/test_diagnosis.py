@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
+
 from health.diagnosis import Facts, diagnose
+from health.signatures import find_sign
 from health.verdict import Role, Sign, Source, Step, Subject, Verdict
 
 NODES = {f"w{rank}": f"n{rank // 2}" for rank in range(8)}
@@ -108,6 +111,30 @@ def test_the_kernel_has_ended_a_worker_for_its_memory() -> None:
 def test_an_error_of_the_users_code_stays_one_whatever_its_words() -> None:
     found = verdict(loss("w2", "user_error"), sign("cuda_ecc", "n1"))
     assert whom(found) == ("user_error", ("w2",), (), "certain")
+
+
+@pytest.mark.parametrize(
+    "number", ["[Errno 28] No space left on device", "[Errno 5] Input/output error"]
+)
+@pytest.mark.parametrize(("cause", "role"), [("crash", "root"), ("collective", "cascade")])
+def test_what_a_worker_says_of_its_files_takes_no_machine(
+    number: str, cause: str, role: Role
+) -> None:
+    """A quota, a file system that all share, or an error that was caught."""
+    line = f"OSError: {number}: '/shared/x'"
+    said = find_sign(line, "worker", "n1", 5.0, {}, writer="w2")
+    assert said is not None
+    found = verdict(loss("w2", cause, role), said)
+    assert (found.cause, found.nodes, found.remedy) == (cause, (), None)
+    assert (line in found.evidence) == (role == "root")
+    assert verdicts(said) == []
+
+
+def test_what_the_disk_itself_shows_beside_it_does() -> None:
+    said = find_sign("[Errno 5] Input/output error", "worker", "n1", 5.0, {}, writer="w2")
+    shown = sign("disk_lost", "n1", source="reading", cause="node", subject="storage")
+    assert said is not None and verdict(shown).confidence == "weak"
+    assert whom(verdict(shown, said)) == ("node", (), ("n1",), "likely")
 
 
 def test_of_several_explanations_the_instrument_and_the_larger_remedy_count() -> None:

@@ -16,7 +16,7 @@ from health.efa import COUNTERS, read_efa
 from health.gpu import Gpus, bus_address
 from health.heartbeat import Record
 from health.kernel_log import KMSG, KernelLog, open_kernel_log, parse_record
-from health.mounts import read_mounts
+from health.mounts import PROC, read_mounts
 from health.nic import read_nics
 from health.worker_load import WorkerState, read_worker
 from tests.support.watching import wait_until
@@ -69,7 +69,7 @@ def test_the_interfaces_of_this_machine() -> None:
     assert all("rx_errors" in reading.values for reading in read_nics(0.0))
 
 
-def test_mounts_of_disks_the_last_at_each_place(tmp_path: Path) -> None:
+def test_mounts_of_disks_that_are_written_to_the_last_at_each_place(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(
         "/dev/sda1 / ext4 rw,relatime,errors=remount-ro 0 0\n"
@@ -77,10 +77,18 @@ def test_mounts_of_disks_the_last_at_each_place(tmp_path: Path) -> None:
         "/dev/sdb1 /data ext4 ro,errors=remount-ro 0 0\n"
         "/dev/sdc1 /data xfs rw 0 0\n"
         "/dev/sdd1 /old ext4 ro,relatime 0 0\n"
+        "/dev/sde1 /staged ext4 ro,relatime 0 0\n"
+        "tmpfs /tmp tmpfs rw 0 0\n"
     )
-    found = {reading.of: reading.values["read_only"] for reading in read_mounts(0.0, mounts)}
+    written = [Path(path) for path in ("/home/me", "/data", "/old/a/b", "/tmp/ray")]
+    found = {one.of: one.values["read_only"] for one in read_mounts(0.0, written, mounts)}
     assert found == {"/": 0.0, "/data": 0.0, "/old": 1.0}
-    assert read_mounts(0.0)  # of this machine
+
+
+def test_mounts_of_this_machine() -> None:
+    disks = [line.split()[1] for line in PROC.read_text().splitlines() if line.startswith("/dev/")]
+    found = read_mounts(0.0, [Path(place) / "x" for place in disks])
+    assert {reading.of for reading in found} == {*disks}
 
 
 def state(pid: int) -> WorkerState:

@@ -81,11 +81,24 @@ def test_an_interface() -> None:
 # -- machines --------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_becomes_read_only_is_lost_and_one_that_was_is_not() -> None:
-    writable, read_only = {"read_only": 0.0}, {"read_only": 1.0}
-    (sign,) = judged(readings("mount", "/", writable, read_only))
-    assert (sign.name, sign.decisive, sign.remedy) == ("disk_lost", True, "replace_node")
-    assert judged(readings("mount", "/", read_only, read_only)) == []
+@pytest.mark.parametrize(
+    ("read_only", "expected"),
+    [
+        ((0, 1), {("disk_lost", False)}),
+        ((0, 1, 1), {("disk_lost", False)}),
+        ((0, 1, 1, 1), {("disk_lost", True)}),
+        ((0, 1, 0, 1, 1), {("disk_lost", False)}),
+        ((0, 1, 1, 1, 0), set()),  # it was for a moment
+        ((1, 1, 1, 1), set()),
+        ((0, 0), set()),
+    ],
+)
+def test_a_disk_that_stays_read_only_is_lost_and_one_that_was_before_is_not(
+    read_only: Sequence[float], expected: set[tuple[str, bool]]
+) -> None:
+    signs = judged(readings("mount", "/", *({"read_only": float(one)} for one in read_only)))
+    assert {(sign.name, sign.repeated) for sign in signs} == expected
+    assert not any(sign.decisive for sign in signs)
 
 
 WELL = {

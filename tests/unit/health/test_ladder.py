@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from health.ladder import EMPTY, decide_step
+from health.signatures import Signature, known_signatures
 from health.verdict import Confidence, Step, Verdict
 
 
@@ -56,6 +57,14 @@ def climb(found: Verdict, tries: int) -> list[Step | None]:
 )
 def test_each_time_more(found: Verdict, steps: list[Step | None]) -> None:
     assert climb(found, len(steps)) == steps
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in known_signatures() if line.remedy], ids=lambda line: line.name
+)
+def test_no_line_asks_for_less_than_its_cause_gets(line: Signature) -> None:
+    """It would not get it."""
+    assert decide_step(verdict(line.cause, line.remedy), EMPTY, 7) == line.remedy
 
 
 def test_nothing_is_done_for_a_weak_one() -> None:

@@ -83,3 +83,13 @@ def test_the_handler_is_there_for_the_next_question_too() -> None:
     for _ in range(2):
         text = read_stacks(os.getpid(), fd, lambda number: os.kill(os.getpid(), number))
         assert "test_the_handler_is_there" in text
+
+
+def test_answers_are_not_kept_for_ever() -> None:
+    """A worker that is asked each minute for a month would run out of memory."""
+    fd = offer_stacks()
+    os.write(fd, b"an answer of before\n" * 100_000)
+    for _ in range(2):
+        text = read_stacks(os.getpid(), fd, lambda number: os.kill(os.getpid(), number))
+        assert "test_answers_are_not_kept" in text and "of before" not in text
+    assert os.fstat(fd).st_size < 2 * 200_000

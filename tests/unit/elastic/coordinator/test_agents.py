@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,6 +14,8 @@ from elastic.coordinator import agents as module
 from elastic.coordinator.agents import START_S, NodeAgents
 from elastic.protocol.messages import Helper, Identity
 from elastic.protocol.rpc import Remote
+from health.lease import Reach
+from tests.support.sockets import port_that
 
 HEALTH = HealthConfig(node_beat_s=1.0, node_timeout_s=5.0)
 
@@ -181,3 +184,15 @@ def test_a_raylet_has_ended_where_its_machine_refuses_or_ray_says_so(
         assert not look(lambda node: address)
     assert look(lambda node: address) and look(lambda node: None)
     assert not look(unreachable), "Ray cannot say"
+
+
+@pytest.mark.parametrize("reach", get_args(Reach))
+def test_what_a_machine_answers_tells_its_end_from_that_of_what_ran_there(
+    agents: NodeAgents, reach: Reach
+) -> None:
+    token = started(agents, "n")
+    assert not asyncio.run(agents.machine_answers("n")), "where it is is not known"
+    with port_that(reach) as door:
+        agents._meet(token, door)
+        agents.forget("n")
+        assert asyncio.run(agents.machine_answers("n")) == (reach != "silent")

@@ -20,13 +20,13 @@ from elastic.coordinator.replacements import Replacements
 from elastic.errors import NoCapacityError
 from elastic.node_config import KubeNodes, NodesConfig
 from elastic.protocol import events
-from elastic.protocol.causes import CORRUPTION, CRASH, GPU_ERROR, LINK, NODE, Cause
+from elastic.protocol.causes import CORRUPTION, CRASH, GPU_ERROR, LINK, NODE, PATH, Cause
 from elastic.providers.kube_api import KubeApi
 from elastic.providers.kube_nodes import HEALTH_LABEL, REBOOT, REPLACE, KubeProvider
 from elastic.providers.node_provider import NodeIdentity, NodeProvider
 from elastic.providers.ray_nodes import RayProvider
 from elastic.reporting.suspect_file import SuspectFile
-from health import breaker
+from health import breaker, suspects
 from health.suspects import Mark
 from tests.support.coordinator_desk import CoordinatorDesk
 from tests.support.fakes.kube_server import kube_server
@@ -122,6 +122,20 @@ class Desk(CoordinatorDesk):
     def told(self) -> list[events.NodeReplacement]:
         return self.happened(events.NodeReplacement)
 
+    def lose_on(self, node: str, cause: Cause) -> None:
+        """One whom nobody else knows."""
+        self.records.note(
+            events.WorkerLost(
+                time=time.time(),
+                worker="x",
+                node=node,
+                pid=1,
+                slot=None,
+                cause=cause,
+                detail="as found",
+            )
+        )
+
     def join_from(self, node: str) -> None:
         self.records.note(
             events.WorkerJoined(time=0.0, worker=f"{node}-new", node=node, pid=1, born_ticks=None)
@@ -149,6 +163,23 @@ def test_a_machine_at_fault_is_drained_and_replaced(tmp_path: Path, cause: Cause
     assert desk.file.read() == {}, "there is no such machine any more"
 
 
+def test_of_two_nodes_that_are_lost_at_once_the_machine_that_answers_may_be_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a container ran out of memory, and all its processes were ended."""
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        await desk.workers.lose_nodes({"B": "not heard", "C": "not heard"})
+        begun, _ = await desk.outcomes("begun", "replaced")
+        assert (begun.machine, begun.reason) == ("m-C", "node: not heard")
+
+    desk.agents.answering = {"B"}
+    desk.run(story)
+    (mark,) = desk.file.read()["m-B"]
+    assert (mark.cause, mark.weight) == ("ray_node", 0.3)
+
+
 def test_what_may_have_been_the_program_needs_to_come_again(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     before = Mark(
@@ -165,6 +196,35 @@ def test_what_may_have_been_the_program_needs_to_come_again(tmp_path: Path) -> N
 
     desk.run(story)
     assert desk.ended == ["C"] and desk.file.read().keys() == {"m-B"}
+
+
+def test_what_follows_the_work_with_no_step_in_between_says_nothing_of_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (suspects, suspicions):
+        monkeypatch.setattr(module, "INCIDENT_S", 0.0)
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        for node in "BBC":
+            desk.lose_on(node, cause=GPU_ERROR)
+            await asyncio.sleep(0.001)  # another time
+        desk.lose_on("A", cause=PATH)  # whose other end is told from it by its coming again
+        while "m-A" not in desk.file.read():
+            await asyncio.sleep(0.005)
+        assert {machine: len(marks) for machine, marks in desk.file.read().items()} == {
+            "m-A": 1,
+            "m-B": 1,
+        }
+        desk.lose_on("A", cause=PATH)
+        (begun,) = await desk.outcomes("begun")
+        assert begun.machine == "m-A"
+        desk.membership.progress.recorded += 1
+        desk.lose_on("C", cause=GPU_ERROR)
+        while "m-C" not in desk.file.read():
+            await asyncio.sleep(0.005)
+
+    desk.run(story)
 
 
 def test_the_default_tells_what_would_be_done_and_does_nothing(tmp_path: Path) -> None:
@@ -616,7 +676,7 @@ def test_a_machine_that_is_lost_with_two_of_rays_nodes_is_one(
 
 def test_a_record_that_cannot_be_read_does_not_stop_a_verdict(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
-    desk.file.path.write_text("{")
+    desk.file.path.write_text("[]")
 
     async def story() -> None:
         desk.join_from("C")
@@ -625,7 +685,7 @@ def test_a_record_that_cannot_be_read_does_not_stop_a_verdict(tmp_path: Path) ->
         assert desk.membership.stopped is None
 
     desk.run(story)
-    assert desk.ended == ["B"] and desk.file.path.read_text() == "{"
+    assert desk.ended == ["B"] and desk.file.path.read_text() == "[]"
 
 
 def test_a_record_that_cannot_be_written_does_not_clear_what_is_held_back(tmp_path: Path) -> None:

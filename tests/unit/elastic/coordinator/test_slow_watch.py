@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from elastic.coordinator import slow_watch
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.slow_watch import SlowWatch
 from elastic.protocol import events
@@ -107,6 +108,22 @@ def test_a_straggler_is_told_once_with_its_machine_and_the_evidence(desk: Desk) 
     assert manifest["paces"]["b"]["compute_s"] == 0.15 and manifest["paces"]["c"]["node"] == "C"
     assert (folder / "b.txt").read_text() == "stacks of b"
     assert {path.stem for path in folder.glob("*.txt")} == {"a", "b", "c"}
+
+
+def test_one_that_stays_slow_is_told_again_after_hours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its verdict counted has faded by then, if nothing was done."""
+    desk = Desk(tmp_path, move=True)
+    play(desk, *[("b",)] * (ROUNDS + 1))
+    assert len(desk.found) == 1
+    monkeypatch.setattr(slow_watch, "AGAIN_S", 0.0)
+    play(desk, ("b",))
+    desk.records.end("finished", None)
+    assert [(found.workers, found.nodes) for found in desk.found] == [(["b"], ["B"])] * 2
+    assert f"slow in {ROUNDS + 2} rounds running" in desk.found[-1].detail
+    assert [verdict.workers for verdict in desk.met] == [("b",)] * 2
+    assert len(list(desk.paths.incidents.iterdir())) == 1, "evidence is kept once"
 
 
 def test_slowness_that_stops_or_wanders_begins_anew(desk: Desk) -> None:

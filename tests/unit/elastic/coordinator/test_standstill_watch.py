@@ -190,6 +190,19 @@ def test_all_are_asked_what_they_do_and_of_many_a_sample_that_says_so(
     assert groups["unread"] == ("b", "a", "c", "d")[: len(first)]
 
 
+def test_stacks_that_nobody_understands_cost_no_evidence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("another release of Python")
+
+    monkeypatch.setattr(standstill, "find_stack_groups", fail)
+    desk = Desk(tmp_path)
+    manifest = asyncio.run(desk.stand_still_and_keep(monkeypatch))
+    assert manifest["stack_groups"] == {"seen": 3, "workers": 3}
+    assert desk.agents.killed == ["b"] and desk.membership.stopped is None
+
+
 def in_all(begun: object, waits_in: int | None = None) -> str:
     """A recording of one in the first replica of a roster."""
     entry = {

@@ -7,6 +7,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from elastic.node import health_watch
 from elastic.node.health_watch import SAMPLE_S, HealthWatch, own_names, start_health_watch
 from health.heartbeat import Record
 from health.kernel_log import KMSG
+from health.mounts import read_mounts
 from health.reading import Reading
 from health.verdict import Sign
 from health.worker_load import WorkerState
@@ -63,6 +65,21 @@ def test_the_readings_of_each_look_are_shown(idle: WorkerState) -> None:
     for at_s in (1000.0, 1005.0):
         watch.look(at_s, 0.0)
     assert [r.at_s for r in shown if (r.kind, r.of) == ("worker", "w1")] == [1000.0, 1005.0]
+
+
+def test_the_disk_that_workers_write_to_is_looked_at_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: WorkerState
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda1 /boot ext4 ro 0 0\n/dev/sdb1 {tmp_path / 'ray'} ext4 rw 0 0\n")
+    reads = partial(read_mounts, file=mounts)
+    monkeypatch.setattr(health_watch, "read_mounts", reads)
+    writes = replace(idle, logs=(str(tmp_path / "ray/logs/worker.out"),))
+    shown: list[Reading] = []
+    watch = HealthWatch("n1", lambda: [writes], lambda signs: None, shown.extend)
+    for at_s in (1000.0, 1005.0):
+        watch.look(at_s, 0.0)
+    assert {r.of for r in shown if r.kind == "mount"} == {str(tmp_path / "ray")}
 
 
 def test_a_worker_that_has_ended_is_forgotten(idle: WorkerState) -> None:

@@ -20,6 +20,7 @@ from elastic.protocol.causes import (
     known_causes,
     register_cause,
 )
+from health.suspects import Mark, is_suspect
 from tests.support import ROOT
 from tests.support.plugins import install_plugin
 
@@ -50,6 +51,14 @@ def test_every_entry_can_be_drawn_and_has_a_budget() -> None:
     entries = known_causes().values()
     assert all(is_color_like(entry.color) and entry.text for entry in entries)
     assert len({entry.color for entry in entries}) == len(entries)
+
+
+def test_a_machine_that_is_suspect_at_once_is_so_for_hours() -> None:
+    """What fades as soon as it is looked at again has nothing done."""
+    weights = [entry.against_machine for entry in known_causes().values()]
+    marks = [Mark(time=0.0, weight=one, cause="c", run="r", detail="d") for one in weights]
+    at_once = [mark for mark in marks if is_suspect([mark], 0.0)]
+    assert at_once and all(is_suspect([mark], 6 * 3600.0) for mark in at_once)
 
 
 def test_a_cause_of_a_plugin_is_known_in_every_process(tmp_path: Path) -> None:

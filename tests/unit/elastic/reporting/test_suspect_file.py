@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +41,36 @@ def test_no_run_loses_the_mark_of_another(tmp_path: Path) -> None:
     assert len(SuspectFile(tmp_path).read()) == 80
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"machines": {"m": [{}]}}'])
+@pytest.mark.parametrize("damaged", [b"", b'{"machines": {"n"', b"\0\0", b"\xff\xfe\xfd"])
+def test_a_damaged_file_is_set_aside_by_the_next_mark(tmp_path: Path, damaged: bytes) -> None:
+    file = SuspectFile(tmp_path)
+    file.path.write_bytes(damaged)
+    with pytest.raises(SuspectFileError):
+        file.read()
+    assert file.add("m", mark(0.0)) == (mark(0.0),)
+    assert file.read() == {"m": (mark(0.0),)}
+    assert (tmp_path / "suspect-nodes.damaged").read_bytes() == damaged
+
+
+def test_a_record_is_on_the_disk_before_it_takes_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def noted(act: Callable[..., None]) -> Callable[..., None]:
+        def note(*of: Any) -> None:
+            done.append(act.__name__)
+            act(*of)
+
+        return note
+
+    monkeypatch.setattr(os, "fsync", noted(os.fsync))
+    monkeypatch.setattr(os, "replace", noted(os.replace))
+    SuspectFile(tmp_path).add("m", mark(0.0))
+    assert done == ["fsync", "replace"]
+
+
+@pytest.mark.parametrize("text", ["[]", '{"machines": {"m": [{}]}}'])
 def test_what_is_no_record_is_refused_and_left_as_it_is(tmp_path: Path, text: str) -> None:
     file = SuspectFile(tmp_path)
     file.path.write_text(text)

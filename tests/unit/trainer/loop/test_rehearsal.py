@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.support.counting_backend import Counting
 from tests.support.data_plane import make_engine
-from tests.support.tiny import tiny_train
+from tests.support.tiny import tiny_task, tiny_train
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OffloadConfig, ParallelConfig, TrainConfig
