@@ -111,7 +111,8 @@ class ElasticTrainer:
 
         Args:
             detach: return once the run is under way. `elastic attach` shows it, `elastic stop`
-                stops it, the same command without `detach` waits for its end.
+                stops it, the same command without `detach` waits for its end. Needs a Ray cluster
+                that outlives this program (`ray start`).
 
         Returns:
             Ray Train's Result; `metrics` holds the report's numbers and, as `checkpoint_store`,

@@ -47,7 +47,13 @@ from elastic.protocol.rpc import Remote
 from elastic.protocol.run_identity import RunIdentity, StateTable, identify, record_identity
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import SupervisorApi
-from elastic.ray_compat.cluster import accelerator_types, connect, start_actor
+from elastic.ray_compat.cluster import (
+    accelerator_types,
+    connect,
+    has_started_one,
+    start_actor,
+    would_start_one,
+)
 from elastic.ray_compat.groups import end_all
 from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.placement import Wanted
@@ -62,6 +68,7 @@ from trainer.config import TrainConfig
 from trainer.engine.build import build_model
 from trainer.engine.optimizer import try_optimizer
 from trainer.engine.state import state_table
+from trainer.errors import ConfigError
 from trainer.loop.samples import Ledger
 from trainer.progress import tell
 from trainer.tasks.causal_lm import CausalLM
@@ -102,6 +109,8 @@ class Launch:
     def fit(self, *, detach: bool) -> Result:
         """See `ElasticTrainer.fit`."""
         try_optimizer(self.train.optimizer)
+        if detach:
+            _check_outlives()
         paths = RunPaths(root=run_root(self.run_config))
         run = None
         if may_be_going_on(paths):
@@ -344,6 +353,20 @@ class Launch:
                 flops_per_token=flops_per_token,
             ),
         )
+
+
+def _check_outlives() -> None:
+    """Warns where the cluster ends with this program, which has started it.
+
+    Raises:
+        ConfigError: there is none yet, so `fit` would start one.
+    """
+    fact = "the run would end with this program, which starts the Ray cluster itself"
+    fix = "Start one first (`ray start --head`), set RAY_ADDRESS, or leave detach out"
+    if would_start_one():
+        raise ConfigError("detach", True, fact, fix)
+    if has_started_one():
+        log.warning("detach = True: %s. %s.", fact, fix)
 
 
 def _end_leftovers(paths: RunPaths) -> None:
