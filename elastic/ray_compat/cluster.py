@@ -178,6 +178,8 @@ def on_nodes(
     for call in done:
         try:
             answers[calls[call]] = ray.get(call)
+        except ray.exceptions.RayTaskError as error:  # a traceback; its last line is the fact
+            answers[calls[call]] = Failed(why=str(error).strip().splitlines()[-1])
         except ray.exceptions.RayError as error:
             answers[calls[call]] = Failed(why=str(error))
     for call in late:
