@@ -63,6 +63,7 @@ class Meter:
             }
         )
         self._signs: Counter[tuple[str, str]] = Counter()
+        self._workers: dict[str, set[str]] = {}
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -72,8 +73,10 @@ class Meter:
         match event:
             case events.WorkerJoined():
                 self._devices.add(event.device)
+                self._workers.setdefault(event.node, set()).add(event.worker)
             case events.WorkerLost():
                 self._count("elastic_workers_lost", event.cause)
+                self._workers.get(event.node, set()).discard(event.worker)
             case events.RegroupCalled():
                 self._count("elastic_regroups", event.reason)
             case events.RegroupDone():
@@ -149,7 +152,9 @@ class Meter:
             tags = dict(zip(METRICS[name].tags, values, strict=True))
             yield Sample(name=name, value=count, tags=tags)
         for (node, sign), count in self._signs.items():
-            yield Sample(name="elastic_node_signs", value=count, tags={"node": node, "sign": sign})
+            left = not self._workers.get(node, True)  # one that is gone takes nothing back
+            tags = {"node": node, "sign": sign}
+            yield Sample(name="elastic_node_signs", value=0 if left else count, tags=tags)
 
     def _numbers(self, now: float, steps: int, standing: Standing) -> dict[str, float]:
         started, layout, saved = self._started, self._started.layout, self._saved

@@ -35,6 +35,11 @@ def started() -> events.RunStarted:
     )
 
 
+def signs(*names: str) -> events.SignsChanged:
+    shown = [{"name": name} for name in names]
+    return events.SignsChanged(time=110.0, node="n", names=["host"], signs=shown)
+
+
 def step(number: int, time: float, loss: float = 2.5) -> events.StepRecord:
     return events.StepRecord(
         step=number,
@@ -198,12 +203,18 @@ def test_a_lost_spare_takes_no_time() -> None:
 
 
 def test_a_sign_that_is_gone_is_told_as_0() -> None:
-    def signs(*names: str) -> events.SignsChanged:
-        shown = [{"name": name} for name in names]
-        return events.SignsChanged(time=110.0, node="n", names=["host"], signs=shown)
-
     told = numbers(metered(signs("ecc", "ecc", "hot"), signs("hot")))
     assert told["elastic_node_signs|n|ecc"] == 0 and told["elastic_node_signs|n|hot"] == 1
+
+
+def test_a_node_whose_workers_are_lost_shows_nothing_until_one_comes_again() -> None:
+    """A machine that is gone takes back nothing of what it has shown."""
+    meter = metered(signs("hot"))
+    shown = [numbers(meter)["elastic_node_signs|n|hot"]]
+    for event in (joined("H100"), lost(111.0), joined("H100")):
+        meter.take(event)
+        shown.append(numbers(meter)["elastic_node_signs|n|hot"])
+    assert shown == [1, 1, 0, 1]
 
 
 def test_a_machine_is_suspect_until_it_is_replaced_or_cleared() -> None:
