@@ -138,7 +138,7 @@ class Launch:
             task_info = ready.task.info
             if started is None:
                 log.warning("the run in %s is over: all its steps are done", paths.root)
-                observer = Observer(paths, self.callbacks, tensorboard=False)
+                observer = Observer(paths, self.callbacks)
                 observer.start()
                 return _result(paths, observer.finish(), task_info)
             run, coordinator, observer = started
