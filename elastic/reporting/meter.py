@@ -13,6 +13,7 @@ from typing import get_args
 
 from elastic.protocol import events
 from elastic.protocol.causes import known_causes
+from elastic.reporting.alerts import Watched
 from elastic.reporting.lost_time import LostTime
 from elastic.reporting.metrics import METRICS, RECENT_STEPS, Sample
 from elastic.reporting.speed import workers_per_replica
@@ -51,6 +52,7 @@ class Meter:
         self._saved: events.CheckpointCommitted | None = None
         self.replicas = 0
         """Replicas of the newest roster."""
+        self._watched = Watched()
         self._devices: set[str] = set()
         self._suspects: dict[str, bool] = {}
         # Zeros, too: Prometheus sees no rise in what begins with 1.
@@ -70,6 +72,7 @@ class Meter:
     def take(self, event: events.Event) -> None:
         """Something happened."""
         self._lost_time.take(event)
+        self._watched.take(event)
         match event:
             case events.WorkerJoined():
                 self._devices.add(event.device)
@@ -172,6 +175,7 @@ class Meter:
             "elastic_spares": standing.spares,
             "elastic_planned_spares": layout["spares"],
             "elastic_saved_timestamp_seconds": saved.time if saved else started.time,
+            "elastic_restarts": len(self._watched.restarts),
             "elastic_suspect_nodes": sum(self._suspects.values()),
         }
         if last is not None:
