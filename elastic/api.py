@@ -125,6 +125,8 @@ class ElasticTrainer:
             ResourcesError: before any worker starts; the cluster has too little.
             RunFailedError: the run ended with an error; the message holds it, user tracebacks
                 included.
+            RunStoppedError: somebody else has stopped the run (`elastic stop`, a signal to another
+                program that was attached to it).
         """
         if _reads_only:
             raise FitReached

@@ -15,7 +15,7 @@ from checkpointing.field_types import type_name
 from elastic.config import HealthConfig, ScalingConfig
 from elastic.driver.observer import Observer
 from elastic.driver.stopping import Stopping
-from elastic.errors import RunFailedError
+from elastic.errors import RunFailedError, RunStoppedError
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.events import RunEnded
 from elastic.protocol.job import Job
@@ -130,6 +130,7 @@ def follow(
 
     Raises:
         RunFailedError: the run ended with an error.
+        RunStoppedError: somebody else has stopped it.
     """
     stopping = Stopping(coordinator)
     try:
@@ -150,6 +151,8 @@ def follow(
     if ending.error is not None:
         raise RunFailedError(ending.error, ending.cause)
     stopping.settle()
+    if report.outcome in ("stopped", "interrupted") and not stopping.asked:
+        raise RunStoppedError(str(observer.paths.root), report.outcome, report.steps)
     return report
 
 
