@@ -8,7 +8,7 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -59,6 +59,7 @@ from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.placement import Wanted
 from elastic.ray_compat.trainer import controller_variables
 from elastic.reporting.callback import Callback
+from elastic.reporting.event_log import read_events
 from elastic.reporting.phases import phases
 from elastic.reporting.report import Report
 from elastic.supervisor.plan import RunPlan
@@ -169,7 +170,8 @@ class Launch:
                 self.train.task.check_gpu(self.train)
         identity, snapshot = identify(paths), self._find_snapshot(paths)
         tell(f"looking for a state to go on from in {paths.checkpoints}")
-        self._find_origin(paths, identity, snapshot, None)  # before data is prepared for hours
+        saved = paths, read_events(paths.events), identity, snapshot
+        self._find_origin(*saved, None)  # before data is prepared for hours
         if self.scaling.device == "cuda":
             from elastic.driver.memory import check_memory  # seconds of imports
 
@@ -181,7 +183,7 @@ class Launch:
         tell("building the model on the driver, without weights")
         built = build_model(task, self.train)[0]
         model = state_table(built, self.train.optimizer)
-        origin = self._find_origin(paths, identity, snapshot, model)
+        origin = self._find_origin(*saved, model)
         if origin.manifest is not None:
             check_continues(origin.manifest, self.train, task)
         return _Ready(
@@ -206,8 +208,8 @@ class Launch:
         plan = wait_for_workers(self.scaling, self.train.parallel)
         tell("starting the run: coordinator, supervisor, workers")
         record_identity(paths, identity)
-        set_others_aside(paths, origin.stored, identity, model)
-        remove_orphans(paths, last_generation(paths, origin.manifest) + 1)
+        set_others_aside(paths, origin, identity, model)
+        remove_orphans(paths, last_generation(origin) + 1)
         attempt = secrets.randbits(31)
         prefix = f"{paths.key}/{attempt:08x}/"
         config = self._coordinator_config(paths, origin, plan, task, prefix, ready.flops_per_token)
@@ -271,12 +273,13 @@ class Launch:
     def _find_origin(
         self,
         paths: RunPaths,
+        happened: Sequence[events.Event],
         identity: RunIdentity,
         snapshot: Snapshot | None,
         model: StateTable | None,
     ) -> Origin:
         """What to go on from, and with which lanes."""
-        origin = find_origin(paths, identity, snapshot, model)
+        origin = find_origin(paths, happened, identity, snapshot, model)
         check_found(paths, identity, self.checkpoint.resume, origin)
         if origin.manifest is not None and self.train.lanes is None:
             # They belong to the run; an imported checkpoint has none.
@@ -315,7 +318,7 @@ class Launch:
             prefix=prefix,
             health=self.health,
             checkpoint=self.checkpoint,
-            generation=last_generation(paths, origin.manifest),
+            generation=last_generation(origin),
             faults=self.faults,
             ledger=Ledger(
                 seed=self.train.seed,
