@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.cli import actions
+from elastic.cli.arguments import count, positive
 
 _EPILOG = """\
 RUN is a run's directory (storage_path/name), its checkpoint directory, or a store URL such as
@@ -56,7 +57,7 @@ def _add_looks(verbs: Any) -> None:
         "is noted as verified, and the newest such one is not deleted.",
     )
     verb.add_argument(
-        "--threads", type=_positive, default=8, help="reads at once, 16 MiB each (default: 8)"
+        "--threads", type=count, default=8, help="reads at once, 16 MiB each (default: 8)"
     )
     _json(verb)
 
@@ -79,7 +80,7 @@ def _add_exchange(verbs: Any) -> None:
         "--config", type=Path, help="config.json of a model that the checkpoint lacks"
     )
     verb.add_argument(
-        "--shard-gb", type=_positive_real, default=5.0, help="bound on an hf file (default: 5)"
+        "--shard-gb", type=positive, default=5.0, help="bound on an hf file (default: 5)"
     )
     verb = _verb(
         verbs,
@@ -91,7 +92,7 @@ def _add_exchange(verbs: Any) -> None:
     )
     verb.add_argument("source", type=Path, metavar="DIR", help="the directory to read")
     verb.add_argument("--from", dest="form", required=True, choices=("hf", "dcp"), help="its form")
-    verb.add_argument("--step", type=_positive, help="step to go on from; dcp knows its own")
+    verb.add_argument("--step", type=count, help="step to go on from; dcp knows its own")
     verb.add_argument(
         "--config", type=Path, help="dcp: config.json of the model, to check it against"
     )
@@ -148,19 +149,4 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(",")))
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
-
-
-def _positive_real(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
-
-
 _step.__name__ = "step"  # argparse puts it into its message
-_positive.__name__ = _positive_real.__name__ = "number"

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from elastic.cli.arguments import count, positive
 from elastic.cli.show import human_time
 from elastic.errors import WebhookError, WebhookRefusedError
 from elastic.protocol.events import event_from_json
@@ -80,14 +81,14 @@ def add_to(commands: Any) -> None:
     ):
         watch.add_argument(
             f"--{name}",
-            type=_positive,
+            type=positive,
             default=default,
             metavar="S",
             help=f"{what} (default: {default:g})",
         )
     watch.add_argument(
         "--storm",
-        type=_count,
+        type=count,
         default=5,
         metavar="N",
         help="restarts within 10 minutes that are an alert (default: 5)",
@@ -225,20 +226,3 @@ class _Listener:
             time.sleep(pause_s)
             if self.tell(alerts, time.time()):
                 return
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
-
-
-_positive.__name__ = _count.__name__ = "number"  # argparse puts it into its message
