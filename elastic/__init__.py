@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from checkpointing import CheckpointConfig, CheckpointConfigError, CheckpointError, S3Config
     from elastic.api import ElasticTrainer
     from elastic.config import HealthConfig, ScalingConfig
-    from elastic.errors import ElasticError, ResourcesError, RunFailedError
+    from elastic.errors import ElasticError, ResourcesError, RunFailedError, RunStoppedError
     from elastic.node_config import Ec2Nodes, KubeNodes, LocalNodes, RayNodes
     from elastic.protocol.faults import Fault, parse_faults
     from elastic.reporting.callback import Callback
@@ -53,6 +53,7 @@ _HOMES = {
     "RayNodes": "elastic.node_config",
     "ResourcesError": "elastic.errors",
     "RunFailedError": "elastic.errors",
+    "RunStoppedError": "elastic.errors",
     "S3Config": "checkpointing",
     "ScalingConfig": "elastic.config",
     "Steps": "trainer.config",
@@ -87,6 +88,7 @@ __all__ = [
     "RayNodes",
     "ResourcesError",
     "RunFailedError",
+    "RunStoppedError",
     "S3Config",
     "ScalingConfig",
     "Steps",

@@ -111,7 +111,8 @@ class ElasticTrainer:
 
         Args:
             detach: return once the run is under way. `elastic attach` shows it, `elastic stop`
-                stops it, the same command without `detach` waits for its end.
+                stops it, the same command without `detach` waits for its end. Needs a Ray cluster
+                that outlives this program (`ray start`).
 
         Returns:
             Ray Train's Result; `metrics` holds the report's numbers and, as `checkpoint_store`,
@@ -124,6 +125,8 @@ class ElasticTrainer:
             ResourcesError: before any worker starts; the cluster has too little.
             RunFailedError: the run ended with an error; the message holds it, user tracebacks
                 included.
+            RunStoppedError: somebody else has stopped the run (`elastic stop`, a signal to another
+                program that was attached to it).
         """
         if _reads_only:
             raise FitReached

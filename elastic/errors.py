@@ -3,6 +3,7 @@
 ElasticError
 ├── ResourcesError    the cluster has too little for the smallest layout
 ├── RunFailedError    the run ended with an error
+├── RunStoppedError   somebody else has stopped the run
 ├── SuspectFileError  the record of suspect machines cannot be read
 ├── WebhookError      news of a run did not reach whom they were meant for
 │   └── WebhookRefusedError  and no later try will help
@@ -52,6 +53,26 @@ class RunFailedError(ElasticError):
 
     def __str__(self) -> str:
         return self.error
+
+
+class RunStoppedError(ElasticError):
+    """Somebody else than this program has stopped the run before its last step.
+
+    Args:
+        run: its directory.
+        outcome: "stopped", with a checkpoint, or "interrupted", at once.
+        step: steps done.
+    """
+
+    def __init__(self, run: str, outcome: str, step: int) -> None:
+        super().__init__(run, outcome, step)
+        self.run, self.outcome, self.step = run, outcome, step
+
+    def __str__(self) -> str:
+        return (
+            f"the run in {self.run} was {self.outcome} by somebody else after {self.step} steps. "
+            f"The same command goes on with it."
+        )
 
 
 class SuspectFileError(ElasticError):

@@ -11,7 +11,7 @@ import sys
 from types import TracebackType
 
 from checkpointing import CheckpointConfigError
-from elastic.errors import RunFailedError, RunGoesOnError
+from elastic.errors import RunFailedError, RunGoesOnError, RunStoppedError
 from elastic.protocol.causes import entry_of
 from trainer.errors import ConfigError
 
@@ -22,14 +22,15 @@ RETRY_IS_USELESS = 93
 def decide_exit_status(error: BaseException) -> int:
     """The status of a process that `error` ends.
 
-    A retry is useless where the settings cannot work, and where a cause came back that only a
-    change of code, data or settings mends (`CauseEntry.needs_change`). It may help where memory ran
-    out, machines were taken away or missing, a budget of losses was spent, or storage failed; and
-    where another process has the run for now.
+    A retry is not wanted where somebody has stopped the run. It is useless where the settings
+    cannot work, and where a cause came back that only a change of code, data or settings mends
+    (`CauseEntry.needs_change`). It may help where memory ran out, machines were taken away or
+    missing, a budget of losses was spent, or storage failed; and where another process has the run
+    for now.
     """
     if isinstance(error, RunGoesOnError):
         return FAILED
-    if isinstance(error, ConfigError | CheckpointConfigError):
+    if isinstance(error, ConfigError | CheckpointConfigError | RunStoppedError):
         return RETRY_IS_USELESS
     if isinstance(error, RunFailedError):
         return decide_status_of(error.cause)

@@ -55,7 +55,7 @@ class Stock:
 def memory_folder(run: Path) -> Path:
     """Where the snapshots of the run in directory `run` lie, on every node; this user's alone."""
     key = hashlib.sha256(str(run).encode()).hexdigest()[:16]
-    return TMPFS / f"elastictrainer-snapshots-{os.getuid()}" / key
+    return TMPFS / f"elastictrainer-snapshots-{os.getuid()}" / f"{run.name}-{key}"
 
 
 def open_memory(folder: Path, node: str) -> LocalStore:
@@ -120,9 +120,26 @@ def _check_room(store: LocalStore, needed_bytes: int) -> None:
             str(store.root),
             errno.ENOSPC,
             f"{needed_bytes / 1e6:.0f} MB, with what is being written there, would leave less than "
-            f"{LEAVE_FREE:.0%} of {total / 1e6:.0f} MB ({free / 1e6:.0f} MB are free); make "
-            f"{TMPFS} larger, or set checkpoint.memory_every to None",
+            f"{LEAVE_FREE:.0%} of {total / 1e6:.0f} MB ({free / 1e6:.0f} MB are free); "
+            f"{_of_other_runs(store.root.parent)}make {TMPFS} larger, or set "
+            f"checkpoint.memory_every to None",
         )
+
+
+def _of_other_runs(folder: Path) -> str:
+    """What to do about the snapshots of other runs than the one of `folder`, on this machine."""
+    others = {run: _size_bytes(run) for run in folder.parent.iterdir() if run != folder}
+    held = [f"{run} ({size / 1e6:.0f} MB)" for run, size in sorted(others.items()) if size]
+    return f"delete what runs have left that are over, of {', '.join(held)}; " if held else ""
+
+
+def _size_bytes(folder: Path) -> int:
+    size = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # its run goes on
+                size += os.stat(os.path.join(path, name)).st_size
+    return size
 
 
 def settle_snapshot(store: LocalStore, manifest: Manifest) -> None:

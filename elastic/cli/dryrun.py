@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from checkpointing import CheckpointError
+from elastic.cli.arguments import count, positive
 from elastic.cli.show import human_bytes, table
 from elastic.errors import ElasticError
 from trainer.dryrun.machines import MACHINES, Machine
@@ -52,9 +53,9 @@ def add_to(commands: Any) -> None:
     )
     verb.add_argument("file", metavar="FILE.py[:NAME]", help="where the ElasticTrainer is")
     verb.add_argument("--instance", choices=list(MACHINES), help="machines of AWS")
-    verb.add_argument("--nodes", type=int, metavar="N", help="how many machines there are")
-    verb.add_argument("--memory-gb", type=float, metavar="GB", help="of one GPU, in 10^9 bytes")
-    verb.add_argument("--gpus-per-node", type=int, metavar="N", help="on other machines")
+    verb.add_argument("--nodes", type=count, metavar="N", help="how many machines there are")
+    verb.add_argument("--memory-gb", type=positive, metavar="GB", help="of one GPU, in 10^9 bytes")
+    verb.add_argument("--gpus-per-node", type=count, metavar="N", help="on other machines")
     verb.add_argument("--json", action="store_true", help="one JSON object")
     verb.set_defaults(action=run)
 
@@ -88,9 +89,6 @@ def plan_machine(
     Raises:
         ConfigError: the options contradict each other.
     """
-    for name, value in (("memory-gb", memory_gb), ("gpus-per-node", gpus), ("nodes", nodes)):
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{name}", value, "not positive", "Use a positive number")
     if instance is not None:
         machine = MACHINES[instance]
         if memory_gb is not None:

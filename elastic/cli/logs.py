@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def add_to(commands: Any) -> None:
 
 
 def show_logs(options: argparse.Namespace) -> int:
-    """`logs`"""
+    """`logs`. Returns 1 where a node that lives did not answer."""
     paths = RunPaths(root=Path(options.run).expanduser().absolute())
     outputs = find_outputs(read_events(paths.events))
     if options.worker is not None:
@@ -74,11 +75,14 @@ def show_logs(options: argparse.Namespace) -> int:
             "RUN", options.run, f"{paths.events} names no such worker", "Name a run's directory"
         )
     join(options.address)
-    for one, texts in _fetch(outputs, options.kib << 10):
-        for line in _lines(one, texts):
+    texts, failed = _fetch(outputs, options.kib << 10)
+    for one in outputs:
+        for line in _lines(one, texts.get(one.node, {})):
             if not options.faults or find_sign(line, "worker", one.node, 0.0, {}) is not None:
                 print(f"{one.slot} {one.worker} | {line}")
-    return 0
+    for node in dict.fromkeys(one.node for one in outputs if one.node not in texts):
+        print(f"elastic: node {node[:6]}: {failed.get(node, 'it is gone')}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def find_outputs(events: Iterable[Event]) -> list[Output]:
@@ -109,8 +113,8 @@ def read_files(names: Sequence[str], most_bytes: int) -> dict[str, str]:
 
 def _fetch(
     outputs: Sequence[Output], most_bytes: int
-) -> Iterator[tuple[Output, Mapping[str, str] | None]]:
-    """What is left of each; None where its node does not say."""
+) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """What is left on each node that answers, by file, and why each other living one does not."""
     from elastic.ray_compat.cluster import Failed, live_nodes, on_nodes
 
     asked: dict[str, list[str]] = defaultdict(list)
@@ -119,15 +123,11 @@ def _fetch(
     alive = set(live_nodes())
     calls = {node: (names, most_bytes) for node, names in asked.items() if node in alive}
     answers = on_nodes(read_files, calls, timeout_s=_NODE_S)
-    for one in outputs:
-        told = answers.get(one.node)
-        yield one, None if told is None or isinstance(told, Failed) else told
+    failed = {node: told.why for node, told in answers.items() if isinstance(told, Failed)}
+    return {n: told for n, told in answers.items() if not isinstance(told, Failed)}, failed
 
 
-def _lines(one: Output, texts: Mapping[str, str] | None) -> Iterator[str]:
-    if texts is None:
-        yield f"(node {one.node[:6]} is gone, or does not answer)"
-        return
+def _lines(one: Output, texts: Mapping[str, str]) -> Iterator[str]:
     for name in one.files:
         yield from (line for line in texts.get(name, "").splitlines() if not _is_rays(line))
 

@@ -77,7 +77,7 @@ def add_to(commands: Any) -> None:
     for name, default, what in (
         ("interval", 30.0, "seconds between two looks"),
         ("stalled", 600.0, "seconds without a step that are an alert"),
-        ("dead", 60.0, "seconds without a pulse that are an alert"),
+        ("dead", 120.0, "seconds without a pulse that are an alert"),
     ):
         watch.add_argument(
             f"--{name}",

@@ -117,7 +117,8 @@ def _silent(name: str, failed: Failed, meaning: str = "nothing is known of it") 
         result=failed.why,
         severity="RESET",
         meaning=meaning,
-        fix="Look at its raylet's log; where its GPUs are in use, wait for the run to end",
+        fix="Install this package where its Python has no module elastic; where its GPUs are in "
+        "use, wait for the run to end; else look at its raylet's log",
     )
 
 

@@ -8,7 +8,7 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -48,12 +48,19 @@ from elastic.protocol.rpc import Remote
 from elastic.protocol.run_identity import RunIdentity, StateTable, identify, record_identity
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import SupervisorApi
-from elastic.ray_compat.cluster import accelerator_types, connect, start_actor
+from elastic.ray_compat.cluster import (
+    accelerator_types,
+    connect,
+    has_started_one,
+    start_actor,
+    would_start_one,
+)
 from elastic.ray_compat.groups import end_all
 from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.placement import Wanted
 from elastic.ray_compat.trainer import controller_variables
 from elastic.reporting.callback import Callback
+from elastic.reporting.event_log import read_events
 from elastic.reporting.phases import phases
 from elastic.reporting.report import Report
 from elastic.supervisor.plan import RunPlan
@@ -63,6 +70,7 @@ from trainer.config import TrainConfig
 from trainer.engine.build import build_model
 from trainer.engine.optimizer import try_optimizer
 from trainer.engine.state import state_table
+from trainer.errors import ConfigError
 from trainer.loop.samples import Ledger
 from trainer.parallel.strategy import beyond_the_lanes
 from trainer.progress import tell
@@ -104,6 +112,8 @@ class Launch:
     def fit(self, *, detach: bool) -> Result:
         """See `ElasticTrainer.fit`."""
         try_optimizer(self.train.optimizer)
+        if detach:
+            _check_outlives()
         paths = RunPaths(root=run_root(self.run_config))
         run = None
         if may_be_going_on(paths):
@@ -131,7 +141,7 @@ class Launch:
             task_info = ready.task.info
             if started is None:
                 log.warning("the run in %s is over: all its steps are done", paths.root)
-                observer = Observer(paths, self.callbacks, tensorboard=False)
+                observer = Observer(paths, self.callbacks)
                 observer.start()
                 return _result(paths, observer.finish(), task_info)
             run, coordinator, observer = started
@@ -162,7 +172,8 @@ class Launch:
                 self.train.task.check_gpu(self.train)
         identity, snapshot = identify(paths), self._find_snapshot(paths)
         tell(f"looking for a state to go on from in {paths.checkpoints}")
-        self._find_origin(paths, identity, snapshot, None)  # before data is prepared for hours
+        saved = paths, read_events(paths.events), identity, snapshot
+        self._find_origin(*saved, None)  # before data is prepared for hours
         if self.scaling.device == "cuda":
             from elastic.driver.memory import check_memory  # seconds of imports
 
@@ -174,7 +185,7 @@ class Launch:
         tell("building the model on the driver, without weights")
         built = build_model(task, self.train)[0]
         model = state_table(built, self.train.optimizer)
-        origin = self._find_origin(paths, identity, snapshot, model)
+        origin = self._find_origin(*saved, model)
         if origin.manifest is not None:
             check_continues(origin.manifest, self.train, task)
         return _Ready(
@@ -199,8 +210,8 @@ class Launch:
         plan = wait_for_workers(self.scaling, self.train.parallel)
         tell("starting the run: coordinator, supervisor, workers")
         record_identity(paths, identity)
-        set_others_aside(paths, origin.stored, identity, model)
-        remove_orphans(paths, last_generation(paths, origin.manifest) + 1)
+        set_others_aside(paths, origin, identity, model)
+        remove_orphans(paths, last_generation(origin) + 1)
         attempt = secrets.randbits(31)
         prefix = f"{paths.key}/{attempt:08x}/"
         config = self._coordinator_config(paths, origin, plan, task, prefix, ready.flops_per_token)
@@ -266,12 +277,13 @@ class Launch:
     def _find_origin(
         self,
         paths: RunPaths,
+        happened: Sequence[events.Event],
         identity: RunIdentity,
         snapshot: Snapshot | None,
         model: StateTable | None,
     ) -> Origin:
         """What to go on from, and with which lanes."""
-        origin = find_origin(paths, identity, snapshot, model)
+        origin = find_origin(paths, happened, identity, snapshot, model)
         check_found(paths, identity, self.checkpoint.resume, origin)
         if origin.manifest is not None and self.train.lanes is None:
             # They belong to the run; an imported checkpoint has none.
@@ -310,7 +322,7 @@ class Launch:
             prefix=prefix,
             health=self.health,
             checkpoint=self.checkpoint,
-            generation=last_generation(paths, origin.manifest),
+            generation=last_generation(origin),
             faults=self.faults,
             ledger=Ledger(
                 seed=self.train.seed,
@@ -348,6 +360,20 @@ class Launch:
                 flops_per_token=flops_per_token,
             ),
         )
+
+
+def _check_outlives() -> None:
+    """Warns where the cluster ends with this program, which has started it.
+
+    Raises:
+        ConfigError: there is none yet, so `fit` would start one.
+    """
+    fact = "the run would end with this program, which starts the Ray cluster itself"
+    fix = "Start one first (`ray start --head`), set RAY_ADDRESS, or leave detach out"
+    if would_start_one():
+        raise ConfigError("detach", True, fact, fix)
+    if has_started_one():
+        log.warning("detach = True: %s. %s.", fact, fix)
 
 
 def _end_leftovers(paths: RunPaths) -> None:

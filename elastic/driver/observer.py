@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 from elastic.protocol.events import (
+    Evaluated,
     Event,
     RegroupDone,
     RunStarted,
@@ -23,7 +24,7 @@ from elastic.protocol.events import (
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.callback import Callback
 from elastic.reporting.conclusion import conclude
-from elastic.reporting.event_log import last_step, read_events
+from elastic.reporting.event_log import last_step, read_events, steps_after
 from elastic.reporting.follower import Follower
 from elastic.reporting.progress import ProgressPrinter
 from elastic.reporting.report import Report
@@ -32,13 +33,15 @@ from elastic.reporting.tensorboard import TensorBoardLog
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.5
+CLOCKS_S = 60.0
+"""By so much clocks may differ. What TensorBoard is told twice it shows once."""
 
 
 class Observer:
     """Follows a run's files on a thread of the driver, and tells the callbacks.
 
     What the files hold by then is passed over: make it before the coordinator, for a run that is
-    about to start.
+    about to start. TensorBoard alone is told of what came while nobody wrote its files.
 
     Args:
         paths: the run directory.
@@ -56,11 +59,12 @@ class Observer:
         tensorboard: bool = True,
     ) -> None:
         self.paths = paths
+        boards = [TensorBoardLog(paths.tensorboard)] if tensorboard else []
+        self._undrawn = [(board, _find_undrawn(paths, board)) for board in boards]
         self._events = Follower(paths.events, event_from_json)
         self._steps = Follower(paths.steps, step_from_json)
         self._printer = ProgressPrinter(sys.stderr)
-        files = [TensorBoardLog(paths.tensorboard)] if tensorboard else []
-        self._callbacks: list[Callback] = [self._printer, *files, *callbacks]
+        self._callbacks: list[Callback] = [self._printer, *boards, *callbacks]
         if attaches:
             self._catch_up()
         self._over = threading.Event()
@@ -91,30 +95,43 @@ class Observer:
             self._report.set_exception(error)
 
     def _follow(self) -> Report:
+        for board, undrawn in self._undrawn:
+            for record in undrawn:
+                self._tell(record, [board])
+        self._undrawn.clear()
         while not self._over.wait(_INTERVAL_S):
             self._look()
         self._look()
         report = conclude(self.paths)
-        self._tell(report)
+        self._tell(report, self._callbacks)
         return report
 
     def _look(self) -> None:
         # Events first: the steps that were recorded before one of them are read with it or earlier.
         happened = self._events.take()
         for record in _by_time(happened, self._steps.take()):
-            self._tell(record)
+            self._tell(record, self._callbacks)
         self._printer.show()
 
-    def _tell(self, what: Event | StepRecord | Report) -> None:
-        kept = []
-        for callback in self._callbacks:
+    def _tell(self, what: Event | StepRecord | Report, callbacks: Sequence[Callback]) -> None:
+        for callback in callbacks:
+            if callback not in self._callbacks:
+                continue
             try:
                 _call(callback, what)
-                kept.append(callback)
             except BaseException:  # SystemExit, too: on this thread it would end the view only
                 name = type(callback).__qualname__
                 log.warning("callback %s is not called any more: it raised", name, exc_info=True)
-        self._callbacks = kept
+                self._callbacks = [one for one in self._callbacks if one is not callback]
+
+
+def _find_undrawn(paths: RunPaths, board: TensorBoardLog) -> list[Event | StepRecord]:
+    """What was recorded since the last point of `board`: nobody had it written."""
+    since = board.written_until() - CLOCKS_S
+    steps = steps_after(paths.steps, since)
+    happened = read_events(paths.events) if steps else []
+    evaluated = [one for one in happened if isinstance(one, Evaluated) and one.time > since]
+    return list(_by_time(evaluated, steps))
 
 
 def _by_time(

@@ -4,9 +4,8 @@ part, before anything starts."""
 from __future__ import annotations
 
 import logging
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,17 +38,17 @@ from checkpointing import (
 from checkpointing.config import Resume
 from checkpointing.read.catalogue import SET_ASIDE, is_foreign
 from checkpointing.stores.keys import PROBE
-from elastic.protocol.events import CheckpointCommitted, Event, RegroupDone, WentBack
+from elastic.driver.given_up import GivenUp, find_given_up, is_given_up
+from elastic.protocol.events import CheckpointCommitted, Event, RegroupDone
 from elastic.protocol.run_identity import (
     RunIdentity,
     StateTable,
     check_own,
     newest_own,
     recorded_identity,
-    run_of,
 )
 from elastic.protocol.run_paths import RunPaths, hold_run
-from elastic.reporting.event_log import last_step, read_events
+from elastic.reporting.event_log import last_step
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.loop.samples import Skip, Skips
@@ -183,33 +182,6 @@ def local_path(run_config: RunConfig) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenUp:
-    """What the run went back for: what was saved then is not to be gone on from, where whoever had
-    to set it aside had no time for it."""
-
-    step: int
-    """States of later steps."""
-    generation: float
-    """Of earlier generations."""
-
-    def holds(self, step: int, generation: int) -> bool:
-        """Whether a saved state is one of these."""
-        return step > self.step and generation < self.generation
-
-
-def find_given_up(happened: Iterable[Event]) -> list[GivenUp]:
-    """All that a run has given up, by its events."""
-    found, steps = list[GivenUp](), list[int]()
-    for event in happened:
-        if isinstance(event, WentBack):
-            steps.append(event.step)
-        elif isinstance(event, RegroupDone) and event.outcome in ("start", "restore"):
-            found += [GivenUp(step=step, generation=event.generation) for step in steps]
-            steps = []
-    return found + [GivenUp(step=step, generation=math.inf) for step in steps]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Origin:
     """What a run goes on from."""
 
@@ -219,6 +191,8 @@ class Origin:
     """A newer state in the nodes' memory."""
     passed: CheckpointError | None
     """Why the newest of those that can be read, but are not the run's own, is not."""
+    happened: Sequence[Event] = ()
+    """The events of the run so far."""
 
     @property
     def manifest(self) -> Manifest | None:
@@ -228,6 +202,7 @@ class Origin:
 
 def find_origin(
     paths: RunPaths,
+    happened: Sequence[Event],
     identity: RunIdentity,
     snapshot: Snapshot | None,
     model: StateTable | None,
@@ -236,29 +211,23 @@ def find_origin(
 
     Args:
         paths: where checkpoints are.
+        happened: the events of the run so far.
         identity: of the run.
         snapshot: the newest one in the nodes' memory.
         model: what the state is; None where that is not known yet.
     """
-    given_up = find_given_up(read_events(paths.events))
-    is_given_up = partial(_is_given_up, given_up, identity)
-    stored, passed = newest_own(paths, identity, model, is_given_up=is_given_up)
-    if snapshot is not None and is_given_up(snapshot.manifest):
+    gave_up = partial(is_given_up, find_given_up(happened), identity)
+    stored, passed = newest_own(paths, identity, model, is_given_up=gave_up)
+    if snapshot is not None and gave_up(snapshot.manifest):
         snapshot = None
     if snapshot is not None and (stored is None or snapshot.step > stored.step):
         try:
             check_own(snapshot.manifest, identity, model)
-            return Origin(stored=stored, snapshot=snapshot, passed=passed)
+            return Origin(stored=stored, snapshot=snapshot, passed=passed, happened=happened)
         except CheckpointError as error:
             log.warning("passing over the snapshot of step %d: %s", snapshot.step, error)
             passed = error
-    return Origin(stored=stored, snapshot=None, passed=passed)
-
-
-def _is_given_up(given_up: Iterable[GivenUp], identity: RunIdentity, manifest: Manifest) -> bool:
-    """By this run: an imported one is none of it."""
-    own = run_of(manifest) == identity.id
-    return own and any(one.holds(manifest.step, manifest.generation) for one in given_up)
+    return Origin(stored=stored, snapshot=None, passed=passed, happened=happened)
 
 
 def check_found(paths: RunPaths, identity: RunIdentity, resume: Resume, origin: Origin) -> None:
@@ -275,17 +244,16 @@ def check_found(paths: RunPaths, identity: RunIdentity, resume: Resume, origin: 
             f"Use the same model, and optimizer.master_dtype and moment_dtype as they were, or "
             f"{_to_begin_anew(paths)}",
         )
-    happened = read_events(paths.events)
-    given_up = find_given_up(happened)
-    is_given_up = partial(_is_given_up, given_up, identity)
-    if resume != "never" and (unreadable := _unreadable(paths, is_given_up)):
+    given_up = find_given_up(origin.happened)
+    gave_up = partial(is_given_up, given_up, identity)
+    if resume != "never" and (unreadable := _unreadable(paths, gave_up)):
         raise ConfigError(
             "checkpoint.resume",
             resume,
             f"no checkpoint in {paths.checkpoints} can be read; there are {', '.join(unreadable)}",
             f"Repair them, or begin anew: delete them, or use {_to_begin_anew(paths)}",
         )
-    if resume != "never" and (step := _last_committed(happened, given_up)) is not None:
+    if resume != "never" and (step := _last_committed(origin.happened, given_up)) is not None:
         raise ConfigError(
             "checkpoint.resume",
             resume,
@@ -308,14 +276,14 @@ def _to_begin_anew(paths: RunPaths) -> str:
     return other if paths.store is not None else f"{other} or resume='never'"
 
 
-def _unreadable(paths: RunPaths, is_given_up: Callable[[Manifest], bool]) -> list[str]:
+def _unreadable(paths: RunPaths, gave_up: Callable[[Manifest], bool]) -> list[str]:
     """Commit records that cannot be read, and all that were set aside, where none can; without
     those that the run went back for, which are set aside though they are sound."""
     store, keys, endings = open_store(paths.checkpoints), Keys(), (".json", f".json{SET_ASIDE}")
 
     def counts(key: str) -> bool:
         try:
-            return not is_given_up(Manifest.from_bytes(store.get(key), key))
+            return not gave_up(Manifest.from_bytes(store.get(key), key))
         except (CorruptError, MissingError):
             return True
 
@@ -331,10 +299,10 @@ def _last_committed(happened: Sequence[Event], given_up: Sequence[GivenUp]) -> i
     return max((e.step for e in counting), default=None)
 
 
-def last_generation(paths: RunPaths, manifest: Manifest | None) -> int:
+def last_generation(origin: Origin) -> int:
     """The last generation that anything was written under: a continued run goes on above it."""
-    rosters = [e.generation for e in read_events(paths.events) if isinstance(e, RegroupDone)]
-    return max([0 if manifest is None else manifest.generation, *rosters])
+    rosters = [e.generation for e in origin.happened if isinstance(e, RegroupDone)]
+    return max([0 if origin.manifest is None else origin.manifest.generation, *rosters])
 
 
 def steps_done(paths: RunPaths) -> int:
@@ -344,29 +312,26 @@ def steps_done(paths: RunPaths) -> int:
 
 
 def set_others_aside(
-    paths: RunPaths,
-    manifest: Manifest | None,
-    identity: RunIdentity,
-    model: StateTable | None,
+    paths: RunPaths, origin: Origin, identity: RunIdentity, model: StateTable | None
 ) -> None:
     """Moves commit records out of the way that the run does not go on from.
 
     Those of another run, model or version go wherever they stand, so that retention neither counts
-    nor deletes them; nothing of them is lost. Damaged ones go where they stand after `manifest`:
-    their steps are done again; and so do those that the run went back for, where whoever had to set
-    them aside had no time for it. Retention deletes both.
+    nor deletes them; nothing of them is lost. Damaged ones go where they stand after the newest of
+    its own: their steps are done again; and so do those that the run went back for, where whoever
+    had to set them aside had no time for it. Retention deletes both.
 
     Args:
         paths: where they are.
-        manifest: the newest of the run's own; None for none.
+        origin: what the run goes on from.
         identity: of the run.
         model: what its state is; None where that is not known.
     """
     store, keys = open_store(paths.checkpoints), Keys()
-    is_given_up = partial(_is_given_up, find_given_up(read_events(paths.events)), identity)
+    stored, gave_up = origin.stored, partial(is_given_up, find_given_up(origin.happened), identity)
     for step in list_steps(store, keys):
-        later = manifest is None or step > manifest.step
-        kind = _kind(store, step, identity, model, is_given_up)
+        later = stored is None or step > stored.step
+        kind = _kind(store, step, identity, model, gave_up)
         if kind in ("damaged", "given up") and later:
             set_aside(store, keys, step)
         elif kind == "foreign" or (kind == "own" and later):  # an import a moment ago
@@ -378,12 +343,12 @@ def _kind(
     step: int,
     identity: RunIdentity,
     model: StateTable | None,
-    is_given_up: Callable[[Manifest], bool],
+    gave_up: Callable[[Manifest], bool],
 ) -> Literal["own", "given up", "foreign", "damaged", "gone"]:
     try:
         manifest = load_manifest(store, Keys(), step)
         check_own(manifest, identity, model)
-        return "given up" if is_given_up(manifest) else "own"
+        return "given up" if gave_up(manifest) else "own"
     except (CorruptError, IncompatibleError):
         pass
     except NotCommittedError:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import ray
 
 from checkpointing import CheckpointConfig, Manifest
+from checkpointing.field_types import type_name
 from elastic.config import HealthConfig, ScalingConfig
 from elastic.driver.observer import Observer
 from elastic.driver.stopping import Stopping
-from elastic.errors import RunFailedError
+from elastic.errors import RunFailedError, RunStoppedError
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.events import RunEnded
 from elastic.protocol.job import Job
@@ -71,7 +73,7 @@ def check_same(
     health: HealthConfig,
 ) -> None:
     """Checks that the run of `job`, which is going on, has these settings; its task is not
-    compared.
+    compared. See `_same` for a schedule, an optimizer or a converter of the user's own.
 
     Raises:
         ConfigError: naming the first field that differs.
@@ -85,7 +87,7 @@ def check_same(
     for name, (now, there) in pairs.items():
         for field in fields(now):
             value, before = getattr(now, field.name), getattr(there, field.name)
-            if value != before:
+            if not _same(value, before):
                 raise ConfigError(
                     f"{name}.{field.name}",
                     value,
@@ -93,6 +95,23 @@ def check_same(
                     f"Use {before!r} to attach to it, end it with `elastic stop {job.paths.root}`, "
                     f"or use another run_config.name",
                 )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two settings say the same: their types by name, for a class of the program itself
+    crosses by value and is another class in the next driver; a dataclass field by field, and an
+    object that is none by its type alone."""
+    if isinstance(one, int | float | str | None):
+        return bool(one == other)
+    if type_name(one) != type_name(other):
+        return False
+    if is_dataclass(one):
+        return all(_same(getattr(one, at.name), getattr(other, at.name)) for at in fields(one))
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return True
 
 
 def follow(
@@ -111,6 +130,7 @@ def follow(
 
     Raises:
         RunFailedError: the run ended with an error.
+        RunStoppedError: somebody else has stopped it.
     """
     stopping = Stopping(coordinator)
     try:
@@ -131,6 +151,8 @@ def follow(
     if ending.error is not None:
         raise RunFailedError(ending.error, ending.cause)
     stopping.settle()
+    if report.outcome in ("stopped", "interrupted") and not stopping.asked:
+        raise RunStoppedError(str(observer.paths.root), report.outcome, report.steps)
     return report
 
 

@@ -35,6 +35,11 @@ class Stopping:
         self._before: dict[int, Any] = {}
         self._number: int | None = None
 
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has come."""
+        return self._number is not None
+
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():
             self._before = {n: signal.signal(n, self._take) for n in _SIGNALS}

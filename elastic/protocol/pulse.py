@@ -5,13 +5,13 @@ seconds. Whoever sees only the directory knows from it that the run lives, and h
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from checkpointing.field_types import fits, settle_types
+from checkpointing.whole_file import write_whole
 
 PULSE_S = 5.0
 """Between two pulses."""
@@ -48,9 +48,7 @@ class Pulse:
 
 def write_pulse(path: Path, pulse: Pulse) -> None:
     """Writes the file anew, whole or not at all. Raises OSError."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(json.dumps(asdict(pulse)) + "\n")
-    os.replace(beside, path)
+    write_whole(path, json.dumps(asdict(pulse)) + "\n")
 
 
 def read_pulse(path: Path) -> Pulse | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -28,6 +27,7 @@ from checkpointing import (
     newest,
     open_store,
 )
+from checkpointing.whole_file import write_whole
 from elastic.protocol.run_paths import RunPaths
 from trainer.engine.names import PARAMETERS
 
@@ -73,9 +73,7 @@ def record_identity(paths: RunPaths, identity: RunIdentity) -> None:
     """Binds a directory to its run. The driver calls it while it holds the run's lock, when nothing
     refuses the start any more: until then, what is copied here is a fork on purpose."""
     paths.identity.parent.mkdir(parents=True, exist_ok=True)
-    part = paths.identity.with_suffix(".part")
-    part.write_text(json.dumps(asdict(identity)))
-    os.replace(part, paths.identity)
+    write_whole(paths.identity, json.dumps(asdict(identity)))
 
 
 def run_of(manifest: Manifest) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import ray
 from ray import _raylet
-from ray._private import worker
+from ray._private import services, worker
 from ray._private.state import available_resources_per_node, state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -32,6 +32,18 @@ def connect() -> None:
     """Joins the cluster, or starts one here, unless this process has done so."""
     if not ray.is_initialized():
         ray.init()
+
+
+def would_start_one() -> bool:
+    """Whether `connect` finds no cluster to join."""
+    there: Any = services
+    return not ray.is_initialized() and there.canonicalize_bootstrap_address(None) is None
+
+
+def has_started_one() -> bool:
+    """Whether this process has started the cluster that it is in: they end together."""
+    node: Any = worker._global_node
+    return node is not None and bool(node.is_head())
 
 
 def start_actor(
@@ -166,6 +178,8 @@ def on_nodes(
     for call in done:
         try:
             answers[calls[call]] = ray.get(call)
+        except ray.exceptions.RayTaskError as error:  # a traceback; its last line is the fact
+            answers[calls[call]] = Failed(why=str(error).strip().splitlines()[-1])
         except ray.exceptions.RayError as error:
             answers[calls[call]] = Failed(why=str(error))
     for call in late:

@@ -238,6 +238,21 @@ def recent_steps(path: str | os.PathLike[str], before: int, count: int) -> list[
     return found[::-1]
 
 
+def steps_after(path: str | os.PathLike[str], time: float) -> list[StepRecord]:
+    """The step records that were made after `time`, in seconds since the epoch, in the order of the
+    file; those that do not count any more included. Reads no further back than that."""
+    found: list[StepRecord] = []
+    for line in _lines_from_the_end(Path(path)):
+        try:
+            record = step_from_json(object_of_line(line))
+        except ValueError:
+            record = None
+        if record is not None and record.time <= time:
+            break
+        found += [] if record is None else [record]
+    return found[::-1]
+
+
 def _lines_from_the_end(path: Path) -> Iterator[bytes]:
     """Whole lines, the last one first."""
     if not path.exists():

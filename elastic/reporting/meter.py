@@ -13,6 +13,7 @@ from typing import get_args
 
 from elastic.protocol import events
 from elastic.protocol.causes import known_causes
+from elastic.reporting.alerts import Watched
 from elastic.reporting.lost_time import LostTime
 from elastic.reporting.metrics import METRICS, RECENT_STEPS, Sample
 from elastic.reporting.speed import workers_per_replica
@@ -51,6 +52,7 @@ class Meter:
         self._saved: events.CheckpointCommitted | None = None
         self.replicas = 0
         """Replicas of the newest roster."""
+        self._watched = Watched()
         self._devices: set[str] = set()
         self._suspects: dict[str, bool] = {}
         # Zeros, too: Prometheus sees no rise in what begins with 1.
@@ -63,17 +65,21 @@ class Meter:
             }
         )
         self._signs: Counter[tuple[str, str]] = Counter()
+        self._workers: dict[str, set[str]] = {}
 
     # -- facts -------------------------------------------------------------------------------------
 
     def take(self, event: events.Event) -> None:
         """Something happened."""
         self._lost_time.take(event)
+        self._watched.take(event)
         match event:
             case events.WorkerJoined():
                 self._devices.add(event.device)
+                self._workers.setdefault(event.node, set()).add(event.worker)
             case events.WorkerLost():
                 self._count("elastic_workers_lost", event.cause)
+                self._workers.get(event.node, set()).discard(event.worker)
             case events.RegroupCalled():
                 self._count("elastic_regroups", event.reason)
             case events.RegroupDone():
@@ -149,7 +155,9 @@ class Meter:
             tags = dict(zip(METRICS[name].tags, values, strict=True))
             yield Sample(name=name, value=count, tags=tags)
         for (node, sign), count in self._signs.items():
-            yield Sample(name="elastic_node_signs", value=count, tags={"node": node, "sign": sign})
+            left = not self._workers.get(node, True)  # one that is gone takes nothing back
+            tags = {"node": node, "sign": sign}
+            yield Sample(name="elastic_node_signs", value=0 if left else count, tags=tags)
 
     def _numbers(self, now: float, steps: int, standing: Standing) -> dict[str, float]:
         started, layout, saved = self._started, self._started.layout, self._saved
@@ -167,6 +175,7 @@ class Meter:
             "elastic_spares": standing.spares,
             "elastic_planned_spares": layout["spares"],
             "elastic_saved_timestamp_seconds": saved.time if saved else started.time,
+            "elastic_restarts": len(self._watched.restarts),
             "elastic_suspect_nodes": sum(self._suspects.values()),
         }
         if last is not None:

@@ -45,6 +45,10 @@ METRICS: dict[str, Metric] = {
     "elastic_spares": Metric(help="Workers that wait for a place."),
     "elastic_planned_spares": Metric(help="Spares that the run was to have."),
     "elastic_workers_lost": Metric(help="Workers lost in this start, by cause.", tags=("cause",)),
+    "elastic_restarts": Metric(
+        help="Losses in this start of workers with a place, those of one incident once, and of the "
+        "coordinator."
+    ),
     "elastic_regroups": Metric(help="Regroups called in this start, by reason.", tags=("reason",)),
     "elastic_lost_seconds": Metric(
         help="Seconds that losses of workers took from training, by phase of the recovery.",

@@ -5,6 +5,7 @@ matplotlib's object interface with the Agg canvas: no global state, no display, 
 
 from __future__ import annotations
 
+import io
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from checkpointing.whole_file import write_whole
 from elastic.protocol.causes import known_causes
 from elastic.protocol.events import Evaluated, Event, StepRecord
 from elastic.reporting.incidents import Incident
@@ -64,9 +66,9 @@ def draw(
         ncols=8, frameon=False, fontsize=10, labelcolor=_INK,
     )  # fmt: skip
     path = Path(run_dir) / PICTURE
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, path)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    write_whole(path, image.getvalue())
     return path
 
 

@@ -44,6 +44,8 @@ from elastic.protocol.events import (
     RunStarted,
     SignsChanged,
     SnapshotFailed,
+    SnapshotSkipped,
+    SnapshotTaken,
     StepRecord,
     StepSkipped,
     StopRequested,
@@ -241,6 +243,7 @@ class ProgressPrinter(Callback):
         self._shown_stage = ""
         self._state = ProgressState()
         self._recent: deque[StepRecord] = deque(maxlen=SPEED_WINDOW_STEPS + 1)
+        self._skipped: list[int] = []
 
     def show(self) -> None:
         """Print the progress line if it is due; call it when all that is known was told."""
@@ -287,8 +290,21 @@ class ProgressPrinter(Callback):
         line = format_event(event, self._recent[-1].time if self._recent else None)
         if line is None and isinstance(event, CheckpointCommitted) and not self._is_tty:
             line = f"checkpoint of {event.step} steps committed in {event.seconds:.2f} s"
+        line = line or self._without_snapshots(event)
         if line is not None:
             self._print_line(line)
+
+    def _without_snapshots(self, event: Event) -> str | None:
+        """A line at the second one in a row that is not taken: the first may wait for one before
+        it. No further line until one is taken."""
+        if isinstance(event, SnapshotTaken):
+            self._skipped.clear()
+        if isinstance(event, SnapshotSkipped) and len(self._skipped) < 2:
+            if event.step not in self._skipped:  # each writer tells
+                self._skipped.append(event.step)
+            if len(self._skipped) == 2:
+                return f"no snapshots of steps {self._skipped[0]} and {event.step}: {event.reason}"
+        return None
 
     def _print_line(self, text: str) -> None:
         """Print a line that stays, and in a terminal the progress line below it again."""

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from checkpointing.whole_file import write_whole
 from elastic.protocol.causes import known_causes
 from elastic.protocol.events import (
     CheckpointCommitted,
@@ -290,8 +291,8 @@ def format_replacement(event: NodeReplacement) -> str:
 def write_report(run_dir: str | os.PathLike[str], report: Report) -> None:
     """Write `report.json` and `report.txt` into the run directory, each by an atomic rename."""
     data = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
-    _write_atomically(Path(run_dir) / REPORT_JSON, data + "\n")
-    _write_atomically(Path(run_dir) / REPORT_TEXT, report_text(report))
+    write_whole(Path(run_dir) / REPORT_JSON, data + "\n")
+    write_whole(Path(run_dir) / REPORT_TEXT, report_text(report))
 
 
 def _without_kind(event: Event) -> dict[str, Any]:
@@ -518,10 +519,3 @@ def _plain(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Replace `path` in one rename, so that a reader sees the old text or the new one."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

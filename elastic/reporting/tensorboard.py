@@ -5,7 +5,9 @@ torch is imported for the first point, not with this module: reading a report ne
 
 from __future__ import annotations
 
+import math
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic.protocol.events import Evaluated, Event, StepRecord
@@ -34,6 +36,12 @@ class TensorBoardLog(Callback):
         self._log_dir = os.fspath(log_dir)
         self._writer: SummaryWriter | None = None
         self._last: StepRecord | None = None
+
+    def written_until(self) -> float:
+        """When the newest point was written, in seconds since the epoch, by the clock of the file
+        system; -inf: there is none."""
+        files = Path(self._log_dir).glob("events.out.tfevents.*")
+        return max((file.stat().st_mtime for file in files), default=-math.inf)
 
     def on_step(self, record: StepRecord) -> None:
         """Write a point of each curve."""

@@ -3,6 +3,7 @@ and status 2. 1 would say that the run has failed."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,12 @@ from pathlib import Path
 import pytest
 import ray
 
+from elastic.cli import logs
 from elastic.cli.main import main
+from elastic.protocol.events import WorkerJoined
 from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.cluster import end_actors, start_actor
+from elastic.reporting.event_log import EventLog
 from tests.support import ROOT
 from tests.support.run_end import Broken
 
@@ -40,6 +44,28 @@ def test_a_call_that_fails(
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("elastic: ") and "its disk is full" in said
     end_actors(paths.key)
+
+
+def test_a_node_without_the_package(
+    cluster: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with `ray job submit --working-dir`: what the command calls there cannot be imported."""
+    (tmp_path / "only_here.py").write_text("def read(names, most_bytes): return {}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(logs, "read_files", importlib.import_module("only_here").read)
+    node = ray.get_runtime_context().get_node_id()
+    with EventLog(tmp_path / "events.jsonl") as records:
+        for at, worker in ((node, "w0"), (node, "w1"), ("f" * 56, "w2")):
+            joined = WorkerJoined(time=1.0, worker=worker, node=at, pid=1, born_ticks=1, logs=[])
+            records.append(joined)
+    address = ray.get_runtime_context().gcs_address
+    assert main(["logs", str(tmp_path), "--faults", "--address", address]) == 1
+    missing = f"elastic: node {node[:6]}: ModuleNotFoundError: No module named 'only_here'"
+    said = capsys.readouterr().err.splitlines()
+    assert said == [missing, "elastic: node ffffff: it is gone"]
 
 
 def test_records_that_are_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

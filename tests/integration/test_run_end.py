@@ -15,9 +15,9 @@ from elastic import CustomTask, ElasticTrainer
 from elastic.cli.main import main
 from elastic.driver.observer import Observer
 from elastic.driver.running import await_end, find_run, follow
-from elastic.errors import RunFailedError
+from elastic.errors import RunFailedError, RunStoppedError
 from elastic.protocol.causes import USER_ERROR
-from elastic.protocol.events import CoordinatorStarted, RunEnded
+from elastic.protocol.events import CoordinatorStarted, RunEnded, RunOutcome
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.cluster import end_actors, named_actors, start_actor
@@ -53,6 +53,23 @@ def test_of_a_run_that_went_well_they_are_told(cluster: None, damaged: RunPaths)
     run: Any = start_actor(Ended, max_concurrency=10)(None)
     with pytest.raises(RecordError):
         follow(run, Remote(None), Observer(damaged, ()))
+
+
+@pytest.mark.parametrize("outcome", ["stopped", "interrupted", "finished"])
+def test_who_follows_a_run_that_somebody_else_stops_does_not_take_it_for_done(
+    cluster: None, tmp_path: Path, outcome: RunOutcome
+) -> None:
+    """Else its program goes on with a model that is not trained."""
+    paths = RunPaths(root=tmp_path / "run")
+    with EventLog(paths.events) as log:
+        log.append(RunEnded(time=1.0, step=3, outcome=outcome, error=None))
+    run: Any = start_actor(Ended, max_concurrency=10)(None)
+    if outcome == "finished":
+        assert follow(run, Remote(None), Observer(paths, ())).outcome == outcome
+        return
+    with pytest.raises(RunStoppedError, match=f"was {outcome} by somebody else"):
+        follow(run, Remote(None), Observer(paths, ()))
+    assert (paths.root / "report.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ from elastic.driver.resume import (
 )
 from elastic.protocol.run_identity import identify, record_identity
 from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import read_events
 from trainer.engine.host_copy import HostBuffer, Share
 from trainer.engine.shared_copy import open_copy
 from trainer.exchange.intake import Incoming, commit_incoming
@@ -164,11 +165,11 @@ def begin_run(config: S3Config, storage: Path) -> Manifest | None:
     run = RunConfig(name=RUN, storage_path=str(storage))
     with run_directory(run, CheckpointConfig(store=base)) as paths:
         identity = identify(paths)
-        manifest = find_origin(paths, identity, None, None).stored
+        origin = find_origin(paths, read_events(paths.events), identity, None, None)
         record_identity(paths, identity)
-        set_others_aside(paths, manifest, identity, None)
-        remove_orphans(paths, last_generation(paths, manifest) + 1)
-        return manifest
+        set_others_aside(paths, origin, identity, None)
+        remove_orphans(paths, last_generation(origin) + 1)
+        return origin.stored
 
 
 def driver(said: Connection, config: S3Config, storage: Path) -> None:

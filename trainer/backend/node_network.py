@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
+from typing import IO
 
 from trainer.backend.efa_facts import EfaFacts, read_efa
 from trainer.backend.efa_settings import plan_efa
@@ -27,7 +29,8 @@ class NodeNetwork:
     time: it reads the environment once.
 
     Args:
-        nccl_log: the file for NCCL's log; its folder is made.
+        nccl_log: where what NCCL's log holds is copied to once something is wrong. NCCL writes into
+            a file of this process, on its machine: a line for each channel of each group to come.
         allow_tcp: NCCL may go over TCP on a machine that has EFA.
         facts: the machine's; None: they are read.
         environment: that NCCL will read.
@@ -43,13 +46,15 @@ class NodeNetwork:
     ) -> None:
         self._facts = read_efa() if facts is None else facts
         self._allow_tcp = allow_tcp
-        self._log: Path | None = None
+        self._nccl_log = nccl_log
+        self._log: IO[bytes] | None = None
+        self._first = b""
         plan = plan_efa(self._facts, environment)
         for harm in plan.harms:
             log.warning("%s", harm)
         environment.update(plan.missing)
         if self._facts.devices:
-            self._log = _write_log(nccl_log, environment)
+            self._log = _open_log(environment)
 
     def check(self) -> None:
         """Called after a group was made.
@@ -59,23 +64,32 @@ class NodeNetwork:
         """
         if self._log is None:
             return
-        found = parse_nccl_log(_text(self._log))
+        new = self._log.read()
+        told = self._first + new  # the plugin says once what it has found
+        self._first = self._first or new
+        found = parse_nccl_log(told.decode(errors="replace"))
+        if not found.is_tcp and found.gpu_direct is not False:
+            return
+        self._nccl_log.parent.mkdir(parents=True, exist_ok=True)
+        self._nccl_log.write_bytes(told)
         if found.is_tcp and not self._allow_tcp:
             raise NetworkError(
-                str(self._facts.instance), len(self._facts.devices), found.troubles, str(self._log)
+                str(self._facts.instance),
+                len(self._facts.devices),
+                found.troubles,
+                str(self._nccl_log),
             )
-        if found.is_tcp or found.gpu_direct is False:
-            log.warning(
-                "NCCL goes over %s, GPUDirect RDMA is %s; %s tells why",
-                "TCP" if found.is_tcp else f"{found.provider or found.name}",
-                "on" if found.gpu_direct else "off",
-                self._log,
-            )
+        log.warning(
+            "NCCL goes over %s, GPUDirect RDMA is %s; %s tells why",
+            "TCP" if found.is_tcp else f"{found.provider or found.name}",
+            "on" if found.gpu_direct else "off",
+            self._nccl_log,
+        )
 
 
-def _write_log(nccl_log: Path, environment: MutableMapping[str, str]) -> Path | None:
-    """Has NCCL write what it takes into `nccl_log`; None where the user has other plans for its
-    log."""
+def _open_log(environment: MutableMapping[str, str]) -> IO[bytes] | None:
+    """Has NCCL write what it takes into a file of this process; None where the user has other plans
+    for its log."""
     theirs = [name for name in _DEBUG if name in environment]
     if theirs:
         log.warning(
@@ -83,14 +97,8 @@ def _write_log(nccl_log: Path, environment: MutableMapping[str, str]) -> Path | 
             " and ".join(theirs),
         )
         return None
-    nccl_log.parent.mkdir(parents=True, exist_ok=True)
-    environment.update(zip(_DEBUG, ("INFO", "INIT,NET", str(nccl_log)), strict=True))
-    return nccl_log
-
-
-def _text(file: Path) -> str:
-    """Empty as long as NCCL has not begun to write."""
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
+    # It has no name, and ends with this process.
+    file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+    path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    environment.update(zip(_DEBUG, ("INFO", "INIT,NET", path), strict=True))
+    return file

@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from checkpointing.whole_file import write_whole
 from trainer.data.text import unreadable
 from trainer.progress import tell
 
@@ -96,10 +95,8 @@ def _recall(memory: Path) -> dict[str, Any]:
 
 
 def _keep(memory: Path, known: dict[str, Any]) -> None:
-    part = memory.with_name(f".{memory.name}-{uuid.uuid4().hex}")
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(known))
-        os.replace(part, memory)
+        write_whole(memory, json.dumps(known))
     except OSError as error:  # prepared data may lie where nobody may write
         log.debug("%s is not kept: %s", memory, error)

@@ -10,6 +10,7 @@ from elastic import errors
 ALL = [
     errors.ResourcesError("4 workers with 1 CPU each", "the cluster has 2 CPU", 60.0, "Add nodes"),
     errors.RunFailedError("user code raised, 2 times at step 3", "user_error"),
+    errors.RunStoppedError("/data/runs/llama", "stopped", 600),
     errors.SuspectFileError("/data/runs/suspect-nodes.json", "it has no object 'machines'"),
     errors.WebhookError("the webhook at example.org", "HTTP status 503", "Look at its URL"),
     errors.WebhookRefusedError("the webhook at example.org", "HTTP status 404", "Look at its URL"),
@@ -66,6 +67,7 @@ def test_the_public_names_are_these() -> None:
         "RayNodes",
         "ResourcesError",
         "RunFailedError",
+        "RunStoppedError",
         "S3Config",
         "ScalingConfig",
         "Steps",

@@ -8,7 +8,13 @@ import sys
 import pytest
 
 from checkpointing import CheckpointConfigError
-from elastic.errors import ElasticError, ResourcesError, RunFailedError, RunGoesOnError
+from elastic.errors import (
+    ElasticError,
+    ResourcesError,
+    RunFailedError,
+    RunGoesOnError,
+    RunStoppedError,
+)
 from elastic.exit_status import decide_exit_status
 from elastic.protocol.causes import known_causes
 from tests.support import ROOT
@@ -29,6 +35,7 @@ def test_a_run_is_not_to_be_started_again_for_what_needs_a_change(cause: str) ->
     [
         (ConfigError("train.steps", 0, "a run needs a step", "Use 1 or more"), 93),
         (CheckpointConfigError("checkpoint.keep_last", 0, "nothing is kept", "Use 1"), 93),
+        (RunStoppedError("/data/runs/llama", "stopped", 600), 93),
         (RunGoesOnError("run_config.name", "run", "run.lock is locked", "Wait for it"), 1),
         (RunFailedError("50 incidents took 50 workers"), 1),
         (ResourcesError("4 workers", "the cluster has 2 CPU", 60.0, "Add nodes"), 1),
@@ -38,7 +45,9 @@ def test_a_run_is_not_to_be_started_again_for_what_needs_a_change(cause: str) ->
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_only_settings_that_cannot_work_are_as_useless(error: BaseException, status: int) -> None:
+def test_only_settings_that_cannot_work_and_a_stop_are_as_final(
+    error: BaseException, status: int
+) -> None:
     assert decide_exit_status(error) == status
 
 

@@ -94,6 +94,24 @@ def test_a_tenth_of_tmpfs_stays_free(folder: Path) -> None:
         pass
 
 
+def test_what_other_runs_have_left_is_named(tmp_path: Path, folder: Path) -> None:
+    """A run that failed leaves its snapshots, which no other one deletes."""
+    failed = memory_folder(tmp_path / "failed")
+    store = open_memory(folder, NODE)
+    space = os.statvfs(folder)
+    too_much = int(0.95 * space.f_blocks * space.f_frsize)
+    try:
+        open_memory(failed, NODE).put("d/x", [bytes(3_000_000)])
+        with pytest.raises(StoreUnavailableError) as full, hold_room(store, too_much):
+            pass
+    finally:
+        clear_memory(failed)
+    assert failed.name.startswith("failed-")
+    assert "what runs have left that are over" in str(full.value)
+    assert f"{failed} (3 MB)" in str(full.value)
+    assert str(folder) + " (" not in str(full.value)
+
+
 def test_writers_count_what_others_are_about_to_write(folder: Path) -> None:
     """They begin together: what one will take is not taken yet when the next one looks."""
     store = open_memory(folder, NODE)

@@ -155,26 +155,25 @@ def test_bad_names(file: Path, where: str, why: str, capsys: pytest.CaptureFixtu
     assert re.search(why, error), error
 
 
+def test_nodes_of_no_kind(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dryrun", str(file), "--nodes", "2"]) == 2
+    assert "nothing says how much memory a GPU has" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("option", "value", "why"),
     [
-        (["--nodes", "0", "--instance", "p4d"], "--nodes = 0: not positive"),
-        (["--nodes", "2"], "nothing says how much memory a GPU has"),
-        (["--memory-gb", "-1"], "--memory-gb = -1.0: not positive"),
-        (["--memory-gb", "nan"], "--memory-gb = nan: not positive"),
+        ("--instance", "p3", "invalid choice: 'p3'"),
+        ("--nodes", "0", "--nodes: 0 is less than 1"),
+        ("--gpus-per-node", "8.5", "--gpus-per-node: invalid number value: '8.5'"),
+        ("--memory-gb", "-1", "--memory-gb: -1 is not above 0"),
+        ("--memory-gb", "nan", "--memory-gb: nan is not above 0"),
     ],
 )
-def test_bad_options(
-    file: Path, options: list[str], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["dryrun", str(file), *options]) == 2
-    assert why in capsys.readouterr().err
-
-
-def test_an_unknown_instance_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options(option: str, value: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["dryrun", "x.py", "--instance", "p3"])
-    assert "invalid choice: 'p3'" in capsys.readouterr().err
+        main(["dryrun", "x.py", option, value])
+    assert why in capsys.readouterr().err
 
 
 def test_machines_may_be_corrected() -> None:

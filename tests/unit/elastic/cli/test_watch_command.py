@@ -78,6 +78,22 @@ def run(tmp_path: Path) -> Iterator[Directory]:
     directory.log.close()
 
 
+def test_a_coordinator_whose_machine_is_replaced_is_not_dead(
+    run: Directory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray gives a machine that says nothing up after 65 s, and starts the next one then."""
+    begun = events.RunStarted(
+        time=time.time() - 500, name="r", layout={}, steps=50, start_step=0, versions={}
+    )
+    run.log.append(begun)
+    command = ["watch", str(run.paths.root), "--once"]
+    run.beat(time=time.time() - 90)
+    assert main(command) == 0
+    run.beat(time=time.time() - 130)
+    assert main(command) == 1
+    assert "dead: no pulse for 130 s" in capsys.readouterr().out
+
+
 @pytest.fixture(autouse=True)
 def _no_webhook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WEBHOOK_VARIABLE, raising=False)

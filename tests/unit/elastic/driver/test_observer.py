@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from elastic import Callback
-from elastic.driver.observer import Observer
+from elastic.driver.observer import CLOCKS_S, Observer
 from elastic.protocol.events import Evaluated, Event, RunEnded, RunStarted, StepRecord
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog
@@ -171,6 +172,25 @@ def test_the_progress_line_tensorboard_and_the_report_are_there(
     curves.Reload()
     assert [point.step for point in curves.Scalars("loss")] == [0, 1, 2, 3]
     assert {"report.json", "report.txt", "run.png"} <= {p.name for p in files.paths.root.iterdir()}
+
+
+def test_tensorboard_gets_what_came_while_nobody_was_attached(files: Files) -> None:
+    """Whoever attaches, or runs the next start, draws it: by the time of the last point."""
+    first = Observer(files.paths, ())
+    first.start()
+    files.write(STARTED, step_record(0), step_record(1))
+    first.finish()
+    for file in files.paths.tensorboard.iterdir():
+        os.utime(file, (step_record(1).time + CLOCKS_S,) * 2)
+    files.write(step_record(2), EVALUATED, step_record(3))
+    second = Observer(files.paths, (), attaches=True)
+    second.start()
+    files.write(step_record(4), ENDED)
+    second.finish()
+    curves = EventAccumulator(str(files.paths.tensorboard))
+    curves.Reload()
+    assert [point.step for point in curves.Scalars("loss")] == [0, 1, 2, 3, 4]
+    assert [point.step for point in curves.Scalars("val_loss")] == [2]
 
 
 def test_a_report_that_cannot_be_written_is_printed(

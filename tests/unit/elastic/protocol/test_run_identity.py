@@ -15,6 +15,7 @@ from checkpointing import (
     CheckpointError,
     CorruptError,
     IncompatibleError,
+    Manifest,
     Surveyor,
     TensorSlice,
     delete_checkpoint,
@@ -37,7 +38,7 @@ from elastic.protocol.run_identity import (
     record_identity,
 )
 from elastic.protocol.run_paths import RunPaths
-from elastic.reporting.event_log import EventLog
+from elastic.reporting.event_log import EventLog, read_events
 from elastic.worker.restoring import open_checkpoint, open_own
 from tests.support.tiny_checkpoint import KEYS, write_state
 from trainer.errors import ConfigError
@@ -52,6 +53,16 @@ WEIGHT, WIDER = torch.ones(4, 3), torch.ones(4, 5)
 def state(weight: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
     moments = {f"{kind}/w": torch.zeros_like(weight) for kind in ("exp_avg", "exp_avg_sq")}
     return {"param/w": weight, **moments, **more}
+
+
+def find(paths: RunPaths, identity: RunIdentity, model: Any = None) -> Origin:
+    """With its records, and nothing in the nodes' memory."""
+    return find_origin(paths, read_events(paths.events), identity, None, model)
+
+
+def only(stored: Manifest | None) -> Origin:
+    """This checkpoint, of a run without records."""
+    return Origin(stored=stored, snapshot=None, passed=None)
 
 
 def table(tensors: dict[str, torch.Tensor]) -> Any:
@@ -109,7 +120,7 @@ def test_another_runs_checkpoint_is_passed_over(paths: RunPaths) -> None:
     key, mine = KEYS.commit(6), identity.id
     assert str(passed).startswith(f"{key}: run: it was written by run 'run stranger' with id ")
     assert mine in str(passed)
-    set_others_aside(paths, found, identity, None)
+    set_others_aside(paths, only(found), identity, None)
     assert open_store(paths.checkpoints).list("m/")[-1] == f"{key}.foreign", "nothing is lost"
 
 
@@ -139,11 +150,11 @@ def test_what_a_start_sets_aside(paths: RunPaths) -> None:
     model = table(state(WEIGHT))
     found, _ = newest_own(paths, identity, model)
     assert found is not None and found.step == 12
-    set_others_aside(paths, found, identity, model)
+    set_others_aside(paths, only(found), identity, model)
     foreign = {KEYS.commit(step) + ".foreign" for step in (4, 6, 10, 14, 16, 20)}
     left = {KEYS.commit(step) for step in (2, 8, 12)}
     assert set(store.list("m/")) == {*left, *foreign, f"{KEYS.commit(18)}.unreadable"}
-    set_others_aside(paths, found, identity, model)
+    set_others_aside(paths, only(found), identity, model)
     assert len(store.list("m/")) == 10, "once is enough"
 
 
@@ -153,7 +164,7 @@ def test_what_was_set_aside_survives_retention(paths: RunPaths) -> None:
     save(paths, 4, identity.id)
     save(paths, 7, "stranger")
     found, _ = newest_own(paths, identity)
-    set_others_aside(paths, found, identity, None)
+    set_others_aside(paths, only(found), identity, None)
     surveyor = Surveyor(store=store, keys=KEYS)
     for step in (6, 8, 10):
         save(paths, step, identity.id)
@@ -168,9 +179,9 @@ def test_where_all_was_set_aside_the_run_does_not_begin_from_the_seed(paths: Run
     """As where it had gone on from a snapshot that is lost now."""
     identity = RunIdentity(id="mine")
     save(paths, 2, "stranger")
-    set_others_aside(paths, None, identity, None)
+    set_others_aside(paths, only(None), identity, None)
     with pytest.raises(ConfigError, match=r"can be read; there are m/0+2\.json\.foreign"):
-        check_found(paths, identity, "auto", find_origin(paths, identity, None, None))
+        check_found(paths, identity, "auto", find(paths, identity))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +193,7 @@ def test_with_nothing_else_to_go_on_from_the_run_does_not_begin(
 ) -> None:
     save(paths, 2, run, weight)
     identity = RunIdentity(id="mine")
-    origin = find_origin(paths, identity, None, table(state(WEIGHT)))
+    origin = find(paths, identity, table(state(WEIGHT)))
     assert origin.manifest is None
     with pytest.raises(ConfigError, match=rf"run_config\.name = 'run': .*{fact}") as raised:
         check_found(paths, identity, "auto", origin)
@@ -252,7 +263,7 @@ def test_what_the_run_went_back_for_is_not_gone_on_from(paths: RunPaths) -> None
         with EventLog(paths.events) as log:
             for event in happened:
                 log.append(event)
-        origin = find_origin(paths, identity, None, None)
+        origin = find(paths, identity)
         assert origin.stored is not None
         return origin.stored.step
 
@@ -272,7 +283,8 @@ def test_what_the_run_went_back_for_goes_with_retention(paths: RunPaths) -> None
     with EventLog(paths.events) as log:
         log.append(WentBack(time=1, step=2, before=9, reason="they differ", skip=[]))
     store = open_store(paths.checkpoints)
-    set_others_aside(paths, load_manifest(store, KEYS, 2), identity, None)
+    origin = replace(find(paths, identity), stored=load_manifest(store, KEYS, 2))
+    set_others_aside(paths, origin, identity, None)
     kept = [KEYS.commit(2), f"{KEYS.commit(4)}.unreadable", f"{KEYS.commit(6)}.foreign"]
     assert store.list("m/") == kept
 
@@ -282,12 +294,12 @@ def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(paths: RunPath
     identity = identify(paths)
     with EventLog(paths.events) as log:
         log.append(CheckpointCommitted(time=0, step=6, generation=1, bytes=1, seconds=1))
-    origin = find_origin(paths, identity, None, None)
+    origin = find(paths, identity)
     with pytest.raises(ConfigError, match="a checkpoint of step 6 was committed"):
         check_found(paths, identity, "auto", origin)
     check_found(paths, identity, "never", origin)
     save(paths, 6, identity.id)
-    check_found(paths, identity, "auto", find_origin(paths, identity, None, None))
+    check_found(paths, identity, "auto", find(paths, identity))
 
 
 def test_a_run_that_went_back_to_the_seed_begins_there_again(paths: RunPaths) -> None:
@@ -302,15 +314,15 @@ def test_a_run_that_went_back_to_the_seed_begins_there_again(paths: RunPaths) ->
         for step in (4, 6):
             log.append(CheckpointCommitted(time=1, step=step, generation=1, bytes=1, seconds=1))
         with pytest.raises(ConfigError, match=r"there are m/0+4\.json\.unreadable, m/0+6\.json"):
-            check_found(paths, identity, "auto", Origin(stored=None, snapshot=None, passed=None))
+            check_found(paths, identity, "auto", replace(find(paths, identity), stored=None))
         log.append(back)
-        check_found(paths, identity, "auto", find_origin(paths, identity, None, None))
+        check_found(paths, identity, "auto", find(paths, identity))
         with pytest.raises(ConfigError, match="there is no checkpoint"):
-            check_found(paths, identity, "must", find_origin(paths, identity, None, None))
+            check_found(paths, identity, "must", find(paths, identity))
         log.append(replace(ROSTER, generation=2, step=0))
         log.append(CheckpointCommitted(time=3, step=2, generation=2, bytes=1, seconds=1))
         with pytest.raises(ConfigError, match="a checkpoint of step 2 was committed"):
-            check_found(paths, identity, "auto", find_origin(paths, identity, None, None))
+            check_found(paths, identity, "auto", find(paths, identity))
         store.put(f"{KEYS.commit(6)}.unreadable", [b"damaged"])
         with pytest.raises(ConfigError, match=r"there are m/0+6\.json\.unreadable\. Repair"):
-            check_found(paths, identity, "auto", find_origin(paths, identity, None, None))
+            check_found(paths, identity, "auto", find(paths, identity))

@@ -35,6 +35,11 @@ def started() -> events.RunStarted:
     )
 
 
+def signs(*names: str) -> events.SignsChanged:
+    shown = [{"name": name} for name in names]
+    return events.SignsChanged(time=110.0, node="n", names=["host"], signs=shown)
+
+
 def step(number: int, time: float, loss: float = 2.5) -> events.StepRecord:
     return events.StepRecord(
         step=number,
@@ -198,12 +203,27 @@ def test_a_lost_spare_takes_no_time() -> None:
 
 
 def test_a_sign_that_is_gone_is_told_as_0() -> None:
-    def signs(*names: str) -> events.SignsChanged:
-        shown = [{"name": name} for name in names]
-        return events.SignsChanged(time=110.0, node="n", names=["host"], signs=shown)
-
     told = numbers(metered(signs("ecc", "ecc", "hot"), signs("hot")))
     assert told["elastic_node_signs|n|ecc"] == 0 and told["elastic_node_signs|n|hot"] == 1
+
+
+def test_restarts_count_a_machine_of_many_workers_once() -> None:
+    """As `elastic watch` does: it is no storm."""
+    eight = [lost(110.0 + at, cause="node") for at in range(8)]
+    anew = events.CoordinatorStarted(time=150.0, pid=1, anew=True)
+    told = numbers(metered(*eight, lost(130.0), lost(140.0, slot=None), anew))
+    assert told["elastic_restarts"] == 3
+    assert told["elastic_workers_lost|node"] == 8
+
+
+def test_a_node_whose_workers_are_lost_shows_nothing_until_one_comes_again() -> None:
+    """A machine that is gone takes back nothing of what it has shown."""
+    meter = metered(signs("hot"))
+    shown = [numbers(meter)["elastic_node_signs|n|hot"]]
+    for event in (joined("H100"), lost(111.0), joined("H100")):
+        meter.take(event)
+        shown.append(numbers(meter)["elastic_node_signs|n|hot"])
+    assert shown == [1, 1, 0, 1]
 
 
 def test_a_machine_is_suspect_until_it_is_replaced_or_cleared() -> None:

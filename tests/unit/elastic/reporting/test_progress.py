@@ -17,6 +17,8 @@ from elastic.protocol.events import (
     ReplicaHealed,
     RunEnded,
     RunStarted,
+    SnapshotSkipped,
+    SnapshotTaken,
     StepRecord,
     WorkerJoined,
     WorkerLost,
@@ -239,3 +241,16 @@ def test_a_stream_that_takes_nothing_for_a_while_costs_lines_only() -> None:
     ]
     stream.close()
     printer.on_end(REPORT)
+
+
+def test_snapshots_that_are_not_taken_are_told_of_once() -> None:
+    """By the second step in a row: a single one may only have come too soon after the last."""
+    stream = io.StringIO()
+    printer = ProgressPrinter(stream, is_tty=False)
+    taken = SnapshotTaken(time=1.0, step=4, generation=1, bytes=1, copies=1, seconds=0.1)
+    for step in (2, 6, 6, 8, 8, 10, 12):
+        if step == 6:
+            printer.on_event(taken)
+            assert stream.getvalue() == ""
+        printer.on_event(SnapshotSkipped(time=1.0, step=step, reason="no room"))
+    assert stream.getvalue() == "no snapshots of steps 6 and 8: no room\n"
