@@ -88,6 +88,7 @@ from elastic.protocol.messages import (
     Stop,
 )
 from elastic.protocol.rpc import Remote
+from elastic.protocol.run_identity import recorded_identity
 from elastic.protocol.run_paths import find_checkpoint
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
 from elastic.ray_compat.cluster import own_address, started_anew
@@ -100,8 +101,8 @@ log = logging.getLogger(__name__)
 MOST_CALLS = 100_000
 """Calls pending in the actor at once: each worker has one in `watch`, and perhaps one in `join`."""
 
-_STORE_RETRY_S = 2.0
-"""Before a store that refuses is asked again; it has retries of its own."""
+_STORAGE_RETRY_S = 2.0
+"""Before one that refuses is asked again; a store has retries of its own."""
 
 _Args = ParamSpec("_Args")
 _Reply = TypeVar("_Reply")
@@ -135,8 +136,11 @@ class Coordinator(CoordinatorApi):
     def __init__(self, config: CoordinatorConfig | Kept[CoordinatorConfig]) -> None:
         if isinstance(config, Kept):
             config = config.value
+        anew = started_anew()
+        if anew:
+            _once_answered(partial(_check_place, config))
         of_all_starts = read_events(config.paths.events)
-        happened = present_start(of_all_starts, config.started.time) if started_anew() else []
+        happened = present_start(of_all_starts, config.started.time) if anew else []
         self.config = config = _as_stored(config) if happened else config
         host = own_address()
         self._store = host_store(host)
@@ -321,7 +325,7 @@ class Coordinator(CoordinatorApi):
     def _give_up_after(self, step: int) -> None:
         """What a coordinator before this one had no time for. If it raised, this one would end."""
         try:
-            _once_available(lambda: self._retreat.give_up_after(step))
+            _once_answered(lambda: self._retreat.give_up_after(step))
         except CheckpointError as error:
             self._membership.stop(f"Later checkpoints cannot be set aside: {error}")
 
@@ -395,6 +399,14 @@ class Coordinator(CoordinatorApi):
         self._replacements.begin()
         if (failover := self._failing_over) is not None:
             await failover.hear(standing)
+        elif self._failover is None and standing.generation > self._membership.progress.generation:
+            paths = self.config.paths
+            await self._dispatcher.stop(
+                f"the coordinator, started anew, found nothing of this start of the run in "
+                f"{paths.events}, and {standing.identity.worker} is in roster "
+                f"{standing.generation} of it: is that file damaged or gone? What the workers held "
+                f"is lost; run the same name again to go on from the newest checkpoint"
+            )
 
     @_when_known
     async def join(self, report: Report) -> Answer:
@@ -627,9 +639,24 @@ class Coordinator(CoordinatorApi):
         self._records.end(outcome, error)
 
 
+def _check_place(config: CoordinatorConfig) -> None:
+    """Looks whether the run directory is this run's, for a coordinator that is started anew: in an
+    empty one it would take itself for the run's first, whose workers begin from the seed.
+
+    Raises:
+        OSError: it is not, or does not answer.
+    """
+    paths = config.paths
+    if recorded_identity(paths) != config.identity:
+        raise FileNotFoundError(
+            f"{paths.identity} is not there, or another run's: is {paths.root} mounted on this "
+            f"machine?"
+        )
+
+
 def _as_stored(config: CoordinatorConfig) -> CoordinatorConfig:
     """The run's config for a coordinator that is started anew, in the middle of it."""
-    stored = _once_available(lambda: find_checkpoint(config.paths))
+    stored = _once_answered(lambda: find_checkpoint(config.paths))
     return replace(config, restore_step=0 if stored is None else stored.step, snapshot=None)
 
 
@@ -643,12 +670,12 @@ def _describe_missing(config: CoordinatorConfig, step: int) -> str:
     )
 
 
-def _once_available(ask: Callable[[], _Reply]) -> _Reply:
-    """What the store does for a coordinator that is started anew. No step waits for that, so a
-    store that does not answer is asked until it does."""
+def _once_answered(ask: Callable[[], _Reply]) -> _Reply:
+    """What the storage does for a coordinator that is started anew. No step waits for that, so one
+    that does not answer is asked until it does."""
     while True:
         try:
             return ask()
-        except StoreUnavailableError as error:
-            log.warning("a coordinator started anew waits for the checkpoints' store: %s", error)
-            time.sleep(_STORE_RETRY_S)
+        except (StoreUnavailableError, OSError) as error:
+            log.warning("a coordinator started anew waits for the run's storage: %s", error)
+            time.sleep(_STORAGE_RETRY_S)

@@ -28,7 +28,7 @@ from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
 from elastic.protocol import events
 from elastic.protocol.causes import STORAGE
-from elastic.protocol.run_identity import check_own, identify
+from elastic.protocol.run_identity import check_own
 
 
 class Restores:
@@ -105,10 +105,9 @@ class Restores:
 
     def _look(self, step: int, told: CheckpointError) -> CheckpointError | None:
         """What is wrong with a checkpoint as this machine sees it; None: nothing. Blocks."""
-        paths = self._config.paths
         try:
-            manifest = look_again(open_store(paths.checkpoints), Keys(), step, told)
-            check_own(manifest, identify(paths), None)
+            manifest = look_again(open_store(self._config.paths.checkpoints), Keys(), step, told)
+            check_own(manifest, self._config.identity, None)
         except CheckpointError as error:
             return error
         return None

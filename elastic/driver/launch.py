@@ -201,7 +201,7 @@ class Launch:
         remove_orphans(paths, last_generation(paths, origin.manifest) + 1)
         attempt = secrets.randbits(31)
         prefix = f"{paths.key}/{attempt:08x}/"
-        config = self._coordinator_config(paths, origin, plan, task, prefix, ready.flops_per_token)
+        config = self._coordinator_config(paths, ready, plan, prefix)
         observer = Observer(paths, self.callbacks)
         try:
             coordinator = start_actor(
@@ -284,13 +284,12 @@ class Launch:
     def _coordinator_config(
         self,
         paths: RunPaths,
-        origin: Origin,
+        ready: _Ready,
         plan: WorkerPlan,
-        task: PreparedTask,
         prefix: str,
-        flops_per_token: dict[str, float],
     ) -> CoordinatorConfig:
-        stored, parallel = origin.stored, self.train.parallel
+        origin, parallel = ready.origin, self.train.parallel
+        stored = origin.stored
         start_step = 0 if origin.manifest is None else origin.manifest.step
         return CoordinatorConfig(
             groups=GroupConfig(
@@ -303,6 +302,7 @@ class Launch:
                 max_regroups_without_progress=self.health.max_regroups_without_progress,
             ),
             paths=paths,
+            identity=ready.identity,
             prefix=prefix,
             health=self.health,
             checkpoint=self.checkpoint,
@@ -312,7 +312,7 @@ class Launch:
                 seed=self.train.seed,
                 global_batch=self.train.global_batch,
                 lanes=self.lanes,
-                samples=len(task.train_data()),
+                samples=len(ready.task.train_data()),
                 skips=skips_of(origin.manifest),
             ),
             restore_step=0 if stored is None else stored.step,
@@ -341,7 +341,7 @@ class Launch:
                     **{name: version(name) for name in _RECORDED_VERSIONS},
                 },
                 precision=self.train.precision,
-                flops_per_token=flops_per_token,
+                flops_per_token=ready.flops_per_token,
             ),
         )
 

@@ -23,6 +23,7 @@ from elastic.membership.progress import Progress
 from elastic.protocol import events
 from elastic.protocol.causes import CRASH
 from elastic.protocol.messages import Build, Death, Identity, Report, Run, Standing
+from elastic.protocol.run_identity import RunIdentity
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
 from tests.support.coordinator_desk import Agents
@@ -70,6 +71,7 @@ def make_config(root: Path) -> CoordinatorConfig:
     return CoordinatorConfig(
         groups=GROUPS,
         paths=RunPaths(root=root),
+        identity=RunIdentity(id="r"),
         prefix="run/",
         health=HealthConfig(),
         checkpoint=CheckpointConfig(memory_every=1),

@@ -38,7 +38,7 @@ from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
 from elastic.protocol import events
 from elastic.protocol.messages import Identity
-from elastic.protocol.run_identity import RunIdentity, record_identity
+from elastic.protocol.run_identity import RunIdentity
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
 from tests.support.coordinator_desk import Agents
@@ -103,6 +103,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     config = CoordinatorConfig(
         groups=groups,
         paths=paths,
+        identity=RunIdentity(id="r"),
         prefix="run/",
         health=HealthConfig(),
         checkpoint=CheckpointConfig(),
@@ -204,7 +205,6 @@ def test_what_is_damaged_for_all_is_found_so_here(desk: Desk) -> None:
 
 
 def test_a_record_of_another_run_is_given_up(desk: Desk) -> None:
-    record_identity(desk.paths, RunIdentity(id="mine"))
     write_state(
         desk.store, {"w": torch.randn(4, 4)}, step=30, state={"run": {"id": "x", "name": "x"}}
     )
