@@ -137,9 +137,11 @@ class Coordinator(CoordinatorApi):
         if isinstance(config, Kept):
             config = config.value
         anew = started_anew()
-        if anew:
-            _once_answered(partial(_check_place, config))
-        of_all_starts = read_events(config.paths.events)
+        of_all_starts = (
+            _once_answered(partial(_find_records, config))
+            if anew
+            else read_events(config.paths.events)
+        )
         happened = present_start(of_all_starts, config.started.time) if anew else []
         self.config = config = _as_stored(config) if happened else config
         host = own_address()
@@ -154,7 +156,8 @@ class Coordinator(CoordinatorApi):
             meet=(host, self._store.port),
         )
         self._membership.skips = config.ledger.skips
-        self._records = RunLog(config, self._membership)
+        open_records = partial(RunLog, config, self._membership)
+        self._records = _once_answered(open_records) if anew else open_records()
         self._dispatcher = Dispatcher(self._membership, self._records, self._carry_on)
         self._snapshots = self._make_snapshots()
         self._agents = NodeAgents(config.health, (host, self._store.port))
@@ -201,7 +204,6 @@ class Coordinator(CoordinatorApi):
         self._training = TrainingWatch(
             config.health.training,
             config.health.max_nonfinite_steps,
-            begins_at=config.started.start_step,
             membership=self._membership,
             dispatcher=self._dispatcher,
             records=self._records,
@@ -250,6 +252,7 @@ class Coordinator(CoordinatorApi):
         if happened:
             self._failover = self._replay(faults, happened)
         else:
+            self._training.go_on_from(config.started.start_step)
             self._dispatcher.ready.set()
         self._records.begin(happened)
 
@@ -286,7 +289,9 @@ class Coordinator(CoordinatorApi):
             faults: told which went off.
             happened: the events of this start.
         """
-        replayed = replay(self.config.paths, happened, self.config.started.start_step)
+        replayed = _once_answered(
+            lambda: replay(self.config.paths, happened, self.config.started.start_step)
+        )
         self._records.restored = replayed.restored
         # The end may come before the workers have spoken.
         self._membership.progress.recorded = replayed.recorded
@@ -303,13 +308,14 @@ class Coordinator(CoordinatorApi):
         self._remedies.replay(replayed.happened)
         self._membership.skips += replayed.skips
         self._corruption.replay(replayed.happened)
-        self._training.replay(replayed.recorded)
+        _once_answered(lambda: self._training.go_on_from(replayed.recorded))
         if self._standstill is not None:
-            latest = recent_steps(self.config.paths.steps, replayed.recorded, STEPS)
+            steps = self.config.paths.steps
+            latest = _once_answered(lambda: recent_steps(steps, replayed.recorded, STEPS))
             self._standstill.replay(latest)
         if replayed.going_back is not None:
             self._give_up_after(replayed.going_back)
-        self._pulses.replay(replayed.happened)
+        _once_answered(lambda: self._pulses.replay(replayed.happened))
         snapshots = self._snapshots if self.config.in_memory else None
         return Failover(
             replayed,
@@ -639,12 +645,13 @@ class Coordinator(CoordinatorApi):
         self._records.end(outcome, error)
 
 
-def _check_place(config: CoordinatorConfig) -> None:
-    """Looks whether the run directory is this run's, for a coordinator that is started anew: in an
-    empty one it would take itself for the run's first, whose workers begin from the seed.
+def _find_records(config: CoordinatorConfig) -> list[events.Event]:
+    """The events of all starts of the run, for a coordinator that is started anew. In a directory
+    that is not this run's it would take itself for the run's first, whose workers begin from the
+    seed. A damaged line is passed over: the workers know what is missing, and the run is well.
 
     Raises:
-        OSError: it is not, or does not answer.
+        OSError: it is not this run's, or does not answer.
     """
     paths = config.paths
     if recorded_identity(paths) != config.identity:
@@ -652,6 +659,7 @@ def _check_place(config: CoordinatorConfig) -> None:
             f"{paths.identity} is not there, or another run's: is {paths.root} mounted on this "
             f"machine?"
         )
+    return read_events(paths.events, lenient=True)
 
 
 def _as_stored(config: CoordinatorConfig) -> CoordinatorConfig:

@@ -167,5 +167,7 @@ def _recorded(paths: RunPaths, newest: events.RegroupDone | None, start_step: in
         return start_step
     start_step = min(start_step, newest.step)  # where that was damaged, the run began further back
     begin, generation = newest.step, newest.generation
-    last = last_step(paths.steps, lambda s: s.step < begin or s.generation >= generation)
+    last = last_step(
+        paths.steps, lambda s: s.step < begin or s.generation >= generation, lenient=True
+    )
     return start_step if last is None else max(start_step, last.step + 1)

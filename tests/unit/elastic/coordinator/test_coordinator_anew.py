@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,6 +109,33 @@ def test_one_that_does_not_see_the_run_directory_waits_for_it(
     Coordinator(replace(config, paths=unmounted))
     assert kinds(read_events(config.paths.events)[-2:]) == ["regroup_done", "coordinator_started"]
     assert unmounted.root.is_symlink()
+
+
+def test_one_passes_damaged_lines_over_and_waits_for_a_storage_that_refuses(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step needed it, and the run is well."""
+    write(config, config.started, BEGUN, STOP, steps=4)
+    for path in (config.paths.events, config.paths.steps):
+        *whole, last = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join([*whole, b"damaged\n", last, b"damaged\n"]))
+    refused = set[tuple[str, ...]]()
+
+    def refuses_once(self: Path, *args: Any, **how: Any) -> Any:
+        callers = tuple(frame.name for frame in traceback.extract_stack(limit=5))
+        if config.paths.root in self.parents and callers not in refused:
+            refused.add(callers)
+            raise OSError(errno.ESTALE, "Stale file handle", str(self))
+        return open(self, *args, **how)
+
+    monkeypatch.setattr(Path, "open", refuses_once)
+    monkeypatch.setattr(actor, "_STORAGE_RETRY_S", 0.0)
+    coordinator = Coordinator(config)
+    assert len(refused) >= 7, "two files are read in five places, and opened to be written"
+    asyncio.run(coordinator.end("finished", None))
+    ended = read_events(config.paths.events, lenient=True)[-1]
+    assert isinstance(ended, events.RunEnded)
+    assert (ended.outcome, ended.step) == ("stopped", 4)
 
 
 def test_one_whose_records_are_gone_ends_what_it_does_not_know(config: CoordinatorConfig) -> None:

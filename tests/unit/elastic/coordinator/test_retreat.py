@@ -84,7 +84,8 @@ class Desk(CoordinatorDesk):
             **parts,
         )
         training = self.config.health.training
-        self.training = TrainingWatch(training, 5, begins_at=0, **parts)
+        self.training = TrainingWatch(training, 5, **parts)
+        self.training.go_on_from(0)
         self.records.note(self.done)  # the roster that `CoordinatorDesk` made
         self.take(0, 14)
 
