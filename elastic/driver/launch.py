@@ -38,7 +38,7 @@ from elastic.driver.resume import (
 from elastic.driver.running import check_same, find_run, follow, is_over, may_be_going_on
 from elastic.errors import RunGoesOnError
 from elastic.membership.decisions import GroupConfig
-from elastic.node.snapshot_survey import find_snapshot
+from elastic.node.snapshot_survey import clear_snapshots, find_snapshot
 from elastic.protocol import events
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.faults import Fault
@@ -197,6 +197,8 @@ class Launch:
         plan = wait_for_workers(self.scaling, self.train.parallel)
         tell("starting the run: coordinator, supervisor, workers")
         record_identity(paths, identity)
+        if self.checkpoint.memory_every is not None and not paths.events.exists():
+            clear_snapshots(paths)  # not before: a refused start may be of a run that goes on
         set_others_aside(paths, origin.stored, identity, model)
         remove_orphans(paths, last_generation(paths, origin.manifest) + 1)
         attempt = secrets.randbits(31)
@@ -358,7 +360,8 @@ def _end_leftovers(paths: RunPaths) -> None:
             "run_config.name",
             paths.root.name,
             "a run of this name has just been started",
-            "Run the same command again to attach to it, or use another name",
+            f"Run the same command again to attach to it, where {paths.root} is mounted as it is "
+            f"for the run, or use another name",
         )
     end_all(f"{paths.key}/")
 
