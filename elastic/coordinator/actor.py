@@ -349,8 +349,9 @@ class Coordinator(CoordinatorApi):
             self._dispatcher.spawn(self._snapshots.sweep_given_up(*given_up))
             self._save_wish.went_back()
         if regrouped is not None and regrouped.outcome == "finish_step":
-            every = self.config.checkpoint.fixed_steps
-            if regrouped.saved or (every and regrouped.step % every == 0):
+            every, saving = self.config.checkpoint.fixed_steps, regrouped.saving
+            due = saving.wanted or (every and regrouped.step % every == 0)
+            if due and "store" not in saving.busy:
                 self._save_wish.cut_off(regrouped.step)
         if regrouped is not None:
             self._watch_steps()

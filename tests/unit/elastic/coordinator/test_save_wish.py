@@ -21,6 +21,7 @@ from elastic.protocol import events
 from elastic.protocol.causes import CRASH
 from elastic.protocol.roster import Roster
 from tests.support.coordinator_desk import CoordinatorDesk
+from trainer.replication.step_commit import Saving
 
 
 def play(scene: Coroutine[Any, Any, None]) -> None:
@@ -133,13 +134,15 @@ def test_what_makes_up_for_one_that_is_cut_off_is_asked_for_until_it_fails_itsel
 
 
 @pytest.mark.parametrize(
-    ("outcome", "step", "asked_for", "wanted"),
+    ("outcome", "step", "saving", "wanted"),
     [
-        ("finish_step", 20, False, True),
-        ("finish_step", 21, False, False),
-        ("finish_step", 21, True, True),
-        ("repeat", 20, False, False),
-        ("boundary", 20, False, False),
+        ("finish_step", 20, Saving(), True),
+        ("finish_step", 21, Saving(), False),
+        ("finish_step", 21, Saving(wanted=True), True),
+        ("finish_step", 20, Saving(busy=frozenset({"store"})), False),
+        ("finish_step", 20, Saving(busy=frozenset({"memory"})), True),
+        ("repeat", 20, Saving(), False),
+        ("boundary", 20, Saving(), False),
     ],
 )
 def test_who_saw_a_commit_and_who_finishes_it_later_save_in_different_rosters(
@@ -147,17 +150,18 @@ def test_who_saw_a_commit_and_who_finishes_it_later_save_in_different_rosters(
     monkeypatch: pytest.MonkeyPatch,
     outcome: Outcome,
     step: int,
-    asked_for: bool,
+    saving: Saving,
     wanted: bool,
 ) -> None:
-    """Neither attempt is ever complete: the one that was due is made up for."""
+    """Neither attempt is ever complete: the one that was due is made up for, unless all skipped it
+    for one that was still being written."""
     monkeypatch.setattr(actor, "started_anew", lambda: False)
     config = replace(CoordinatorDesk(tmp_path).config, checkpoint=CheckpointConfig(every_steps=10))
     regrouped = Regrouped(
         roster=Roster(generation=2, replicas=(), lanes={}),
         step=step,
         outcome=outcome,
-        saved=asked_for,
+        saving=saving,
         lost_steps=0,
         renumbered={},
     )
