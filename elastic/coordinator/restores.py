@@ -57,6 +57,11 @@ class Restores:
         self._deciding = asyncio.Lock()
         self._corrupt_on: dict[int, set[str]] = {}
         """Step -> nodes on which its checkpoint was not as it was written, and here it was."""
+        records.followers.append(self._hear)
+
+    def _hear(self, event: events.Event) -> None:
+        if isinstance(event, events.CheckpointCommitted):
+            self._corrupt_on.pop(event.step, None)  # what was read there was another one
 
     async def failed(self, worker: str, step: int, generation: int, error: CheckpointError) -> None:
         """`worker`, of the roster of `generation`, could not read the checkpoint of `step`; several
