@@ -448,8 +448,7 @@ class Coordinator(CoordinatorApi):
         self, steps: list[events.StepRecord], happened: list[events.Event]
     ) -> Recorded:
         self._take_steps(steps)
-        for event in happened:
-            self._records.note(event)
+        self._records.take_events(happened)
         if self._membership.stopped is not None:
             await self._dispatcher.advance()
         return Recorded(

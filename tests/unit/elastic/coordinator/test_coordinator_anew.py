@@ -211,6 +211,28 @@ def test_what_it_answers_to_is_on_the_disk_before(
     asyncio.run(record_on_a_slow_disk(config, monkeypatch))
 
 
+def test_what_is_told_again_is_written_down_once(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer was lost, or the coordinator between its record and its answer."""
+    first, second, third = (
+        events.Evaluated(time=3.0 + step, step=step, val_loss=1.0, tokens=8) for step in range(3)
+    )
+
+    async def tell(*happened: events.Event) -> None:
+        coordinator = Coordinator(config)
+        coordinator._dispatcher.ready.set()  # nobody is waited for
+        await coordinator.record([], list(happened))
+        await coordinator.record([], list(happened))
+
+    with monkeypatch.context() as begins:
+        begins.setattr(actor, "started_anew", lambda: False)
+        asyncio.run(tell(first, second))
+    asyncio.run(tell(second, third))
+    told = [e for e in read_events(config.paths.events) if isinstance(e, events.Evaluated)]
+    assert told == [first, second, third]
+
+
 BACK = events.WentBack(time=3.0, step=2, before=4, reason="")
 
 
