@@ -64,6 +64,7 @@ from elastic.membership.decisions import GroupConfig
 from elastic.node.beats import BeatListener, BeatSender, name_of
 from elastic.protocol import causes, events
 from elastic.protocol.messages import Build, Identity, Report, Run
+from elastic.protocol.run_identity import RunIdentity
 from elastic.protocol.run_paths import RunPaths
 from trainer.backend.rendezvous import CONNECTIONS
 from trainer.loop.samples import Ledger
@@ -298,6 +299,7 @@ def _config(workers: int, directory: Path) -> CoordinatorConfig:
             max_regroups_without_progress=8,
         ),
         paths=RunPaths(root=directory),
+        identity=RunIdentity(id="r"),
         prefix="benchmark/",
         health=HealthConfig(max_crashes=workers),
         checkpoint=CheckpointConfig(every_steps=None),

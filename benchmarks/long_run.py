@@ -31,6 +31,7 @@ from elastic.coordinator.replay import replay
 from elastic.membership.decisions import GroupConfig
 from elastic.protocol import events
 from elastic.protocol.messages import Build, Report, Run
+from elastic.protocol.run_identity import RunIdentity
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.conclusion import conclude
 from elastic.reporting.event_log import present_start, read_events
@@ -187,6 +188,7 @@ def coordinator_config(steps: int, directory: Path) -> CoordinatorConfig:
             max_regroups_without_progress=8,
         ),
         paths=RunPaths(root=directory),
+        identity=RunIdentity(id="r"),
         prefix="benchmark/",
         # A call waits so long for those who do not follow it; here an hour passes in a second.
         health=HealthConfig(regroup_timeout_s=2.0),

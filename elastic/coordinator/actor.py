@@ -88,6 +88,7 @@ from elastic.protocol.messages import (
     Stop,
 )
 from elastic.protocol.rpc import Remote
+from elastic.protocol.run_identity import recorded_identity
 from elastic.protocol.run_paths import find_checkpoint
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
 from elastic.ray_compat.cluster import own_address, started_anew
@@ -100,8 +101,8 @@ log = logging.getLogger(__name__)
 MOST_CALLS = 100_000
 """Calls pending in the actor at once: each worker has one in `watch`, and perhaps one in `join`."""
 
-_STORE_RETRY_S = 2.0
-"""Before a store that refuses is asked again; it has retries of its own."""
+_STORAGE_RETRY_S = 2.0
+"""Before one that refuses is asked again; a store has retries of its own."""
 
 _Args = ParamSpec("_Args")
 _Reply = TypeVar("_Reply")
@@ -135,8 +136,13 @@ class Coordinator(CoordinatorApi):
     def __init__(self, config: CoordinatorConfig | Kept[CoordinatorConfig]) -> None:
         if isinstance(config, Kept):
             config = config.value
-        of_all_starts = read_events(config.paths.events)
-        happened = present_start(of_all_starts, config.started.time) if started_anew() else []
+        anew = started_anew()
+        of_all_starts = (
+            _once_answered(partial(_find_records, config))
+            if anew
+            else read_events(config.paths.events)
+        )
+        happened = present_start(of_all_starts, config.started.time) if anew else []
         self.config = config = _as_stored(config) if happened else config
         host = own_address()
         self._store = host_store(host)
@@ -150,7 +156,8 @@ class Coordinator(CoordinatorApi):
             meet=(host, self._store.port),
         )
         self._membership.skips = config.ledger.skips
-        self._records = RunLog(config, self._membership)
+        open_records = partial(RunLog, config, self._membership)
+        self._records = _once_answered(open_records) if anew else open_records()
         self._dispatcher = Dispatcher(self._membership, self._records, self._carry_on)
         self._snapshots = self._make_snapshots()
         self._agents = NodeAgents(config.health, (host, self._store.port))
@@ -197,7 +204,6 @@ class Coordinator(CoordinatorApi):
         self._training = TrainingWatch(
             config.health.training,
             config.health.max_nonfinite_steps,
-            begins_at=config.started.start_step,
             membership=self._membership,
             dispatcher=self._dispatcher,
             records=self._records,
@@ -251,6 +257,7 @@ class Coordinator(CoordinatorApi):
         if happened:
             self._failover = self._replay(faults, happened)
         else:
+            self._training.go_on_from(config.started.start_step)
             self._dispatcher.ready.set()
         self._records.begin(happened)
 
@@ -287,7 +294,9 @@ class Coordinator(CoordinatorApi):
             faults: told which went off.
             happened: the events of this start.
         """
-        replayed = replay(self.config.paths, happened, self.config.started.start_step)
+        replayed = _once_answered(
+            lambda: replay(self.config.paths, happened, self.config.started.start_step)
+        )
         self._records.restored = replayed.restored
         # The end may come before the workers have spoken.
         self._membership.progress.recorded = replayed.recorded
@@ -305,13 +314,14 @@ class Coordinator(CoordinatorApi):
         self._preflight.replay(replayed.happened)
         self._membership.skips += replayed.skips
         self._corruption.replay(replayed.happened)
-        self._training.replay(replayed.recorded)
+        _once_answered(lambda: self._training.go_on_from(replayed.recorded))
         if self._standstill is not None:
-            latest = recent_steps(self.config.paths.steps, replayed.recorded, STEPS)
+            steps = self.config.paths.steps
+            latest = _once_answered(lambda: recent_steps(steps, replayed.recorded, STEPS))
             self._standstill.replay(latest)
         if replayed.going_back is not None:
             self._give_up_after(replayed.going_back)
-        self._pulses.replay(replayed.happened)
+        _once_answered(lambda: self._pulses.replay(replayed.happened))
         snapshots = self._snapshots if self.config.in_memory else None
         return Failover(
             replayed,
@@ -327,7 +337,7 @@ class Coordinator(CoordinatorApi):
     def _give_up_after(self, step: int) -> None:
         """What a coordinator before this one had no time for. If it raised, this one would end."""
         try:
-            _once_available(lambda: self._retreat.give_up_after(step))
+            _once_answered(lambda: self._retreat.give_up_after(step))
         except CheckpointError as error:
             self._membership.stop(f"Later checkpoints cannot be set aside: {error}")
 
@@ -345,8 +355,9 @@ class Coordinator(CoordinatorApi):
             self._dispatcher.spawn(self._snapshots.sweep_given_up(*given_up))
             self._save_wish.went_back()
         if regrouped is not None and regrouped.outcome == "finish_step":
-            every = self.config.checkpoint.fixed_steps
-            if regrouped.saved or (every and regrouped.step % every == 0):
+            every, saving = self.config.checkpoint.fixed_steps, regrouped.saving
+            due = saving.wanted or (every and regrouped.step % every == 0)
+            if due and "store" not in saving.busy:
                 self._save_wish.cut_off(regrouped.step)
         if regrouped is not None:
             self._watch_steps()
@@ -401,6 +412,14 @@ class Coordinator(CoordinatorApi):
         self._replacements.begin()
         if (failover := self._failing_over) is not None:
             await failover.hear(standing)
+        elif self._failover is None and standing.generation > self._membership.progress.generation:
+            paths = self.config.paths
+            await self._dispatcher.stop(
+                f"the coordinator, started anew, found nothing of this start of the run in "
+                f"{paths.events}, and {standing.identity.worker} is in roster "
+                f"{standing.generation} of it: is that file damaged or gone? What the workers held "
+                f"is lost; run the same name again to go on from the newest checkpoint"
+            )
 
     @_when_known
     async def join(self, report: Report) -> Answer:
@@ -435,8 +454,7 @@ class Coordinator(CoordinatorApi):
         self, steps: list[events.StepRecord], happened: list[events.Event]
     ) -> Recorded:
         self._take_steps(steps)
-        for event in happened:
-            self._records.note(event)
+        self._records.take_events(happened)
         if self._membership.stopped is not None:
             await self._dispatcher.advance()
         return Recorded(
@@ -633,9 +651,26 @@ class Coordinator(CoordinatorApi):
         self._records.end(outcome, error)
 
 
+def _find_records(config: CoordinatorConfig) -> list[events.Event]:
+    """The events of all starts of the run, for a coordinator that is started anew. In a directory
+    that is not this run's it would take itself for the run's first, whose workers begin from the
+    seed. A damaged line is passed over: the workers know what is missing, and the run is well.
+
+    Raises:
+        OSError: it is not this run's, or does not answer.
+    """
+    paths = config.paths
+    if recorded_identity(paths) != config.identity:
+        raise FileNotFoundError(
+            f"{paths.identity} is not there, or another run's: is {paths.root} mounted on this "
+            f"machine?"
+        )
+    return read_events(paths.events, lenient=True)
+
+
 def _as_stored(config: CoordinatorConfig) -> CoordinatorConfig:
     """The run's config for a coordinator that is started anew, in the middle of it."""
-    stored = _once_available(lambda: find_checkpoint(config.paths))
+    stored = _once_answered(lambda: find_checkpoint(config.paths))
     return replace(config, restore_step=0 if stored is None else stored.step, snapshot=None)
 
 
@@ -649,12 +684,12 @@ def _describe_missing(config: CoordinatorConfig, step: int) -> str:
     )
 
 
-def _once_available(ask: Callable[[], _Reply]) -> _Reply:
-    """What the store does for a coordinator that is started anew. No step waits for that, so a
-    store that does not answer is asked until it does."""
+def _once_answered(ask: Callable[[], _Reply]) -> _Reply:
+    """What the storage does for a coordinator that is started anew. No step waits for that, so one
+    that does not answer is asked until it does."""
     while True:
         try:
             return ask()
-        except StoreUnavailableError as error:
-            log.warning("a coordinator started anew waits for the checkpoints' store: %s", error)
-            time.sleep(_STORE_RETRY_S)
+        except (StoreUnavailableError, OSError) as error:
+            log.warning("a coordinator started anew waits for the run's storage: %s", error)
+            time.sleep(_STORAGE_RETRY_S)

@@ -9,6 +9,7 @@ from elastic.config import HealthConfig
 from elastic.membership.decisions import GroupConfig
 from elastic.protocol import events
 from elastic.protocol.faults import Fault
+from elastic.protocol.run_identity import RunIdentity
 from elastic.protocol.run_paths import RunPaths
 from trainer.loop.samples import Ledger
 
@@ -21,6 +22,8 @@ class CoordinatorConfig:
     """Sizes."""
     paths: RunPaths
     """Where the records go."""
+    identity: RunIdentity
+    """What stands in the run directory: another one, or none, is not this run's."""
     prefix: str
     """The names of all that belongs to this start of the run begin with it."""
     health: HealthConfig

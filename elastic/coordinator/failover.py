@@ -7,7 +7,8 @@ a call comes, or a worker says where it stands ──► those that the records 
 
 Records may end before the coordinator did, where its machine was lost with a cache of them. Nothing
 that anybody was told is missing (`RunLog.durable`). But who speaks up is one of the run, whether
-the records name it or not, unless they say that it was lost.
+the records name it or not, unless they say that it was lost. A coordinator whose own link was down
+has lost all nodes but its own: those that speak up are taken back, where no roster stood since.
 """
 
 from __future__ import annotations
@@ -108,14 +109,18 @@ class Failover:
         self._go_on(living)
         self._dispatcher.ready.set()
         self._on_ready()
-        for worker in sorted(living - expected.keys()):
+        unheard = self._replayed.unheard
+        for worker in sorted(living - (expected.keys() - unheard)):
             await self._arrivals.hello(self._standings[worker].identity)
         silent = (
             f"said nothing for {self._silent_s:g} s after the coordinator was started anew "
             f"(health.freeze_timeout_s)"
         )
         for worker in expected.keys() - living - self._dead:
-            await self._workers.kill(worker, CRASH, silent)
+            if worker in unheard:
+                self._workers.expel(worker)  # its loss is in the records
+            else:
+                await self._workers.kill(worker, CRASH, silent)
         await self._dispatcher.advance()
 
     async def _look_for_snapshots(self) -> None:

@@ -67,7 +67,7 @@ class Pulses:
     def replay(self, happened: Iterable[events.Event]) -> None:
         """Takes up what a coordinator before this one has counted."""
         began = self._config.started.time
-        last = last_step(self._config.paths.steps, lambda step: step.time >= began)
+        last = last_step(self._config.paths.steps, lambda step: step.time >= began, lenient=True)
         self._meter.replay(happened, last)
 
     def take_steps(self, taken: Iterable[events.StepRecord]) -> None:

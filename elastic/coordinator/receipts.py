@@ -38,6 +38,8 @@ class Receipts:
         self._membership = membership
         self._dispatcher, self._records, self._save_wish = dispatcher, records, save_wish
         self._paths, self._undeleted_told = config.paths, False
+        self._failed = set[tuple[int, int]]()
+        """Step and generation of saves that could not be written or committed."""
         self._publisher = Publisher(
             config.paths,
             config.checkpoint,
@@ -133,12 +135,15 @@ class Receipts:
             self._records.note(events.RetentionFailed(time=time.time(), reason=reason))
 
     async def failed(self, step: int, generation: int, reason: str) -> None:
-        """A checkpoint could not be written by the roster of `generation`. Unless it was the last
-        one, the run goes on; and also where a newer roster has written that, or is about to."""
+        """A checkpoint could not be written by the roster of `generation`; each of its writers may
+        say so. Unless it was the last one, the run goes on; and also where a newer roster has
+        written that, or is about to."""
         progress = self._membership.progress
         if progress.is_void(generation) or self.saved(step):
             return
-        self._save_wish.failed()
-        self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
+        if (step, generation) not in self._failed:
+            self._failed.add((step, generation))
+            self._save_wish.failed(step)
+            self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
         if step >= self._membership.until and generation >= progress.generation:
             await self._dispatcher.stop(f"the last checkpoint could not be written: {reason}")

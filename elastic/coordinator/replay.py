@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from elastic.protocol import events
-from elastic.protocol.causes import LINK, PATH
+from elastic.protocol.causes import LINK, NODE, PATH
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import last_step
 from trainer.loop.samples import Skip, Skips
@@ -22,9 +22,12 @@ class Replay:
     started: int
     """Workers that started."""
     workers: Mapping[str, events.WorkerJoined]
-    """Those of them that were not lost."""
+    """Those of them that were not lost, or are `unheard`."""
     lost: frozenset[str]
-    """Those that were."""
+    """Those that were, and the others go on without them."""
+    unheard: frozenset[str]
+    """Those that were written off with their nodes, and no roster stood since: it may be the
+    coordinator that was cut off."""
     draining: frozenset[str]
     """Those whose machines will go."""
     leaving: frozenset[str]
@@ -75,8 +78,7 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
     rosters = _all(happened, events.RegroupDone)
     newest = rosters[-1] if rosters else None
     asked = [e.time for e in _all(happened, events.StopRequested)]
-    losses = _all(happened, events.WorkerLost)
-    lost = {e.worker for e in losses}
+    lost, unheard = _losses(happened)
     joined = {e.worker: e for e in _all(happened, events.WorkerJoined)}
     drained = _all(happened, events.Draining)
     by_node = [e for e in drained if e.node is not None]
@@ -86,7 +88,8 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
     return Replay(
         started=len(joined),
         workers={worker: e for worker, e in joined.items() if worker not in lost},
-        lost=frozenset(lost),
+        lost=lost,
+        unheard=unheard,
         draining=_workers(by_node) - lost,
         leaving=_workers(by_themselves) - lost,
         draining_nodes=frozenset(e.node or "" for e in by_node),
@@ -106,6 +109,20 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
         skips=tuple(Skip(*e.skip) for e in _all(happened, events.WentBack) if e.skip),
         going_back=_going_back(happened),
     )
+
+
+def _losses(happened: Sequence[events.Event]) -> tuple[frozenset[str], frozenset[str]]:
+    """See `Replay.lost` and `Replay.unheard`. Who was unheard and spoke up has joined once more."""
+    lost, unheard = set[str](), set[str]()
+    for event in happened:
+        if isinstance(event, events.WorkerLost):
+            (unheard if event.cause == NODE else lost).add(event.worker)
+        elif isinstance(event, events.WorkerJoined):
+            unheard.discard(event.worker)
+        elif isinstance(event, events.RegroupDone):
+            lost |= unheard
+            unheard.clear()
+    return frozenset(lost), frozenset(unheard - lost)
 
 
 def replacements_begun(happened: Sequence[events.Event]) -> list[float]:
@@ -167,5 +184,7 @@ def _recorded(paths: RunPaths, newest: events.RegroupDone | None, start_step: in
         return start_step
     start_step = min(start_step, newest.step)  # where that was damaged, the run began further back
     begin, generation = newest.step, newest.generation
-    last = last_step(paths.steps, lambda s: s.step < begin or s.generation >= generation)
+    last = last_step(
+        paths.steps, lambda s: s.step < begin or s.generation >= generation, lenient=True
+    )
     return start_step if last is None else max(start_step, last.step + 1)

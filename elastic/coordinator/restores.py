@@ -28,7 +28,7 @@ from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
 from elastic.protocol import events
 from elastic.protocol.causes import STORAGE
-from elastic.protocol.run_identity import check_own, identify
+from elastic.protocol.run_identity import check_own
 
 
 class Restores:
@@ -57,6 +57,11 @@ class Restores:
         self._deciding = asyncio.Lock()
         self._corrupt_on: dict[int, set[str]] = {}
         """Step -> nodes on which its checkpoint was not as it was written, and here it was."""
+        records.followers.append(self._hear)
+
+    def _hear(self, event: events.Event) -> None:
+        if isinstance(event, events.CheckpointCommitted):
+            self._corrupt_on.pop(event.step, None)  # what was read there was another one
 
     async def failed(self, worker: str, step: int, generation: int, error: CheckpointError) -> None:
         """`worker`, of the roster of `generation`, could not read the checkpoint of `step`; several
@@ -105,10 +110,9 @@ class Restores:
 
     def _look(self, step: int, told: CheckpointError) -> CheckpointError | None:
         """What is wrong with a checkpoint as this machine sees it; None: nothing. Blocks."""
-        paths = self._config.paths
         try:
-            manifest = look_again(open_store(paths.checkpoints), Keys(), step, told)
-            check_own(manifest, identify(paths), None)
+            manifest = look_again(open_store(self._config.paths.checkpoints), Keys(), step, told)
+            check_own(manifest, self._config.identity, None)
         except CheckpointError as error:
             return error
         return None

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -37,6 +38,9 @@ def decide_equal(
     return True if len(digests) == slots and compared >= max(2, replicas) else None
 
 
+_MOST_TOLD = 1000
+"""Events that may be told between one and its repetition."""
+
 _HELD_BACK_S = 1.0
 """An answer that waits so long for the storage is late for whoever is to follow it."""
 
@@ -67,6 +71,9 @@ class RunLog:
         """When the last of them came, in seconds since the epoch."""
         self._over = False
         """`RunEnded` is written: nothing follows it in this start of the run."""
+        self._told = deque[tuple[str, float]](maxlen=_MOST_TOLD)
+        """Kind and time of events that were written down last: a call that tells of them may be
+        repeated, and come to another coordinator."""
         self._written = self._durable = 0
         """Records, and how many of them outlive this machine."""
         self._syncing: asyncio.Future[None] | None = None
@@ -85,6 +92,7 @@ class RunLog:
             if isinstance(event, events.RunEnded):
                 self._over = True
                 self._membership.stopped = Stop(error=event.error, cause=event.cause)
+        self._told.extend((event.kind, event.time) for event in happened)
         anew = bool(happened)
         if not anew:
             self.note(self._config.started)
@@ -102,6 +110,14 @@ class RunLog:
         self._append(self._event_log, event)
         for follower in self.followers:
             follower(event)
+
+    def take_events(self, told: Sequence[events.Event]) -> None:
+        """Writes down what a worker tells. What it has told before is passed by: its answer was
+        lost, or the coordinator that took it."""
+        for event in told:
+            if (event.kind, event.time) not in self._told:
+                self._told.append((event.kind, event.time))
+                self.note(event)
 
     def take_steps(self, steps: Sequence[events.StepRecord]) -> list[events.StepRecord]:
         """Writes committed steps down, and returns them. Those known already are passed by, and all

@@ -52,9 +52,11 @@ class SaveWish:
         """Nothing of before is wanted any more."""
         self._cut_off = self._last_copies = None
 
-    def failed(self) -> None:
-        """A save could not be written or committed, and may have left its parts in the store. One
-        that was cut off has the next one that is due in its place; the last copies wait."""
-        self._cut_off = None
+    def failed(self, step: int) -> None:
+        """A save of `step` could not be written or committed, and may have left its parts in the
+        store; told once, however many wrote it. What was to make up for one that was cut off has
+        the next one that is due in its place; the last copies wait."""
+        if self._cut_off is not None and step > self._cut_off:
+            self._cut_off = None
         self._again_s = self._now_s() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)

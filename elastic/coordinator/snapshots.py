@@ -73,7 +73,7 @@ class Snapshots:
         that their memory holds."""
         try:
             found = await asyncio.to_thread(find_snapshot, self._paths, timeout_s=timeout_s)
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, OSError) as error:
             log.warning("what the nodes' memory holds is not known: %s", error)
             return
         self._begin(found)

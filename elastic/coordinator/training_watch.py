@@ -30,7 +30,6 @@ class TrainingWatch:
     Args:
         config: what counts as trouble, and what is done then.
         max_nonfinite_steps: as in `HealthConfig`.
-        begins_at: steps that are recorded by now.
         membership: told which data to pass over.
         dispatcher: ends the run.
         records: where it is written down.
@@ -43,7 +42,6 @@ class TrainingWatch:
         config: TrainingHealthConfig,
         max_nonfinite_steps: int,
         *,
-        begins_at: int,
         membership: Membership,
         dispatcher: Dispatcher,
         records: RunLog,
@@ -56,14 +54,10 @@ class TrainingWatch:
         self._history: list[StepFacts] = []
         self._goes_back = False
         """What is recorded until then will be done again."""
-        self._go_on_from(begins_at)
         records.followers.append(self._hear)
 
-    def replay(self, recorded: int) -> None:
-        """Of a coordinator that was started anew: so many steps are recorded."""
-        self._go_on_from(recorded)
-
-    def _go_on_from(self, step: int) -> None:
+    def go_on_from(self, step: int) -> None:
+        """So many steps are recorded: at the start, and after a restore. Reads some of them."""
         steps = recent_steps(self._records.steps_path, step, self._limits.history_steps)
         self._history, self._goes_back = [_facts(record) for record in steps], False
         self._keep(step)
@@ -76,7 +70,7 @@ class TrainingWatch:
 
     def _hear(self, event: events.Event) -> None:
         if isinstance(event, events.RegroupDone) and event.outcome == "restore":
-            self._go_on_from(event.step)
+            self.go_on_from(event.step)
 
     def take(self, steps: Sequence[events.StepRecord]) -> None:
         """Steps were recorded."""

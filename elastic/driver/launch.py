@@ -39,7 +39,7 @@ from elastic.driver.resume import (
 from elastic.driver.running import check_same, find_run, follow, is_over, may_be_going_on
 from elastic.errors import RunGoesOnError
 from elastic.membership.decisions import GroupConfig
-from elastic.node.snapshot_survey import find_snapshot
+from elastic.node.snapshot_survey import clear_snapshots, find_snapshot
 from elastic.protocol import events
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.faults import Fault
@@ -210,11 +210,13 @@ class Launch:
         plan = wait_for_workers(self.scaling, self.train.parallel)
         tell("starting the run: coordinator, supervisor, workers")
         record_identity(paths, identity)
+        if self.checkpoint.memory_every is not None and not paths.events.exists():
+            clear_snapshots(paths)  # not before: a refused start may be of a run that goes on
         set_others_aside(paths, origin, identity, model)
         remove_orphans(paths, last_generation(origin) + 1)
         attempt = secrets.randbits(31)
         prefix = f"{paths.key}/{attempt:08x}/"
-        config = self._coordinator_config(paths, origin, plan, task, prefix, ready.flops_per_token)
+        config = self._coordinator_config(paths, ready, plan, prefix)
         observer = Observer(paths, self.callbacks)
         try:
             coordinator = start_actor(
@@ -300,13 +302,12 @@ class Launch:
     def _coordinator_config(
         self,
         paths: RunPaths,
-        origin: Origin,
+        ready: _Ready,
         plan: WorkerPlan,
-        task: PreparedTask,
         prefix: str,
-        flops_per_token: dict[str, float],
     ) -> CoordinatorConfig:
-        stored, parallel = origin.stored, self.train.parallel
+        origin, parallel = ready.origin, self.train.parallel
+        stored = origin.stored
         start_step = 0 if origin.manifest is None else origin.manifest.step
         return CoordinatorConfig(
             groups=GroupConfig(
@@ -319,6 +320,7 @@ class Launch:
                 max_regroups_without_progress=self.health.max_regroups_without_progress,
             ),
             paths=paths,
+            identity=ready.identity,
             prefix=prefix,
             health=self.health,
             checkpoint=self.checkpoint,
@@ -328,7 +330,7 @@ class Launch:
                 seed=self.train.seed,
                 global_batch=self.train.global_batch,
                 lanes=self.lanes,
-                samples=len(task.train_data()),
+                samples=len(ready.task.train_data()),
                 skips=skips_of(origin.manifest),
             ),
             restore_step=0 if stored is None else stored.step,
@@ -357,7 +359,7 @@ class Launch:
                     **{name: version(name) for name in _RECORDED_VERSIONS},
                 },
                 precision=self.train.precision,
-                flops_per_token=flops_per_token,
+                flops_per_token=ready.flops_per_token,
             ),
         )
 
@@ -388,7 +390,8 @@ def _end_leftovers(paths: RunPaths) -> None:
             "run_config.name",
             paths.root.name,
             "a run of this name has just been started",
-            "Run the same command again to attach to it, or use another name",
+            f"Run the same command again to attach to it, where {paths.root} is mounted as it is "
+            f"for the run, or use another name",
         )
     end_all(f"{paths.key}/")
 

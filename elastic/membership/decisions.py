@@ -9,6 +9,7 @@ from elastic.protocol.events import RegroupReason
 from elastic.protocol.messages import Answer, Signal
 from elastic.protocol.roster import Replica, Roster
 from trainer.parallel.layout import ParallelDims
+from trainer.replication.step_commit import Saving
 
 Outcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
 
@@ -48,8 +49,8 @@ class Regrouped:
     """Where everybody goes on."""
     outcome: Outcome
     """What became of the interrupted step."""
-    saved: bool
-    """Whether the last commit had the state there saved, as was asked for."""
+    saving: Saving
+    """What the last commit said of saving the state there."""
     lost_steps: int
     """Committed steps that must be done again."""
     renumbered: dict[int, int]

@@ -50,6 +50,7 @@ from elastic.protocol.messages import (
 from elastic.protocol.roster import Replica, Roster, find_renumbered, next_roster, number_anew
 from trainer.loop.samples import Skips
 from trainer.parallel.layout import Slot
+from trainer.replication.step_commit import Saving
 
 Call = Literal["start", "fault", "boundary", "end"]
 
@@ -536,7 +537,7 @@ class Membership:
             roster=self.roster,
             step=step,
             outcome=outcome,
-            saved=resolution.commit is not None and resolution.commit.saving.wanted,
+            saving=Saving() if resolution.commit is None else resolution.commit.saving,
             lost_steps=lost,
             renumbered=find_renumbered(present, self.roster.replicas),
         )

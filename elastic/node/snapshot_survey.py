@@ -30,17 +30,17 @@ def find_snapshot(paths: RunPaths, *, timeout_s: float = SURVEY_TIMEOUT_S) -> Sn
     """The newest complete snapshot of the run that the live nodes hold between them, as they say
     within `timeout_s`.
 
-    A run without records is a new one: what lies under its name is deleted. Needs a Ray cluster.
+    A run without records is a new one: what lies under its name is not its own. Needs a Ray
+    cluster. Damaged records are passed over: others say so where it matters.
     """
     if not paths.events.exists():
-        clear_snapshots(paths)
         return None
     stocks = on_every_node(
         _take_stock, str(paths.memory), frozenset(live_nodes()), timeout_s=timeout_s
     )
     went_back = [
         (event.generation, event.step)
-        for event in read_events(paths.events)
+        for event in read_events(paths.events, lenient=True)
         if isinstance(event, RegroupDone) and event.outcome in ("start", "restore")
     ]
     return find_newest(stocks, went_back)

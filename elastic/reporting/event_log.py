@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ from elastic.protocol.events import (
     event_from_json,
     step_from_json,
 )
+
+log = logging.getLogger(__name__)
 
 MOST_PENDING_BYTES = 16 << 20
 """What is kept of records while the disk is full: those of tens of thousands of steps."""
@@ -118,13 +121,17 @@ class EventLog:
         self.close()
 
 
-def read_events(path: str | os.PathLike[str]) -> list[Event]:
+def read_events(path: str | os.PathLike[str], *, lenient: bool = False) -> list[Event]:
     """All events of a file in the order they were written; none when there is no file yet.
+
+    Args:
+        path: the file.
+        lenient: a damaged line is logged and passed over.
 
     Raises:
         RecordError: a whole line is not a JSON object.
     """
-    return [event_from_json(data) for _, data in _read_objects(Path(path))]
+    return [event_from_json(data) for _, data in _read_objects(Path(path), lenient=lenient)]
 
 
 def read_steps(path: str | os.PathLike[str], *, digests: bool = True) -> list[StepRecord]:
@@ -200,12 +207,17 @@ def find_end(path: str | os.PathLike[str], began: float) -> RunEnded | None:
 
 
 def last_step(
-    path: str | os.PathLike[str], counts: Callable[[StepRecord], bool]
+    path: str | os.PathLike[str], counts: Callable[[StepRecord], bool], *, lenient: bool = False
 ) -> StepRecord | None:
     """The last step record of a file that `counts`; None where there is none.
 
     Reads no further back than that: a coordinator that is started anew must not wait for a million
     records.
+
+    Args:
+        path: the file.
+        counts: see above.
+        lenient: a damaged line is passed over.
 
     Raises:
         RecordError: a whole line on the way is not a step record.
@@ -215,9 +227,9 @@ def last_step(
             record = step_from_json(object_of_line(line))
         except ValueError:
             record = None
-        if record is None:
+        if record is None and not lenient:
             read_steps(path)  # raises, and knows the line's number
-        elif counts(record):
+        if record is not None and counts(record):
             return record
     return None
 
@@ -280,8 +292,9 @@ def size_of_lines(file: BinaryIO) -> int:
     return 0
 
 
-def _read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and objects of a record file; what follows the last newline is not a record."""
+def _read_objects(path: Path, *, lenient: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and objects of a record file; what follows the last newline is not a record. See
+    `read_events` for `lenient`."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -294,8 +307,12 @@ def _read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 data = object_of_line(line)
             except ValueError as error:
-                raise RecordError(str(path), number, str(error)) from error
-            yield number, data
+                damaged = RecordError(str(path), number, str(error))
+                if not lenient:
+                    raise damaged from error
+                log.warning("a line is passed over: %s", damaged)
+            else:
+                yield number, data
 
 
 def object_of_line(line: bytes) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from ray.train import TrainingFailedError
 from elastic.errors import RunGoesOnError
 from elastic.node.snapshot_survey import clear_snapshots, end_is_stored
 from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.events import RunOutcome
+from elastic.protocol.events import RunEnded, RunOutcome
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths, hold_run
 from elastic.protocol.supervisor_api import About, Ending, SupervisorApi
@@ -131,7 +131,7 @@ class Supervisor(SupervisorApi):
             end_own_actor()
 
     def _supervise(self, paths: RunPaths) -> Ending:
-        if self._anew and (ended := find_end(paths.events, self._plan.began)) is not None:
+        if self._anew and (ended := _find_end(paths, self._plan.began)) is not None:
             return Ending(error=ended.error, cause=ended.cause)
         drains = DrainWatch(draining_nodes, tell_coordinator(self._coordinator))
         with CoordinatorWatch(self._coordinator), contextlib.closing(drains):
@@ -174,6 +174,16 @@ class Supervisor(SupervisorApi):
         return Ending(error=None)
 
 
+def _find_end(paths: RunPaths, began: float) -> RunEnded | None:
+    """See `find_end`. Where the storage does not answer it is not known, and the coordinator tells
+    whoever asks."""
+    try:
+        return find_end(paths.events, began)
+    except OSError as error:
+        log.warning("whether the run has ended is not known here: %s", error)
+        return None
+
+
 def _own_failure() -> Ending:
     """For the exception that is being handled."""
     return Ending(error=f"the run's supervisor failed:\n{traceback.format_exc()}")
@@ -206,7 +216,8 @@ def end_at_once(coordinator: Remote[CoordinatorApi], prefix: str) -> None:
 @contextlib.contextmanager
 def _hold(paths: RunPaths, *, anew: bool) -> Iterator[None]:
     """Holds the lock of the run directory. Whoever has the supervisor's name has the run, so one
-    that is started `anew` goes on without the lock where a lost machine still seems to hold it.
+    that is started `anew` goes on without the lock where a lost machine still seems to hold it, or
+    where the storage is out of reach.
 
     Raises:
         RunGoesOnError: it is held by somebody else.
@@ -217,11 +228,11 @@ def _hold(paths: RunPaths, *, anew: bool) -> Iterator[None]:
             try:
                 held.enter_context(hold_run(paths))
                 break
-            except RunGoesOnError as error:
+            except (RunGoesOnError, OSError) as error:
                 if anew:
                     log.warning("the run goes on without its lock: %s", error)
                     break
-                if time.monotonic() > deadline:
+                if isinstance(error, OSError) or time.monotonic() > deadline:
                     raise
             time.sleep(_LOCK_RETRY_S)
         yield

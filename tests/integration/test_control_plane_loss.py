@@ -64,6 +64,26 @@ def test_the_machine_of_the_control_plane_loses_its_power(tmp_path: Path) -> Non
 
 
 @pytest.mark.soak
+def test_the_machine_of_the_control_plane_is_cut_off(tmp_path: Path) -> None:
+    """It lives, with the storage in reach: its coordinator writes everybody off, where the next one
+    reads it."""
+    with run_on(tmp_path, hosts=3, replicas=2, idle=[IDLE], driver=IDLE) as run:
+        assert run.under_way() in WORKING
+        cut_s = time.time()
+        run.hosts.cut(IDLE)
+        run.wait_until(lambda: len(run.of_kind(events.WorkerLost)) == len(WORKING))
+        run.process.kill()
+        run.process.wait()
+        run.start_driver(HEAD)
+        wait_for_a_coordinator(run, cut_s)
+        run.hosts.kill(IDLE)  # cut off, nobody ends what is there
+        run.finish()
+        assert not run.of_kind(events.RegroupDone, after_s=cut_s), "nobody was in need of a roster"
+        (ended,) = run.of_kind(events.RunEnded)
+        assert ended.outcome == "finished"
+
+
+@pytest.mark.soak
 def test_the_machine_of_rays_head_is_lost(tmp_path: Path) -> None:
     """And with it driver, supervisor and coordinator. What Ray knows lies on a disk of its own, and
     another machine takes the address."""

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing import Keys, open_memory
-from elastic.node.snapshot_survey import find_snapshot
+from elastic.node.snapshot_survey import clear_snapshots, find_snapshot
 from elastic.protocol.run_paths import RunPaths
 from tests.support import ROOT
 from tests.support.gated_run import HALF, gated_trainer, in_memory, saved_weights
@@ -28,6 +28,7 @@ from tests.support.tiny import numbers_of
 from tests.support.watching import events_of, wait_until
 
 DEADLINE_S = 120.0
+STRAY = "a node of another day"
 KILL = f"kill@{HALF + 1}:0"
 
 Undisturbed = Callable[[int], str]
@@ -96,8 +97,11 @@ def test_the_only_replica_is_killed(
     trainer = gated_trainer(
         str(tmp_path), str(gate), 1, checkpoint=only_half, shard=shard, spares=1, faults=KILL
     )
-    with gate_after_snapshot(gate, memory):
+    open_memory(memory, STRAY).put(Keys().commit(4), [b"whatever"])
+    strays: list[bool] = []
+    with gate_after_snapshot(gate, memory, lambda: strays.append((memory / STRAY).exists())):
         report = numbers_of(trainer.fit())
+    assert strays == [False], "of a run whose directory was deleted, or set aside"
     assert (report["outcome"], report["faults_fired"]) == ("finished", 1)
     assert restored(tmp_path) == [HALF]
     assert report["lost_steps"] <= 1
@@ -190,10 +194,13 @@ def test_the_driver_and_the_whole_cluster_are_killed(
 def test_a_run_without_records_does_not_go_on_from_memory(
     cluster: None, tmp_path: Path, memory: Path
 ) -> None:
-    """Somebody deleted the run directory, or it was set aside: what lies in memory goes too."""
-    store = open_memory(memory, "a node of another day")
-    store.put(Keys().commit(4), [b"whatever"])
-    assert find_snapshot(RunPaths(root=tmp_path / "gated")) is None
+    """Somebody deleted the run directory, or it was set aside. Or it is not mounted where the
+    driver looks: then the start is refused, and the run that goes on needs what lies there."""
+    paths = RunPaths(root=tmp_path / "gated")
+    open_memory(memory, STRAY).put(Keys().commit(4), [b"whatever"])
+    assert find_snapshot(paths) is None
+    assert (memory / STRAY).exists()
+    clear_snapshots(paths)
 
 
 @pytest.mark.soak

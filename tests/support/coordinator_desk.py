@@ -20,6 +20,7 @@ from elastic.membership.progress import Progress
 from elastic.protocol import events
 from elastic.protocol.messages import Build, Identity, Report
 from elastic.protocol.roster import Replica, Roster
+from elastic.protocol.run_identity import RunIdentity
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
 from trainer.loop.samples import Ledger
@@ -70,6 +71,7 @@ class CoordinatorDesk:
         self.config = config = CoordinatorConfig(
             groups=groups,
             paths=self.paths,
+            identity=RunIdentity(id="r"),
             prefix="run/",
             health=health or HealthConfig(),
             checkpoint=CheckpointConfig(),

@@ -11,7 +11,7 @@ from checkpointing import CheckpointConfig
 from elastic import ElasticTrainer, HealthConfig, ScalingConfig, TrainConfig
 from elastic.config import WorkerPlan
 from elastic.coordinator.config import CoordinatorConfig
-from elastic.driver.launch import Launch
+from elastic.driver.launch import Launch, _Ready
 from elastic.driver.resume import Origin
 from elastic.protocol.job import Job
 from elastic.protocol.rpc import Remote
@@ -50,9 +50,13 @@ def told_to_the_coordinator(trainer: ElasticTrainer, storage: Path) -> Coordinat
     """Of a run from the seed that has room for one replica."""
     return Launch(**vars(trainer))._coordinator_config(
         RunPaths(root=storage / "run"),
-        Origin(stored=None, snapshot=None, passed=None),
+        _Ready(
+            identity=RunIdentity(id="this run"),
+            model={},
+            origin=Origin(stored=None, snapshot=None, passed=None),
+            task=trainer.train.task,
+            flops_per_token={},
+        ),
         WorkerPlan(replicas=1, spares=0),
-        trainer.train.task,
         "run/",
-        {},
     )

@@ -166,8 +166,12 @@ class World:
         """Workers whose process has ended."""
         self.lost: set[str] = set()
         """Workers that the coordinator was told are gone."""
-        self.broken: set[int] = set()
-        """Formations that have lost a member."""
+        self._broke: dict[str, set[int]] = {}
+        """Worker that is lost -> formations that have lost it."""
+        self.cut_off: set[str] = set()
+        """Workers that were written off since the newest roster, as their node was not heard."""
+        self.taken_back = 0
+        """Of these, those whom the next coordinator heard."""
         self.taken_apart: set[str] = set()
         """Workers of replicas that somebody with a part of the last copy was taken out of, that
         made room for what those made, that were being built when the coordinator was lost, or that
@@ -180,6 +184,7 @@ class World:
         self.snapshots_read = self.snapshots_failed = self.checkpoints_failed = 0
         self.damages, self.retreats, self.went_back = plan.damages, plan.retreats, 0
         self._lost_tail = random.Random(f"records that {plan.seed} loses")
+        self._cut_off = random.Random(f"whom {plan.seed} does not hear")
         self._retreating = random.Random(f"when {plan.seed} goes back")
         self.repairs = 0
         """Replicas that entered a roster with a part of their state."""
@@ -219,6 +224,11 @@ class World:
         self.outcomes: list[str] = []
         self._arrivals = 0
         self._priorities: dict[Any, float] = {}
+
+    @property
+    def broken(self) -> set[int]:
+        """Formations that have lost a member."""
+        return set().union(*self._broke.values())
 
     # -- machines ----------------------------------------------------------------------------------
 
@@ -387,6 +397,8 @@ class World:
         self.trace.append("COORDINATOR LOST")
         self.incarnation += 1
         alive = [w for n, w in self.workers.items() if n not in self.dead and not w.done]
+        for name in sorted({w.name for w in alive} & self.cut_off):
+            self._take_back(name)
         before = self.membership
         self.membership = Membership(
             self.config, Progress(restore_step=max(self.saved)), meet=("", self.incarnation)
@@ -525,7 +537,18 @@ class World:
         """As `Workers.lose_laggards`: lost at once, killed a little later."""
         self.trace.append(f"WRITE OFF {name}")
         self.to_kill.append(name)
+        if self._cut_off.random() < 0.5:
+            self.cut_off.add(name)
         self._lose(name)
+
+    def _take_back(self, name: str) -> None:
+        """No roster has gone on without it: `Replay.cut_off`."""
+        self.trace.append(f"TAKE BACK {name}")
+        self.taken_back += 1
+        self.to_kill.remove(name)
+        self.lost.remove(name)
+        self.cut_off.remove(name)
+        del self._broke[name]
 
     def _execute(self, name: str) -> bool:
         self.to_kill.remove(name)
@@ -598,8 +621,9 @@ class World:
             assert worker.name not in self.lost or self.incarnation
             self.dismissed += 1
             self.unnoticed.append(worker.name)
-        else:
-            assert worker.name in self.lost
+        elif worker.name not in self.lost:
+            assert self.taken_back, "it has heard of its loss from the coordinator before"
+            self.unnoticed.append(worker.name)
 
     def _arrive(self, rank: int) -> bool:
         self.vacant.remove(rank)
@@ -620,7 +644,7 @@ class World:
     def _lose(self, name: str) -> None:
         self.lost.add(name)
         replicas = (*self.membership.roster.replicas, *self.membership.places.forming.values())
-        self.broken.update(replica.formed for replica in replicas if name in replica.workers)
+        self._broke[name] = {r.formed for r in replicas if name in r.workers}
         if self.membership.lose(name) is not None and self.membership.stopped is None:
             self._advance()
 
@@ -723,6 +747,7 @@ class World:
         for replica in effects.formed:
             self.channels["replica", replica.formed] = Channel(replica.workers)
         if effects.regrouped is not None:
+            self.cut_off.clear()
             roster = effects.regrouped.roster
             if effects.regrouped.outcome in ("start", "restore"):
                 self._went_back(effects.regrouped.step, roster.generation)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import shutil
 import threading
+import time
+import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +22,9 @@ from elastic.coordinator.actor import Coordinator
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.retreat import Retreat
 from elastic.protocol import events
-from elastic.protocol.messages import Build, Identity, Report, Stop
+from elastic.protocol.messages import Build, Identity, Report, Standing, Stop
+from elastic.protocol.run_identity import RunIdentity, record_identity
+from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog, read_events
 from tests.support.coordinator_desk import CoordinatorDesk
 
@@ -31,7 +39,9 @@ BEGUN = events.RegroupDone(
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CoordinatorConfig:
     """Of a run whose coordinator was lost."""
     monkeypatch.setattr(actor, "started_anew", lambda: True)
-    return CoordinatorDesk(tmp_path).config
+    config = CoordinatorDesk(tmp_path).config
+    record_identity(config.paths, config.identity)
+    return config
 
 
 def write(config: CoordinatorConfig, *happened: events.Event, steps: int = 0) -> None:
@@ -74,6 +84,75 @@ def test_one_that_was_lost_before_it_wrote_a_line_begins_the_run(
     assert asyncio.run(ask()) == 0, "the worker was of the start before"
     begun = read_events(config.paths.events)[4:]
     assert kinds(begun) == ["run_started", "coordinator_started"]
+
+
+@pytest.mark.parametrize("there", [None, RunIdentity(id="another")])
+def test_one_that_does_not_see_the_run_directory_waits_for_it(
+    config: CoordinatorConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    there: RunIdentity | None,
+) -> None:
+    """It is not mounted where Ray has started it: the first one of a run would be as blind."""
+    write(config, config.started, BEGUN)
+    unmounted, mounted = RunPaths(root=tmp_path / "unmounted"), config.paths.root
+    if there is not None:
+        record_identity(unmounted, there)
+    before = sorted(tmp_path.rglob("*"))
+
+    def mount(seconds: float) -> None:
+        assert sorted(tmp_path.rglob("*")) == before, "what it makes there, the mount would hide"
+        shutil.rmtree(unmounted.root, ignore_errors=True)
+        unmounted.root.symlink_to(mounted)
+
+    monkeypatch.setattr(time, "sleep", mount)
+    Coordinator(replace(config, paths=unmounted))
+    assert kinds(read_events(config.paths.events)[-2:]) == ["regroup_done", "coordinator_started"]
+    assert unmounted.root.is_symlink()
+
+
+def test_one_passes_damaged_lines_over_and_waits_for_a_storage_that_refuses(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step needed it, and the run is well."""
+    write(config, config.started, BEGUN, STOP, steps=4)
+    for path in (config.paths.events, config.paths.steps):
+        *whole, last = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join([*whole, b"damaged\n", last, b"damaged\n"]))
+    refused = set[tuple[str, ...]]()
+
+    def refuses_once(self: Path, *args: Any, **how: Any) -> Any:
+        callers = tuple(frame.name for frame in traceback.extract_stack(limit=5))
+        if config.paths.root in self.parents and callers not in refused:
+            refused.add(callers)
+            raise OSError(errno.ESTALE, "Stale file handle", str(self))
+        return open(self, *args, **how)
+
+    monkeypatch.setattr(Path, "open", refuses_once)
+    monkeypatch.setattr(actor, "_STORAGE_RETRY_S", 0.0)
+    coordinator = Coordinator(config)
+    assert len(refused) >= 7, "two files are read in five places, and opened to be written"
+    asyncio.run(coordinator.end("finished", None))
+    ended = read_events(config.paths.events, lenient=True)[-1]
+    assert isinstance(ended, events.RunEnded)
+    assert (ended.outcome, ended.step) == ("stopped", 4)
+
+
+def test_one_whose_records_are_gone_ends_what_it_does_not_know(config: CoordinatorConfig) -> None:
+    """It would have all begin from the seed."""
+
+    async def hear() -> Stop | None:
+        coordinator = Coordinator(config)
+        identity = Identity(worker="a", rank=0, node="A", pid=1)
+        await coordinator.resume(Standing(identity=identity, formed=1, built=True))
+        assert await coordinator.verdict() is None, "no roster stood, and nothing was done"
+        await coordinator.resume(Standing(identity=identity, formed=1, built=True, generation=1))
+        return await coordinator.verdict()
+
+    config.paths.events.unlink()
+    stop = asyncio.run(hear())
+    assert stop is not None and stop.error is not None
+    assert f"found nothing of this start of the run in {config.paths.events}" in stop.error
 
 
 def test_one_that_is_lost_after_the_end_leaves_it_the_last_word(
@@ -132,6 +211,28 @@ def test_what_it_answers_to_is_on_the_disk_before(
     asyncio.run(record_on_a_slow_disk(config, monkeypatch))
 
 
+def test_what_is_told_again_is_written_down_once(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer was lost, or the coordinator between its record and its answer."""
+    first, second, third = (
+        events.Evaluated(time=3.0 + step, step=step, val_loss=1.0, tokens=8) for step in range(3)
+    )
+
+    async def tell(*happened: events.Event) -> None:
+        coordinator = Coordinator(config)
+        coordinator._dispatcher.ready.set()  # nobody is waited for
+        await coordinator.record([], list(happened))
+        await coordinator.record([], list(happened))
+
+    with monkeypatch.context() as begins:
+        begins.setattr(actor, "started_anew", lambda: False)
+        asyncio.run(tell(first, second))
+    asyncio.run(tell(second, third))
+    told = [e for e in read_events(config.paths.events) if isinstance(e, events.Evaluated)]
+    assert told == [first, second, third]
+
+
 BACK = events.WentBack(time=3.0, step=2, before=4, reason="")
 
 
@@ -146,7 +247,7 @@ def test_a_store_that_is_away_does_not_end_it(
             raise StoreUnavailableError("s3://b", None, "no answer")
 
     monkeypatch.setattr(Retreat, "give_up_after", give_up_after)
-    monkeypatch.setattr(actor, "_STORE_RETRY_S", 0.0)
+    monkeypatch.setattr(actor, "_STORAGE_RETRY_S", 0.0)
     write(config, config.started, BEGUN, BACK)
     assert asyncio.run(Coordinator(config).verdict()) is None
     assert asked == [2, 2, 2]

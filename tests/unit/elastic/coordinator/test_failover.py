@@ -23,6 +23,7 @@ from elastic.membership.progress import Progress
 from elastic.protocol import events
 from elastic.protocol.causes import CRASH
 from elastic.protocol.messages import Build, Death, Identity, Report, Run, Standing
+from elastic.protocol.run_identity import RunIdentity
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
 from tests.support.coordinator_desk import Agents
@@ -70,6 +71,7 @@ def make_config(root: Path) -> CoordinatorConfig:
     return CoordinatorConfig(
         groups=GROUPS,
         paths=RunPaths(root=root),
+        identity=RunIdentity(id="r"),
         prefix="run/",
         health=HealthConfig(),
         checkpoint=CheckpointConfig(memory_every=1),
@@ -82,13 +84,19 @@ def make_config(root: Path) -> CoordinatorConfig:
     )
 
 
-def replayed(draining: frozenset[str] = frozenset()) -> Replay:
+def replayed(
+    draining: frozenset[str] = frozenset(), unheard: frozenset[str] = frozenset()
+) -> Replay:
     """The only replica's worker is lost, a spare lives; nothing was saved to the store."""
-    joined = events.WorkerJoined(time=0.0, worker="spare", node="n", pid=2, born_ticks=1)
+    living = {
+        worker: events.WorkerJoined(time=0.0, worker=worker, node="n", pid=2, born_ticks=1)
+        for worker in (SPARE.worker, *unheard)
+    }
     return Replay(
         started=2,
-        workers={"spare": joined},
-        lost=frozenset({WRITTEN_OFF.worker}),
+        workers=living,
+        lost=frozenset({WRITTEN_OFF.worker}) - unheard,
+        unheard=unheard,
         draining=draining,
         leaving=frozenset(),
         draining_nodes=frozenset(),
@@ -134,15 +142,21 @@ class Desk:
         )
         self.ready: list[bool] = []
 
-    def failover(self, snapshots: Any = None, draining: frozenset[str] = frozenset()) -> Failover:
+    def failover(
+        self,
+        snapshots: Any = None,
+        draining: frozenset[str] = frozenset(),
+        unheard: frozenset[str] = frozenset(),
+        silent_s: float = 10.0,
+    ) -> Failover:
         return Failover(
-            replayed(draining),
+            replayed(draining, unheard),
             self.membership,
             self.dispatcher,
             self.workers,
             self.arrivals,
             snapshots,
-            10.0,
+            silent_s,
             lambda: self.ready.append(self.dispatcher.ready.is_set()),
         )
 
@@ -223,6 +237,39 @@ def test_one_whose_arrival_is_in_no_record_is_taken_from_where_it_stands(tmp_pat
     assert [(e.worker, e.pid) for e in joined] == [("unknown", 4)], "the next one is told of it"
     desk.records.end("interrupted", None)
     assert desk.agents.killed == []
+
+
+async def hear_whom_another_coordinator_did_not(desk: Desk) -> None:
+    work = desk.failover(unheard=frozenset({WRITTEN_OFF.worker, "gone"}), silent_s=0.05)
+    await work.hear(Standing(identity=SPARE))
+    await work.hear(
+        Standing(
+            identity=WRITTEN_OFF,
+            formed=1,
+            built=True,
+            generation=1,
+            lanes=(0,),
+            replicas=1,
+            proven=True,
+        )
+    )
+    await desk.dispatcher.ready.wait()
+    while not desk.agents.killed:
+        await asyncio.sleep(0)
+
+
+def test_who_was_cut_off_with_the_coordinator_before_goes_on(tmp_path: Path) -> None:
+    """It wrote all nodes off, and no roster stood since; one that is gone is lost once."""
+    desk = Desk(tmp_path)
+    asyncio.run(hear_whom_another_coordinator_did_not(desk))
+    assert desk.membership.roster.workers == (WRITTEN_OFF.worker,)
+    assert desk.membership.call is None, "no step stops"
+    assert desk.agents.killed == ["gone"]
+    happened = read_events(desk.paths.events)
+    joined = [e.worker for e in happened if isinstance(e, events.WorkerJoined)]
+    assert joined == [WRITTEN_OFF.worker], "the next one is told that it is there"
+    assert not any(isinstance(e, events.WorkerLost) for e in happened)
+    desk.records.end("interrupted", None)
 
 
 async def go_on_where_the_last_copy_goes(desk: Desk) -> None:

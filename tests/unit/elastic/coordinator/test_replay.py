@@ -3,9 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from elastic.coordinator.replay import Replay, replacements_begun, replay
 from elastic.protocol import events
-from elastic.protocol.causes import CRASH, LINK, PATH, Cause
+from elastic.protocol.causes import CRASH, LINK, NODE, PATH, Cause
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog, present_start, read_events
 from health.verdict import Step
@@ -88,6 +90,25 @@ def test_the_present_start_counts(tmp_path: Path) -> None:
     assert (known.generation, known.restored, known.formations) == (3, 2, 4)
     assert known.began == 4
     assert known.recorded == 5 and known.fired == ("kill@3:1",)
+
+
+@pytest.mark.parametrize(
+    ("since", "is_lost", "unheard"),
+    [
+        ([], {"b"}, {"c", "d"}),
+        ([joined("c")], {"b"}, {"d"}),
+        ([regrouped(3.0, 2, 4, "repeat")], {"b", "c", "d"}, set()),
+        ([lost("c", CRASH)], {"b", "c"}, {"d"}),
+    ],
+)
+def test_whom_a_coordinator_did_not_hear_is_lost_when_others_go_on_without(
+    tmp_path: Path, since: list[events.Event], is_lost: set[str], unheard: set[str]
+) -> None:
+    happened = [started(0.0), *map(joined, "abcd"), regrouped(1.5, 1, 0, "start")]
+    losses = [lost("b"), lost("c", NODE), lost("d", NODE)]
+    known = replay_of(write(tmp_path, [*happened, *losses, *since], []), 0)
+    assert known.lost == is_lost and known.unheard == unheard
+    assert known.workers.keys() == set("abcd") - is_lost
 
 
 def test_what_became_of_suspect_machines_in_this_start(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
 from elastic.protocol import events
 from elastic.protocol.messages import Identity
-from elastic.protocol.run_identity import RunIdentity, record_identity
+from elastic.protocol.run_identity import RunIdentity
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
 from tests.support.coordinator_desk import Agents
@@ -58,6 +58,7 @@ class Desk:
     membership: Membership
     receipts: Receipts
     workers: Workers
+    records: RunLog
     restores: Restores
     agents: Agents
 
@@ -103,6 +104,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     config = CoordinatorConfig(
         groups=groups,
         paths=paths,
+        identity=RunIdentity(id="r"),
         prefix="run/",
         health=HealthConfig(),
         checkpoint=CheckpointConfig(),
@@ -125,7 +127,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     workers = Workers(config, membership, dispatcher, records, watches, nothing)
     restores = Restores(config, membership, dispatcher, workers, records, receipts)
     dispatcher.ready.set()
-    yield Desk(store, paths, membership, receipts, workers, restores, agents)
+    yield Desk(store, paths, membership, receipts, workers, records, restores, agents)
     records.end("interrupted", None)
 
 
@@ -192,6 +194,25 @@ def test_two_machines_that_read_other_bytes_are_believed(desk: Desk) -> None:
     assert list_steps(desk.store, KEYS) == [10] and desk.failed() == [20]
 
 
+def test_two_machines_that_read_two_checkpoints_of_a_step_are_not(desk: Desk) -> None:
+    """The first one was given up, and the step saved anew."""
+    (sound, *_) = load_manifest(desk.store, KEYS, 20).segments
+    flipped = CorruptError(sound, "its CRC32 differed twice", 0, (0, 512))
+
+    async def play() -> None:
+        await desk.restores.failed(desk.worker("a"), 20, GENERATION, flipped)
+        desk.records.note(
+            events.CheckpointCommitted(time=1.0, step=20, generation=4, bytes=1, seconds=1.0)
+        )
+        await desk.restores.failed(desk.worker("b"), 20, GENERATION, flipped)
+        await asyncio.sleep(0)
+        gc.enable()
+
+    asyncio.run(play())
+    assert desk.agents.killed == ["a", "b"]
+    assert list_steps(desk.store, KEYS) == [10, 20] and desk.failed() == []
+
+
 def test_what_is_damaged_for_all_is_found_so_here(desk: Desk) -> None:
     """A segment that is gone, a record of another run, and a model that is another."""
     (segment, *_) = load_manifest(desk.store, KEYS, 20).segments
@@ -204,7 +225,6 @@ def test_what_is_damaged_for_all_is_found_so_here(desk: Desk) -> None:
 
 
 def test_a_record_of_another_run_is_given_up(desk: Desk) -> None:
-    record_identity(desk.paths, RunIdentity(id="mine"))
     write_state(
         desk.store, {"w": torch.randn(4, 4)}, step=30, state={"run": {"id": "x", "name": "x"}}
     )

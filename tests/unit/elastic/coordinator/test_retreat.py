@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,7 +85,8 @@ class Desk(CoordinatorDesk):
             **parts,
         )
         training = self.config.health.training
-        self.training = TrainingWatch(training, 5, begins_at=0, **parts)
+        self.training = TrainingWatch(training, 5, **parts)
+        self.training.go_on_from(0)
         self.records.note(self.done)  # the roster that `CoordinatorDesk` made
         self.take(0, 14)
 
@@ -193,6 +195,26 @@ def test_all_go_back_to_a_checkpoint_and_what_was_saved_later_is_void(desk: Desk
     (_, done) = desk.happened(events.RegroupDone)
     assert (done.outcome, done.lost_steps) == ("restore", 8)
     assert not desk.membership.progress.going_back
+
+
+def test_why_checkpoints_are_set_aside_is_on_the_storage_before(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the next coordinator finds them gone and goes on with the state in doubt."""
+    done = list[str]()
+    fdatasync = os.fdatasync
+
+    def sync(number: int) -> None:
+        done.append("synced")
+        fdatasync(number)
+
+    def move(self: Retreat, step: int) -> None:
+        done.append(f"set aside after {step}")
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    monkeypatch.setattr(Retreat, "_set_aside_after", move)
+    asyncio.run(desk.retreat.go_back(at_most=9, reason="told"))
+    assert done == ["synced", "synced", "set aside after 8"]
 
 
 def test_without_a_checkpoint_it_goes_back_to_the_seed(desk: Desk) -> None:

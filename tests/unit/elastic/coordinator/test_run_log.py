@@ -23,6 +23,7 @@ from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
 from elastic.protocol import events
 from elastic.protocol.messages import Answer, Build, Identity, Report, Run, Stop
+from elastic.protocol.run_identity import RunIdentity
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
 from trainer.config import TrainConfig
@@ -55,6 +56,7 @@ class Desk:
         config = CoordinatorConfig(
             groups=groups,
             paths=RunPaths(root=directory),
+            identity=RunIdentity(id="r"),
             prefix="run/",
             health=HealthConfig(),
             checkpoint=CheckpointConfig(),

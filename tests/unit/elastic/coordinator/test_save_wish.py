@@ -14,11 +14,14 @@ import pytest
 from checkpointing import CheckpointConfig
 from elastic.coordinator import actor
 from elastic.coordinator.actor import Coordinator
+from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.save_wish import SaveWish
 from elastic.membership.decisions import Effects, Outcome, Regrouped
+from elastic.protocol import events
 from elastic.protocol.causes import CRASH
 from elastic.protocol.roster import Roster
 from tests.support.coordinator_desk import CoordinatorDesk
+from trainer.replication.step_commit import Saving
 
 
 def play(scene: Coroutine[Any, Any, None]) -> None:
@@ -90,20 +93,56 @@ def test_a_store_that_refuses_gets_no_save_after_save(tmp_path: Path) -> None:
         clock[0] = float(second)
         if wish.wanted():
             asked.append(second)
-            wish.failed()
+            wish.failed(5)
     assert asked == [0, 30, 90]
     progress.checkpointed(3)
     assert not wish.wanted(), "another one, which was due, has come through"
 
 
+def test_a_save_that_fails_counts_once_however_many_wrote_it(tmp_path: Path) -> None:
+    desk, clock = CoordinatorDesk(tmp_path), [0.0]
+    wish = SaveWish(desk.membership, lambda: clock[0])
+    receipts = Receipts(desk.config, desk.membership, desk.dispatcher, desk.records, wish)
+
+    async def scene() -> None:
+        desk.membership.progress.record(3)
+        desk.workers.retire(["a", "b", "c"], dismiss=False)
+        for step, again_s in ((4, 30.0), (5, 90.0)):
+            assert wish.wanted()
+            for writer in range(8):
+                await receipts.failed(step, 1, f"part {writer}: 503")
+            clock[0] = again_s - 1
+            assert not wish.wanted()
+            clock[0] = again_s
+
+    play(scene())
+    assert [event.step for event in desk.happened(events.CheckpointSkipped)] == [4, 5]
+
+
+@pytest.mark.parametrize(("failed", "wanted"), [(3, True), (4, True), (5, False)])
+def test_what_makes_up_for_one_that_is_cut_off_is_asked_for_until_it_fails_itself(
+    tmp_path: Path, failed: int, wanted: bool
+) -> None:
+    """The one before it may fail late, and so may that of which parts are there."""
+    desk, clock = CoordinatorDesk(tmp_path), [0.0]
+    wish = SaveWish(desk.membership, lambda: clock[0])
+    desk.membership.progress.record(3)
+    wish.cut_off(4)
+    wish.failed(failed)
+    clock[0] = 30.0
+    assert wish.wanted() == wanted
+
+
 @pytest.mark.parametrize(
-    ("outcome", "step", "asked_for", "wanted"),
+    ("outcome", "step", "saving", "wanted"),
     [
-        ("finish_step", 20, False, True),
-        ("finish_step", 21, False, False),
-        ("finish_step", 21, True, True),
-        ("repeat", 20, False, False),
-        ("boundary", 20, False, False),
+        ("finish_step", 20, Saving(), True),
+        ("finish_step", 21, Saving(), False),
+        ("finish_step", 21, Saving(wanted=True), True),
+        ("finish_step", 20, Saving(busy=frozenset({"store"})), False),
+        ("finish_step", 20, Saving(busy=frozenset({"memory"})), True),
+        ("repeat", 20, Saving(), False),
+        ("boundary", 20, Saving(), False),
     ],
 )
 def test_who_saw_a_commit_and_who_finishes_it_later_save_in_different_rosters(
@@ -111,17 +150,18 @@ def test_who_saw_a_commit_and_who_finishes_it_later_save_in_different_rosters(
     monkeypatch: pytest.MonkeyPatch,
     outcome: Outcome,
     step: int,
-    asked_for: bool,
+    saving: Saving,
     wanted: bool,
 ) -> None:
-    """Neither attempt is ever complete: the one that was due is made up for."""
+    """Neither attempt is ever complete: the one that was due is made up for, unless all skipped it
+    for one that was still being written."""
     monkeypatch.setattr(actor, "started_anew", lambda: False)
     config = replace(CoordinatorDesk(tmp_path).config, checkpoint=CheckpointConfig(every_steps=10))
     regrouped = Regrouped(
         roster=Roster(generation=2, replicas=(), lanes={}),
         step=step,
         outcome=outcome,
-        saved=asked_for,
+        saving=saving,
         lost_steps=0,
         renumbered={},
     )

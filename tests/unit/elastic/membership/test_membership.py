@@ -1695,6 +1695,7 @@ def test_these_schedules_read_saved_states_and_fail_to() -> None:
     worlds = [play(seed) for seed in range(BATCH, 4 * BATCH)]
     assert any(w.checkpoints_failed for w in worlds)
     assert any(w.snapshots_read for w in worlds) and any(w.snapshots_failed for w in worlds)
+    assert any(w.taken_back for w in worlds), "of a coordinator that was cut off"
 
 
 def test_these_schedules_go_back() -> None:

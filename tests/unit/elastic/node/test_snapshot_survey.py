@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from checkpointing import open_store
+from checkpointing import Stock, open_store
 from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.snapshots import Snapshots
 from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
+from elastic.node import snapshot_survey
 from elastic.node.snapshot_survey import end_is_stored
 from elastic.protocol.events import RunEnded, RunOutcome
 from elastic.protocol.messages import Stop
@@ -37,6 +41,32 @@ def save(paths: RunPaths, step: int, run: str = RUN.id) -> None:
 def end(paths: RunPaths, outcome: RunOutcome, step: int) -> None:
     with EventLog(paths.events) as log:
         log.append(RunEnded(time=1.0, step=step, outcome=outcome, error=None))
+
+
+def test_damaged_records_and_a_storage_that_refuses_end_nothing(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that is started anew asks what the nodes hold; the run is well."""
+    nothing: Any = None
+    snapshots = Snapshots(
+        paths, Progress(), nothing, nothing, versions={}, found=nothing, timeout_s=1.0
+    )
+    asked = list[str]()
+
+    def survey(ask: object, folder: str, *args: object, timeout_s: float) -> dict[str, Stock]:
+        asked.append(folder)
+        return {}
+
+    monkeypatch.setattr(snapshot_survey, "live_nodes", tuple)
+    monkeypatch.setattr(snapshot_survey, "on_every_node", survey)
+    end(paths, "failed", SAVED)
+    with paths.events.open("a") as file:
+        file.write("damaged\n")
+    asyncio.run(snapshots.look_again(1.0))
+    paths.events.unlink()
+    paths.events.mkdir()
+    asyncio.run(snapshots.look_again(1.0))
+    assert len(asked) == 2
 
 
 def test_a_run_that_is_stopped_before_anyone_holds_state_keeps_its_snapshots(

@@ -35,6 +35,21 @@ def paths(tmp_path: Path) -> RunPaths:
     return RunPaths(root=tmp_path / "run")
 
 
+def test_one_started_anew_where_the_storage_is_not_mounted_ends_no_run(paths: RunPaths) -> None:
+    unmounted = RunPaths(root=paths.root / "unmounted" / "run")
+    with supervisor._hold(unmounted, anew=True):
+        assert not unmounted.lock.exists()
+    with pytest.raises(FileNotFoundError), supervisor._hold(unmounted, anew=False):
+        pass
+
+
+def test_whether_the_run_has_ended_is_not_known_while_the_storage_refuses(
+    paths: RunPaths,
+) -> None:
+    paths.events.mkdir(parents=True)
+    assert supervisor._find_end(paths, 0.0) is None
+
+
 def start(paths: RunPaths) -> Supervisor:
     kept: Any = SimpleNamespace(value=run_plan(paths, Remote(None)))
     return Supervisor(kept)
