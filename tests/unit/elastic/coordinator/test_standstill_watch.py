@@ -285,7 +285,15 @@ def stand_still(
     desk.lay_out("a b", "c d", nodes=NODES)
     desk.doors.known = {worker: LOOPS if worker in stuck else WAITS for worker in NODES}
     desk.doors.short = list(short)
-    asyncio.run(desk.stand_still(within_s))
+
+    async def run() -> None:
+        await desk.stand_still(within_s)
+        deadline = time.monotonic() + PATIENCE_S
+        while desk.agents.killed and not desk.paths.incidents.exists():
+            assert time.monotonic() < deadline, "no evidence is kept"
+            await asyncio.sleep(0.05)
+
+    asyncio.run(run())
     return desk, {event.worker: event.cause for event in desk.happened(events.WorkerLost)}
 
 
