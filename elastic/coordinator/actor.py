@@ -237,7 +237,11 @@ class Coordinator(CoordinatorApi):
             aside,
         )
         self._preflight = Preflight(
-            config.health.preflight, self._workers, self._agents, self._records
+            config.health.preflight,
+            self._workers,
+            self._agents,
+            self._records,
+            self._arrivals.until_here,
         )
         # A thread of its own: providers take minutes.
         of_pulses = Aside(self._membership, self._dispatcher, threads=1)
@@ -310,6 +314,8 @@ class Coordinator(CoordinatorApi):
         faults.count_as_fired(replayed.fired)
         self._receipts.replay(replayed.committed)
         self._replacements.replay(replayed.replacements)
+        unheard = {replayed.workers[worker].node for worker in replayed.unheard}
+        self._replacements.not_lost(unheard, replayed.newest_s)
         self._remedies.replay(replayed.happened)
         self._preflight.replay(replayed.happened)
         self._membership.skips += replayed.skips
@@ -424,6 +430,7 @@ class Coordinator(CoordinatorApi):
     @_when_known
     async def join(self, report: Report) -> Answer:
         await self._workers.until_watched(report.identity.worker)
+        await self._arrivals.joined(report.identity.worker)
         await self._preflight.until_checked(report)
         if report.recent:
             self._take_steps(report.recent)

@@ -10,7 +10,13 @@ from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
 from elastic.protocol import events
+from elastic.protocol.causes import HANG
 from elastic.protocol.messages import Identity
+
+_TIMES = 3.0
+_LEAST_S = 300.0
+"""A worker that has started is ended when it has not joined after so many times the patience, and
+no less than so long: it imports, and may compile."""
 
 
 class Arrivals:
@@ -37,11 +43,13 @@ class Arrivals:
         self._patience_s = patience_s
         self.hellos = 0
         """Workers that have started so far."""
+        self._coming: set[str] = set()
+        """Workers that have started and not joined yet."""
         self._start: asyncio.TimerHandle | None = None
         """When the first replicas begin without those that have not come."""
 
-    async def hello(self, identity: Identity) -> None:
-        """A worker has started."""
+    async def hello(self, identity: Identity, *, joins: bool = True) -> None:
+        """A worker has started, and `joins` soon."""
         self.hellos += 1
         self._records.note(
             events.WorkerJoined(
@@ -55,12 +63,36 @@ class Arrivals:
             )
         )
         self.put_off_start()
+        if joins:
+            self._await(identity.worker)
         self._workers.watch(identity)
         self._workers.pass_over(identity.worker)
         if identity.node in self._workers.draining_nodes:
             await self._workers.drain(
                 [identity.worker], "its node is draining", None, identity.node
             )
+
+    def _await(self, worker: str) -> None:
+        self._coming.add(worker)
+        bound_s = max(_TIMES * self._patience_s, _LEAST_S)
+        asyncio.get_running_loop().call_later(
+            bound_s, lambda: self._dispatcher.spawn(self._end_late(worker, bound_s))
+        )
+
+    async def joined(self, worker: str) -> None:
+        """A worker joins."""
+        self._coming.discard(worker)
+        self.put_off_start()
+        await self._dispatcher.tell()
+
+    async def until_here(self, node: str) -> None:
+        """Waits until all workers that have started on a machine have joined, or are no more."""
+        started = self._workers.started
+
+        def here() -> bool:
+            return all(started[w].node != node for w in self._coming & started.keys())
+
+        await self._dispatcher.until(here)
 
     def put_off_start(self) -> None:
         """At the start all workers are waited for, as long as they come: neighbours then get into
@@ -73,5 +105,17 @@ class Arrivals:
             )
 
     async def _begin(self) -> None:
+        if self._coming & self._workers.started.keys():
+            self.put_off_start()
+            return
         self._membership.formations.wait_no_longer()
         await self._dispatcher.advance()
+
+    async def _end_late(self, worker: str, after_s: float) -> None:
+        """Nobody waits for it in a collective, so nobody else would find it."""
+        if worker in self._coming & self._workers.started.keys():
+            detail = (
+                f"it started {after_s:g} s ago and has not joined: what it imports, its first look "
+                f"at the data, or its compilation hangs (health.regroup_timeout_s)"
+            )
+            await self._workers.kill(worker, HANG, detail)

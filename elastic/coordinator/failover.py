@@ -111,7 +111,7 @@ class Failover:
         self._on_ready()
         unheard = self._replayed.unheard
         for worker in sorted(living - (expected.keys() - unheard)):
-            await self._arrivals.hello(self._standings[worker].identity)
+            await self._arrivals.hello(self._standings[worker].identity, joins=False)
         silent = (
             f"said nothing for {self._silent_s:g} s after the coordinator was started anew "
             f"(health.freeze_timeout_s)"

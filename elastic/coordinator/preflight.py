@@ -2,8 +2,8 @@
 
 quick: the first worker of a machine starts ──► its agent starts ──► quick checks, beside all else
        a worker joins for the first time ──► waits for them, BOUND_S at most
-full:  a worker joins for the first time ──► its agent loads the machine, once; whoever joins
-       there waits for it, LOADED_BOUND_S at most
+full:  all workers of a machine have joined for the first time ──► its agent loads the machine,
+       once; they wait for it, LOADED_BOUND_S at most
 ISOLATE ──► its workers get no slot; the machine is suspect (`suspicions.py`)
 anything else ──► an event, and a line of the report
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal
 
 from elastic.coordinator.agents import NodeAgents
@@ -36,11 +36,18 @@ class Preflight:
         workers: leave a machine that is isolated.
         agents: load their machines.
         records: where findings are written down.
+        until_here: waits until all workers that have started on a machine have joined.
     """
 
     def __init__(
-        self, tier: bool | Literal["full"], workers: Workers, agents: NodeAgents, records: RunLog
+        self,
+        tier: bool | Literal["full"],
+        workers: Workers,
+        agents: NodeAgents,
+        records: RunLog,
+        until_here: Callable[[str], Awaitable[None]],
     ) -> None:
+        self._until_here = until_here
         self._tier, self._workers, self._agents, self._records = tier, workers, agents, records
         self._checked: dict[str, asyncio.Event] = {}
         self._under_load: dict[str, asyncio.Task[None]] = {}
@@ -69,6 +76,7 @@ class Preflight:
             checked.set()  # nobody else waits for it
 
     async def _check_under_load(self, node: str) -> None:
+        await self._until_here(node)  # before they join they may compile
         if node in self._loaded or self._workers.work_on(node):
             return  # it was loaded before the coordinator was lost; no step must be slowed
         findings = await self._agents.check_under_load(node)

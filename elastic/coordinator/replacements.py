@@ -123,6 +123,10 @@ class Replacements:
         self._began = False
         records.followers.append(self._suspicions.hear)
 
+    def not_lost(self, nodes: Iterable[str], since: float) -> None:
+        """See `Suspicions.not_lost`."""
+        self._suspicions.not_lost(nodes, since)
+
     def replay(self, happened: Iterable[events.NodeReplacement]) -> None:
         """Takes up what a coordinator before this one has not finished. Told of all that became of
         suspect machines in this start of the run."""

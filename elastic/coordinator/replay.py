@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from elastic.protocol import events
-from elastic.protocol.causes import LINK, NODE, PATH
+from elastic.protocol.causes import LINK, NODE, PATH, PREEMPTION
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import last_step
 from trainer.loop.samples import Skip, Skips
@@ -38,6 +38,8 @@ class Replay:
     """Machines of workers whose connections failed, or that were to have another seat."""
     generation: int
     """Generation of the newest roster; 0: none stood yet in this start."""
+    newest_s: float
+    """When that roster began, in seconds since the epoch; 0 where there was none."""
     began: int
     """Step that it began at."""
     restored: int
@@ -95,6 +97,7 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
         draining_nodes=frozenset(e.node or "" for e in by_node),
         shunned_nodes=_shunned(happened, joined),
         generation=0 if newest is None else newest.generation,
+        newest_s=0.0 if newest is None else newest.time,
         began=0 if newest is None else newest.step,
         restored=max(restored, default=0),
         formations=max(formed, default=0),
@@ -116,7 +119,7 @@ def _losses(happened: Sequence[events.Event]) -> tuple[frozenset[str], frozenset
     lost, unheard = set[str](), set[str]()
     for event in happened:
         if isinstance(event, events.WorkerLost):
-            (unheard if event.cause == NODE else lost).add(event.worker)
+            (unheard if event.cause in (NODE, PREEMPTION) else lost).add(event.worker)
         elif isinstance(event, events.WorkerJoined):
             unheard.discard(event.worker)
         elif isinstance(event, events.RegroupDone):

@@ -109,6 +109,8 @@ class Suspicions:
         self._recalled: set[str] = set()
         self._blamed: set[str] = set()
         """Nodes that the platform's word was taken against."""
+        self._not_lost: dict[str, float] = {}
+        """Nodes that a coordinator which was cut off has written off -> since when it may have."""
         self._unwritten: dict[str, tuple[Mark, ...]] = {}
         """What speaks against machines, and could not be remembered for other runs."""
         self._followed: dict[str, tuple[int, float]] = {}
@@ -122,6 +124,11 @@ class Suspicions:
     def hear_platform_again(self, node: str) -> None:
         """What the platform says of a machine counts anew, should it say it still."""
         self._blamed.discard(node)
+
+    def not_lost(self, nodes: Iterable[str], since: float) -> None:
+        """A coordinator before this one has written these off, since then at the earliest, and was
+        cut off itself. Told before their workers join."""
+        self._not_lost.update(dict.fromkeys(nodes, since))
 
     def hear(self, event: events.Event) -> None:
         """Something was written down."""
@@ -264,6 +271,9 @@ class Suspicions:
         if self._provider is None and not record:
             return
         machine = await self.machine_of(node)
+        if (since := self._not_lost.pop(node, None)) is not None:
+            await self._take_back(machine.name, since)
+            record = await self._aside.on_thread(self._file.read)
         marks = record.get(machine.name, ())
         if is_suspect(marks, time.time()):
             last = marks[-1]
@@ -272,6 +282,14 @@ class Suspicions:
                 f"remembered of run {last.run}: {last.cause}: {last.detail}",
                 self._due(marks, "replace_node"),
             )
+
+    async def _take_back(self, machine: str, since: float) -> None:
+        """A machine was not lost."""
+
+        def wrong(mark: Mark) -> bool:
+            return mark.run == self._run and mark.cause == NODE and mark.time >= since
+
+        await self._aside.on_thread(self._file.take_back, machine, wrong)
 
     async def _blame(self, node: str, cause: str, detail: str, weight: float, step: Step) -> None:
         machine, now = await self.machine_of(node), time.time()

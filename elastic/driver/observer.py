@@ -60,7 +60,8 @@ class Observer:
     ) -> None:
         self.paths = paths
         boards = [TensorBoardLog(paths.tensorboard)] if tensorboard else []
-        self._undrawn = [(board, _find_undrawn(paths, board)) for board in boards]
+        self._boards = [(board, board.written_until() - CLOCKS_S) for board in boards]
+        """Since when nobody has written their files."""
         self._events = Follower(paths.events, event_from_json)
         self._steps = Follower(paths.steps, step_from_json)
         self._printer = ProgressPrinter(sys.stderr)
@@ -71,11 +72,11 @@ class Observer:
         self._report: Future[Report] = Future()
 
     def _catch_up(self) -> None:
-        happened = read_events(self.paths.events)
+        happened = read_events(self.paths.events, lenient=True)
         for kind in (RunStarted, RegroupDone):
             if known := [event for event in happened if isinstance(event, kind)]:
                 self._printer.on_event(known[-1])
-        if (step := last_step(self.paths.steps, lambda _: True)) is not None:
+        if (step := last_step(self.paths.steps, lambda _: True, lenient=True)) is not None:
             self._printer.on_step(step)
 
     def start(self) -> None:
@@ -95,10 +96,9 @@ class Observer:
             self._report.set_exception(error)
 
     def _follow(self) -> Report:
-        for board, undrawn in self._undrawn:
-            for record in undrawn:
+        for board, since in self._boards:
+            for record in _records_after(self.paths, since):
                 self._tell(record, [board])
-        self._undrawn.clear()
         while not self._over.wait(_INTERVAL_S):
             self._look()
         self._look()
@@ -125,13 +125,12 @@ class Observer:
                 self._callbacks = [one for one in self._callbacks if one is not callback]
 
 
-def _find_undrawn(paths: RunPaths, board: TensorBoardLog) -> list[Event | StepRecord]:
-    """What was recorded since the last point of `board`: nobody had it written."""
-    since = board.written_until() - CLOCKS_S
+def _records_after(paths: RunPaths, since: float) -> Iterator[Event | StepRecord]:
+    """Steps and evaluations that were recorded later."""
     steps = steps_after(paths.steps, since)
-    happened = read_events(paths.events) if steps else []
+    happened = read_events(paths.events, lenient=True) if steps else []
     evaluated = [one for one in happened if isinstance(one, Evaluated) and one.time > since]
-    return list(_by_time(evaluated, steps))
+    return _by_time(evaluated, steps)
 
 
 def _by_time(

@@ -21,8 +21,9 @@ def recorded_ending(paths: RunPaths) -> Ending | None:
 
 def conclude(paths: RunPaths) -> Report:
     """Writes `report.json`, `report.txt` and `run.png` from the records. A disk that is full costs
-    the files, not the run's outcome."""
-    happened, steps = read_events(paths.events), read_steps(paths.steps, digests=False)
+    the files, and a damaged line what it held, not the run's outcome."""
+    happened = read_events(paths.events, lenient=True)
+    steps = read_steps(paths.steps, digests=False, lenient=True)
     report = build_report(happened, steps)
     try:
         write_report(paths.root, report)

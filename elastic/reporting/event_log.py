@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -134,7 +135,9 @@ def read_events(path: str | os.PathLike[str], *, lenient: bool = False) -> list[
     return [event_from_json(data) for _, data in _read_objects(Path(path), lenient=lenient)]
 
 
-def read_steps(path: str | os.PathLike[str], *, digests: bool = True) -> list[StepRecord]:
+def read_steps(
+    path: str | os.PathLike[str], *, digests: bool = True, lenient: bool = False
+) -> list[StepRecord]:
     """The steps that count, by step; none when there is no file yet.
 
     When a run went back to an earlier state, it did some steps again: of each step the last record
@@ -143,16 +146,19 @@ def read_steps(path: str | os.PathLike[str], *, digests: bool = True) -> list[St
     Args:
         path: the file.
         digests: keep `sample_digests`, of which each step has one for each lane.
+        lenient: a damaged line is logged and passed over.
 
     Raises:
         RecordError: a whole line is not a step record.
     """
     kept: dict[int, StepRecord] = {}
     newest = -1
-    for line, data in _read_objects(Path(path)):
+    for line, data in _read_objects(Path(path), lenient=lenient):
         if not digests and "sample_digests" in data:
             data["sample_digests"] = []
         record = step_from_json(data)
+        if record is None and lenient:
+            continue
         if record is None:
             fact = f"a step record lacks fields, it has {sorted(data)}"
             raise RecordError(str(path), line, fact)
@@ -252,7 +258,8 @@ def recent_steps(path: str | os.PathLike[str], before: int, count: int) -> list[
 
 def steps_after(path: str | os.PathLike[str], time: float) -> list[StepRecord]:
     """The step records that were made after `time`, in seconds since the epoch, in the order of the
-    file; those that do not count any more included. Reads no further back than that."""
+    file, without their digests; those that do not count any more included. Reads no further back
+    than that."""
     found: list[StepRecord] = []
     for line in _lines_from_the_end(Path(path)):
         try:
@@ -261,7 +268,7 @@ def steps_after(path: str | os.PathLike[str], time: float) -> list[StepRecord]:
             record = None
         if record is not None and record.time <= time:
             break
-        found += [] if record is None else [record]
+        found += [] if record is None else [replace(record, sample_digests=[])]
     return found[::-1]
 
 

@@ -11,7 +11,7 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from elastic.errors import SuspectFileError
@@ -57,6 +57,14 @@ class SuspectFile:
             record = add_mark(self.read(), machine, mark)
             self._write(record)
         return record[machine]
+
+    def take_back(self, machine: str, wrong: Callable[[Mark], bool]) -> None:
+        """Forgets those marks of a machine that are wrong."""
+        with self._locked():
+            record = self.read()
+            if kept := tuple(mark for mark in record.pop(machine, ()) if not wrong(mark)):
+                record[machine] = kept
+            self._write(record)
 
     def clear(self, machine: str | None) -> int:
         """Forgets a machine, or with None all of them and whatever the file holds. Returns how many

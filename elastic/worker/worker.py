@@ -1,5 +1,6 @@
 """What runs in every Ray Train worker: join, build, train, regroup.
 
+    hello ──► with `compile`: a rehearsal ──► join
     join ──► Build: take a slot in a new replica ──► join
          ──► Run: a part of a roster: heal or restore, train ──► join
          ──► Leave: let go of the replica, keep the state ──► join
@@ -138,8 +139,6 @@ class Worker:
         job.task.warm_up()
         warm_up()
         warm_device(job.scaling.device)
-        if job.train.compile != "off" or job.scaling.device == "cuda":
-            self.rehearse()
         # What is there now stays: the collections of `leave_replica` need not look through it.
         gc.collect()
         gc.freeze()
@@ -155,14 +154,16 @@ class Worker:
     def rehearse(self) -> None:
         """Compiles while nobody waits for this worker, and a spare before it has a place."""
         job = self.job
-        self.link.at_step(NO_STEP, "compile")
-        rehearse(
-            job.task,
-            job.train,
-            lanes=job.lanes,
-            max_replicas=most_replicas(job.scaling.max_replicas),
-            device=job.scaling.device,
-        )
+        if job.train.compile != "off":
+            self.link.at_step(NO_STEP, "compile")
+            rehearse(
+                job.task,
+                job.train,
+                lanes=job.lanes,
+                max_replicas=most_replicas(job.scaling.max_replicas),
+                device=job.scaling.device,
+            )
+            gc.freeze()  # as in the beginning: a compiler is many objects
 
     def run(self) -> None:
         """Works until the run is over.
@@ -170,6 +171,7 @@ class Worker:
         Raises:
             RunFailedError: the coordinator ended the run with an error.
         """
+        self.rehearse()
         while True:
             answer = self.link.join(self.report())
             if isinstance(answer, Stop):

@@ -23,7 +23,7 @@ from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.cluster import end_actors, named_actors, start_actor
 from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.workers import WorkerNames
-from elastic.reporting.event_log import EventLog, RecordError
+from elastic.reporting.event_log import EventLog
 from elastic.supervisor import supervisor
 from tests.support.run_end import Cleaner, Deaf, Ended, GoingOn, OfRun, StandingWorker, Told
 from tests.support.run_plan import run_plan
@@ -35,7 +35,7 @@ from tests.support.watching import wait_until
 def damaged(tmp_path: Path) -> RunPaths:
     paths = RunPaths(root=tmp_path / "run")
     paths.root.mkdir()
-    paths.events.write_text("no record\n")
+    paths.steps.mkdir()  # nobody can read that
     return paths
 
 
@@ -44,14 +44,14 @@ def test_records_that_cannot_be_read_hide_no_failure(cluster: None, damaged: Run
     with pytest.raises(RunFailedError, match="user code raised") as failed:
         follow(run, Remote(None), Observer(damaged, ()))
     assert failed.value.cause == USER_ERROR
-    assert isinstance(failed.value.__cause__, RecordError)
+    assert isinstance(failed.value.__cause__, OSError)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(run.handle.ending.remote(0.0))
 
 
 def test_of_a_run_that_went_well_they_are_told(cluster: None, damaged: RunPaths) -> None:
     run: Any = start_actor(Ended, max_concurrency=10)(None)
-    with pytest.raises(RecordError):
+    with pytest.raises(OSError):
         follow(run, Remote(None), Observer(damaged, ()))
 
 

@@ -180,7 +180,7 @@ def _named_mesh(device: Device, prefix: str, degrees: Mapping[str, int]) -> Devi
 @contextlib.contextmanager
 def without_peers(dims: ParallelDims, device: Device) -> Iterator[ReplicaMesh]:
     """The default group of a replica's first worker, where the others are not there: collectives
-    end at once, and whatever was in their buffers stays. The process may be in no group."""
+    end at once, with whatever is in their buffers. The process may be in no group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.workers)

@@ -3,6 +3,7 @@ waits for it in a collective."""
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import torch
@@ -24,7 +25,8 @@ def rehearse(
     """What a worker does before it has a place, and alone: builds its part of a replica, and sends
     a micro-batch through it. Its blocks are compiled then, into the node's cache, and its device
     has the kernels. What goes wrong here is told, and nothing comes of it: it comes again where
-    the worker gets a place. The process may be in no group.
+    the worker gets a place. The process may be in no group. The weights are 0, or with two levels
+    anything.
 
     Args:
         task: what is learned.
@@ -43,6 +45,7 @@ def rehearse(
             del engine, mesh
     except Exception:
         log.warning("this worker's rehearsal has failed; it joins without", exc_info=True)
+    gc.collect()  # after a failure its traceback has held the model until now
     if device == "cuda":
         torch.cuda.empty_cache()  # NCCL, which comes next, has its memory from elsewhere
 

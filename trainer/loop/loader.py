@@ -15,6 +15,7 @@ docs/decisions/042.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from torch.utils import _python_dispatch as dispatch
 from trainer.data import SampleSource
 from trainer.data.order import Ids
 from trainer.engine.batches import pinned
+
+log = logging.getLogger(__name__)
 
 _READER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reader")
 
@@ -73,7 +76,6 @@ class Loader:
             self._reads.append(_READER.submit(self._read_due))
         taken = self._reads.popleft().result()
         if not taken.complete:
-            self._ahead = 0
             taken = _READER.submit(self._read_due, taken.ids).result()
         self.read_s = taken.read_s
         while len(self._reads) < self._ahead:
@@ -87,9 +89,9 @@ class Loader:
 
     def _read_due(self, ids: Ids | None = None) -> _Read:
         """Reads while the step waits, so that nobody else draws."""
-        before = torch.get_rng_state()
-        read = self._read(next(self._due) if ids is None else ids)
-        if not torch.equal(before, torch.get_rng_state()):
+        with _Draws(refused=False) as draws:
+            read = self._read(next(self._due) if ids is None else ids)
+        if draws.asked:
             self._ahead = 0
         return read
 
@@ -97,13 +99,18 @@ class Loader:
         ids = next(self._due, None)
         if ids is None:  # the run ends before
             return _Read(np.empty(0, dtype=np.int64), None, 0.0, complete=True)
-        guard = _NoDraws()
+        read = _Read(ids, None, 0.0, complete=False)
+        draws = _Draws(refused=True)
         try:
-            with guard:
+            with draws:
                 read = self._read(ids)
-        except (Exception, _DrawnError):  # what it was comes again when it is due
-            return _Read(ids, None, 0.0, complete=False)
-        return read._replace(complete=not guard.asked)
+        except (Exception, _DrawnError) as error:  # what it was comes again when it is due
+            if isinstance(error, Exception):
+                log.warning("a micro-batch is read again when it is due: %r", error)
+        if draws.asked:
+            self._ahead = 0
+            return read._replace(complete=False)
+        return read
 
     def _read(self, ids: Ids) -> _Read:
         began_s = time.perf_counter()
@@ -116,15 +123,22 @@ class _DrawnError(BaseException):
     """Not an Exception: a dataset that catches those does not go on without the numbers."""
 
 
-class _NoDraws(dispatch.TorchDispatchMode):
-    """In the block, its thread draws nothing from a generator that others use, too."""
+class _Draws(dispatch.TorchDispatchMode):
+    """In the block: notes whether its thread draws from a generator that others use, too.
 
-    asked = False
-    """Whether it was to."""
+    Args:
+        refused: it may not, and `_DrawnError` ends what asked for it.
+    """
+
+    def __init__(self, *, refused: bool) -> None:
+        super().__init__()
+        self._refused = refused
+        self.asked = False
+        """Whether it drew, or was to."""
 
     # Not the class's own: that sets flags of the whole process, by which the main thread would run
     # compiled blocks uncompiled.
-    def __enter__(self) -> _NoDraws:
+    def __enter__(self) -> _Draws:
         dispatch._push_mode(self)
         return self
 
@@ -138,5 +152,6 @@ class _NoDraws(dispatch.TorchDispatchMode):
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if draws and kwargs.get("generator") is None:
             self.asked = True
-            raise _DrawnError
+            if self._refused:
+                raise _DrawnError
         return func(*args, **kwargs)

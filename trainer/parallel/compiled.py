@@ -55,19 +55,29 @@ def compile_blocks(
             all of it.
         backend: torch.compile's.
     """
-    import torch._dynamo  # seconds, which the driver need not spend
-
-    # Each block may need graphs of its own of the same code, which may name this model's groups;
-    # and those of all models before it, which the worker has let go of, are still counted.
-    config: Any = torch._dynamo.config
-    config.recompile_limit += 4 * len(blocks)
-    config.accumulated_recompile_limit += 4 * len(blocks)
+    global _most_graphs
+    _most_graphs += 4 * len(blocks)
     if budget is not None:
         backend = _Budgeted(backend=backend, budget=budget)
     for name in blocks:
         block: Any = model.get_submodule(name)
         compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
         block.forward = _CompiledForward(name, block, compiled, required=required)
+
+
+_most_graphs = 8
+"""Of the same code. Each block may need some of its own, which may name this model's groups; and
+those of all models before it, which the worker has let go of, are still counted."""
+
+
+def _raise_limits() -> None:
+    """torch keeps its settings by thread, and models are built on others than the one that
+    computes."""
+    import torch._dynamo  # seconds, which the driver need not spend
+
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, _most_graphs)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, _most_graphs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +111,13 @@ class _CompiledForward:
         self._name, self._block, self._required = name, block, required
         self._plain, self._compiled = block.forward, compiled
         self._works: bool | None = None
+        """None before the first call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._works is False or not (self._block.training and torch.is_grad_enabled()):
             return self._plain(*args, **kwargs)
+        if self._works is None:
+            _raise_limits()
         try:
             result = self._compiled(*args, **kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:

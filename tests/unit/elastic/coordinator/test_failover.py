@@ -103,6 +103,7 @@ def replayed(
         shunned_nodes=frozenset(),
         happened=(),
         generation=1,
+        newest_s=0.0,
         began=0,
         restored=1,
         formations=1,

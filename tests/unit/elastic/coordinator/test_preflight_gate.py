@@ -30,11 +30,15 @@ class Run:
         self.noted: list[Any] = []
         self.working: set[str] = set()
         self.loaded: list[str] = []
-        self.ends = asyncio.Event()
+        self.ends, self.here = asyncio.Event(), asyncio.Event()
+        self.here.set()
         self.finds: list[Finding] | None = [WELL]
 
     async def drain_node(self, node: str, left_s: float | None, reason: str) -> None:
         self.drained.append((node, reason))
+
+    async def until_here(self, node: str) -> None:
+        await self.here.wait()
 
     def work_on(self, node: str) -> bool:
         return node in self.working
@@ -49,7 +53,7 @@ class Run:
 
 
 def gate(run: Run, tier: bool | Literal["full"] = True) -> Preflight:
-    return Preflight(tier, run, run, run)  # type: ignore[arg-type]
+    return Preflight(tier, run, run, run, run.until_here)  # type: ignore[arg-type]
 
 
 def test_only_what_is_proven_isolates() -> None:

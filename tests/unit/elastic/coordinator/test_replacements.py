@@ -163,6 +163,28 @@ def test_a_machine_at_fault_is_drained_and_replaced(tmp_path: Path, cause: Cause
     assert desk.file.read() == {}, "there is no such machine any more"
 
 
+def test_what_a_coordinator_that_was_cut_off_held_against_machines_is_taken_back(
+    tmp_path: Path,
+) -> None:
+    """Where their workers join; what else speaks against them stays."""
+    desk, began_s = Desk(tmp_path), time.time() - 60.0
+    of_this_run = {"run": "run", "detail": "not heard", "cause": "node", "weight": 1.0}
+    for machine, cause in [("m-B", "node"), ("m-C", "node"), ("m-B", "corruption")]:
+        told = Mark(**{**of_this_run, "cause": cause, "time": time.time()})  # type: ignore[arg-type]
+        desk.file.add(machine, replace(told, time=told.time - 11 * (cause == "node")))
+    desk.file.add("m-C", Mark(**of_this_run, time=began_s - 3600))  # type: ignore[arg-type]
+    desk.replacements.not_lost({"B", "C"}, began_s)
+
+    async def story() -> None:
+        desk.join_from("B")
+        (begun,) = await desk.outcomes("begun")
+        assert begun.reason == "remembered of run run: corruption: not heard"
+
+    desk.run(story)
+    assert [mark.cause for mark in desk.file.read()["m-B"]] == ["corruption"]
+    assert len(desk.file.read()["m-C"]) == 2, "nobody has joined there"
+
+
 def test_of_two_nodes_that_are_lost_at_once_the_machine_that_answers_may_be_sound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

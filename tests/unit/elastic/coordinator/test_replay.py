@@ -7,7 +7,7 @@ import pytest
 
 from elastic.coordinator.replay import Replay, replacements_begun, replay
 from elastic.protocol import events
-from elastic.protocol.causes import CRASH, LINK, NODE, PATH, Cause
+from elastic.protocol.causes import CRASH, LINK, NODE, PATH, PREEMPTION, Cause
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog, present_start, read_events
 from health.verdict import Step
@@ -99,6 +99,7 @@ def test_the_present_start_counts(tmp_path: Path) -> None:
         ([joined("c")], {"b"}, {"d"}),
         ([regrouped(3.0, 2, 4, "repeat")], {"b", "c", "d"}, set()),
         ([lost("c", CRASH)], {"b", "c"}, {"d"}),
+        ([lost("a", PREEMPTION)], {"b"}, {"a", "c", "d"}),  # its machine was to go
     ],
 )
 def test_whom_a_coordinator_did_not_hear_is_lost_when_others_go_on_without(

@@ -207,6 +207,19 @@ def test_a_report_that_cannot_be_written_is_printed(
 def test_records_that_cannot_be_read_are_an_error_at_the_end(files: Files) -> None:
     observer = Observer(files.paths, ())
     observer.start()
-    files.paths.steps.write_text("{oh\n")
-    with pytest.raises(ValueError, match=r"steps\.jsonl:1: not JSON"):
+    files.paths.steps.unlink()
+    files.paths.steps.mkdir()
+    with pytest.raises(IsADirectoryError):
         observer.finish()
+
+
+def test_a_damaged_line_costs_what_it_held(files: Files) -> None:
+    """The run lives on with it: it can be attached to, and ends with a report."""
+    files.write(STARTED)
+    for path in (files.paths.events, files.paths.steps):
+        with path.open("a") as file:
+            file.write("{oh\n")
+    observer = Observer(files.paths, (), attaches=True)
+    observer.start()
+    files.write(ENDED)
+    assert observer.finish().name == "run"

@@ -250,6 +250,46 @@ class Gated:
         return ids
 
 
+class Batched(Watched):
+    def batch(self, ids: Ids) -> torch.Tensor:
+        return torch.stack([self[int(index)] for index in ids])
+
+
+class Seeded(Batched):
+    """Noise of its own for each sample, by the generator that all use."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        sample = super().__getitem__(index)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(index)
+            return sample + torch.rand(4)
+
+
+def test_what_seeds_the_generator_of_all_is_read_when_it_is_due() -> None:
+    """Though it leaves it as it was: others draw from it meanwhile."""
+    data = Seeded()
+    loader = Loader(data, iter(np.arange(9)[:, None]), ahead=3, pin=False)
+    for index in range(4):
+        loader.take()
+        assert list(data.read) == list(range(index + 1))
+
+
+def test_a_read_ahead_that_fails_is_done_again_and_others_are_read_ahead_still() -> None:
+    class Hiccup(Batched):
+        failed = False
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == 2 and not self.failed:
+                self.failed = True
+                raise OSError("the file system does not answer")
+            return super().__getitem__(index)
+
+    data = Hiccup()
+    loader = Loader(data, iter(np.arange(9)[:, None]), ahead=3, pin=False)
+    assert [int(loader.take()[1][0, 0]) for _ in range(4)] == [0, 1, 2, 3]
+    assert data.failed and data.event(6).wait(PATIENCE_S)
+
+
 def test_who_leaves_does_not_wait_for_a_read_and_the_next_generation_has_its_own_lanes() -> None:
     data = Gated()
     before = Loader(data, iter(np.arange(9)[:, None]), ahead=3, pin=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from trainer.config import TrainConfig
 from trainer.engine.build import build_model
 from trainer.errors import CompileError, ConfigError
 from trainer.models.family import HUGGING_FACE
+from trainer.parallel import compiled as compiled_blocks
 from trainer.parallel.compiled import CACHE, compile_blocks, keep_compiled, private_directory
 from trainer.parallel.recompute import recompute_blocks
 from trainer.tasks.custom import CustomTask
@@ -232,15 +234,21 @@ def test_many_blocks_may_each_need_a_graph(backend: Counting) -> None:
 
 
 def test_a_process_may_build_any_number_of_models(backend: Counting) -> None:
-    """Whose graphs name their own groups, as those of tensor parallelism do."""
-    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=8):
+    """Whose graphs name their own groups, as those of tensor parallelism do. Survivors build theirs
+    on a thread beside the steps."""
+    limits = torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=8)
+    with limits, ThreadPoolExecutor(1) as beside:
         for built in range(6):
-            numbered = (Numbered(3 * built + i + 2) for i in range(3))
-            stack(*numbered, backend=backend, required=True)(torch.ones(1, 2))
+            numbered = [Numbered(3 * built + i + 2) for i in range(3)]
+            model = beside.submit(stack, *numbered, backend=backend, required=True).result()
+            model(torch.ones(1, 2))
             assert backend.graphs == 3 * (built + 1)
 
 
-def test_shapes_without_end_stop_the_run(backend: Counting) -> None:
+def test_shapes_without_end_stop_the_run(
+    backend: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_blocks, "_most_graphs", 0)
     model = stack(nn.Sequential(nn.Linear(2, 2)), backend=backend)
     limit = torch._dynamo.config.patch(recompile_limit=8)
     with limit, pytest.raises(CompileError, match="keep its shapes the same"):

@@ -1,0 +1,102 @@
+"""How long the start waits for workers that have started, and what becomes of one that does not
+join."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.coordinator import arrivals as module
+from elastic.coordinator.arrivals import Arrivals
+from elastic.protocol import events
+from elastic.protocol.causes import CRASH
+from elastic.protocol.messages import Identity
+from tests.support.coordinator_desk import CoordinatorDesk
+
+PATIENCE_S = 0.05
+
+
+def newcomer(name: str, node: str = "N") -> Identity:
+    return Identity(worker=name, rank=7, node=node, pid=7)
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CoordinatorDesk:
+    desk = CoordinatorDesk(tmp_path)
+
+    def watch(identity: Identity) -> None:
+        desk.workers.started[identity.worker] = identity
+
+    monkeypatch.setattr(desk.workers, "watch", watch)
+    monkeypatch.setattr(module, "_LEAST_S", 3 * PATIENCE_S)
+    return desk
+
+
+def arrivals_of(desk: CoordinatorDesk) -> Arrivals:
+    return Arrivals(desk.membership, desk.dispatcher, desk.workers, desk.records, PATIENCE_S)
+
+
+def test_one_that_does_not_join_is_ended(desk: CoordinatorDesk) -> None:
+    """In a compilation or a first look at its data that hangs: it is in nobody's collective."""
+
+    async def run() -> None:
+        arrivals = arrivals_of(desk)
+        for name in ("joins", "hangs", "is lost"):
+            await arrivals.hello(newcomer(name))
+        await arrivals.hello(newcomer("works"), joins=False)
+        await arrivals.joined("joins")
+        await desk.workers.lose("is lost", CRASH, "its process ended")
+        await asyncio.sleep(0)
+        while not desk.agents.killed:
+            await asyncio.sleep(PATIENCE_S)
+        await asyncio.sleep(PATIENCE_S)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert desk.agents.killed == ["hangs"]
+    lost = {event.worker: event.cause for event in desk.happened(events.WorkerLost)}
+    assert lost == {"hangs": "hang", "is lost": "crash"}
+
+
+def test_the_start_waits_for_those_who_have_started(
+    desk: CoordinatorDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may compile for longer than it waits for others."""
+    monkeypatch.setattr(module, "_LEAST_S", 1000.0)
+    formations: Any = desk.membership.formations
+    formations.begun = 0
+    begun = asyncio.Event()
+    monkeypatch.setattr(formations, "wait_no_longer", begun.set)
+
+    async def run() -> None:
+        arrivals = arrivals_of(desk)
+        await arrivals.hello(newcomer("compiles"))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(begun.wait(), 6 * PATIENCE_S)
+        await arrivals.joined("compiles")
+        await asyncio.wait_for(begun.wait(), 30)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_machine_is_loaded_when_all_who_have_started_there_have_joined(
+    desk: CoordinatorDesk, joins: bool
+) -> None:
+    async def run() -> None:
+        arrivals = arrivals_of(desk)
+        for name, node in [("first", "N"), ("second", "N"), ("elsewhere", "M")]:
+            await arrivals.hello(newcomer(name, node))
+        await arrivals.joined("first")
+        waiting = asyncio.ensure_future(arrivals.until_here("N"))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        if joins:
+            await arrivals.joined("second")
+        else:
+            await desk.workers.lose("second", CRASH, "its process ended")
+        await asyncio.wait_for(waiting, 30)
+
+    asyncio.run(run())
