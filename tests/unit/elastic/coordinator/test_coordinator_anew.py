@@ -131,6 +131,7 @@ def test_one_passes_damaged_lines_over_and_waits_for_a_storage_that_refuses(
     monkeypatch.setattr(Path, "open", refuses_once)
     monkeypatch.setattr(actor, "_STORAGE_RETRY_S", 0.0)
     coordinator = Coordinator(config)
+    monkeypatch.undo()
     assert len(refused) >= 7, "two files are read in five places, and opened to be written"
     asyncio.run(coordinator.end("finished", None))
     ended = read_events(config.paths.events, lenient=True)[-1]
