@@ -81,9 +81,10 @@ class Arrivals:
 
     async def joined(self, worker: str) -> None:
         """A worker joins."""
-        self._coming.discard(worker)
         self.put_off_start()
-        await self._dispatcher.tell()
+        if worker in self._coming:  # not in a regroup, where thousands join at once
+            self._coming.discard(worker)
+            await self._dispatcher.tell()
 
     async def until_here(self, node: str) -> None:
         """Waits until all workers that have started on a machine have joined, or are no more."""
