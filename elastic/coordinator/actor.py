@@ -314,8 +314,6 @@ class Coordinator(CoordinatorApi):
         faults.count_as_fired(replayed.fired)
         self._receipts.replay(replayed.committed)
         self._replacements.replay(replayed.replacements)
-        unheard = {replayed.workers[worker].node for worker in replayed.unheard}
-        self._replacements.not_lost(unheard, replayed.newest_s)
         self._remedies.replay(replayed.happened)
         self._preflight.replay(replayed.happened)
         self._membership.skips += replayed.skips
@@ -337,6 +335,9 @@ class Coordinator(CoordinatorApi):
             self._arrivals,
             snapshots,
             self.config.health.freeze_timeout_s,
+            lambda nodes: self._replacements.not_lost(
+                nodes, max(replayed.newest_s, self.config.started.time)
+            ),
             self._watch_steps,
         )
 

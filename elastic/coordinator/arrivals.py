@@ -64,7 +64,7 @@ class Arrivals:
         )
         self.put_off_start()
         if joins:
-            self._await(identity.worker)
+            self.await_join(identity.worker)
         self._workers.watch(identity)
         self._workers.pass_over(identity.worker)
         if identity.node in self._workers.draining_nodes:
@@ -72,7 +72,8 @@ class Arrivals:
                 [identity.worker], "its node is draining", None, identity.node
             )
 
-    def _await(self, worker: str) -> None:
+    def await_join(self, worker: str) -> None:
+        """It has started, and joins soon, or is ended."""
         self._coming.add(worker)
         bound_s = max(_TIMES * self._patience_s, _LEAST_S)
         asyncio.get_running_loop().call_later(
@@ -114,7 +115,11 @@ class Arrivals:
 
     async def _end_late(self, worker: str, after_s: float) -> None:
         """Nobody waits for it in a collective, so nobody else would find it."""
-        if worker in self._coming & self._workers.started.keys():
+        if worker not in self._coming & self._workers.started.keys():
+            return
+        if self._records.answered_for_s() < self._patience_s:  # it may be its answer that waits
+            self.await_join(worker)
+        else:
             detail = (
                 f"it started {after_s:g} s ago and has not joined: what it imports, its first look "
                 f"at the data, or its compilation hangs (health.regroup_timeout_s)"

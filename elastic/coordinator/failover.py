@@ -14,7 +14,7 @@ has lost all nodes but its own: those that speak up are taken back, where no ros
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from elastic.coordinator.arrivals import Arrivals
 from elastic.coordinator.dispatcher import Dispatcher
@@ -40,6 +40,7 @@ class Failover:
         snapshots: looks for what the nodes hold; None where the run takes none.
         silent_s: how long to wait for workers and nodes: one whose heartbeat stands still for as
             long is frozen.
+        take_back: told of the nodes of workers that were written off and live.
         on_ready: called once the run is known.
     """
 
@@ -52,8 +53,10 @@ class Failover:
         arrivals: Arrivals,
         snapshots: Snapshots | None,
         silent_s: float,
+        take_back: Callable[[Sequence[str]], None],
         on_ready: Callable[[], None],
     ) -> None:
+        self._take_back = take_back
         self._silent_s, self._on_ready = silent_s, on_ready
         self._replayed, self._membership, self._dispatcher = replayed, membership, dispatcher
         self._workers, self._arrivals, self._snapshots = workers, arrivals, snapshots
@@ -107,6 +110,11 @@ class Failover:
         )
         living = self._standings.keys() - self._replayed.lost
         self._go_on(living)
+        for worker in living:
+            standing = self._standings[worker]
+            if standing.formed == standing.generation == 0:  # it has had no place
+                self._arrivals.await_join(worker)
+        self._take_back([self._standings[w].identity.node for w in living & self._replayed.unheard])
         self._dispatcher.ready.set()
         self._on_ready()
         unheard = self._replayed.unheard

@@ -119,7 +119,9 @@ def _losses(happened: Sequence[events.Event]) -> tuple[frozenset[str], frozenset
     lost, unheard = set[str](), set[str]()
     for event in happened:
         if isinstance(event, events.WorkerLost):
-            (unheard if event.cause in (NODE, PREEMPTION) else lost).add(event.worker)
+            # Whose machine was to go may have left, and has no slot then.
+            unseen = event.cause == NODE or (event.cause == PREEMPTION and event.slot is not None)
+            (unheard if unseen else lost).add(event.worker)
         elif isinstance(event, events.WorkerJoined):
             unheard.discard(event.worker)
         elif isinstance(event, events.RegroupDone):

@@ -89,9 +89,11 @@ class Loader:
 
     def _read_due(self, ids: Ids | None = None) -> _Read:
         """Reads while the step waits, so that nobody else draws."""
+        before = torch.get_rng_state()
         with _Draws(refused=False) as draws:
             read = self._read(next(self._due) if ids is None else ids)
-        if draws.asked:
+        # It may also seed that generator, for others to draw from, and may leave it as it was.
+        if draws.asked or not torch.equal(before, torch.get_rng_state()):
             self._ahead = 0
         return read
 
@@ -136,6 +138,13 @@ class _Draws(dispatch.TorchDispatchMode):
         self.asked = False
         """Whether it drew, or was to."""
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What an item has compiled stays so."""
+        return True
+
     # Not the class's own: that sets flags of the whole process, by which the main thread would run
     # compiled blocks uncompiled.
     def __enter__(self) -> _Draws:
@@ -149,7 +158,7 @@ class _Draws(dispatch.TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        draws = torch.Tag.nondeterministic_seeded in func.tags
+        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if draws and kwargs.get("generator") is None:
             self.asked = True
             if self._refused:

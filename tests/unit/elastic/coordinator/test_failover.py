@@ -142,6 +142,7 @@ class Desk:
             self.membership, self.dispatcher, self.workers, self.records, patience_s=10.0
         )
         self.ready: list[bool] = []
+        self.taken_back: list[str] = []
 
     def failover(
         self,
@@ -158,6 +159,7 @@ class Desk:
             self.arrivals,
             snapshots,
             silent_s,
+            self.taken_back.extend,
             lambda: self.ready.append(self.dispatcher.ready.is_set()),
         )
 
@@ -265,7 +267,7 @@ def test_who_was_cut_off_with_the_coordinator_before_goes_on(tmp_path: Path) -> 
     asyncio.run(hear_whom_another_coordinator_did_not(desk))
     assert desk.membership.roster.workers == (WRITTEN_OFF.worker,)
     assert desk.membership.call is None, "no step stops"
-    assert desk.agents.killed == ["gone"]
+    assert desk.agents.killed == ["gone"] and desk.taken_back == [WRITTEN_OFF.node]
     happened = read_events(desk.paths.events)
     joined = [e.worker for e in happened if isinstance(e, events.WorkerJoined)]
     assert joined == [WRITTEN_OFF.worker], "the next one is told that it is there"

@@ -31,9 +31,9 @@ def joined(worker: str) -> events.WorkerJoined:
     return events.WorkerJoined(time=1.0, worker=worker, node=f"n-{worker}", pid=1, born_ticks=1)
 
 
-def lost(worker: str, cause: Cause = CRASH) -> events.WorkerLost:
+def lost(worker: str, cause: Cause = CRASH, slot: str | None = None) -> events.WorkerLost:
     return events.WorkerLost(
-        time=2.0, worker=worker, node=f"n-{worker}", pid=1, slot=None, cause=cause, detail=""
+        time=2.0, worker=worker, node=f"n-{worker}", pid=1, slot=slot, cause=cause, detail=""
     )
 
 
@@ -99,7 +99,8 @@ def test_the_present_start_counts(tmp_path: Path) -> None:
         ([joined("c")], {"b"}, {"d"}),
         ([regrouped(3.0, 2, 4, "repeat")], {"b", "c", "d"}, set()),
         ([lost("c", CRASH)], {"b", "c"}, {"d"}),
-        ([lost("a", PREEMPTION)], {"b"}, {"a", "c", "d"}),  # its machine was to go
+        ([lost("a", PREEMPTION, slot="r0")], {"b"}, {"a", "c", "d"}),  # its machine was to go
+        ([lost("a", PREEMPTION)], {"a", "b"}, {"c", "d"}),  # and it had left
     ],
 )
 def test_whom_a_coordinator_did_not_hear_is_lost_when_others_go_on_without(

@@ -256,7 +256,7 @@ class Batched(Watched):
 
 
 class Seeded(Batched):
-    """Noise of its own for each sample, by the generator that all use."""
+    """Noise of its own for each sample, by the generator of all, which it leaves as it was."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         sample = super().__getitem__(index)
@@ -265,13 +265,36 @@ class Seeded(Batched):
             return sample + torch.rand(4)
 
 
-def test_what_seeds_the_generator_of_all_is_read_when_it_is_due() -> None:
-    """Though it leaves it as it was: others draw from it meanwhile."""
-    data = Seeded()
+class SeedsAll(Batched):
+    """Seeds whatever there is, and draws by NumPy."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        torch.manual_seed(index)
+        return super().__getitem__(index) + float(np.random.default_rng(index).random())
+
+
+@pytest.mark.parametrize("kind", [Seeded, SeedsAll])
+def test_what_seeds_the_generator_of_all_is_read_when_it_is_due(kind: type[Batched]) -> None:
+    """Others draw from it meanwhile."""
+    data = kind()
     loader = Loader(data, iter(np.arange(9)[:, None]), ahead=3, pin=False)
     for index in range(4):
         loader.take()
         assert list(data.read) == list(range(index + 1))
+
+
+def test_an_item_may_be_computed_by_what_was_compiled() -> None:
+    double = torch.compile(lambda sample: 2 * sample, backend="eager", fullgraph=True)
+
+    class Compiled(Batched):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            doubled: torch.Tensor = double(super().__getitem__(index))
+            return doubled
+
+    data = Compiled()
+    loader = Loader(data, iter(np.arange(9)[:, None]), ahead=2, pin=False)
+    assert [int(loader.take()[1][0, 0]) for _ in range(3)] == [0, 2, 4]
+    assert data.event(4).wait(PATIENCE_S)
 
 
 def test_a_read_ahead_that_fails_is_done_again_and_others_are_read_ahead_still() -> None:
