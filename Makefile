@@ -19,7 +19,7 @@ test: $(READY)  ## the tests, twenty-five minutes on two cores
 	$(BIN)/pytest
 
 test-unit: $(READY)  ## those of them that start no run, ten minutes
-	$(BIN)/pytest tests/unit
+	$(BIN)/pytest -o cache_dir=.pytest_cache/unit $(PYTEST_ARGS) tests/unit
 
 test-runs: $(READY)  ## the others
 	$(BIN)/pytest --ignore tests/unit

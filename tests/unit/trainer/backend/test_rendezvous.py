@@ -114,12 +114,12 @@ def error_of(call: Callable[[], object]) -> tuple[BaseException | None, float]:
 
 
 def test_a_store_that_answers_no_more_is_waited_for_up_to_the_timeout(proxy: DeafProxy) -> None:
-    meet = Rendezvous(host="127.0.0.1", port=proxy.port, timeout_s=1)
+    meet = Rendezvous(host="127.0.0.1", port=proxy.port, timeout_s=4)  # a busy machine meets in it
     meet_alone(meet, "one")
     proxy.deafen()
     error, seconds = error_of(lambda: meet_in_vain(meet, "two"))
-    assert isinstance(error, GroupError) and "1 s (health.collective_timeout_s)" in str(error)
-    assert seconds < 5
+    assert isinstance(error, GroupError) and "4 s (health.collective_timeout_s)" in str(error)
+    assert seconds < 3 * 4
 
 
 def test_a_call_is_heard_while_the_store_answers_no_more(proxy: DeafProxy) -> None:
