@@ -7,12 +7,17 @@ import uuid
 from pathlib import Path
 
 
-def write_whole(path: Path, data: str | bytes) -> None:
+def write_whole(path: Path, data: str | bytes, *, durable: bool = False) -> None:
     """Writes a file, whole or not at all: whoever reads it sees what was there, or all of `data`.
-    Any process may, at the same time. Raises OSError."""
+    Any process may, at the same time. With `durable` that holds after a power loss, too, which may
+    leave an empty file of that name. Raises OSError."""
     part = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
-        part.write_bytes(data.encode() if isinstance(data, str) else data)
+        with part.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)

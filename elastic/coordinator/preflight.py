@@ -76,10 +76,11 @@ class Preflight:
             checked.set()  # nobody else waits for it
 
     async def _check_under_load(self, node: str) -> None:
-        if node not in self._loaded:
-            await self._until_here(node)  # before they join they may compile
-        if node in self._loaded or self._workers.work_on(node):
-            return  # it was loaded before the coordinator was lost; no step must be slowed
+        if node in self._loaded:
+            return  # before the coordinator was lost
+        await self._until_here(node)  # before they join they may compile
+        if self._workers.work_on(node):
+            return  # no step must be slowed
         findings = await self._agents.check_under_load(node)
         if findings is not None:
             await self.take(node, findings)

@@ -229,10 +229,7 @@ def last_step(
         RecordError: a whole line on the way is not a step record.
     """
     for line in _lines_from_the_end(Path(path)):
-        try:
-            record = step_from_json(object_of_line(line))
-        except ValueError:
-            record = None
+        record = _step_of(line)
         if record is None and not lenient:
             read_steps(path)  # raises, and knows the line's number
         if record is not None and counts(record):
@@ -247,10 +244,7 @@ def recent_steps(path: str | os.PathLike[str], before: int, count: int) -> list[
     for line in _lines_from_the_end(Path(path)):
         if len(found) == count or before - len(found) == 0:
             break
-        try:
-            record = step_from_json(object_of_line(line))
-        except ValueError:
-            record = None
+        record = _step_of(line)
         if record is not None and record.step == before - len(found) - 1:
             found.append(record)
     return found[::-1]
@@ -262,14 +256,19 @@ def steps_after(path: str | os.PathLike[str], time: float) -> list[StepRecord]:
     than that."""
     found: list[StepRecord] = []
     for line in _lines_from_the_end(Path(path)):
-        try:
-            record = step_from_json(object_of_line(line))
-        except ValueError:
-            record = None
+        record = _step_of(line)
         if record is not None and record.time <= time:
             break
         found += [] if record is None else [replace(record, sample_digests=[])]
     return found[::-1]
+
+
+def _step_of(line: bytes) -> StepRecord | None:
+    """The step record in a line; None where it is damaged."""
+    try:
+        return step_from_json(object_of_line(line))
+    except ValueError:
+        return None
 
 
 def _lines_from_the_end(path: Path) -> Iterator[bytes]:

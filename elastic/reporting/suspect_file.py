@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from checkpointing.whole_file import write_whole
 from elastic.errors import SuspectFileError
 from health.suspects import Mark, Record, add_mark, from_json, to_json
 
@@ -96,12 +97,8 @@ class SuspectFile:
         return {}
 
     def _write(self, record: Record) -> None:
-        part = self.path.with_suffix(".part")
-        with part.open("w", encoding="utf-8") as file:
-            json.dump(to_json(record), file, indent=1, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())  # else a power loss may leave an empty file of that name
-        os.replace(part, self.path)
+        text = json.dumps(to_json(record), indent=1, allow_nan=False)
+        write_whole(self.path, text, durable=True)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

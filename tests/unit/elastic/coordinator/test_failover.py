@@ -123,6 +123,19 @@ def report(built: int) -> Report:
     return Report(identity=SPARE, built=built)
 
 
+def at_work(identity: Identity, *, formed: int) -> Standing:
+    """Of the only replica, in the roster of the first generation."""
+    return Standing(
+        identity=identity,
+        formed=formed,
+        built=True,
+        generation=1,
+        lanes=(0,),
+        replicas=1,
+        proven=True,
+    )
+
+
 class Desk:
     """The coordinator's parts that have to do with it. Nobody is known yet."""
 
@@ -214,17 +227,7 @@ def test_one_that_was_written_off_may_die_before_it_is_ended(tmp_path: Path) -> 
 async def hear_one_of_the_lost_tail(desk: Desk) -> None:
     work = desk.failover()
     unknown = Identity(worker="unknown", rank=0, node="n", pid=4, born_ticks=1)
-    await work.hear(
-        Standing(
-            identity=unknown,
-            formed=2,
-            built=True,
-            generation=1,
-            lanes=(0,),
-            replicas=1,
-            proven=True,
-        )
-    )
+    await work.hear(at_work(unknown, formed=2))
     await work.hear(Standing(identity=SPARE))
     await desk.dispatcher.ready.wait()
 
@@ -245,17 +248,7 @@ def test_one_whose_arrival_is_in_no_record_is_taken_from_where_it_stands(tmp_pat
 async def hear_whom_another_coordinator_did_not(desk: Desk) -> None:
     work = desk.failover(unheard=frozenset({WRITTEN_OFF.worker, "gone"}), silent_s=0.05)
     await work.hear(Standing(identity=SPARE))
-    await work.hear(
-        Standing(
-            identity=WRITTEN_OFF,
-            formed=1,
-            built=True,
-            generation=1,
-            lanes=(0,),
-            replicas=1,
-            proven=True,
-        )
-    )
+    await work.hear(at_work(WRITTEN_OFF, formed=1))
     await desk.dispatcher.ready.wait()
     while not desk.agents.killed:
         await asyncio.sleep(0)

@@ -4,7 +4,7 @@ they are what autograd gives."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,13 +82,6 @@ def task_of(kind: str, narrow: bool = False) -> tuple[CustomTask, TrainConfig]:
 
 def meet(port: int) -> Rendezvous:
     return Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield store.port
-    leave_replica_group()
 
 
 def lane(engine: Engine, flat: torch.Tensor, batches: list[torch.Tensor]) -> list[bool]:

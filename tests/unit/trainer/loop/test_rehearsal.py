@@ -30,13 +30,6 @@ from trainer.tasks.task import PreparedTask
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield store.port
-    leave_replica_group()
-
-
-@pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting]:
     torch._dynamo.reset()
     counting = Counting()
