@@ -175,15 +175,22 @@ def estimate(work: Workload) -> dict[str, Any]:
 
 
 def measure_steps(
-    part: int, device: Any, tiny: bool, steps: int, rounds: int, only: Sequence[str]
+    part: int,
+    device: Any,
+    tiny: bool,
+    steps: int,
+    rounds: int,
+    *,
+    rows: Sequence[str],
+    seq_lens: Sequence[int],
 ) -> dict[str, Any]:
-    """All systems, or those rows only, on the workloads of a part."""
+    """All systems on the workloads of a part; or only those rows, those lengths of samples."""
     until_s = time.monotonic() + PART_S
-    works, rows = plan_workloads(part, device, tiny), plan_rows(part, device, tiny)
-    if only:
-        rows = {name: row for name, row in rows.items() if name in only}
+    works, planned = plan_workloads(part, device, tiny), plan_rows(part, device, tiny)
+    works = [work for work in works if not seq_lens or work.seq_len in seq_lens]
+    planned = {name: row for name, row in planned.items() if not rows or name in rows}
     return {
-        f"{work.size} at {work.seq_len}": measure_workload(work, rows, steps, rounds, until_s)
+        f"{work.size} at {work.seq_len}": measure_workload(work, planned, steps, rounds, until_s)
         for work in works
     }
 
@@ -267,7 +274,9 @@ def measure_part(part: int, options: argparse.Namespace) -> dict[str, Any]:
         return in_process(measure_costs, work, steps, rounds, limit_s=PART_S)
     if part == 5:
         return measure_recovery(device, repeats=1 if tiny else 3)
-    return measure_steps(part, device, tiny, steps, rounds, options.rows)
+    return measure_steps(
+        part, device, tiny, steps, rounds, rows=options.rows, seq_lens=options.seq_lens
+    )
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -299,6 +308,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=2, help="(default 2)")
     names = [*CHANGES, *PRODUCTS]
     add("--rows", nargs="+", default=[], choices=names, metavar="ROW", help="only 'ours', ...")
+    add(
+        "--seq-lens",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="TOKENS",
+        help="only samples of so many (default: 4096 and 8192)",
+    )
     add("--results", type=Path, help="directory that the result is kept in")
     return parser.parse_args()
 
