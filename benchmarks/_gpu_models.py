@@ -100,6 +100,8 @@ class Workload:
     """Of CONVERTERS."""
     offload: int | None = None
     """The horizon of OffloadConfig; None: activations stay on the device."""
+    determinism: Literal["strict", "fast"] = "strict"
+    """See TrainConfig. Of ours alone: what is compared with it promises nothing."""
 
     @property
     def tokens(self) -> int:
@@ -128,6 +130,7 @@ class Workload:
             recompute=self.recompute,
             converters=CONVERTERS[self.products],
             compile=self.compile,
+            determinism=self.determinism,
             offload=self._offload(settings["num_hidden_layers"]),
         )
 

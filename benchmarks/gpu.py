@@ -30,7 +30,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -60,14 +60,30 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain, recomputed": ("plain", {"recompute": "full"}),
     "hugging_face": ("hugging_face", {}),
     "ours": ("ours", {}),
+    "ours, fast": ("ours", {"determinism": "fast"}),
     "ours, chunked loss": ("ours", {"loss_chunk": 1024}),
     "ours, recomputed": ("ours", {"recompute": "full"}),
     "ours, both": ("ours", {"recompute": "full", "loss_chunk": 1024}),
     "ours, compiled": ("ours", {"compile": "on"}),
+    "ours, fast, compiled": ("ours", {"determinism": "fast", "compile": "on"}),
+    "ours, fast, compiled, chunked loss": (
+        "ours",
+        {"determinism": "fast", "compile": "on", "loss_chunk": 1024},
+    ),
     "ours, all three": ("ours", {"compile": "on", "recompute": "full", "loss_chunk": 1024}),
     "ours, both, bfloat16 state": (
         "ours",
         {"recompute": "full", "loss_chunk": 1024, "state": "bfloat16"},
+    ),
+    "ours, fast, all three, bfloat16 state": (
+        "ours",
+        {
+            "determinism": "fast",
+            "compile": "on",
+            "recompute": "full",
+            "loss_chunk": 1024,
+            "state": "bfloat16",
+        },
     ),
     "ours, offloaded": ("ours", {"loss_chunk": 1024, "offload": 2}),
 }
@@ -105,7 +121,9 @@ multiprocessing.set_forkserver_preload(
 )
 
 
-def plan_workloads(part: int, device: Any, tiny: bool) -> list[Workload]:
+def plan_workloads(
+    part: int, device: Any, tiny: bool, micro_tokens: int = MICRO_TOKENS
+) -> list[Workload]:
     """What a part trains, in order of the length of its samples."""
     if tiny:
         return [Workload(size="tiny", seq_len=32, samples=4, micro=2, device=device)]
@@ -114,7 +132,7 @@ def plan_workloads(part: int, device: Any, tiny: bool) -> list[Workload]:
             size=PART_SIZES.get(part, "1B"),
             seq_len=seq_len,
             samples=STEP_TOKENS // seq_len,
-            micro=MICRO_TOKENS // seq_len,
+            micro=micro_tokens // seq_len,
             device=device,
         )
         for seq_len in ((4096,) if part == 6 else (4096, 8192))
@@ -174,24 +192,16 @@ def estimate(work: Workload) -> dict[str, Any]:
 # -- the parts -------------------------------------------------------------------------------------
 
 
-def measure_steps(
-    part: int,
-    device: Any,
-    tiny: bool,
-    steps: int,
-    rounds: int,
-    *,
-    rows: Sequence[str],
-    seq_lens: Sequence[int],
-) -> dict[str, Any]:
-    """All systems on the workloads of a part; or only those rows, those lengths of samples."""
-    until_s = time.monotonic() + PART_S
-    works, planned = plan_workloads(part, device, tiny), plan_rows(part, device, tiny)
-    works = [work for work in works if not seq_lens or work.seq_len in seq_lens]
+def measure_steps(part: int, options: argparse.Namespace) -> dict[str, Any]:
+    """All systems on the workloads of a part; or only the rows, the lengths that are asked for."""
+    tiny, device, rows, lengths = options.tiny, options.device, options.rows, options.seq_lens
+    planned = plan_rows(part, device, tiny)
     planned = {name: row for name, row in planned.items() if not rows or name in rows}
+    until_s = time.monotonic() + PART_S
     return {
-        f"{work.size} at {work.seq_len}": measure_workload(work, planned, steps, rounds, until_s)
-        for work in works
+        f"{work.size} at {work.seq_len}": measure_workload(work, planned, options, until_s)
+        for work in plan_workloads(part, device, tiny, options.micro_tokens)
+        if not lengths or work.seq_len in lengths
     }
 
 
@@ -209,13 +219,12 @@ def plan_rows(part: int, device: str, tiny: bool) -> dict[str, tuple[str, dict[s
 def measure_workload(
     work: Workload,
     changed: dict[str, tuple[str, dict[str, Any]]],
-    steps: int,
-    rounds: int,
+    options: argparse.Namespace,
     until_s: float,
 ) -> dict[str, Any]:
     """All systems on one workload, in turns."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in changed}
-    for names in plan_turns(list(changed), rounds):
+    for names in plan_turns(list(changed), options.rounds):
         for name in names:
             system, changes = changed[name]
             say(f"{work.size} at {work.seq_len}: {name}")
@@ -224,13 +233,13 @@ def measure_workload(
             if time.monotonic() > until_s:
                 runs[name].append({"skipped": "no time left"})
                 continue
-            runs[name].append(in_process(SYSTEMS[system], replace(work, **changes), steps))
+            runs[name].append(in_process(SYSTEMS[system], replace(work, **changes), options.steps))
             say(json.dumps(runs[name][-1]))  # a machine that is lent may be taken away
     flops = flops_per_token(work)
     rows = {name: summarise(found, work, flops) for name, found in runs.items()}
     for name, row in rows.items():
         system, changes = changed[name]
-        if system == "ours" and "skipped" not in row and time.monotonic() < until_s:
+        if options.estimates and system == "ours" and "skipped" not in row:
             row["estimate_bytes"] = in_process(estimate, replace(work, **changes)).get("peak_bytes")
     show_table(f"{work.size} at {work.seq_len}", rows)
     return {"workload": differences(work), "flops_per_token": flops, "systems": rows}
@@ -267,16 +276,13 @@ def _peak(work: Workload) -> float | None:
 def measure_part(part: int, options: argparse.Namespace) -> dict[str, Any]:
     """One part, on the device and with the steps that were asked for."""
     device, tiny = options.device, options.tiny
-    steps, rounds = (3, 1) if tiny else (options.steps, options.rounds)
     if part == 4:
         work = plan_workloads(part, device, tiny)[0]
         work = replace(work, recompute="full")
-        return in_process(measure_costs, work, steps, rounds, limit_s=PART_S)
+        return in_process(measure_costs, work, options.steps, options.rounds, limit_s=PART_S)
     if part == 5:
         return measure_recovery(device, repeats=1 if tiny else 3)
-    return measure_steps(
-        part, device, tiny, steps, rounds, rows=options.rows, seq_lens=options.seq_lens
-    )
+    return measure_steps(part, options)
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -316,8 +322,24 @@ def parse_arguments() -> argparse.Namespace:
         metavar="TOKENS",
         help="only samples of so many (default: 4096 and 8192)",
     )
+    add(
+        "--micro-tokens",
+        type=int,
+        default=MICRO_TOKENS,
+        metavar="TOKENS",
+        help=f"that go through a model at once (default {MICRO_TOKENS})",
+    )
+    add(
+        "--no-estimates",
+        dest="estimates",
+        action="store_false",
+        help="no dry runs, which need no GPU and may follow elsewhere",
+    )
     add("--results", type=Path, help="directory that the result is kept in")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.tiny:
+        options.steps, options.rounds = 3, 1
+    return options
 
 
 def main() -> None:

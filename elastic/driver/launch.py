@@ -174,13 +174,13 @@ class Launch:
         tell(f"looking for a state to go on from in {paths.checkpoints}")
         saved = paths, read_events(paths.events), identity, snapshot
         self._find_origin(*saved, None)  # before data is prepared for hours
+        cache = default_cache_dir(local_path(self.run_config))
         if self.scaling.device == "cuda":
             from elastic.driver.memory import check_memory  # seconds of imports
 
             tell("a dry run: does a worker fit its GPU?")
             train = dataclasses.replace(self.train, lanes=self.lanes)
-            check_memory(train, self.scaling, accelerator_types())
-        cache = default_cache_dir(local_path(self.run_config))
+            check_memory(train, self.scaling, accelerator_types(), cache)
         task = prepare_task(self.train, cache)
         tell("building the model on the driver, without weights")
         built = build_model(task, self.train)[0]

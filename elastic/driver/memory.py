@@ -39,13 +39,16 @@ def plan_memory(accelerators: Sequence[str]) -> Machine | None:
     return min(machines, key=lambda machine: machine.memory_bytes)
 
 
-def check_memory(train: TrainConfig, scaling: ScalingConfig, accelerators: Sequence[str]) -> None:
+def check_memory(
+    train: TrainConfig, scaling: ScalingConfig, accelerators: Sequence[str], cache_dir: str
+) -> None:
     """Warns where a worker may not fit its GPU. A layout that cannot be tried dry is let through.
 
     Args:
         train: the settings of the run, with its lanes.
         scaling: how many replicas.
         accelerators: Ray's names of the kinds of GPU on the cluster.
+        cache_dir: where the run's task keeps what it makes, and finds it again.
 
     Raises:
         ConfigError: it will not fit: the message has the table, and what would.
@@ -53,7 +56,7 @@ def check_memory(train: TrainConfig, scaling: ScalingConfig, accelerators: Seque
     machine = plan_memory(accelerators)
     if machine is None or dist.is_initialized():
         return
-    judge = Judge(device="cuda", machine=machine, nodes=None)
+    judge = Judge(device="cuda", machine=machine, nodes=None, cache_dir=cache_dir)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, on how a model is made

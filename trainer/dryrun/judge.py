@@ -26,6 +26,8 @@ class Judge:
     """Their kind; None: unknown."""
     nodes: int | None
     """How many; None: as many as it takes."""
+    cache_dir: str | None = None
+    """See `prepare_shape`."""
 
     def judge(self, train: TrainConfig, replicas: int) -> Report:
         """One dry run.
@@ -34,7 +36,12 @@ class Judge:
             ConfigError: the settings cannot work.
         """
         return Report(
-            needs=dry_run(train, replicas=replicas, device="cuda" if self.machine else self.device),
+            needs=dry_run(
+                train,
+                replicas=replicas,
+                device="cuda" if self.machine else self.device,
+                cache_dir=self.cache_dir,
+            ),
             workers=replicas * train.parallel.workers,
             machine=self.machine,
             nodes=self.nodes,
@@ -43,15 +50,14 @@ class Judge:
     def nearest(self, train: TrainConfig, replicas: int) -> Change | None:
         """The first change that fits, by a dry run of each; None where none does. One that does not
         go with the model, or with the strategy that is wanted, is passed over."""
-        for change in plan_changes(train, replicas, blocks=_has_blocks(train)):
+        for change in plan_changes(train, replicas, blocks=self._has_blocks(train)):
             with suppress(ConfigError):
                 change.train.parallel.layout(change.replicas)
                 if self.judge(change.train, change.replicas).fits:
                     return change
         return None
 
-
-def _has_blocks(train: TrainConfig) -> bool:
-    """Whether the model has repeated blocks, that could be recomputed."""
-    task = prepare_shape(train)
-    return bool(family_of_task(task).blocks(build_model(task, train)[0]))
+    def _has_blocks(self, train: TrainConfig) -> bool:
+        """Whether the model has repeated blocks, that could be recomputed."""
+        task = prepare_shape(train, self.cache_dir)
+        return bool(family_of_task(task).blocks(build_model(task, train)[0]))

@@ -80,20 +80,24 @@ class RankNeeds:
         return sum(self.components.values())
 
 
-def dry_run(train: TrainConfig, *, replicas: int, device: Device) -> RankNeeds:
+def dry_run(
+    train: TrainConfig, *, replicas: int, device: Device, cache_dir: str | None = None
+) -> RankNeeds:
     """Runs one step of the first worker. The process may be in no group.
 
     Args:
         train: what to learn.
         replicas: that there are.
         device: what the workers would have; here everything is on the CPU, and takes no memory.
+        cache_dir: see `prepare_shape`.
 
     Raises:
         ConfigError: the settings cannot work.
     """
     lanes = train.lanes or replicas
     train.check(lanes)
-    task, counter = prepare_shape(train), try_optimizer(train.optimizer)
+    task = prepare_shape(replace(train, compile="off"), cache_dir)
+    counter = try_optimizer(train.optimizer)
     of_lane = train.lane_samples(lanes) // train.micro_samples(lanes)
     shown = min(of_lane, _MICRO_BATCHES)
     most = plan_lane_buffers(train.lane_buffers, lanes, replicas, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,14 @@ from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
 from trainer.tasks.task import PreparedTask
 
 
-def prepare_shape(train: TrainConfig) -> PreparedTask:
+def prepare_shape(train: TrainConfig, cache_dir: str | None = None) -> PreparedTask:
     """The task of a run as its workers get it. Of text nothing is read; another task than
     `CausalLM` is prepared as for a run.
+
+    Args:
+        train: the settings of the run.
+        cache_dir: where such a task keeps what it makes; None: a directory that is there as long as
+            what is returned.
 
     Raises:
         ConfigError: the task cannot work.
@@ -28,9 +34,13 @@ def prepare_shape(train: TrainConfig) -> PreparedTask:
         vocabulary = _vocabulary(task)
         task.check(vocabulary)
         return _Shape.without_text(train, vocabulary)
-    with tempfile.TemporaryDirectory() as cache:
-        prepared: PreparedTask = task.prepare(train, cache)
-        return prepared
+    if cache_dir is not None:
+        found: PreparedTask = task.prepare(train, cache_dir)
+        return found
+    cache = tempfile.TemporaryDirectory()
+    prepared: PreparedTask = task.prepare(train, cache.name)
+    weakref.finalize(prepared, cache.cleanup)
+    return prepared
 
 
 def _vocabulary(task: CausalLM) -> int:

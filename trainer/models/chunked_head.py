@@ -22,11 +22,22 @@ from torch.utils.checkpoint import checkpoint
 from trainer.errors import ConfigError
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
+Entropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def chunk_head(model: Any, chunk: int) -> None:
+def sum_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of all targets in float32, added up; logits have any number format."""
+    return cross_entropy(logits_NV.float(), targets_N, reduction="sum")
+
+
+def chunk_head(model: Any, chunk: int, entropy: Entropy = sum_entropy) -> None:
     """Has the head of a transformers model work on `chunk` tokens at a time. In place, before
     tensor parallelism and FSDP2.
+
+    Args:
+        model: it.
+        chunk: tokens.
+        entropy: `sum_entropy`, or what does the same.
 
     Raises:
         ConfigError: the model has no head.
@@ -34,7 +45,7 @@ def chunk_head(model: Any, chunk: int) -> None:
     head = model.get_output_embeddings()
     if head is None:
         raise ConfigError("train.task.loss_chunk", chunk, "the model has no head", "Use None")
-    head.losses = _Losses(chunk)
+    head.losses = _Losses(chunk, entropy)
     head.forward = partial(head.losses.forward, head.forward)
 
 
@@ -61,8 +72,8 @@ def with_losses(model: Any, targets: torch.Tensor, **inputs: Any) -> Any:
 
 
 class _Losses:
-    def __init__(self, chunk: int) -> None:
-        self._chunk = chunk
+    def __init__(self, chunk: int, entropy: Entropy) -> None:
+        self._chunk, self._entropy = chunk, entropy
         self._first: torch.Tensor | None = None
         self._checked = False
         self.targets: torch.Tensor | None = None
@@ -72,7 +83,7 @@ class _Losses:
         """The head's."""
         if self.targets is None:
             return logits(x_BSD)
-        run = partial(_loss, logits)
+        run = partial(_loss, logits, self._entropy)
         if torch.is_grad_enabled():
             run = partial(checkpoint, run, use_reentrant=False)
         x_ND, targets_N = x_BSD.flatten(0, 1), self.targets.flatten()
@@ -102,8 +113,10 @@ class _Losses:
         self._first, self._checked = None, True
 
 
-def _loss(logits: Logits, x_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+def _loss(
+    logits: Logits, entropy: Entropy, x_ND: torch.Tensor, targets_N: torch.Tensor
+) -> torch.Tensor:
     found_NV = logits(x_ND)
     if isinstance(found_NV, DTensor):
         found_NV = found_NV.redistribute(placements=(Replicate(),)).to_local()
-    return cross_entropy(found_NV.float(), targets_N, reduction="sum")
+    return entropy(found_NV, targets_N)

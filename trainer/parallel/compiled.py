@@ -1,4 +1,4 @@
-"""Blocks whose forward and backward torch.compile makes into kernels of their own.
+"""What torch.compile makes into kernels of its own, forward and backward: blocks, and a loss.
 
 A block's `forward` is compiled, whole, and in training only. Hooks on it (FSDP2's, and tensor
 parallelism's at the first block) stay outside, recomputation is inside. Names of modules stay what
@@ -19,6 +19,7 @@ import stat
 import tempfile
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,8 +62,19 @@ def compile_blocks(
         backend = _Budgeted(backend=backend, budget=budget)
     for name in blocks:
         block: Any = model.get_submodule(name)
-        compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
-        block.forward = _CompiledForward(name, block, compiled, required=required)
+        wanted = partial(getattr, block, "training")
+        block.forward = _Compiled(name, block.forward, wanted, required=required, backend=backend)
+
+
+def compile_function(name: str, function: Callable[..., Any], *, required: bool) -> Any:
+    """A function that is compiled in its first call of a training, whole.
+
+    Args:
+        name: what a warning calls it.
+        function: it; of tensors.
+        required: where it cannot be compiled it raises, where it would fall back.
+    """
+    return _Compiled(name, function, lambda: True, required=required, backend="inductor")
 
 
 _most_graphs = 8
@@ -101,20 +113,27 @@ class _Budgeted:
             return lookup_backend(self.backend)(graph, inputs)
 
 
-class _CompiledForward:
-    """The forward of one block: compiled in training, as it was in evaluations and where its code
-    cannot be compiled."""
+class _Compiled:
+    """A function that is compiled where gradients are and it is `wanted`, and as it was elsewhere,
+    and where its code cannot be compiled."""
 
     def __init__(
-        self, name: str, block: nn.Module, compiled: Callable[..., Any], *, required: bool
+        self,
+        name: str,
+        plain: Callable[..., Any],
+        wanted: Callable[[], bool],
+        *,
+        required: bool,
+        backend: str | Callable[..., Any],
     ) -> None:
-        self._name, self._block, self._required = name, block, required
-        self._plain, self._compiled = block.forward, compiled
+        self._name, self._wanted, self._required = name, wanted, required
+        self._plain = plain
+        self._compiled = torch.compile(plain, fullgraph=True, dynamic=False, backend=backend)
         self._works: bool | None = None
         """None before the first call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._works is False or not (self._block.training and torch.is_grad_enabled()):
+        if self._works is False or not (torch.is_grad_enabled() and self._wanted()):
             return self._plain(*args, **kwargs)
         if self._works is None:
             _raise_limits()

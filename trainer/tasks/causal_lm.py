@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
     from trainer.data import SampleSource
     from trainer.data.token_batch import TokenBatch
+    from trainer.models.chunked_head import Entropy
     from trainer.models.init import WeightSource
+    from trainer.parallel.compiled import Compile
 
 _Own = TypeVar("_Own", bound="PreparedCausalLM")
 
@@ -72,6 +75,7 @@ class CausalLM:
             config=config,
             seq_len=self.seq_len,
             loss_chunk=self.loss_chunk,
+            compile=train.compile,
             train_path=data.train,
             eval_path=data.val,
             pretrained=pretrained,
@@ -194,6 +198,8 @@ class PreparedCausalLM:
     """Directory of the initial weights; None: seeded ones."""
     loss_chunk: int | None = None
     """See `CausalLM.loss_chunk`."""
+    compile: Compile = "off"
+    """See `TrainConfig.compile`."""
     end_id: int | None = None
     """The token that ends each text, where a sample's texts are apart; None: they are joined."""
     info: Mapping[str, Any]
@@ -216,6 +222,7 @@ class PreparedCausalLM:
             config=config,
             seq_len=task.seq_len,
             loss_chunk=task.loss_chunk,
+            compile=train.compile,
             train_path="",
             eval_path="",
             pretrained=None,
@@ -237,7 +244,7 @@ class PreparedCausalLM:
         if self.loss_chunk is not None:
             from trainer.models.chunked_head import chunk_head
 
-            chunk_head(model, self.loss_chunk)
+            chunk_head(model, self.loss_chunk, _entropy(self.compile))
         if self.end_id is not None:
             from trainer.parallel.context.attention import put_ring_in
             from trainer.parallel.context.ring import Ring
@@ -259,8 +266,6 @@ class PreparedCausalLM:
         the configuration asks for it. It depends on the micro-batch alone, so it is the same at any
         number of replicas.
         """
-        from torch.nn.functional import cross_entropy
-
         from trainer.data.token_batch import TokenBatch
         from trainer.models.chunked_head import with_losses
 
@@ -274,8 +279,7 @@ class PreparedCausalLM:
         with one_text_each():
             if self.loss_chunk is None:
                 output = model(**given)
-                logits = output.logits.flatten(0, 1).float()
-                loss = cross_entropy(logits, targets.flatten(), reduction="sum")
+                loss = _entropy(self.compile)(output.logits.flatten(0, 1), targets.flatten())
             else:
                 output = with_losses(model, targets, **given)
                 loss = output.logits
@@ -307,3 +311,17 @@ class PreparedCausalLM:
         if self.end_id is None:
             return TokenDataset(path, self.seq_len)
         return TextDataset(path, self.seq_len, self.end_id)
+
+
+@cache
+def _entropy(compile: Compile) -> Entropy:
+    """The cross-entropy of a model whose blocks are compiled so; one in a process, as a model that
+    is built anew finds what is compiled. Not compiled, it writes logits in float32, their softmax
+    and its gradient to memory and reads them again: an eighth of a step of 1B on an H200."""
+    from trainer.models.chunked_head import sum_entropy
+    from trainer.parallel.compiled import compile_function
+
+    if compile == "off":
+        return sum_entropy
+    entropy: Entropy = compile_function("the loss", sum_entropy, required=compile == "require")
+    return entropy

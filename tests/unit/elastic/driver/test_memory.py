@@ -46,7 +46,7 @@ def test_what_is_too_large_is_refused_with_a_change_that_fits(
 ) -> None:
     small_gpus(monkeypatch, memory_bytes / 1.15)
     with pytest.raises(ConfigError, match=r"by a dry run a worker needs .* GB of") as error:
-        check_memory(train, ONE, ["H100"])
+        check_memory(train, ONE, ["H100"], str(tmp_path))
     assert error.value.field == "train.parallel"
     # Logits, what the loss makes of them, and their gradient: 128 samples of 128 tokens.
     assert f"logits {3 * 128 * 128 * 4096 * 4 / 1e9:.1f}" in error.value.fact
@@ -60,7 +60,7 @@ def test_what_may_not_fit_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     small_gpus(monkeypatch, memory_bytes / 1.05)
-    check_memory(train, ONE, ["H100"])
+    check_memory(train, ONE, ["H100"], str(tmp_path))
     assert "a worker may not fit: by a dry run it needs" in caplog.text
 
 
@@ -68,8 +68,8 @@ def test_what_fits_or_cannot_be_known_is_let_through(
     train: TrainConfig, memory_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        check_memory(train, ONE, ["H100"])
-        check_memory(train, ONE, ["a GPU of tomorrow"])
+        check_memory(train, ONE, ["H100"], str(tmp_path))
+        check_memory(train, ONE, ["a GPU of tomorrow"], str(tmp_path))
         assert caplog.text == ""
-        check_memory(replace(train, task=None), ONE, ["H100"])
+        check_memory(replace(train, task=None), ONE, ["H100"], str(tmp_path))
     assert "no dry run: AttributeError" in caplog.text
