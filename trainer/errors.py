@@ -52,20 +52,20 @@ def check_types(config: object, where: str) -> None:
 
 
 class CompileError(TrainerError):
-    """A block of the model cannot be compiled. It is the same on all workers.
+    """A block of the model, or the loss, cannot be compiled. It is the same on all workers.
 
     Args:
-        block: its name in the model.
+        what: such as `block model.layers.0`.
         fact: why, by torch.
     """
 
-    def __init__(self, block: str, fact: str) -> None:
-        super().__init__(block, fact)
-        self.block, self.fact = block, fact
+    def __init__(self, what: str, fact: str) -> None:
+        super().__init__(what, fact)
+        self.what, self.fact = what, fact
 
     def __str__(self) -> str:
         return (
-            f"block {self.block} cannot be compiled: {self.fact}. Change its code "
+            f"{self.what} cannot be compiled: {self.fact}. Change its code "
             f"(TORCH_LOGS=graph_breaks says where), keep its shapes the same from micro-batch to "
             f"micro-batch, or use train.compile = 'off'."
         )

@@ -123,18 +123,17 @@ def make_replica_group(
             timeout=rendezvous.timeout,
             **options,
         )
-        if device == "cuda":
-            _name_ranks(dist.group.WORLD, dims.workers)
+        _name_ranks(dist.group.WORLD, dims.workers, device)
         _describe(dist.group.WORLD, REPLICA, prefix)
         make = partial(_mesh, device, prefix, rendezvous=rendezvous)
         return replica_mesh(dims, make)
 
 
-def _name_ranks(group: Any, workers: int) -> None:
-    """Names the default group's ranks to NCCL's backend. c10d leaves that list empty, and takes an
-    empty one for all ranks of the process's first group alone: to split a later one, for its mesh,
-    torch up to 2.13 at least reads past the list's end (pytorch pull request 192109)."""
-    group._get_backend(torch.device("cuda")).options.global_ranks_in_group = [*range(workers)]
+def _name_ranks(group: Any, workers: int, device: Device) -> None:
+    """Names the default group's ranks to its backend. c10d leaves that list empty, and takes an
+    empty one for all ranks in the process's first group alone: where a later one is split, as a
+    mesh on NCCL does, torch reads past the list's end (2.13 still; pytorch pull request 192109)."""
+    group._get_backend(torch.device(device)).options.global_ranks_in_group = [*range(workers)]
 
 
 def replica_mesh(

@@ -63,18 +63,27 @@ def compile_blocks(
     for name in blocks:
         block: Any = model.get_submodule(name)
         wanted = partial(getattr, block, "training")
-        block.forward = _Compiled(name, block.forward, wanted, required=required, backend=backend)
+        block.forward = _Compiled(
+            f"block {name}", block.forward, wanted, required=required, backend=backend
+        )
 
 
-def compile_function(name: str, function: Callable[..., Any], *, required: bool) -> Any:
-    """A function that is compiled in its first call of a training, whole.
+def compile_function(
+    name: str,
+    function: Callable[..., Any],
+    *,
+    required: bool,
+    backend: str | Callable[..., Any] = "inductor",
+) -> Callable[..., Any]:
+    """A function of tensors that compiles itself, whole, in its first call that wants gradients.
 
     Args:
         name: what a warning calls it.
-        function: it; of tensors.
+        function: it.
         required: where it cannot be compiled it raises, where it would fall back.
+        backend: torch.compile's.
     """
-    return _Compiled(name, function, lambda: True, required=required, backend="inductor")
+    return _Compiled(name, function, lambda: True, required=required, backend=backend)
 
 
 _most_graphs = 8

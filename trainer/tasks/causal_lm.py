@@ -323,5 +323,4 @@ def _entropy(compile: Compile) -> Entropy:
 
     if compile == "off":
         return sum_entropy
-    entropy: Entropy = compile_function("the loss", sum_entropy, required=compile == "require")
-    return entropy
+    return compile_function("the loss", sum_entropy, required=compile == "require")

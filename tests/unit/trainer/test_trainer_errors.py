@@ -23,7 +23,7 @@ from trainer.loop.samples import LedgerError
 ALL: list[TrainerError] = [
     ConfigError("train.steps", 0, "must be at least 1", "Use 1 or more"),
     NonFiniteError(7, 3, (4, 5, 6)),
-    CompileError("model.layers.0", "it calls print"),
+    CompileError("block model.layers.0", "it calls print"),
     NetworkError("p5.48xlarge", 32, ("NET/OFI No eligible providers were found",), "/r/w1.log"),
     CrossGroupLost("left for a regroup"),
     HealError("nothing came for 300 s"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_the_smallest_gpu_counts() -> None:
 
 
 def test_what_is_too_large_is_refused_with_a_change_that_fits(
-    train: TrainConfig, memory_bytes: int, monkeypatch: pytest.MonkeyPatch
+    train: TrainConfig, memory_bytes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     small_gpus(monkeypatch, memory_bytes / 1.15)
     with pytest.raises(ConfigError, match=r"by a dry run a worker needs .* GB of") as error:
@@ -58,6 +59,7 @@ def test_what_may_not_fit_is_warned_of(
     memory_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     small_gpus(monkeypatch, memory_bytes / 1.05)
     check_memory(train, ONE, ["H100"], str(tmp_path))
@@ -65,7 +67,7 @@ def test_what_may_not_fit_is_warned_of(
 
 
 def test_what_fits_or_cannot_be_known_is_let_through(
-    train: TrainConfig, memory_bytes: int, caplog: pytest.LogCaptureFixture
+    train: TrainConfig, memory_bytes: int, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     with caplog.at_level(logging.WARNING):
         check_memory(train, ONE, ["H100"], str(tmp_path))

@@ -162,3 +162,30 @@ groups.leave_replica_group()
 def test_a_late_import_of_fsdp_does_not_keep_the_group() -> None:
     """In a process that has imported as little as can be."""
     subprocess.run([sys.executable, "-c", KEPT], check=True)
+
+
+SPLIT = """
+import torch
+import torch.distributed as dist
+from trainer.backend import groups
+from trainer.backend.rendezvous import Rendezvous
+from trainer.parallel.layout import ParallelDims
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=20)
+for formation in range(2):
+    groups.make_replica_group(
+        meet, f"replica/{formation}", rank=0, dims=ParallelDims(), device="cpu"
+    )
+    whole = dist.group.WORLD
+    options = whole._get_backend(torch.device("cpu")).options
+    part = whole.split_group([0], opts=options, group_name=f"part {formation}", group_desc="")
+    assert part.size() == 1
+    del part, whole
+    groups.leave_replica_group()
+"""
+
+
+def test_a_replica_that_is_formed_again_can_be_split() -> None:
+    """As its mesh does on NCCL: c10d would end the process with a SIGSEGV, on Gloo, too."""
+    subprocess.run([sys.executable, "-c", SPLIT], check=True)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,6 +213,46 @@ def test_a_task_of_ones_own() -> None:
     needs = dry_run(train, replicas=1, device="cpu")
     assert needs.parameters == 64 * 512 + 512 + 512 * 8 + 8
     assert needs.components["activations"] > 8 * 512 * 4
+
+
+class Keeping:
+    """A task that keeps its samples in its cache. Implements Task and PreparedTask."""
+
+    def __init__(self) -> None:
+        self.prepared_in: list[str] = []
+
+    def prepare(self, train: TrainConfig, cache_dir: str) -> CustomTask:
+        self.prepared_in.append(cache_dir)
+        path = Path(cache_dir, "samples.pt")
+        torch.save(torch.zeros(16, 8), path)
+
+        class Samples(torch.utils.data.Dataset[torch.Tensor]):
+            def __len__(self) -> int:
+                return 16
+
+            def __getitem__(self, sample: int) -> torch.Tensor:
+                found: torch.Tensor = torch.load(path, weights_only=True)[sample]
+                return found
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+            return model(batch).square().sum(), len(batch)
+
+        return CustomTask(
+            build_model=lambda: nn.Linear(8, 8), loss_function=loss, dataset=Samples()
+        )
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["in the run's cache", "in its own"])
+def test_a_task_that_keeps_files(tmp_path: Path, given: bool) -> None:
+    """They are there until the dry run is over; the run's own it finds again."""
+    task = Keeping()
+    train = TrainConfig(task=task, steps=2, global_batch=16, lanes=1)
+    cache_dir = str(tmp_path) if given else None
+    assert dry_run(train, replicas=1, device="cpu", cache_dir=cache_dir).parameters == 72
+    (used,) = task.prepared_in
+    assert (used == str(tmp_path)) == given
+    gc.collect()
+    assert Path(used).exists() == given
 
 
 def test_the_vocabulary_must_be_known() -> None:

@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 from tests.support.data_plane import WorkerResult, full_parameters, run_layout
 from tests.support.tiny import SEQ_LEN, SETTINGS, tiny_task, tiny_train, write_text
 from trainer.errors import ConfigError
-from trainer.models.chunked_head import chunk_head, with_losses
+from trainer.models.chunked_head import chunk_head, sum_entropy, with_losses
 from trainer.models.hf import ModelConfig, build_on_meta
+from trainer.parallel.compiled import compile_function
 from trainer.tasks.causal_lm import CausalLM
 
 Train = Callable[..., list[WorkerResult]]
@@ -113,6 +114,20 @@ def test_logits_never_exist_whole() -> None:
         with_losses(model, batch[:, 1:], input_ids=batch[:, :-1]).logits.backward()
     assert head < whole / 2, "else the weight's gradient hides the logits"
     assert CHUNK * words <= seen.numbers <= head
+
+
+def test_a_loss_that_is_compiled_is_computed_again_in_backward() -> None:
+    """By a backend that divides graphs as inductor does, and compiles nothing."""
+    batch = torch.randint(300, (SAMPLES, SEQ_LEN + 1))
+    compiled = compile_function("the loss", sum_entropy, required=True, backend="aot_eager")
+    found = []
+    for entropy in (sum_entropy, compiled):
+        model = model_of()
+        chunk_head(model, CHUNK, entropy)
+        loss = with_losses(model, batch[:, 1:], input_ids=batch[:, :-1]).logits
+        loss.backward()
+        found.append((loss, [param.grad for param in model.parameters()]))
+    torch.testing.assert_close(found[0], found[1])
 
 
 def test_without_targets_there_are_logits() -> None:

@@ -21,7 +21,13 @@ from trainer.engine.build import build_model
 from trainer.errors import CompileError, ConfigError
 from trainer.models.family import HUGGING_FACE
 from trainer.parallel import compiled as compiled_blocks
-from trainer.parallel.compiled import CACHE, compile_blocks, keep_compiled, private_directory
+from trainer.parallel.compiled import (
+    CACHE,
+    compile_blocks,
+    compile_function,
+    keep_compiled,
+    private_directory,
+)
 from trainer.parallel.recompute import recompute_blocks
 from trainer.tasks.custom import CustomTask
 
@@ -145,6 +151,25 @@ def test_names_stay_what_they_are(backend: Counting) -> None:
     learn(compiled.train())
     assert list(compiled.state_dict()) == list(plain.state_dict())
     assert [n for n, _ in compiled.named_modules()] == [n for n, _ in plain.named_modules()]
+
+
+def test_a_function_is_compiled_where_gradients_are_wanted(
+    backend: Counting, caplog: pytest.LogCaptureFixture
+) -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def decide(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x if x.sum() > 0 else x
+
+    x = torch.ones(3)
+    doubled = compile_function("the loss", double, required=True, backend=backend)
+    with torch.no_grad():
+        assert torch.equal(doubled(x), 2 * x) and backend.graphs == 0
+    assert torch.equal(doubled(x), 2 * x) and backend.graphs == 1
+    decided = compile_function("the loss", decide, required=False, backend=backend)
+    assert torch.equal(decided(x), 2 * x) and torch.equal(decided(-x), -x)
+    assert backend.graphs == 1 and "the loss cannot be compiled" in caplog.text
 
 
 class Deciding(nn.Module):
