@@ -139,6 +139,7 @@ def train_plain(work: Workload, steps: int) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from trainer.models.family import HUGGING_FACE
+    from trainer.parallel.compiled import compile_blocks
     from trainer.parallel.recompute import recompute_blocks
 
     train = work.train(steps + 1)
@@ -152,6 +153,8 @@ def train_plain(work: Workload, steps: int) -> dict[str, Any]:
     blocks = HUGGING_FACE.blocks(model)
     if work.recompute is not None:
         recompute_blocks(model, blocks, work.recompute)
+    if work.compile != "off":  # as the loss is then, by the task
+        compile_blocks(model, blocks, required=True)
     for name in blocks:
         fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

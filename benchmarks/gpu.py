@@ -57,6 +57,7 @@ END_S = 10.0
 STEP_TOKENS, MICRO_TOKENS = 32768, 8192
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("plain", {}),
+    "plain, compiled": ("plain", {"compile": "on"}),
     "plain, recomputed": ("plain", {"recompute": "full"}),
     "hugging_face": ("hugging_face", {}),
     "ours": ("ours", {}),

@@ -12,6 +12,7 @@ Source: Gupta et al., Deep Learning with Limited Numerical Precision, 2015.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,7 +52,17 @@ class RoundedAdamW(torch.optim.Optimizer):
         moment_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self._moment_dtype = moment_dtype
+        self._compiled: Callable[..., Any] | None = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    def compile(self, *, required: bool) -> None:
+        """Has torch.compile make one kernel of an update. As it is, it is some fifty, which read
+        and write 420 bytes a number where 16 would do.
+
+        Args:
+            required: see `compile_function`.
+        """
+        self._compiled = _compiled_update(required)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -64,8 +75,25 @@ class RoundedAdamW(torch.optim.Optimizer):
             steps = [self.state[param]["step"] for param in params]
             if steps:
                 torch._foreach_add_(steps, 1)
-            for pieces in self._batches(params):
-                _update(pieces, group)
+            if self._compiled is None:
+                for pieces in self._batches(params):
+                    _update(pieces, group)
+            elif params:
+                self._step_compiled(self._compiled, group)
+
+    def _step_compiled(self, update: Callable[..., Any], group: dict[str, Any]) -> None:
+        settings = self._settings(group)
+        for param in group["params"]:
+            state = self.state[param]
+            whole = (param, param.grad, *(state[moment] for moment in MOMENTS))
+            if param.numel():
+                update(*(t.detach().view(-1) for t in whole), state["step"], *settings)
+
+    def _settings(self, group: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Of an update, on the device: a number in the code would be compiled into it."""
+        numbers = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
+        device = group["params"][0].device
+        return tuple(torch.full((), number, device=device) for number in numbers)
 
     def _begin(self, param: nn.Parameter) -> None:
         state = self.state[param]
@@ -140,6 +168,49 @@ def _update(pieces: list[Piece], group: dict[str, Any]) -> None:
         weights.keep(hash_bits(bits, weights.bits, steps[0]))
 
 
+def update(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    step: torch.Tensor,
+    lr: torch.Tensor,
+    beta1: torch.Tensor,
+    beta2: torch.Tensor,
+    eps: torch.Tensor,
+    weight_decay: torch.Tensor,
+) -> None:
+    """What `_update` does with one parameter, flat, for torch.compile."""
+    weights = param.float() * (1 - lr * weight_decay)
+    mean = first.float() + (1 - beta1) * (grad - first.float())
+    square = beta2 * second.float() + (1 - beta2) * grad * grad
+    root = (1 - beta2**step).sqrt()
+    weights = weights - lr / (1 - beta1**step) * mean / (square.sqrt() / root + eps)
+    bits = grad.view(torch.int32).clone()
+    if first.dtype != torch.float32:
+        bits = hash_bits(bits, square.view(torch.int32), step)
+        mean, square = _rounded(mean, bits), _rounded(square, bits >> 16)
+    if param.dtype != torch.float32:
+        weights = _rounded(weights, hash_bits(bits, weights.view(torch.int32), step))
+    param.copy_(weights)
+    first.copy_(mean)
+    second.copy_(square)
+
+
+@cache
+def _compiled_update(required: bool) -> Callable[..., Any]:
+    """One in a process: an optimizer that is made anew finds its kernel."""
+    from trainer.parallel.compiled import compile_function
+
+    return compile_function(
+        "the update of bfloat16 state",
+        update,
+        required=required,
+        wanted=lambda: True,
+        dynamic=True,
+    )
+
+
 def _flat_copy(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Their numbers in float32, one after another."""
     sizes = [tensor.numel() for tensor in tensors]
@@ -157,6 +228,12 @@ def hash_bits(one: torch.Tensor, other: torch.Tensor, step: torch.Tensor) -> tor
     for shift, factor in ((16, 0x7FEB352D), (15, -0x7B935975)):
         one.bitwise_xor_((one >> shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(factor)
     return one.bitwise_xor_((one >> 16).bitwise_and_(_LOW_BITS))
+
+
+def _rounded(numbers: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """As `round_by`, in new memory."""
+    word = numbers.view(torch.int32) + (bits & _LOW_BITS)
+    return (word & ~_LOW_BITS).view(torch.float32)
 
 
 def round_by(numbers: torch.Tensor, bits: torch.Tensor) -> None:

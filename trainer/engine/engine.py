@@ -156,7 +156,8 @@ class Engine:
         return {name: math.prod(box.sizes) for name, box in longest.items()}
 
     def _make_optimizer(self) -> SliceOptimizer:
-        return make_optimizer(self.train_config.optimizer, self._named_leaves, self.device)
+        train = self.train_config
+        return make_optimizer(train.optimizer, self._named_leaves, self.device, train.compile)
 
     def _make_state(self) -> WorkerState:
         frozen = {

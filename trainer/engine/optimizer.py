@@ -12,8 +12,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from trainer.errors import ConfigError
+from trainer.errors import CompileError, ConfigError
 from trainer.optimizer import Optimizer, master_dtype, moment_dtype
+from trainer.parallel.compiled import Compile
+from trainer.rounded_adamw import RoundedAdamW
 
 _SHAPES = {"matrix": (32, 32), "vector": (64,), "other": (16,)}
 """Of the trial's parameters. Vector instructions divide them and their parts: the tail of a kernel
@@ -33,12 +35,17 @@ class SliceOptimizer:
         config: what was asked for.
         slices: the trainable local slices, by the parameter's name.
         counter: form of the step counter in each slice's state; None where it keeps none.
+        compiled: see TrainConfig.
     """
 
     def __init__(
-        self, config: Optimizer, slices: Mapping[str, nn.Parameter], counter: torch.Tensor | None
+        self,
+        config: Optimizer,
+        slices: Mapping[str, nn.Parameter],
+        counter: torch.Tensor | None,
+        compiled: Compile = "off",
     ) -> None:
-        self.inner = config.make(slices)
+        self.inner = _make(config, slices, compiled)
         """Torch's."""
         self.moments = {
             moment: {name: _empty_moment(config, param) for name, param in slices.items()}
@@ -72,6 +79,15 @@ class SliceOptimizer:
         self._steps += 1
 
 
+def _make(
+    config: Optimizer, slices: Mapping[str, nn.Parameter], compiled: Compile
+) -> torch.optim.Optimizer:
+    optimizer = config.make(slices)
+    if compiled != "off" and isinstance(optimizer, RoundedAdamW):
+        optimizer.compile(required=compiled == "require")
+    return optimizer
+
+
 def as_leaf(local: torch.Tensor) -> nn.Parameter:
     """A local slice as an optimizer gets it: its gradient is float32, whatever it is itself."""
     leaf = nn.Parameter(local)
@@ -90,17 +106,22 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def make_optimizer(
-    config: Optimizer, slices: Mapping[str, nn.Parameter], device: torch.device
+    config: Optimizer,
+    slices: Mapping[str, nn.Parameter],
+    device: torch.device,
+    compiled: Compile,
 ) -> SliceOptimizer:
-    """The optimizer of a worker's slices, tried on its device.
+    """The optimizer of a worker's slices, tried on its device, where it is compiled.
 
     Raises:
         ConfigError: see `try_optimizer`.
     """
-    return SliceOptimizer(config, slices, try_optimizer(config, device))
+    return SliceOptimizer(config, slices, try_optimizer(config, device, compiled), compiled)
 
 
-def try_optimizer(config: Optimizer, device: torch.device | str = "cpu") -> torch.Tensor | None:
+def try_optimizer(
+    config: Optimizer, device: torch.device | str = "cpu", compiled: Compile = "off"
+) -> torch.Tensor | None:
     """Takes a few steps with small tensors, and checks what a run needs of an optimizer.
 
     Returns:
@@ -111,8 +132,8 @@ def try_optimizer(config: Optimizer, device: torch.device | str = "cpu") -> torc
     """
     config.check()
     try:
-        return _Trial(config, device).run()
-    except ConfigError:
+        return _Trial(config, device, compiled).run()
+    except (ConfigError, CompileError):
         raise
     except Exception as error:
         raise ConfigError(
@@ -128,8 +149,8 @@ class _Trial:
     """The same steps with an optimizer as its maker left it, with one whose state was made for it,
     with one that has a part of each parameter, and with one that goes on from another's state."""
 
-    def __init__(self, config: Optimizer, device: torch.device | str) -> None:
-        self._config = config
+    def __init__(self, config: Optimizer, device: torch.device | str, compiled: Compile) -> None:
+        self._config, self._compiled = config, compiled
         generator = torch.Generator().manual_seed(1)
 
         def random(dtype: torch.dtype) -> _Tensors:
@@ -177,7 +198,7 @@ class _Trial:
     def _check_first_step(self) -> None:
         """What the optimizer keeps, that this begins at zero, and that it is updated in place."""
         params = _parameters(self._weights)
-        optimizer = self._config.make(params)
+        optimizer = _make(self._config, params, self._compiled)
         grouped = [id(param) for group in optimizer.param_groups for param in group["params"]]
         if sorted(grouped) != sorted(map(id, params.values())):
             self._refuse(
@@ -226,7 +247,7 @@ class _Trial:
         self._counter = step
 
     def _steps(self, weights: _Tensors) -> _Steps:
-        return _Steps(self._config, weights, self._counter)
+        return _Steps(self._config, weights, self._counter, self._compiled)
 
     def _refuse(self, fact: str, fix: str) -> NoReturn:
         raise ConfigError("train.optimizer", self._config, fact, fix)
@@ -235,9 +256,15 @@ class _Trial:
 class _Steps:
     """The trial's parameters under an optimizer whose state was made for it."""
 
-    def __init__(self, config: Optimizer, weights: _Tensors, counter: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        config: Optimizer,
+        weights: _Tensors,
+        counter: torch.Tensor | None,
+        compiled: Compile,
+    ) -> None:
         self._params = _parameters(weights)
-        self._optimizer = SliceOptimizer(config, self._params, counter)
+        self._optimizer = SliceOptimizer(config, self._params, counter, compiled)
         self._weights = self.weights()
 
     def step(self, gradients: _Tensors, rate: float) -> None:

@@ -62,7 +62,7 @@ def compile_blocks(
         backend = _Budgeted(backend=backend, budget=budget)
     for name in blocks:
         block: Any = model.get_submodule(name)
-        wanted = partial(getattr, block, "training")
+        wanted = partial(_trains, block)
         block.forward = _Compiled(
             f"block {name}", block.forward, wanted, required=required, backend=backend
         )
@@ -73,17 +73,25 @@ def compile_function(
     function: Callable[..., Any],
     *,
     required: bool,
+    wanted: Callable[[], bool] = torch.is_grad_enabled,
+    dynamic: bool = False,
     backend: str | Callable[..., Any] = "inductor",
 ) -> Callable[..., Any]:
-    """A function of tensors that compiles itself, whole, in its first call that wants gradients.
+    """A function of tensors that compiles itself, whole, in its first call where it is wanted.
 
     Args:
         name: what a warning calls it.
         function: it.
         required: where it cannot be compiled it raises, where it would fall back.
+        wanted: whether a call is for the compiled one.
+        dynamic: one graph for all sizes: of a function whose numbers do not depend on them.
         backend: torch.compile's.
     """
-    return _Compiled(name, function, lambda: True, required=required, backend=backend)
+    return _Compiled(name, function, wanted, required=required, dynamic=dynamic, backend=backend)
+
+
+def _trains(block: nn.Module) -> bool:
+    return block.training and torch.is_grad_enabled()
 
 
 _most_graphs = 8
@@ -123,8 +131,8 @@ class _Budgeted:
 
 
 class _Compiled:
-    """A function that is compiled where gradients are and it is `wanted`, and as it was elsewhere,
-    and where its code cannot be compiled."""
+    """A function that is compiled where it is `wanted`, and as it was elsewhere, and where its code
+    cannot be compiled."""
 
     def __init__(
         self,
@@ -133,16 +141,17 @@ class _Compiled:
         wanted: Callable[[], bool],
         *,
         required: bool,
+        dynamic: bool = False,
         backend: str | Callable[..., Any],
     ) -> None:
         self._name, self._wanted, self._required = name, wanted, required
         self._plain = plain
-        self._compiled = torch.compile(plain, fullgraph=True, dynamic=False, backend=backend)
+        self._compiled = torch.compile(plain, fullgraph=True, dynamic=dynamic, backend=backend)
         self._works: bool | None = None
         """None before the first call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._works is False or not (torch.is_grad_enabled() and self._wanted()):
+        if self._works is False or not self._wanted():
             return self._plain(*args, **kwargs)
         if self._works is None:
             _raise_limits()

@@ -34,9 +34,12 @@ def gradients(step: int) -> torch.Tensor:
     return signs * (1 + 0.1 * noise)
 
 
-def trained(config: OptimizerConfig, steps: int = STEPS) -> tuple[nn.Parameter, SliceOptimizer]:
+def trained(
+    config: OptimizerConfig, steps: int = STEPS, compiled: Any = "off"
+) -> tuple[nn.Parameter, SliceOptimizer]:
     param = as_leaf(torch.ones(NUMBERS, dtype=getattr(torch, config.master_dtype)))
-    optimizer = SliceOptimizer(config, {"weight": param}, try_optimizer(config))
+    counter = try_optimizer(config, compiled=compiled)
+    optimizer = SliceOptimizer(config, {"weight": param}, counter, compiled)
     for step in range(steps):
         param.grad = gradients(step)
         optimizer.step(config.lr)
@@ -71,6 +74,23 @@ def test_the_parameters_are_right_on_average(moments: Any) -> None:
     difference = param.double() - same.double()
     assert difference.mean().abs() < 1e-3
     assert difference.std() < 0.03  # of 100 draws between neighbours
+
+
+@pytest.mark.parametrize("config", STORED)
+def test_compiled_it_is_right_on_average_too(config: OptimizerConfig) -> None:
+    """And elementwise, in place, and going on from a copy, by the trial. With each of its draws
+    decided otherwise, as it rounds otherwise before."""
+    param, optimizer = trained(config, 100, "require")
+    again, _ = trained(config, 100, "require")
+    plain, other = trained(config, 100)
+    assert torch.equal(param, again)
+    if config.master_dtype == "bfloat16":
+        assert not torch.equal(param, plain), "it was not compiled"
+    difference = param.double() - plain.double()
+    assert difference.mean().abs() < 1e-3 and difference.std() < 0.05
+    for moment in config.moments:
+        found, expected = (o.moments[moment]["weight"].double() for o in (optimizer, other))
+        assert (found / expected).mean().item() == pytest.approx(1, abs=2e-3)
 
 
 @pytest.mark.parametrize("config", STORED)
