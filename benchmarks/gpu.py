@@ -43,6 +43,7 @@ from benchmarks._gpu_costs import measure_costs
 from benchmarks._gpu_loops import SYSTEMS, Skipped
 from benchmarks._gpu_models import Workload, differences, flops_per_token
 from benchmarks._gpu_recovery import measure_recovery
+from tests.support.fabric import check_fork
 from trainer.dryrun.rank import dry_run
 from trainer.errors import ConfigError
 from trainer.peaks import peak_flops
@@ -172,8 +173,11 @@ def in_process(
 
 def _answer(line: Connection, call: Callable[..., dict[str, Any]], arguments: Any) -> None:
     try:
-        if torch.cuda._is_in_bad_fork():  # by what an import there does, as torchao's in 2026
-            raise Skipped("CUDA was started in the process that all others are forked from")
+        check_fork()
+    except RuntimeError as error:
+        line.send({"skipped": str(error)})
+        return
+    try:
         found = call(*arguments)
     except Skipped as reason:
         found = {"skipped": str(reason)}

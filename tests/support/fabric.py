@@ -42,6 +42,8 @@ class Fabric:
     def enter(self, place: int, ranks: int) -> None:
         """Called first in a process that has `place` among so many ranks, before CUDA starts."""
         torch.set_num_threads(1)
+        if self.device == "cuda":
+            check_fork()
         if self.backend == "gloo":
             return
         gpus = torch.cuda.device_count()  # asks the driver's library; CUDA does not start
@@ -83,6 +85,15 @@ class FabricGroup(CrossGroup):
         if self._fabric.backend == "gloo":
             return bool(flight.work.is_completed())
         return super().may_follow(flight)
+
+
+def check_fork() -> None:
+    """Raises RuntimeError where no process that was forked can use CUDA."""
+    if torch.cuda._is_in_bad_fork():
+        raise RuntimeError(
+            "CUDA was started in the process that all others are forked from, by what an import "
+            "there does (torchao's, in 2026): take that package off the path"
+        )
 
 
 def share_a_gpu(place: int) -> dict[str, str]:
