@@ -174,14 +174,12 @@ class Launch:
         tell(f"looking for a state to go on from in {paths.checkpoints}")
         saved = paths, read_events(paths.events), identity, snapshot
         self._find_origin(*saved, None)  # before data is prepared for hours
-        cache = default_cache_dir(local_path(self.run_config))
-        if self.scaling.device == "cuda":
-            from elastic.driver.memory import check_memory  # seconds of imports
-
-            tell("a dry run: does a worker fit its GPU?")
-            train = dataclasses.replace(self.train, lanes=self.lanes)
-            check_memory(train, self.scaling, accelerator_types(), cache)
-        task = prepare_task(self.train, cache)
+        of_text = isinstance(self.train.task, CausalLM)
+        if of_text:
+            self._check_memory(None)
+        task = prepare_task(self.train, default_cache_dir(local_path(self.run_config)))
+        if not of_text:
+            self._check_memory(task)
         tell("building the model on the driver, without weights")
         built = build_model(task, self.train)[0]
         model = state_table(built, self.train.optimizer)
@@ -195,6 +193,17 @@ class Launch:
             task=task,
             flops_per_token=dict(task.flops_per_token(built)),
         )
+
+    def _check_memory(self, task: PreparedTask | None) -> None:
+        """A dry run for workers on GPUs: of text it needs no data, which take hours to prepare; of
+        another task it takes the prepared one."""
+        if self.scaling.device != "cuda":
+            return
+        from elastic.driver.memory import check_memory  # seconds of imports
+
+        tell("a dry run: does a worker fit its GPU?")
+        train = dataclasses.replace(self.train, lanes=self.lanes)
+        check_memory(train, self.scaling, accelerator_types(), task)
 
     def _start(
         self, paths: RunPaths, ready: _Ready

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 
 import torch.distributed as dist
+from ray import cloudpickle
 
 from elastic.config import ScalingConfig
 from trainer.config import TrainConfig
@@ -14,6 +15,7 @@ from trainer.dryrun.judge import Judge
 from trainer.dryrun.machines import MACHINES, Machine
 from trainer.dryrun.report import Report
 from trainer.errors import ConfigError
+from trainer.tasks.task import PreparedTask
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,10 @@ def plan_memory(accelerators: Sequence[str]) -> Machine | None:
 
 
 def check_memory(
-    train: TrainConfig, scaling: ScalingConfig, accelerators: Sequence[str], cache_dir: str
+    train: TrainConfig,
+    scaling: ScalingConfig,
+    accelerators: Sequence[str],
+    task: PreparedTask | None = None,
 ) -> None:
     """Warns where a worker may not fit its GPU. A layout that cannot be tried dry is let through.
 
@@ -48,7 +53,8 @@ def check_memory(
         train: the settings of the run, with its lanes.
         scaling: how many replicas.
         accelerators: Ray's names of the kinds of GPU on the cluster.
-        cache_dir: where the run's task keeps what it makes, and finds it again.
+        task: the run's, prepared, of which a copy is read: the workers get it as it is. None: it is
+            made here, without its data.
 
     Raises:
         ConfigError: it will not fit: the message has the table, and what would.
@@ -56,8 +62,9 @@ def check_memory(
     machine = plan_memory(accelerators)
     if machine is None or dist.is_initialized():
         return
-    judge = Judge(device="cuda", machine=machine, nodes=None, cache_dir=cache_dir)
     try:
+        copy = None if task is None else cloudpickle.loads(cloudpickle.dumps(task))
+        judge = Judge(device="cuda", machine=machine, nodes=None, task=copy)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, on how a model is made
             found = judge.judge(train, scaling.max_replicas)

@@ -14,6 +14,7 @@ from trainer.dryrun.report import Report
 from trainer.dryrun.shape import prepare_shape
 from trainer.engine.build import build_model, family_of_task
 from trainer.errors import ConfigError
+from trainer.tasks.task import PreparedTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,8 @@ class Judge:
     """Their kind; None: unknown."""
     nodes: int | None
     """How many; None: as many as it takes."""
-    cache_dir: str | None = None
-    """See `prepare_shape`."""
+    task: PreparedTask | None = None
+    """See `dry_run`."""
 
     def judge(self, train: TrainConfig, replicas: int) -> Report:
         """One dry run.
@@ -40,7 +41,7 @@ class Judge:
                 train,
                 replicas=replicas,
                 device="cuda" if self.machine else self.device,
-                cache_dir=self.cache_dir,
+                task=self.task,
             ),
             workers=replicas * train.parallel.workers,
             machine=self.machine,
@@ -59,5 +60,5 @@ class Judge:
 
     def _has_blocks(self, train: TrainConfig) -> bool:
         """Whether the model has repeated blocks, that could be recomputed."""
-        task = prepare_shape(train, self.cache_dir)
+        task = self.task or prepare_shape(train)
         return bool(family_of_task(task).blocks(build_model(task, train)[0]))

@@ -31,6 +31,7 @@ from trainer.parallel.two_level import TwoLevels
 from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lanes import deal_lanes, plan_lane_buffers
 from trainer.replication.step_commit import LaneStats
+from trainer.tasks.causal_lm import PreparedCausalLM
 from trainer.tasks.task import PreparedTask
 
 _GRANULE_BYTES = {"cpu": 1, "cuda": 512}
@@ -81,7 +82,7 @@ class RankNeeds:
 
 
 def dry_run(
-    train: TrainConfig, *, replicas: int, device: Device, cache_dir: str | None = None
+    train: TrainConfig, *, replicas: int, device: Device, task: PreparedTask | None = None
 ) -> RankNeeds:
     """Runs one step of the first worker. The process may be in no group.
 
@@ -89,14 +90,16 @@ def dry_run(
         train: what to learn.
         replicas: that there are.
         device: what the workers would have; here everything is on the CPU, and takes no memory.
-        cache_dir: see `prepare_shape`.
+        task: the run's, prepared; None: it is made, see `prepare_shape`.
 
     Raises:
         ConfigError: the settings cannot work.
     """
     lanes = train.lanes or replicas
     train.check(lanes)
-    task = prepare_shape(replace(train, compile="off"), cache_dir)
+    task = task or prepare_shape(train)
+    if isinstance(task, PreparedCausalLM):
+        task = replace(task, compile="off")
     counter = try_optimizer(train.optimizer)
     of_lane = train.lane_samples(lanes) // train.micro_samples(lanes)
     shown = min(of_lane, _MICRO_BATCHES)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import tempfile
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,9 @@ from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
 from trainer.tasks.task import PreparedTask
 
 
-def prepare_shape(train: TrainConfig, cache_dir: str | None = None) -> PreparedTask:
+def prepare_shape(train: TrainConfig) -> PreparedTask:
     """The task of a run as its workers get it. Of text nothing is read; another task than
-    `CausalLM` is prepared as for a run.
-
-    Args:
-        train: the settings of the run.
-        cache_dir: where such a task keeps what it makes; None: a directory that is there as long as
-            what is returned.
+    `CausalLM` is prepared as for a run; what it keeps is there until the process ends.
 
     Raises:
         ConfigError: the task cannot work.
@@ -34,12 +29,9 @@ def prepare_shape(train: TrainConfig, cache_dir: str | None = None) -> PreparedT
         vocabulary = _vocabulary(task)
         task.check(vocabulary)
         return _Shape.without_text(train, vocabulary)
-    if cache_dir is not None:
-        found: PreparedTask = task.prepare(train, cache_dir)
-        return found
     cache = tempfile.TemporaryDirectory()
+    atexit.register(cache.cleanup)
     prepared: PreparedTask = task.prepare(train, cache.name)
-    weakref.finalize(prepared, cache.cleanup)
     return prepared
 
 

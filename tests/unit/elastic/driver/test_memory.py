@@ -1,18 +1,24 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from ray import cloudpickle
+from torch import nn
 
 from elastic import ScalingConfig
 from elastic.driver.memory import check_memory, plan_memory
+from elastic.driver.preparing import prepare_task
 from tests.support.small_llama import small_train
 from trainer.config import TrainConfig
 from trainer.dryrun.judge import Judge
 from trainer.dryrun.machines import MACHINES, Machine
 from trainer.errors import ConfigError
+from trainer.tasks.custom import CustomTask
 
 ONE = ScalingConfig(max_replicas=1, device="cuda")
 
@@ -43,11 +49,11 @@ def test_the_smallest_gpu_counts() -> None:
 
 
 def test_what_is_too_large_is_refused_with_a_change_that_fits(
-    train: TrainConfig, memory_bytes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    train: TrainConfig, memory_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_gpus(monkeypatch, memory_bytes / 1.15)
     with pytest.raises(ConfigError, match=r"by a dry run a worker needs .* GB of") as error:
-        check_memory(train, ONE, ["H100"], str(tmp_path))
+        check_memory(train, ONE, ["H100"])
     assert error.value.field == "train.parallel"
     # Logits, what the loss makes of them, and their gradient: 128 samples of 128 tokens.
     assert f"logits {3 * 128 * 128 * 4096 * 4 / 1e9:.1f}" in error.value.fact
@@ -59,19 +65,47 @@ def test_what_may_not_fit_is_warned_of(
     memory_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
 ) -> None:
     small_gpus(monkeypatch, memory_bytes / 1.05)
-    check_memory(train, ONE, ["H100"], str(tmp_path))
+    check_memory(train, ONE, ["H100"])
     assert "a worker may not fit: by a dry run it needs" in caplog.text
 
 
 def test_what_fits_or_cannot_be_known_is_let_through(
-    train: TrainConfig, memory_bytes: int, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    train: TrainConfig, memory_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        check_memory(train, ONE, ["H100"], str(tmp_path))
-        check_memory(train, ONE, ["a GPU of tomorrow"], str(tmp_path))
+        check_memory(train, ONE, ["H100"])
+        check_memory(train, ONE, ["a GPU of tomorrow"])
         assert caplog.text == ""
-        check_memory(replace(train, task=None), ONE, ["H100"], str(tmp_path))
+        check_memory(replace(train, task=None), ONE, ["H100"])
     assert "no dry run: AttributeError" in caplog.text
+
+
+class Opened(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples that open what does not cross to a worker in the first read."""
+
+    lock: threading.Lock | None = None
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, sample: int) -> torch.Tensor:
+        self.lock = self.lock or threading.Lock()
+        return torch.full((8,), float(sample))
+
+
+def test_a_dry_run_leaves_a_task_as_the_workers_get_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return model(batch).square().sum(), len(batch)
+
+    data = Opened()
+    task = CustomTask(build_model=lambda: nn.Linear(8, 8), loss_function=loss, dataset=data)
+    train = TrainConfig(task=task, steps=2, global_batch=16, lanes=1)
+    prepared = prepare_task(train, str(tmp_path))
+    assert data.lock is not None, "it was tried"
+    check_memory(train, ONE, ["H100"], prepared)
+    assert caplog.text == ""
+    cloudpickle.dumps(prepared)
