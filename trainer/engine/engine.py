@@ -47,7 +47,7 @@ from trainer.parallel.offload import Offload
 from trainer.parallel.two_level import TwoLevels
 from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lane_sums import LaneSums
-from trainer.replication.lanes import plan_lane_buffers
+from trainer.replication.lanes import lane_buffers, plan_lane_buffers
 from trainer.tasks.task import PreparedTask
 
 _NORM_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -188,7 +188,11 @@ class Engine:
             replicas: that there are with all machines; successors beside those that leave do not
                 count, as the others' lanes stay what they were.
         """
-        return LaneSums(*self._sums_of(lanes, replicas))
+        sums = LaneSums(*self._sums_of(lanes, replicas))
+        all_lanes = lane_buffers(tuple(range(lanes)), lanes)
+        if replicas > 1 and sums.most is not None and sums.most < all_lanes:
+            sums.reserve_on_host()
+        return sums
 
     def _sums_of(
         self, lanes: int, replicas: int

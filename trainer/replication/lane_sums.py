@@ -98,6 +98,11 @@ class LaneSums:
         self._home, self._alone, self.overwritten = home, alone, False
         return [lane for lane in lanes if lane not in self.stats]
 
+    def reserve_on_host(self) -> None:
+        """Makes what one buffer takes there now. To pin gigabytes takes seconds, which the first
+        step after a loss would take."""
+        self._free_on_host.append(self._new_on_host())
+
     def is_new(self, step: int) -> bool:
         """Whether nothing of `step` is held."""
         return step != self.step or not self.stats

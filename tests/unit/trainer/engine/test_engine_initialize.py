@@ -16,6 +16,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.parallel.layout import ParallelDims, Slot
+from trainer.replication.lane_sums import LaneSums
 from trainer.tasks.custom import CustomTask
 
 
@@ -78,11 +79,18 @@ def test_what_an_evaluation_has_gathered_is_not_used_after_a_restore(engine: Eng
         assert torch.equal(engine.model(x), expected)
 
 
-def test_a_gpu_has_room_for_the_lanes_that_a_replica_has_when_all_are_there(engine: Engine) -> None:
-    """However many replicas the gradient is padded for: with successors they are twice as many."""
+def test_a_gpu_has_room_for_the_lanes_that_a_replica_has_when_all_are_there(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many replicas the gradient is padded for: with successors they are twice as many.
+    Where one may be lost, the host has room for a lane of its from the start."""
     assert engine.make_sums(4, 2).most is None
+    reserved: list[LaneSums] = []
+    monkeypatch.setattr(LaneSums, "reserve_on_host", reserved.append)
     engine.device = torch.device("cuda")
-    assert [engine.make_sums(4, replicas).most for replicas in (1, 2, 4)] == [3, 2, 1]
+    made = [engine.make_sums(4, replicas) for replicas in (1, 2, 4)]
+    assert [sums.most for sums in made] == [3, 2, 1]
+    assert reserved == made[1:]
 
 
 FIRST = """

@@ -179,6 +179,15 @@ def test_lanes_beyond_the_limit_wait_on_the_host(lanes: int, most: int, alone: b
     assert bool(on_host[0]) == (needed > most)
 
 
+def test_the_first_lane_on_the_host_finds_its_memory_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = make(2, most=1)
+    sums.reserve_on_host()
+    monkeypatch.delattr(LaneSums, "_new_on_host")
+    begin(sums, 0, (0, 1))
+    add(sums, 0, 1)
+    assert values(sums) == {(0, 2): 11}
+
+
 def test_a_lane_that_waits_on_the_host_is_not_written_over() -> None:
     home, sums = torch.zeros(LENGTH), make(4, 1)
     begin(sums, 3, (0,), home)
