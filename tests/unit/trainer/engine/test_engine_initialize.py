@@ -86,7 +86,7 @@ def test_a_gpu_has_room_for_the_lanes_that_a_replica_has_when_all_are_there(
     Where one may be lost, the host has room for a lane of its from the start."""
     assert engine.make_sums(4, 2).most is None
     reserved: list[LaneSums] = []
-    monkeypatch.setattr(LaneSums, "reserve_on_host", reserved.append)
+    monkeypatch.setattr(LaneSums, "reserve_on_host", lambda sums: reserved.append(sums))
     engine.device = torch.device("cuda")
     made = [engine.make_sums(4, replicas) for replicas in (1, 2, 4)]
     assert [sums.most for sums in made] == [3, 2, 1]
