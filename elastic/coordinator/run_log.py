@@ -76,6 +76,8 @@ class RunLog:
         repeated, and come to another coordinator."""
         self._written = self._durable = 0
         """Records, and how many of them outlive this machine."""
+        self._failed = False
+        """A record could not be written, or may be gone with this machine."""
         self._syncing: asyncio.Future[None] | None = None
         self._sync_began_s, self._held_back_s = math.inf, -math.inf
         """When that began, and when one ended last that took long, by a clock that does not
@@ -131,15 +133,17 @@ class RunLog:
                 taken.append(step)
         return taken
 
-    async def durable(self) -> None:
+    async def durable(self) -> bool:
         """Waits until what was written so far outlives this machine, whose storage may be another
         one's, with a cache here. On a thread: nothing else waits. Those who wait at one time share
-        one `fdatasync` of each file."""
+        one `fdatasync` of each file. Returns whether it does: else the run has been ended, and what
+        only a record can explain must not be done."""
         written = self._written
         while self._durable < written:
             if self._syncing is None:
                 self._syncing = asyncio.ensure_future(self._sync())
             await asyncio.shield(self._syncing)
+        return not self._failed
 
     async def _sync(self) -> None:
         written, loop = self._written, asyncio.get_running_loop()
@@ -148,7 +152,7 @@ class RunLog:
             for log in (self._event_log, self._step_log):
                 await loop.run_in_executor(self._sync_thread, log.sync)
         except OSError as error:
-            self._membership.stop(f"the run's records cannot be written: {error}")
+            self._fail(error)
         if time.monotonic() - began_s > _HELD_BACK_S:
             self._held_back_s = time.monotonic()
         self._durable, self._syncing, self._sync_began_s = written, None, math.inf
@@ -166,7 +170,11 @@ class RunLog:
         try:
             log.append(record)
         except OSError as error:
-            self._membership.stop(f"the run's records cannot be written: {error}")
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self._failed = True
+        self._membership.stop(f"the run's records cannot be written: {error}")
 
     def _check_ledger(self, step: events.StepRecord) -> None:
         try:
