@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.save_wish import is_cut_off
 from elastic.membership.decisions import Effects, Regrouped
 from elastic.membership.machine import Membership
 from elastic.protocol import events
@@ -210,7 +211,7 @@ class RunLog:
             if effects.regrouped.outcome == "restore":
                 self.restored = effects.regrouped.roster.generation
                 self._began = min(self._began, effects.regrouped.step)
-            self.note(_regroup_done(now, effects.regrouped))
+            self.note(_regroup_done(now, effects.regrouped, self._config.checkpoint.fixed_steps))
         if effects.short_of and effects.short_of != self._short_of:
             self.note(_below_minimum(now, membership, effects.short_of))
         self._short_of = effects.short_of
@@ -269,7 +270,7 @@ class RunLog:
             self._over = True
 
 
-def _regroup_done(now: float, regrouped: Regrouped) -> events.RegroupDone:
+def _regroup_done(now: float, regrouped: Regrouped, every_steps: int | None) -> events.RegroupDone:
     roster = regrouped.roster
     return events.RegroupDone(
         time=now,
@@ -281,6 +282,7 @@ def _regroup_done(now: float, regrouped: Regrouped) -> events.RegroupDone:
         outcome=regrouped.outcome,
         lost_steps=regrouped.lost_steps,
         repeated_steps=int(regrouped.outcome == "repeat"),
+        save_cut_off=is_cut_off(regrouped, every_steps),
     )
 
 
