@@ -55,7 +55,8 @@ class _Record:
 
 @dataclass(kw_only=True)
 class Surveyor:
-    """Takes surveys. A record never changes, so each is read only once."""
+    """Takes surveys. A record never changes, so each is read only once. While one is taken, another
+    thread may call `forget`."""
 
     store: Store
     """Where the records are."""
@@ -71,10 +72,15 @@ class Surveyor:
         """
         importing = importing_steps(self.store, self.keys)
         present, unreadable = set(list_steps(self.store, self.keys)), set[int]()
-        self._known = {s: known for s, known in self._known.items() if s in present}
-        for step in present - self._known.keys():
+        known = self._known.copy()
+        for step in known.keys() - present:
+            del known[step]
+            self.forget(step)
+        for step in present - known.keys():
             try:
-                self._known[step] = _record(load_manifest(self.store, self.keys, step))
+                known[step] = self._known[step] = _record(
+                    load_manifest(self.store, self.keys, step)
+                )
             except CorruptError:
                 unreadable.add(step)
             except NotCommittedError:
@@ -83,11 +89,11 @@ class Surveyor:
         listed = self.store.list(self.keys.commits)
         set_aside, foreign = self._aside(listed)
         return Survey(
-            segments={step: record.segments for step, record in self._known.items()},
+            segments={step: record.segments for step, record in known.items()},
             unreadable=frozenset(unreadable),
             set_aside=frozenset(set_aside),
             foreign=frozenset(foreign),
-            verified=frozenset(self._verified(set(listed))),
+            verified=frozenset(self._verified(known, set(listed))),
             importing=importing,
         )
 
@@ -125,8 +131,8 @@ class Surveyor:
                 return frozenset()  # deleted meanwhile
         return self._foreign[key]
 
-    def _verified(self, listed: Container[str]) -> Iterable[int]:
-        for step, record in self._known.items():
+    def _verified(self, known: Mapping[int, _Record], listed: Container[str]) -> Iterable[int]:
+        for step, record in known.items():
             noted = self.keys.verified(step) in listed
             if noted and verified_at(self.store, self.keys, step, record.sha256) is not None:
                 yield step

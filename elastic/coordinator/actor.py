@@ -57,7 +57,7 @@ from elastic.coordinator.replay import replacements_begun, replay
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.retreat import Retreat
 from elastic.coordinator.run_log import RunLog
-from elastic.coordinator.save_wish import SaveWish
+from elastic.coordinator.save_wish import SaveWish, is_cut_off
 from elastic.coordinator.slow_watch import SlowWatch
 from elastic.coordinator.snapshots import Snapshots, start_holder
 from elastic.coordinator.standstill import STEPS, StandstillWatch
@@ -323,6 +323,8 @@ class Coordinator(CoordinatorApi):
             steps = self.config.paths.steps
             latest = _once_answered(lambda: recent_steps(steps, replayed.recorded, STEPS))
             self._standstill.replay(latest)
+        if replayed.cut_off is not None:
+            self._save_wish.cut_off(replayed.cut_off)
         if replayed.going_back is not None:
             self._give_up_after(replayed.going_back)
         _once_answered(lambda: self._pulses.replay(replayed.happened))
@@ -361,11 +363,8 @@ class Coordinator(CoordinatorApi):
             self._snapshots.went_back(*given_up)
             self._dispatcher.spawn(self._snapshots.sweep_given_up(*given_up))
             self._save_wish.went_back()
-        if regrouped is not None and regrouped.outcome == "finish_step":
-            every, saving = self.config.checkpoint.fixed_steps, regrouped.saving
-            due = saving.wanted or (every and regrouped.step % every == 0)
-            if due and "store" not in saving.busy:
-                self._save_wish.cut_off(regrouped.step)
+        if regrouped is not None and is_cut_off(regrouped, self.config.checkpoint.fixed_steps):
+            self._save_wish.cut_off(regrouped.step)
         if regrouped is not None:
             self._watch_steps()
             self._dispatcher.spawn(self._sweep(regrouped.roster.generation - 1))

@@ -10,7 +10,6 @@ from typing import Any
 from checkpointing import (
     AlreadyCommittedError,
     CheckpointConfig,
-    CheckpointError,
     Keys,
     Receipt,
     Surveyor,
@@ -129,9 +128,9 @@ class Publisher:
             async with self._retiring:
                 await asyncio.to_thread(self._retire, receipt.step)
             self.undeleted = None
-        except CheckpointError as error:
-            log.warning("old checkpoints could not be deleted: %s", error)
-            self.undeleted = str(error)
+        except Exception as error:  # of any kind: the commit stands, and has to be told of
+            log.warning("old checkpoints could not be deleted", exc_info=True)
+            self.undeleted = f"{type(error).__name__}: {error}"
         return size
 
     def _commit(

@@ -67,6 +67,8 @@ class Replay:
     """Samples that were passed over since it began."""
     going_back: int | None
     """Step that it was going back to, where no roster has stood since."""
+    cut_off: int | None
+    """Step of a checkpoint that a regroup cut off. One that was committed since makes up for it."""
 
 
 def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -> Replay:
@@ -111,6 +113,7 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
         happened=happened,
         skips=tuple(Skip(*e.skip) for e in _all(happened, events.WentBack) if e.skip),
         going_back=_going_back(happened),
+        cut_off=_cut_off(happened),
     )
 
 
@@ -163,6 +166,19 @@ def _going_back(happened: Sequence[events.Event]) -> int | None:
         elif isinstance(event, events.RegroupDone) and event.outcome == "restore":
             back = None
     return back
+
+
+def _cut_off(happened: Sequence[events.Event]) -> int | None:
+    """What was to make up for it and failed has the next one that is due in its place."""
+    step: int | None = None
+    for event in happened:
+        if isinstance(event, events.RegroupDone) and event.save_cut_off:
+            step = event.step
+        elif isinstance(event, events.RegroupDone) and event.outcome in ("start", "restore"):
+            step = None
+        elif isinstance(event, events.CheckpointSkipped) and step is not None:
+            step = None if event.step > step else step
+    return step
 
 
 def _saved(happened: Sequence[events.Event], start_step: int) -> int:

@@ -76,7 +76,9 @@ class Retreat:
         )
         membership.go_back(step, () if skip is None else (skip,))
         self._snapshots.went_back(step, membership.progress.since)
-        await self._records.durable()  # the next coordinator must know why they are gone
+        if not await self._records.durable():  # the next coordinator must know why they are gone
+            await self._dispatcher.advance()
+            return
         try:
             await asyncio.to_thread(self._set_aside_after, step)
         except CheckpointError as error:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.save_wish import is_cut_off
 from elastic.membership.decisions import Effects, Regrouped
 from elastic.membership.machine import Membership
 from elastic.protocol import events
@@ -76,6 +77,8 @@ class RunLog:
         repeated, and come to another coordinator."""
         self._written = self._durable = 0
         """Records, and how many of them outlive this machine."""
+        self._failed = False
+        """A record could not be written, or may be gone with this machine."""
         self._syncing: asyncio.Future[None] | None = None
         self._sync_began_s, self._held_back_s = math.inf, -math.inf
         """When that began, and when one ended last that took long, by a clock that does not
@@ -131,15 +134,17 @@ class RunLog:
                 taken.append(step)
         return taken
 
-    async def durable(self) -> None:
+    async def durable(self) -> bool:
         """Waits until what was written so far outlives this machine, whose storage may be another
         one's, with a cache here. On a thread: nothing else waits. Those who wait at one time share
-        one `fdatasync` of each file."""
+        one `fdatasync` of each file. Returns whether it does: else the run has been ended, and what
+        only a record can explain must not be done."""
         written = self._written
         while self._durable < written:
             if self._syncing is None:
                 self._syncing = asyncio.ensure_future(self._sync())
             await asyncio.shield(self._syncing)
+        return not self._failed
 
     async def _sync(self) -> None:
         written, loop = self._written, asyncio.get_running_loop()
@@ -148,7 +153,7 @@ class RunLog:
             for log in (self._event_log, self._step_log):
                 await loop.run_in_executor(self._sync_thread, log.sync)
         except OSError as error:
-            self._membership.stop(f"the run's records cannot be written: {error}")
+            self._fail(error)
         if time.monotonic() - began_s > _HELD_BACK_S:
             self._held_back_s = time.monotonic()
         self._durable, self._syncing, self._sync_began_s = written, None, math.inf
@@ -166,7 +171,11 @@ class RunLog:
         try:
             log.append(record)
         except OSError as error:
-            self._membership.stop(f"the run's records cannot be written: {error}")
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self._failed = True
+        self._membership.stop(f"the run's records cannot be written: {error}")
 
     def _check_ledger(self, step: events.StepRecord) -> None:
         try:
@@ -202,7 +211,7 @@ class RunLog:
             if effects.regrouped.outcome == "restore":
                 self.restored = effects.regrouped.roster.generation
                 self._began = min(self._began, effects.regrouped.step)
-            self.note(_regroup_done(now, effects.regrouped))
+            self.note(_regroup_done(now, effects.regrouped, self._config.checkpoint.fixed_steps))
         if effects.short_of and effects.short_of != self._short_of:
             self.note(_below_minimum(now, membership, effects.short_of))
         self._short_of = effects.short_of
@@ -261,7 +270,7 @@ class RunLog:
             self._over = True
 
 
-def _regroup_done(now: float, regrouped: Regrouped) -> events.RegroupDone:
+def _regroup_done(now: float, regrouped: Regrouped, every_steps: int | None) -> events.RegroupDone:
     roster = regrouped.roster
     return events.RegroupDone(
         time=now,
@@ -273,6 +282,7 @@ def _regroup_done(now: float, regrouped: Regrouped) -> events.RegroupDone:
         outcome=regrouped.outcome,
         lost_steps=regrouped.lost_steps,
         repeated_steps=int(regrouped.outcome == "repeat"),
+        save_cut_off=is_cut_off(regrouped, every_steps),
     )
 
 

@@ -5,10 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from elastic.membership.decisions import Regrouped
 from elastic.membership.machine import Membership
 
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 30.0, 1800.0
 """After a save that failed, before the last copies ask again: each time twice as long."""
+
+
+def is_cut_off(regrouped: Regrouped, every_steps: int | None) -> bool:
+    """Whether a regroup came between those who saw a commit, and began the checkpoint that was due
+    there, and the others: what they have begun will lack parts.
+
+    Args:
+        regrouped: the new roster.
+        every_steps: how often a checkpoint is due; None: not by the number of steps.
+    """
+    saving, step = regrouped.saving, regrouped.step
+    due = saving.wanted or (every_steps is not None and step % every_steps == 0)
+    return regrouped.outcome == "finish_step" and due and "store" not in saving.busy
 
 
 class SaveWish:
@@ -44,8 +58,7 @@ class SaveWish:
         return self._now_s() >= self._again_s
 
     def cut_off(self, step: int) -> None:
-        """A regroup came between those who saw the commit before `step`, and began to save it, and
-        the others: what they have begun will lack parts."""
+        """A regroup has cut off the checkpoint of `step`; see `is_cut_off`."""
         self._cut_off = step
 
     def went_back(self) -> None:

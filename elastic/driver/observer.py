@@ -96,15 +96,21 @@ class Observer:
             self._report.set_exception(error)
 
     def _follow(self) -> Report:
-        for board, since in self._boards:
-            for record in _records_after(self.paths, since):
-                self._tell(record, [board])
+        self._tell_boards()
         while not self._over.wait(_INTERVAL_S):
             self._look()
         self._look()
         report = conclude(self.paths)
         self._tell(report, self._callbacks)
         return report
+
+    def _tell_boards(self) -> None:
+        for board, since in self._boards:
+            try:
+                for record in _records_after(self.paths, since):
+                    self._tell(record, [board])
+            except OSError as error:  # the view of what comes must not end with it
+                log.warning("TensorBoard lacks what came before: %s", error)
 
     def _look(self) -> None:
         # Events first: the steps that were recorded before one of them are read with it or earlier.

@@ -189,6 +189,8 @@ class RegroupDone(Event):
     """Committed steps that must be done again, because all copies of their state are gone."""
     repeated_steps: int
     """Steps that had begun, were not committed, and are done again: 0 or 1."""
+    save_cut_off: bool = False
+    """Whether a checkpoint that was due at `step` lacks parts; one is made in its place."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,9 @@ from elastic.protocol.rpc import Remote
 log = logging.getLogger(__name__)
 
 _SEND_INTERVAL_S = 0.5
-"""A call takes the coordinator the better part of a millisecond, whatever is in it."""
+"""A call takes the coordinator the better part of a millisecond, whatever few steps are in it."""
+_MOST_STEPS = 1000
+"""In a call. Each has a digest for each lane; the coordinator takes other calls in between."""
 
 
 class Outbox:
@@ -38,7 +40,9 @@ class Outbox:
         self, coordinator: Remote[CoordinatorApi], save_wanted: Callable[[bool], None]
     ) -> None:
         self._coordinator, self._save_wanted = coordinator, save_wanted
-        self._steps: deque[StepRecord] = deque()  # the coordinator may be away for two minutes
+        self._steps: deque[StepRecord] = (
+            deque()
+        )  # without bound: the coordinator may be away for long
         self._events: deque[Event] = deque()
         self._lead, self._recorded = False, 0
         self._sending = threading.Lock()
@@ -84,19 +88,25 @@ class Outbox:
             self._steps.popleft()
 
     def flush(self) -> None:
-        """Sends what is queued, and waits until the coordinator has it."""
+        """Sends what is queued, and waits until the coordinator has it; events with the last of the
+        steps that came before them."""
         with self._sending:
             steps = list(self._steps) if self._lead else []
             happened = list(self._events)
-            if not steps and not happened:
-                return
-            answer = self._coordinator.call(CoordinatorApi.record, steps, happened)
-            self._recorded = answer.steps
-            if steps:
-                self._save_wanted(answer.save_wanted)
-            for queue, sent in ((self._steps, steps), (self._events, happened)):
-                for _ in sent:
-                    queue.popleft()
+            while len(steps) > _MOST_STEPS:
+                self._send(steps[:_MOST_STEPS], [])
+                steps = steps[_MOST_STEPS:]
+            if steps or happened:
+                self._send(steps, happened)
+
+    def _send(self, steps: list[StepRecord], happened: list[Event]) -> None:
+        answer = self._coordinator.call(CoordinatorApi.record, steps, happened)
+        self._recorded = answer.steps
+        if steps:
+            self._save_wanted(answer.save_wanted)
+        for queue, sent in ((self._steps, steps), (self._events, happened)):
+            for _ in sent:
+                queue.popleft()
 
     def close(self) -> None:
         """Ends the thread."""

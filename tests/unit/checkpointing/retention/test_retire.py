@@ -11,11 +11,14 @@ from checkpointing import (
     Keys,
     NotCommittedError,
     Reader,
+    Surveyor,
     TensorSlice,
     commit,
     delete_checkpoint,
     list_steps,
+    load_manifest,
     newest,
+    note_verified,
     plan_retention,
     sweep_uncommitted,
     write_slices,
@@ -141,3 +144,23 @@ def test_unreadable_manifest_guards_its_step_until_deleted(tmp_path: Path) -> No
     delete_checkpoint(store, KEYS, 10)
     assert len(sweep_uncommitted(store, KEYS, 20)) == 1
     assert all("000000000020" in key for key in store.list(""))
+
+
+def test_a_commit_during_a_survey_costs_it_nothing(tmp_path: Path) -> None:
+    """It goes on while a slow store is asked what is verified: what is known of its step may be of
+    another record."""
+
+    class Slow(LocalStore):
+        def get(self, key: str) -> bytes:
+            if key == KEYS.verified(10):
+                surveyor.forget(20)
+            return super().get(key)
+
+    store = Slow(tmp_path)
+    surveyor = Surveyor(store=store, keys=KEYS)
+    for step in (10, 20):
+        write(store, step)
+    note_verified(store, KEYS, load_manifest(store, KEYS, 10))
+    survey = surveyor.survey()
+    assert survey.steps == [10, 20] and survey.verified == {10}
+    assert surveyor.survey() == survey

@@ -34,6 +34,9 @@ BEGUN = events.RegroupDone(
     renumbered={}, lost_steps=0, repeated_steps=0,
 )  # fmt: skip
 
+SKIPPED = events.CheckpointSkipped(time=5.0, step=6, reason="what was to make up for it failed")
+RESTORED = replace(BEGUN, time=5.0, generation=3, step=2, outcome="restore")
+
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CoordinatorConfig:
@@ -137,6 +140,20 @@ def test_one_passes_damaged_lines_over_and_waits_for_a_storage_that_refuses(
     ended = read_events(config.paths.events, lenient=True)[-1]
     assert isinstance(ended, events.RunEnded)
     assert (ended.outcome, ended.step) == ("stopped", 4)
+
+
+@pytest.mark.parametrize(("since", "wanted"), [([], True), ([SKIPPED], False), ([RESTORED], False)])
+def test_a_checkpoint_that_was_cut_off_is_still_wanted(
+    config: CoordinatorConfig, since: list[events.Event], wanted: bool
+) -> None:
+    """The machine of the fault may have been the coordinator's, too."""
+    cut_off = replace(
+        BEGUN, time=4.0, generation=2, step=4, outcome="finish_step", save_cut_off=True
+    )
+    write(config, config.started, BEGUN, cut_off, *since, steps=7)
+    coordinator = Coordinator(config)
+    assert coordinator._save_wish.wanted() == wanted
+    asyncio.run(coordinator.end("finished", None))
 
 
 def test_one_whose_records_are_gone_ends_what_it_does_not_know(config: CoordinatorConfig) -> None:

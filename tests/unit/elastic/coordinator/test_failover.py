@@ -116,6 +116,7 @@ def replayed(
         replacements=(),
         skips=(),
         going_back=None,
+        cut_off=None,
     )
 
 

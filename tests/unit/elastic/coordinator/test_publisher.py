@@ -7,6 +7,7 @@ import gc
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,6 +151,32 @@ def test_that_old_ones_cannot_be_deleted_is_told_once_until_they_can(tmp_path: P
     asyncio.run(play())
     gc.enable()  # the dispatcher puts it off for longer than this loop lasts
     assert "000000000002-1-0" in desk.happened(events.RetentionFailed)[0].reason
+
+
+def test_a_commit_stands_whatever_becomes_of_the_old_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one, too: the run would wait for it for ever."""
+    desk = CoordinatorDesk(tmp_path)
+    receipts = Receipts(
+        desk.config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
+    )
+    last = desk.membership.until
+
+    def no_thread(*_args: Any, **_how: Any) -> list[int]:
+        raise RuntimeError("can't start new thread")
+
+    async def play() -> None:
+        for rank in range(WRITERS):
+            await receipts.take(part(desk.paths, rank, last), {}, 0.0, WRITERS)
+
+    monkeypatch.setattr("elastic.coordinator.publisher.retire", no_thread)
+    asyncio.run(play())
+    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
+    assert [event.step for event in desk.happened(events.CheckpointCommitted)] == [last]
+    assert desk.membership.progress.restore_step == last
+    (failed,) = desk.happened(events.RetentionFailed)
+    assert failed.reason == "RuntimeError: can't start new thread"
 
 
 def test_a_late_failure_of_an_old_attempt_does_not_end_the_run(tmp_path: Path) -> None:

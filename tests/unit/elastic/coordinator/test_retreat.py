@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -215,6 +216,25 @@ def test_why_checkpoints_are_set_aside_is_on_the_storage_before(
     monkeypatch.setattr(Retreat, "_set_aside_after", move)
     asyncio.run(desk.retreat.go_back(at_most=9, reason="told"))
     assert done == ["synced", "synced", "set aside after 8"]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_nothing_is_set_aside_where_why_cannot_be_written_down(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """Also where the run has been ended meanwhile."""
+
+    def refuses(number: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    if stopped:
+        desk.membership.stop("asked to")
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fdatasync", refuses)
+        asyncio.run(desk.retreat.go_back(at_most=9, reason="told"))
+    assert list_steps(desk.store, KEYS) == [4, 8, 12]
+    assert desk.membership.stopped is not None
+    assert stopped or "records cannot be written" in str(desk.membership.stopped.error)
 
 
 def test_without_a_checkpoint_it_goes_back_to_the_seed(desk: Desk) -> None:

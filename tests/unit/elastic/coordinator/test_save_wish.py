@@ -20,6 +20,7 @@ from elastic.membership.decisions import Effects, Outcome, Regrouped
 from elastic.protocol import events
 from elastic.protocol.causes import CRASH
 from elastic.protocol.roster import Roster
+from elastic.reporting.event_log import read_events
 from tests.support.coordinator_desk import CoordinatorDesk
 from trainer.replication.step_commit import Saving
 
@@ -168,9 +169,14 @@ def test_who_saw_a_commit_and_who_finishes_it_later_save_in_different_rosters(
 
     async def scene() -> None:
         coordinator = Coordinator(config)
-        coordinator._carry_on(Effects(regrouped=regrouped))
+        effects = Effects(regrouped=regrouped)
+        coordinator._carry_on(effects)
+        coordinator._records.write_down(effects)
         answer = await coordinator.record([], [])
         assert answer.save_wanted == wanted
         await coordinator.end("finished", None)
 
     play(scene())
+    told = read_events(config.paths.events)
+    (done,) = (event for event in told if isinstance(event, events.RegroupDone))
+    assert done.save_cut_off == wanted, "the next coordinator must know"

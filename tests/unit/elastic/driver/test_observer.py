@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -191,6 +192,25 @@ def test_tensorboard_gets_what_came_while_nobody_was_attached(files: Files) -> N
     curves.Reload()
     assert [point.step for point in curves.Scalars("loss")] == [0, 1, 2, 3, 4]
     assert [point.step for point in curves.Scalars("val_loss")] == [2]
+
+
+def test_a_storage_that_refuses_at_the_start_costs_tensorboard_alone_what_came_before(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+
+    def refuses(path: Path, since: float) -> list[StepRecord]:
+        asked.set()
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr("elastic.driver.observer.steps_after", refuses)
+    diary = Diary(full=2)
+    observer = Observer(files.paths, (diary,))
+    observer.start()
+    files.write(STARTED, step_record(0))
+    assert diary.is_full.wait(60) and asked.is_set()
+    files.write(ENDED)
+    assert observer.finish().outcome == "failed"
 
 
 def test_a_report_that_cannot_be_written_is_printed(

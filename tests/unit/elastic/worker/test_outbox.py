@@ -99,8 +99,11 @@ def test_a_run_that_went_back_keeps_nothing(pair: tuple[Records, Outbox, Outbox]
 def test_no_step_is_lost_while_the_coordinator_is_away() -> None:
     """Its machine may be for two minutes: 12,000 steps of 10 ms."""
 
+    sizes = list[int]()
+
     class Away(Records):
         def call(self, method: Any, steps: list[StepRecord], happened: list[Any]) -> Recorded:
+            sizes.append(len(steps))
             if len(steps) == 1:
                 for number in range(1, 12_000):
                     outbox.step(step(number))
@@ -114,3 +117,4 @@ def test_no_step_is_lost_while_the_coordinator_is_away() -> None:
     outbox.flush()
     outbox.flush()
     assert len(records.steps) == 12_000 and outbox.recent() == ()
+    assert max(sizes) == 1000, "each has a digest for each lane, and the coordinator other calls"
