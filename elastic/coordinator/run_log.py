@@ -134,7 +134,8 @@ class RunLog:
     async def durable(self) -> None:
         """Waits until what was written so far outlives this machine, whose storage may be another
         one's, with a cache here. On a thread: nothing else waits. Those who wait at one time share
-        one `fdatasync` of each file."""
+        one `fdatasync` of each file. What has no room there waits in memory, and nobody for it: see
+        `EventLog`."""
         written = self._written
         while self._durable < written:
             if self._syncing is None:
