@@ -108,8 +108,7 @@ PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
 TINY_ROWS = (
     "plain, recomputed",
     "hugging_face",
-    "ours, all three",
-    "ours, both, bfloat16 state",
+    "ours, fast, all three, bfloat16 state",
     "ours, offloaded",
     "tensorwise, gathered",
     "rowwise",

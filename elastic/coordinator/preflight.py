@@ -3,7 +3,7 @@
 quick: the first worker of a machine starts ──► its agent starts ──► quick checks, beside all else
        a worker joins for the first time ──► waits for them, BOUND_S at most
 full:  all workers of a machine have joined for the first time ──► its agent loads the machine,
-       once; they wait for it, LOADED_BOUND_S at most
+       once; they wait for it, LOADED_BOUND_S at most; one that gives no answer is told of
 ISOLATE ──► its workers get no slot; the machine is suspect (`suspicions.py`)
 anything else ──► an event, and a line of the report
 """
@@ -81,9 +81,9 @@ class Preflight:
         await self._until_here(node)  # before they join they may compile
         if self._workers.work_on(node):
             return  # no step must be slowed
+        began_s = time.monotonic()
         findings = await self._agents.check_under_load(node)
-        if findings is not None:
-            await self.take(node, findings)
+        await self.take(node, _silent(time.monotonic() - began_s) if findings is None else findings)
 
     async def take(self, node: str, findings: Sequence[Finding]) -> None:
         """What a machine's checks say."""
@@ -99,3 +99,16 @@ class Preflight:
 
     def _of(self, node: str) -> asyncio.Event:
         return self._checked.setdefault(node, asyncio.Event())
+
+
+def _silent(waited_s: float) -> list[Finding]:
+    """What is told of a machine that did not say what its loads have found."""
+    return [
+        Finding(
+            check="loads",
+            result=f"no answer in {waited_s:.0f} s",
+            severity="RESET",
+            meaning="its workers get places, and nobody knows how it is",
+            fix="Look at it with elastic doctor --full, and at its raylet's log",
+        )
+    ]

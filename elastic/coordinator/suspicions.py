@@ -266,14 +266,29 @@ class Suspicions:
             log.warning("%s is still remembered as suspect: %s", machine.name, error)
 
     async def _recall(self, node: str) -> None:
-        """The first worker of a machine has started: what is remembered of it?"""
-        record = await self._aside.on_thread(self._file.read)
-        if self._provider is None and not record:
-            return
-        machine = await self.machine_of(node)
-        if (since := self._not_lost.pop(node, None)) is not None:
-            await self._take_back(machine.name, since)
+        """The first worker of a machine has started: what is remembered of it? It is looked up
+        until that is known, or the run ends."""
+        while not await self._is_recalled(node):
+            if not await self._aside.goes_on_for(ASK_S):
+                return
+
+    async def _is_recalled(self, node: str) -> bool:
+        """Whether it can be looked up now what is remembered of a machine. Where that is enough, it
+        is suspect."""
+        try:
             record = await self._aside.on_thread(self._file.read)
+            if self._provider is None and not record:
+                return True
+            machine = await self.machine_of(node)
+            if node in self._not_lost:
+                if machine.unknown is not None:
+                    return False  # the wrong mark goes by its name
+                await self._take_back(machine.name, self._not_lost[node])
+                del self._not_lost[node]
+                record = await self._aside.on_thread(self._file.read)
+        except (OSError, SuspectFileError) as error:
+            log.warning("what is remembered of node %s is looked up again: %s", node, error)
+            return False
         marks = record.get(machine.name, ())
         if is_suspect(marks, time.time()):
             last = marks[-1]
@@ -282,6 +297,7 @@ class Suspicions:
                 f"remembered of run {last.run}: {last.cause}: {last.detail}",
                 self._due(marks, "replace_node"),
             )
+        return True
 
     async def _take_back(self, machine: str, since: float) -> None:
         """A machine was not lost."""

@@ -12,6 +12,7 @@ from elastic.coordinator.preflight import Preflight
 from elastic.doctor.finding import Finding
 from elastic.doctor.preflight import decide_isolated
 from elastic.protocol.messages import Identity, Report
+from elastic.reporting.report import format_checked
 
 IDENTITY = Identity(worker="w0", rank=0, node="n1", pid=1)
 NEW = Report(identity=IDENTITY)
@@ -161,6 +162,23 @@ def test_a_machine_that_is_well_under_load_is_told_of() -> None:
     assert (event.node, event.findings, event.isolated) == ("n1", [], "") and run.drained == []
 
 
+def test_a_machine_that_gives_no_answer_under_load_is_told_of_and_has_its_places() -> None:
+    run = Run()
+    run.finds = None
+
+    async def run_it() -> None:
+        run.ends.set()
+        await gate(run, "full").until_checked(NEW)
+
+    asyncio.run(run_it())
+    (event,) = run.noted
+    (silent,) = event.findings
+    assert (event.node, event.isolated, run.drained) == ("n1", "", [])
+    assert (silent["check"], silent["severity"]) == ("loads", "RESET")
+    (line,) = format_checked(event)
+    assert line.startswith("node n1: RESET: loads: no answer in 0 s; ")
+
+
 @pytest.mark.parametrize(
     ("working", "report", "loaded"),
     [
@@ -172,10 +190,10 @@ def test_a_machine_that_is_well_under_load_is_told_of() -> None:
 def test_nobody_is_slowed_who_works(working: set[str], report: Report, loaded: list[str]) -> None:
     async def run_it() -> list[str]:
         run = Run()
-        run.working, run.finds = working, None
+        run.working = working
         run.ends.set()
         await gate(run, "full").until_checked(report)
-        assert run.drained == run.noted == []
+        assert run.drained == [] and len(run.noted) == len(loaded)
         return run.loaded
 
     assert asyncio.run(asyncio.wait_for(run_it(), 30)) == loaded

@@ -185,6 +185,54 @@ def test_what_a_coordinator_that_was_cut_off_held_against_machines_is_taken_back
     assert len(desk.file.read()["m-C"]) == 2, "nobody has joined there"
 
 
+def of_this_run(cause: str) -> Mark:
+    return Mark(time=time.time(), weight=1.0, cause=cause, run="run", detail="not heard")
+
+
+@pytest.mark.parametrize("path", ["suspect-nodes.json", ".suspect-nodes.json.lock"])
+def test_what_is_remembered_is_looked_up_until_the_storage_answers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    """A directory in the place of a file stands for a storage that refuses. The network was just
+    torn, and the coordinator that was cut off has marked every machine."""
+    desk = Desk(tmp_path)
+    desk.file.add("m-B", of_this_run("node"))
+    desk.file.add("m-C", of_this_run("corruption"))
+    desk.replacements.not_lost({"B"}, time.time() - 60.0)
+    kept = (tmp_path / path).rename(tmp_path / "kept")
+    (tmp_path / path).mkdir()
+
+    async def story() -> None:
+        desk.join_from("B")
+        if path == desk.file.path.name:
+            desk.join_from("C")
+        while "node B is looked up again" not in caplog.text:
+            await asyncio.sleep(0.005)
+        (tmp_path / path).rmdir()
+        kept.rename(tmp_path / path)
+        while "m-B" in desk.file.read():
+            await asyncio.sleep(0.005)
+        if path == desk.file.path.name:
+            (begun,) = await desk.outcomes("begun")
+            assert begun.machine == "m-C"
+
+    desk.run(story)
+
+
+def test_a_wrong_mark_goes_once_its_machine_is_known(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, provider=Forgetful(2))
+    desk.file.add("i-B", of_this_run("node"))
+    desk.replacements.not_lost({"B"}, time.time() - 60.0)
+
+    async def story() -> None:
+        desk.join_from("B")
+        while desk.file.read():
+            await asyncio.sleep(0.005)
+
+    desk.run(story)
+    assert desk.told() == []
+
+
 def test_of_two_nodes_that_are_lost_at_once_the_machine_that_answers_may_be_sound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
