@@ -7,16 +7,26 @@ ends (pytorch issue 119797, NVIDIA/nccl issue 1013): one after the other, the fi
 the second for ever. NCCL's own groups of calls, meant for this, belong to a thread (NVIDIA/nccl
 issue 564), and c10d aborts on threads of its own. A group is aborted once, whoever asks.
 
+One that has begun holds its communicator's lock, and whoever asks c10d there for the end of a
+collective waits for that lock with the interpreter in hand: no thread could be started then. So
+those of one call get their threads first.
+
 Who hears calls asks for it and waits for nothing; who leaves a group waits until it has ended.
 Decision: docs/decisions/045.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 THREAD = "abort"
 """Name of the threads."""
@@ -24,26 +34,70 @@ THREAD = "abort"
 _MOST = 64
 """Threads: far more than a worker has groups."""
 
+_LONG_S = 1.0
+"""An abort that takes longer is worth a warning: a recovery takes that long at least."""
+
 _threads = ThreadPoolExecutor(_MOST, thread_name_prefix=THREAD)
 _asking = threading.Lock()
 _ends: dict[int, tuple[Any, Future[Any]]] = {}
 """Groups that were aborted, or are to be, by their identity, until they are forgotten."""
 
 
-def begin(work: Callable[[], object]) -> Future[Any]:
-    """Has a thread do `work` now, whatever the others wait for. Waits for nothing."""
-    return _threads.submit(work)
+@contextlib.contextmanager
+def together() -> Iterator[threading.Event]:
+    """For several that are to begin at once: they wait for the event, which comes with the end of
+    the block, when all have been given to threads."""
+    all_there = threading.Event()
+    try:
+        yield all_there
+    finally:
+        all_there.set()
 
 
-def abort(group: Any) -> Future[Any]:
-    """Has a group ended, once. Waits for nothing.
+def begin(
+    work: Callable[[], object], what: str, after: threading.Event | None = None
+) -> Future[Any]:
+    """Has a thread do `work` now, whatever the others wait for, and logs its end. Waits for
+    nothing.
 
     Args:
-        group: has an `abort`, which may block.
+        work: an abort, which may block.
+        what: is aborted.
+        after: what it waits for, of `together`.
+    """
+
+    def run() -> None:
+        if after is not None:
+            after.wait()
+        work()
+
+    begun_s = time.monotonic()
+    end = _threads.submit(run)
+    end.add_done_callback(partial(_log_end, what, begun_s))
+    return end
+
+
+def _log_end(what: str, begun_s: float, end: Future[Any]) -> None:
+    took_s, error = time.monotonic() - begun_s, end.exception()
+    if error is not None:
+        kind = type(error).__name__
+        log.warning("the abort of %s failed after %.3f s: %s: %s", what, took_s, kind, str(error))
+    else:
+        level = logging.WARNING if took_s > _LONG_S else logging.INFO
+        log.log(level, "the abort of %s took %.3f s", what, took_s)
+
+
+def abort(group: Any, what: str, after: threading.Event | None = None) -> Future[Any]:
+    """Has a group ended, once; see `begin`.
+
+    Args:
+        group: has an `abort`.
+        what: it is.
+        after: what it waits for, of `together`.
     """
     with _asking:
         if id(group) not in _ends:
-            _ends[id(group)] = group, begin(group.abort)
+            _ends[id(group)] = group, begin(group.abort, what, after)
         return _ends[id(group)][1]
 
 

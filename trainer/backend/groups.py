@@ -347,7 +347,7 @@ def _give_up(group: Any) -> None:
     with contextlib.suppress(ValueError):
         _cross_groups.remove(group)
     aborts.forget(group)
-    aborts.begin(group.abort)
+    aborts.begin(group.abort, CROSS)
 
 
 def _name_raw_group(group: Any, store: Store, name: str, prefix: str, device: Device) -> None:
@@ -393,22 +393,29 @@ def abort_groups(*, replica: bool) -> list[Future[Any]]:
     Returns:
         The ends of what was begun.
     """
-    ends = [aborts.abort(group) for group in tuple(_cross_groups)]
-    return [*ends, aborts.begin(_abort_replica_group)] if replica else ends
+    with aborts.together() as all_there:
+        ends = [aborts.begin(_abort_replica_group, REPLICA, all_there)] if replica else []
+        ends += [aborts.abort(group, CROSS, all_there) for group in tuple(_cross_groups)]
+    return ends
 
 
 def end_replica_collectives() -> None:
     """Ends those of the default group, on NCCL, and waits until they have ended."""
     if _on_nccl():
-        aborts.begin(_abort_replica_group).result()
+        aborts.begin(_abort_replica_group, REPLICA).result()
 
 
 def _abort_replica_group() -> None:
     with _ending:
         if _on_nccl():
             _aborted.set()
-            groups = tuple(dist.distributed_c10d._world.pg_names)
-            for end in [aborts.begin(group.abort) for group in groups]:
+            names = tuple(dist.distributed_c10d._world.pg_names.items())
+            with aborts.together() as all_there:
+                ends = [
+                    aborts.begin(group.abort, f"group {name} of {REPLICA}", all_there)
+                    for group, name in names
+                ]
+            for end in ends:
                 end.result()
             # It would abort one after the other; by now they have ended, and are forgotten.
             dist.distributed_c10d._abort_process_group()
@@ -448,7 +455,7 @@ def abandon(group: Any, in_flight: list[Any]) -> bool:
         Gloo go on, on threads of its own.
     """
     if group in _cross_groups:
-        aborts.abort(group).result()
+        aborts.abort(group, CROSS).result()
         _cross_groups.remove(group)
         aborts.forget(group)
         return True

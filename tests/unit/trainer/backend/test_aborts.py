@@ -3,9 +3,10 @@ would be told."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.watching import wait_until
 from trainer.backend import aborts, groups
 from trainer.backend.groups import (
     abandon,
@@ -142,6 +144,84 @@ def test_no_abort_waits_for_a_group_that_is_aborted_after_it(
         monkeypatch.setitem(known, group, name)
     assert names(abort_groups(replica=True), ends) == {"replica"}
     assert cross.ended and default.ended and split.ended
+
+
+class Threads(ThreadPoolExecutor):
+    """Lets what was submitted run, if it will, before it takes more."""
+
+    def __init__(self, *begun: threading.Event) -> None:
+        super().__init__(thread_name_prefix=aborts.THREAD)
+        self.begun, self.early = begun, False
+
+    def submit(self, *call: Any) -> Future[Any]:  # type: ignore[override]
+        """See Executor."""
+        submitted = super().submit(*call)
+        self.early |= any(event.wait(0.1) for event in self.begun)
+        return submitted
+
+
+def test_no_abort_begins_before_all_have_their_threads(
+    ends: list[tuple[str, str]], replica: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has begun may hold up who starts the others."""
+    cross, begun = make("cross", ends), threading.Event()
+    threads = Threads(cross.begun, begun)
+    monkeypatch.setattr(aborts, "_threads", threads)
+    monkeypatch.setattr(groups, "_abort_replica_group", begun.set)
+    assert names(abort_groups(replica=True), ends) == {"cross"}
+    assert begun.is_set() and not threads.early
+
+
+def test_no_abort_within_a_replica_begins_before_all_have_their_threads(
+    ends: list[tuple[str, str]], replica: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default, split = make("default", ends), make("split", ends)
+    groups._cross_groups.clear()
+    known: Any = dist.distributed_c10d._world.pg_names
+    for name, group in (("0", default), ("1", split)):
+        monkeypatch.setitem(known, group, name)
+    threads = Threads(default.begun, split.begun)
+    monkeypatch.setattr(aborts, "_threads", threads)
+    groups._abort_replica_group()
+    assert {name for name, _ in ends} == {"default", "split", "replica"}
+    assert not threads.early
+
+
+@pytest.mark.parametrize("seconds", [0.0, 5.0])
+def test_how_long_an_abort_took_is_logged(
+    seconds: float,
+    ends: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In a run, where INFO is not shown, if it was long."""
+    clock = iter([0.0, seconds])
+    monkeypatch.setattr(aborts, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    make("cross", ends)
+    with caplog.at_level(logging.INFO):
+        assert names(abort_groups(replica=False), ends) == {"cross"}
+        wait_until(lambda: bool(caplog.records), PATIENCE_S)
+    (record,) = caplog.records
+    assert record.message == f"the abort of the group across replicas took {seconds:.3f} s"
+    assert record.levelname == ("WARNING" if seconds else "INFO")
+
+
+def test_an_abort_that_fails_is_logged(
+    ends: list[tuple[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who hears calls waits for no end."""
+
+    class Failing:
+        def abort(self) -> None:
+            raise dist.DistBackendError("Future for ProcessGroup abort timed out")
+
+    groups._cross_groups.append(Failing())
+    wait([*abort_groups(replica=False)])
+    wait_until(lambda: bool(caplog.records), PATIENCE_S)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "the abort of the group across replicas failed after 0." in record.message
+    assert "DistBackendError: Future for ProcessGroup abort timed out" in record.message
 
 
 def test_a_call_for_another_replica_leaves_this_one_s_group(
