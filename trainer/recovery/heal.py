@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import torch
 
+from trainer.backend.origin import lasting_device_error
 from trainer.backend.polling import LEFT
 from trainer.engine.engine import Engine
 from trainer.errors import GroupError, HealError
@@ -151,7 +152,8 @@ class Newcomer:
         try:
             self._accept(self._receive_all())
         except Exception as error:
-            self._fail(str(error))
+            if lasting_device_error() is None:  # else the main thread meets it, too, and says so
+                self._fail(str(error))
 
     def _fail(self, reason: str) -> bool:
         """The state will not arrive; the first reason counts. Returns False where it just has."""

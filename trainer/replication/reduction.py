@@ -156,11 +156,15 @@ class Reduction:
         """Whether enough is under way: of what needs memory, or of what is queued on a device."""
         if self._needs_memory and len(self._arriving) == ARRIVING:
             return True
-        if not self._into.is_cuda:
+        if not self._into.is_cuda or not self._last:
             return False
-        while self._ended < len(self._last) and _are_done(self._last[self._ended][0]):
+        self._cross.listen()
+        while self._ended < len(self._last) and self._have_ended(self._last[self._ended][0]):
             self._ended += 1
         return len(self._last) - self._ended >= _QUEUED
+
+    def _have_ended(self, flights: Sequence[Flight]) -> bool:
+        return all(map(self._cross.has_ended, flights))
 
     def _add_up(self, bucket: slice) -> None:
         """The plain all-reduce; and where one replica has all the lanes, their sum, which may be
@@ -225,10 +229,6 @@ class Reduction:
         if self._needs_memory:
             self._free.append(memory)
         self._last.append((cross.start_gathering(place), bucket))
-
-
-def _are_done(flights: Sequence[Flight]) -> bool:
-    return all(flight.work.is_completed() for flight in flights)
 
 
 def sum_into(own: torch.Tensor, parts: Mapping[Node, torch.Tensor], lanes: int) -> None:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.backend.groups import Device, abandon, make_cross_groups
+from trainer.backend.origin import lasting_device_error
 from trainer.backend.polling import LEFT, poll_until
 from trainer.backend.rendezvous import Rendezvous
 from trainer.errors import CrossGroupLost, GroupError
@@ -188,6 +189,13 @@ class CrossGroup:
         """What is queued on the current stream from now on comes after all that is in `stream`."""
         self._streams.current_stream().wait_stream(self.stream)
 
+    def has_ended(self, flight: Flight) -> bool:
+        """Whether nobody needs to wait for a collective any more. On CUDA c10d is not asked after a
+        call: it would wait for the abort, and hold the interpreter meanwhile, so that no other
+        abort could begin."""
+        called = self._device.type == "cuda" and self._leave_now()
+        return called or flight.work.is_completed()
+
     def may_follow(self, flight: Flight) -> bool:
         """Whether `follow` will not make the host wait. On CUDA it never does."""
         return self._device.type == "cuda" or flight.work.is_completed()
@@ -199,7 +207,7 @@ class CrossGroup:
             CrossGroupLost: a fault was announced, or a peer did not come.
         """
         try:
-            poll_until(flight.work.is_completed, self._leave_now, self._timeout_s)
+            poll_until(lambda: self.has_ended(flight), self._leave_now, self._timeout_s)
         except RuntimeError as error:
             raise self._lose(error) from error
         if self._device.type == "cuda":
@@ -227,9 +235,14 @@ class CrossGroup:
         return not self._ended
 
     def close(self) -> None:
-        """Leaves the group without waiting for anybody."""
+        """Leaves the group without waiting for anybody. On a device that has failed aborts fail,
+        too, which says nothing new."""
         for group in self._groups:
-            self._ended &= abandon(group, list(self._in_flight.values()))
+            try:
+                self._ended &= abandon(group, list(self._in_flight.values()))
+            except RuntimeError:
+                if lasting_device_error() is None:
+                    raise
         self._groups, self._in_flight = [], {}
 
     def _run(self, issue: Callable[[Any], Any], *buffers: torch.Tensor) -> None:
@@ -238,6 +251,10 @@ class CrossGroup:
         self.follow(flight)
 
     def _lose(self, error: RuntimeError) -> CrossGroupLost:
+        """A failed group is told of and left. An error of this worker's device is raised as it is:
+        it is nobody else's."""
+        if isinstance(error, torch.AcceleratorError):
+            raise error
         self._lost = str(error)
         if not self._leave_now():
             self._on_lost(self._lost)

@@ -17,6 +17,7 @@ from tests.support.healing import (
 from trainer.backend.host_memory import HostMemory
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
+from trainer.recovery import heal
 from trainer.recovery.backlog import Backlog
 from trainer.recovery.heal import Newcomer
 from trainer.recovery.heal_source import Source
@@ -87,6 +88,23 @@ def test_a_state_that_comes_too_slowly_is_a_failed_heal(
     assert taker.state.digest() == giver.state.digest() and taker.state.optimizer_steps == 5
     source.close()
     newcomer.close()
+
+
+def test_a_device_s_error_is_no_failed_heal(
+    pair: tuple[Rendezvous, Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker ends for it, and says so."""
+    meet, _, taker = pair
+    error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def receive(newcomer: Newcomer) -> None:
+        raise error
+
+    monkeypatch.setattr(Newcomer, "_receive_all", receive)
+    monkeypatch.setattr(heal, "lasting_device_error", lambda: error, raising=False)
+    newcomer = Newcomer(taker, meeting_at(meet), clip_norm=0.5)
+    newcomer.close()
+    assert newcomer.take_failure() is None and not newcomer.caught_up
 
 
 def test_a_full_backlog_is_worked_off_once_the_state_is_there(

@@ -4,8 +4,10 @@ is told that it is there, and its collectives are stand-ins, or Gloo's."""
 from __future__ import annotations
 
 import contextlib
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from trainer.backend import aborts, groups, polling
 from trainer.backend.groups import warm_up
 from trainer.backend.rendezvous import Rendezvous
 from trainer.errors import CrossGroupLost
+from trainer.replication import replicas
 from trainer.replication.reduction import _QUEUED, Reduction
 from trainer.replication.replicas import CrossGroup, Flight
 
@@ -88,6 +92,56 @@ def test_what_has_ended_is_followed_and_what_has_failed_is_lost() -> None:
         cross.follow(flight)
 
 
+DEVICE_ERROR = torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+class OnDeadDevice(Work):
+    """A collective on a GPU that answers everything with its error."""
+
+    def is_completed(self) -> bool:
+        """See c10d."""
+        raise DEVICE_ERROR
+
+    def wait(self) -> None:
+        """See c10d."""
+        raise DEVICE_ERROR
+
+
+@pytest.mark.parametrize("ask", ["start", "poll", "follow"])
+def test_a_device_s_error_is_not_told_as_the_group_s(ask: str) -> None:
+    """It is this worker's own, and nobody is called away for it."""
+    cross, told = posing_group([]), list[str]()
+    cross._on_lost, cross._groups = told.append, ["the group"]
+    flight = Flight(OnDeadDevice(ended=False), ())
+
+    def issue(group: Any) -> Any:
+        raise DEVICE_ERROR
+
+    with pytest.raises(torch.AcceleratorError):
+        cross.start(issue) if ask == "start" else getattr(cross, ask)(flight)
+    assert told == []
+
+
+@pytest.mark.parametrize("error", [DEVICE_ERROR, None])
+def test_an_abort_that_fails_with_the_device_hides_nothing(
+    error: torch.AcceleratorError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who leaves for the device's error goes on to close the rest."""
+
+    class Failing:
+        def abort(self) -> None:
+            raise dist.DistBackendError("unhandled cuda error")
+
+    monkeypatch.setattr(replicas, "lasting_device_error", lambda: error)
+    cross, group = posing_group([]), Failing()
+    monkeypatch.setattr(groups, "_cross_groups", [group])
+    cross._groups = [group]
+    expected = pytest.raises(dist.DistBackendError) if error is None else contextlib.nullcontext()
+    with expected:
+        cross.close()
+    aborts.forget(group)
+
+
 def test_nothing_is_begun_after_a_call() -> None:
     """On a group that was aborted it would make another, and wait for its peers."""
     cross, begun = posing_group(["fault"]), list[Any]()
@@ -107,8 +161,8 @@ def test_a_new_group_does_each_kind_of_collective_once() -> None:
         return made
 
     with ThreadPoolExecutor(2) as threads:
-        groups = list(threads.map(rank, range(2)))
-    assert [group._get_sequence_number_for_group() for group in groups] == [4, 4]
+        made = list(threads.map(rank, range(2)))
+    assert [group._get_sequence_number_for_group() for group in made] == [4, 4]
 
 
 class OnCuda(torch.Tensor):
@@ -118,6 +172,63 @@ class OnCuda(torch.Tensor):
 
     def record_stream(self, stream: Any) -> None:
         """There is none."""
+
+
+class Aborted(Work):
+    """Of a group whose abort has begun: c10d's answer would come after it, with the interpreter
+    held."""
+
+    def is_completed(self) -> bool:
+        """See c10d."""
+        raise AssertionError("asked while the group is aborted")
+
+
+def test_no_collective_is_asked_for_its_end_after_a_call() -> None:
+    cross = posing_group(["fault"])
+    with pytest.raises(CrossGroupLost, match="left for a regroup"):
+        cross.poll(Flight(Aborted(ended=True), ()))
+
+
+def test_a_call_that_comes_between_two_looks_is_heard_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+
+    class Waiting(Work):
+        def is_completed(self) -> bool:
+            assert not called, "asked while the group is aborted"
+            return self.ended
+
+    def sleep(seconds: float) -> None:
+        called.append("fault")
+
+    monkeypatch.setattr(polling, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    with pytest.raises(CrossGroupLost, match="left for a regroup"):
+        posing_group(called).poll(Flight(Waiting(ended=False), ()))
+
+
+def test_backward_asks_no_collective_for_its_end_after_a_call() -> None:
+    called: list[str] = []
+    cross = posing_group(called)
+    cross.size, cross.rank, cross.total_lanes = 2, 0, 2
+    cross.lanes, cross.blocks = [(0,), (1,)], [((0, 1),), ((1, 2),)]
+    begun: list[Work] = []
+
+    class Group:
+        def allreduce(self, tensors: list[torch.Tensor]) -> Work:
+            begun.append(Aborted(ended=False))
+            return begun[-1]
+
+    cross._groups = [Group()]
+    into = torch.zeros(8).as_subclass(OnCuda)
+    reduction = Reduction(cross, {(0, 1): torch.ones(8)}, into, [4, 8], exact=False)
+    reduction.start(4)
+    called.append("fault")
+    cross._groups = []
+    reduction.start(8)
+    with pytest.raises(CrossGroupLost, match="left for a regroup"):
+        reduction.finish()
+    assert len(begun) == 1
 
 
 class Queue:
@@ -132,6 +243,13 @@ class Queue:
 
     def check(self) -> None:
         """See CrossGroup."""
+
+    def listen(self) -> None:
+        """See CrossGroup."""
+
+    def has_ended(self, flight: Flight) -> bool:
+        """See CrossGroup."""
+        return bool(flight.work.is_completed())
 
     def on_stream(self) -> Any:
         """See CrossGroup."""
