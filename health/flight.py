@@ -1,8 +1,9 @@
 """What torch's flight recorder tells: the collectives that a worker has begun, and which of them
 have not ended. Pure.
 
-What is recorded was looked at on torch 2.13 (`docs/run-directory.md`): every group, on NCCL and on
-Gloo, also those made by hand. On Gloo an entry's `state` stays "scheduled", and `retired` says
+What is recorded was looked at on torch 2.13 (`docs/run-directory.md`): every group on Gloo, also
+those made by hand. What NCCL's groups record is written by the same code (torch 2.11), and was not
+looked at on a GPU yet. On Gloo an entry's `state` stays "scheduled", and `retired` says
 whether it has ended.
 """
 

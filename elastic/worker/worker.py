@@ -22,6 +22,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 import ray
@@ -118,7 +119,7 @@ class Worker:
             heartbeat_fd=heartbeat.fd,
             device=device_name(job.scaling.device),
             stacks_fd=offer_stacks(),
-            recorder=offer_answers(read_flight_recorder),
+            recorder=offer_answers(partial(read_flight_recorder, job.scaling.device)),
             logs=output_files(),
         )
         job.coordinator.call(CoordinatorApi.hello, self.identity)

@@ -6,17 +6,21 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from checkpointing import Attempt, Keys, Reader, commit, open_store, write_shared
+from health.flight import entries_of, has_ended
 from tests.support.data_plane import Run, make_engine, run_in_turn
 from tests.support.fabric import GLOO, NCCL, Fabric, on
 from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
 from tests.support.member import LANES, small_task, small_train
+from tests.support.watching import wait_until
 from trainer.backend.aside import GLOO as GLOO_ASIDE
+from trainer.backend.flight_recorder import read_flight_recorder
 from trainer.backend.groups import (
     abort_groups,
     check_replica_group,
@@ -76,6 +80,21 @@ def test_a_group_is_made_anew_after_an_abort(meet: Rendezvous, fabric: Fabric) -
                 check_replica_group()
         leave_replica_group()
         assert not dist.is_initialized()
+
+
+@on(GLOO, NCCL)
+def test_what_was_begun_is_in_the_flight_recorder(meet: Rendezvous, fabric: Fabric) -> None:
+    make_replica_group(meet, "replica/7", rank=0, dims=ParallelDims(), device=fabric.device)
+    dist.all_reduce(torch.zeros(1237, device=torch_device(fabric.device)))
+
+    def recorded() -> list[Any]:
+        entries = entries_of(read_flight_recorder(fabric.device).decode())
+        return [one for one in entries if one["input_sizes"] == [[1237]]]
+
+    (entry,) = recorded()
+    assert entry["profiling_name"] == f"{fabric.backend}:all_reduce"
+    assert entry["process_group"][1] == "the replica replica/7"
+    wait_until(lambda: all(map(has_ended, recorded())), 5.0)
 
 
 @pytest.mark.parametrize("most", [None, 1], ids=["on the device", "on the host"])

@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch._C import _distributed_c10d
 
 from health.absence import find_absences
 from health.flight import LATEST, NO_NAME, find_pending, latest_of
@@ -47,8 +49,21 @@ def test_a_group_made_by_hand_is_recorded_and_what_has_not_ended_is_told() -> No
 
 def ours() -> list[dict[str, Any]]:
     """Those of other tests have been left in the middle, perhaps."""
-    found = find_pending(read_flight_recorder().decode())
+    found = find_pending(read_flight_recorder("cpu").decode())
     return [one for one in found if one["sizes"] in ([[3]], [[5]])]
+
+
+def test_on_gpus_the_recording_is_that_of_nccl_s_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps two, and the one of all other groups is empty there."""
+    asked: list[tuple[bool, ...]] = []
+
+    def dump(*arguments: bool) -> bytes:
+        asked.append(arguments)
+        return b"{}"
+
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
+    assert read_flight_recorder("cuda") == b"{}" and asked == [(True, False)]
+    assert read_flight_recorder("cpu") != b"{}" and len(asked) == 1
 
 
 def test_the_latest_entries_are_kept() -> None:
@@ -86,8 +101,8 @@ def wait_for_the_last(rank: int, port: int) -> None:
     }.get(rank, list)()
     store.set(f"{rank} waits", "")
     store.wait([f"{each} waits" for each in range(4)], LONG)
-    wait_until(lambda: len(find_pending(read_flight_recorder().decode())) == len(works), 5.0)
-    store.set(f"recording of {rank}", read_flight_recorder().decode())
+    wait_until(lambda: len(find_pending(read_flight_recorder("cpu").decode())) == len(works), 5.0)
+    store.set(f"recording of {rank}", read_flight_recorder("cpu").decode())
     store.wait(["over"], LONG)
     os._exit(0)  # what it waits in does not end
 
