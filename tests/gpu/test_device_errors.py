@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from typing import Any
 
 import pytest
@@ -11,8 +12,16 @@ import torch
 import torch.distributed as dist
 
 from tests.support.fabric import NCCL, Fabric
-from tests.support.processes import play
+from tests.support.processes import TIMEOUT_S, play
+from trainer.backend.groups import make_replica_group
 from trainer.backend.origin import lasting_device_error, origin_of
+from trainer.backend.rendezvous import Rendezvous
+from trainer.parallel.layout import ParallelDims
+
+QUEUED = 32
+"""All-reduces behind the kernel that fails."""
+ANSWER_S = 0.3
+"""c10d's watchdog looks every 0.1 s."""
 
 
 def fail(number: int, port: int, fabric: Fabric) -> None:
@@ -33,6 +42,34 @@ def fail(number: int, port: int, fabric: Fabric) -> None:
 def test_a_failed_check_in_a_kernel_lasts_and_is_no_group_s_error() -> None:
     store = play(fail, NCCL, processes=1)
     assert json.loads(store.get("found")) == [None, "assert", "assert"]
+
+
+def fail_among_collectives(number: int, port: int, fabric: Fabric) -> None:
+    """The same with all-reduces under way, whose ends c10d's watchdog asks for."""
+    fabric.enter(0, 1)
+    meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=TIMEOUT_S)
+    make_replica_group(meet, "replica", rank=0, dims=ParallelDims(), device="cuda")
+    table, index = torch.zeros(4, device="cuda"), torch.tensor([5], device="cuda")
+    numbers, origin = torch.zeros(8, device="cuda"), "none"
+    dist.all_reduce(numbers)  # connects
+    torch.cuda.synchronize()
+    try:
+        fabric.hold_up()
+        table[index].sum()
+        for _ in range(QUEUED):
+            dist.all_reduce(numbers, async_op=True)
+        numbers.tolist()
+    except RuntimeError as error:
+        origin = origin_of(error)
+    time.sleep(ANSWER_S)  # the watchdog's thread tells nobody when it has met the error
+    dist.TCPStore("127.0.0.1", port).set("origin", origin)
+    os._exit(0)
+
+
+@pytest.mark.gpu
+def test_a_device_s_error_is_told_by_the_worker_before_c10d_ends_its_process() -> None:
+    store = play(fail_among_collectives, NCCL, processes=1)
+    assert store.get("origin") == b"assert"
 
 
 @pytest.mark.gpu

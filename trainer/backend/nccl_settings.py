@@ -16,6 +16,9 @@ NEEDED = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     # nor may it tell processes that are not in it.
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    # An error of the device must not end the process before its worker has said what it was: c10d's
+    # watchdog meets it within 0.1 s, where it looks which collectives have ended.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     # Who waits must hear calls meanwhile.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     # The first failure must not make every process that shares the store dump its traces, and end
