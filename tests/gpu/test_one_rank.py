@@ -18,7 +18,6 @@ from tests.support.data_plane import Run, make_engine, run_in_turn
 from tests.support.fabric import GLOO, NCCL, Fabric, on
 from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
 from tests.support.member import LANES, small_task, small_train
-from tests.support.watching import wait_until
 from trainer.backend.aside import GLOO as GLOO_ASIDE
 from trainer.backend.flight_recorder import read_flight_recorder
 from trainer.backend.groups import (
@@ -28,6 +27,7 @@ from trainer.backend.groups import (
     make_replica_group,
     torch_device,
 )
+from trainer.backend.polling import poll_until
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import ParallelConfig
 from trainer.engine.host_copy import HostBuffer
@@ -94,7 +94,7 @@ def test_what_was_begun_is_in_the_flight_recorder(meet: Rendezvous, fabric: Fabr
     (entry,) = recorded()
     assert entry["profiling_name"] == f"{fabric.backend}:all_reduce"
     assert entry["process_group"][1] == "the replica replica/7"
-    wait_until(lambda: all(map(has_ended, recorded())), 5.0)
+    poll_until(lambda: all(map(has_ended, recorded())), bool, 5.0)
 
 
 @pytest.mark.parametrize("most", [None, 1], ids=["on the device", "on the host"])
