@@ -261,6 +261,10 @@ class Worker:
         self.built, self.finished = 0, False
         gc.collect()
         leave_replica_group()
+        if self.job.scaling.device == "cuda":
+            # The next model has streams of its own, which the cache of this one's are no use to;
+            # and NCCL, which comes before it, has its memory from elsewhere.
+            torch.cuda.empty_cache()
 
     def close_beside(self) -> None:
         """Gives up what is built beside the steps."""
@@ -270,8 +274,8 @@ class Worker:
 
     def drop(self) -> None:
         """Lets go of everything."""
+        self.progress = self.position = None
         self.leave_replica()
-        self.engine = self.progress = self.position = None
 
     def build(self, answer: Build) -> None:
         """Makes this worker's part of a new replica, without state, or with the one it holds. All

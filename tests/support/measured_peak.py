@@ -107,16 +107,27 @@ def make_loop(
 
 def peak_of(profiler: profile) -> int:
     """The most bytes alive at once, by the allocator's events."""
+    alive, most = _Alive(), 0
+    for start, size in _changes(profiler):
+        alive.change(start, size)
+        most = max(most, alive.bytes)
+    return most
+
+
+def taken(profiler: profile, least: int) -> int:
+    """How often `least` bytes or more were given out, by the allocator's events."""
+    return sum(size >= least for _, size in _changes(profiler))
+
+
+def _changes(profiler: profile) -> list[tuple[int, int]]:
+    """Addresses and bytes that were given out, or, below zero, let go of; in order."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
     changes = [event for event in events if event["name"] == "[memory]"]
-    alive, most = _Alive(), 0
-    for event in sorted(changes, key=lambda event: float(event["ts"])):
-        alive.change(event["args"]["Addr"], event["args"]["Bytes"])
-        most = max(most, alive.bytes)
-    return most
+    changes.sort(key=lambda event: float(event["ts"]))
+    return [(event["args"]["Addr"], event["args"]["Bytes"]) for event in changes]
 
 
 class _Alive:

@@ -57,14 +57,17 @@ class _GroupMemory:
     its result.
 
     FSDP2 asks for the input and then for the output, which gets ours. Over one rank the input does,
-    too, and as they are the same tensor then, FSDP2's copy from one to the other does nothing; of
-    parameters of which some have no gradient both are smaller, and neither does.
+    too; and without ours, or where both are smaller because some parameters have no gradient, the
+    output gets the input's. As they are the same tensor then, FSDP2's copy from one to the other
+    does nothing.
     """
 
-    def __init__(self, levels: TwoLevels | None) -> None:
-        self._levels = levels
+    def __init__(self, levels: TwoLevels | None, *, alone: bool) -> None:
+        self._levels, self._alone = levels, alone
         self.offered: torch.Tensor | None = None
         self.count: int | None = None
+        self._input: torch.Tensor | None = None
+        """Over one rank: memory that was given for an input, until the output is asked for."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -73,11 +76,17 @@ class _GroupMemory:
         ours, (count,) = self.offered, size
         if ours is not None and ours.dtype == dtype and count == ours.numel():
             return ours
-        return torch.empty(size, dtype=dtype, device=device)
+        given, self._input = self._input, None
+        if given is not None and given.dtype == dtype and count == given.numel():
+            return given
+        memory = torch.empty(size, dtype=dtype, device=device)
+        if self._alone:
+            self._input = memory
+        return memory
 
     def offer(self, part: torch.Tensor | None) -> None:
         """Gives memory for the next reduce-scatter, or takes it back."""
-        self.offered = part
+        self.offered, self._input = part, None
         if part is not None:
             self.count = part.numel()
 
@@ -130,7 +139,8 @@ class BackwardWatch:
     ) -> None:
         modules = _watched(model)
         self._wide, self._undropped = wide, list[WideGradients]()
-        self._memories, self._ranks = [_GroupMemory(levels) for _ in modules], ranks
+        self._memories = [_GroupMemory(levels, alone=ranks == 1) for _ in modules]
+        self._ranks = ranks
         self._due = [0] * len(modules)
         self._done = [False] * len(modules)
         self._finished = 0
@@ -186,7 +196,7 @@ class BackwardWatch:
         in_place = reduced is memory.offered
         if reduced.is_cuda and not in_place:
             # FSDP2 adds it to the gradient on this stream after the hook, and lets go of it, but
-            # took its memory on another one.
+            # its memory was taken on another one.
             reduced.record_stream(torch.cuda.current_stream())
         memory.offer(None)
         if self._wide:

@@ -17,6 +17,7 @@ import logging
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,14 +100,22 @@ _most_graphs = 8
 those of all models before it, which the worker has let go of, are still counted."""
 
 
+_raised = threading.local()
+"""To how many graphs this thread has the limits."""
+
+
 def _raise_limits() -> None:
-    """torch keeps its settings by thread, and models are built on others than the one that
-    computes."""
+    """torch keeps its settings by thread: models are built on others than the one that computes,
+    and what is recomputed in backward is on yet another one on CUDA."""
+    if getattr(_raised, "to", 0) >= _most_graphs:
+        return
     import torch._dynamo  # seconds, which the driver need not spend
 
+    _raised.to = _most_graphs
     config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, _most_graphs)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, _most_graphs)
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        if getattr(config, limit) < _most_graphs:
+            setattr(config, limit, _most_graphs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +162,7 @@ class _Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._works is False or not self._wanted():
             return self._plain(*args, **kwargs)
-        if self._works is None:
-            _raise_limits()
+        _raise_limits()
         try:
             result = self._compiled(*args, **kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
@@ -186,7 +194,11 @@ def keep_compiled(environment: MutableMapping[str, str], threads: int) -> None:
     """
     import torch._inductor.config
 
-    torch._inductor.config.compile_threads = threads
+    settings: Any = torch._inductor.config
+    settings.compile_threads = threads
+    # Since torch 2.13 that is for this thread alone. Backward is compiled in its first run, on CUDA
+    # on one of autograd's threads, which have the default.
+    settings._config["compile_threads"].default = threads
     if CACHE not in environment:
         environment[CACHE] = str(private_directory(Path(tempfile.gettempdir())))
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -34,6 +35,14 @@ from trainer.replication.lanes import blocks_of
 EXCHANGE, GATHER = 0, -1
 """Channels. On Gloo each has a process group of its own, so collectives of different channels may
 be issued in any order. On NCCL they share one."""
+
+
+@cache
+def _stream_of(device: torch.device) -> Any:
+    """The stream of all cross groups of this process, one after the other. On CUDA the allocator
+    keeps what was freed for the stream that it was taken on: with a stream for each group, nobody
+    would get it any more."""
+    return torch.get_device_module(device).Stream()
 
 
 class Flight(NamedTuple):
@@ -86,7 +95,7 @@ class CrossGroup:
         self._ended = True
         self._timeout_s = rendezvous.timeout_s
         self._streams = torch.get_device_module(self._device)
-        self.stream = self._streams.Stream()
+        self.stream = _stream_of(self._device)
         if self.size > 1:
             self._join(rendezvous, prefix, device)
 

@@ -16,8 +16,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import ProfilerActivity, profile
 
 from tests.support.data_plane import make_engine
+from tests.support.measured_peak import taken
 from tests.support.tiny import tiny_train, write_text
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous
@@ -141,6 +143,55 @@ def test_a_lane_holds_what_autograd_gives(kind: str, narrow: bool, port: int) ->
             message = f"{name}: {{}}".format
             torch.testing.assert_close(gradients[name], value, msg=message)
         assert (flat[engine.layout.count :] == 9.0).all()
+
+
+def memory_of_its_own(
+    self: Any, size: tuple[int], *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """What FSDP2 takes by itself, for an input as for an output."""
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_where_a_gradient_lies_changes_no_bit(
+    kind: str, narrow: bool, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(0, meet(port), *task_of(kind, narrow))
+    draw = torch.Generator().manual_seed(1)
+    batches = [torch.randn(4, 5, generator=draw) for _ in range(3)]
+    flats = [torch.full((engine.layout.count,), rubbish) for rubbish in (9.0, 8.0)]
+    lane(engine, flats[0], batches)
+    monkeypatch.setattr(backward._GroupMemory, "allocate", memory_of_its_own)
+    assert not any(lane(engine, flats[1], batches))
+    assert torch.equal(*flats)
+
+
+class Large(nn.Module):
+    """A block with 4 MB of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(1024, 1024, bias=False)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x)
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
+def test_over_one_rank_a_later_gradient_is_not_copied(port: int, narrow: bool) -> None:
+    """From the input of a reduce-scatter to its output: there is memory for one."""
+    task = CustomTask(build_model=Large, loss_function=loss_of, dataset=[0])
+    train = replace(task_of("all", narrow)[1], task=task, precision="bfloat16")
+    engine = make_engine(0, meet(port), task, train)
+    engine.collect_in(torch.empty(engine.layout.count))
+    buffers = []
+    for _ in range(3):
+        loss, _ = engine.task.loss(engine.model, torch.ones(1, 1024))
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            engine.backward(loss)
+        buffers.append(taken(profiler, 4 * engine.layout.count))
+    assert buffers == [0, 1, 1]
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -270,6 +271,16 @@ def test_a_process_may_build_any_number_of_models(backend: Counting) -> None:
             assert backend.graphs == 3 * (built + 1)
 
 
+def test_a_thread_that_recomputes_may_have_as_many_graphs(backend: Counting) -> None:
+    """On CUDA backward is on one of autograd's."""
+    model = stack(nn.Sequential(nn.Linear(2, 2)), backend=backend, required=True)
+    model(torch.ones(1, 2))
+    with ThreadPoolExecutor(1) as autograd:
+        for samples in range(2, 13):
+            autograd.submit(model, torch.ones(samples, 2)).result()
+    assert backend.graphs == 12
+
+
 def test_shapes_without_end_stop_the_run(
     backend: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,3 +345,13 @@ def test_the_users_own_choice_of_a_directory_stays() -> None:
     assert environment == {CACHE: "/mine"}
     keep_compiled(environment := {}, 1)
     assert Path(environment[CACHE]).is_dir()
+
+
+def test_all_threads_compile_with_as_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the backward is compiled on one of autograd's."""
+    settings: Any = torch._inductor.config
+    monkeypatch.setattr(settings._config["compile_threads"], "default", 32)
+    keep_compiled({}, 3)
+    with ThreadPoolExecutor(1) as autograd:
+        seen = autograd.submit(lambda: settings.compile_threads).result()
+    assert settings.compile_threads == seen == 3

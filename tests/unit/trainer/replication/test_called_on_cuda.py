@@ -77,6 +77,11 @@ def test_a_collective_that_ended_with_a_call_counts_as_lost() -> None:
         cross.poll(flight)
 
 
+def test_a_later_group_has_the_stream_of_the_former() -> None:
+    """And with it what the allocator keeps for that stream."""
+    assert posing_group([]).stream is posing_group([]).stream
+
+
 def begin(cross: CrossGroup, work: Work) -> Flight:
     """Has the group begin a collective."""
     cross._groups = ["the group"]
