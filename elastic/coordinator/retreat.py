@@ -76,7 +76,8 @@ class Retreat:
         )
         membership.go_back(step, () if skip is None else (skip,))
         self._snapshots.went_back(step, membership.progress.since)
-        if not await self._records.durable():  # the next coordinator must know why they are gone
+        if not await self._records.durable() and skip is not None:
+            # The run has been ended, and the next start would not know what to pass over.
             await self._dispatcher.advance()
             return
         try:

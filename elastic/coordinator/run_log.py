@@ -138,8 +138,7 @@ class RunLog:
         """Waits until what was written so far outlives this machine, whose storage may be another
         one's, with a cache here. On a thread: nothing else waits. Those who wait at one time share
         one `fdatasync` of each file. What has no room there waits in memory, and nobody for it: see
-        `EventLog`. Returns whether it does: else the run has been ended, and what only a record can
-        explain must not be done."""
+        `EventLog`. Returns whether it does: else the run has been ended."""
         written = self._written
         while self._durable < written:
             if self._syncing is None:

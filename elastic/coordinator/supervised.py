@@ -57,6 +57,9 @@ class Supervised:
         )
         log.error("the run is ended: %s", reason)
         await self._dispatcher.stop(reason)
-        self._records.end("failed", reason)
+        try:
+            self._records.end("failed", reason)
+        except OSError:
+            log.exception("the end of the run is in no record")
         await asyncio.to_thread(end_all, self._prefix)
         end_own_actor()

@@ -58,8 +58,7 @@ class EventLog:
 
     There it outlives a crash of the process; after `sync` one of the machine, too. A full disk is
     no reason to stop: a checkpoint that does not fit fills it until it is taken back. Records wait
-    for room, up to `MOST_PENDING_BYTES`. A network file system may say only when it is synced that
-    there was none, and drops what it had taken: so that is kept until then, and written again.
+    for room, up to `MOST_PENDING_BYTES`.
 
     Args:
         path: the file; its directory is made when it is missing.
@@ -69,85 +68,37 @@ class EventLog:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("ab", buffering=0)
-        self._pending, self._unsynced = bytearray(), bytearray()
-        """What is not written yet, and what is and may still be dropped."""
-        self._dropped = False
-        """Whether that may have happened."""
+        self._pending = bytearray()
         self._closing = threading.Lock()
         """Held by `sync`: the number of a closed file may be another one's."""
-        self._changing = threading.Lock()
-        """Held while what waits is written or counted, and not while a disk is waited for."""
         _cut_torn_tail(self._path)
-        self._synced_bytes = os.fstat(self._file.fileno()).st_size
 
     def append(self, record: Event | StepRecord) -> None:
         """Write one record as one line. Raises OSError: that fails, and not for want of room."""
         line = json.dumps(record.to_json(), ensure_ascii=False, allow_nan=False)
-        with self._changing:
-            self._pending += line.encode() + b"\n"
-            if self._dropped:
-                return  # the next `sync` writes what comes before it first
-            try:
-                self._write()
-            except OSError as error:
-                if error.errno not in _FULL or len(self._pending) > MOST_PENDING_BYTES:
-                    raise
+        self._pending += line.encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if error.errno not in _FULL or len(self._pending) > MOST_PENDING_BYTES:
+                raise
 
     def _write(self) -> None:
         """A part of a line may go out, and the rest with the next call."""
         while self._pending:
-            count = self._file.write(self._pending)
-            self._unsynced += self._pending[:count]
-            del self._pending[:count]
-
-    def _write_again(self) -> None:
-        """In the place where it was: who follows the file may have read it there."""
-        end = self._synced_bytes + len(self._unsynced)
-        with self._path.open("rb+", buffering=0) as file:
-            if (size := os.fstat(file.fileno()).st_size) > end:
-                raise OSError(
-                    errno.EBUSY,
-                    f"it has {size} bytes and {end} were written: another coordinator writes here",
-                    str(self._path),
-                )
-            file.seek(self._synced_bytes)
-            written = 0
-            while written < len(self._unsynced):
-                written += file.write(self._unsynced[written:])
-        self._dropped = False
+            del self._pending[: self._file.write(self._pending)]
 
     def sync(self) -> None:
-        """Wait until what was appended is on the disk, or on the file system's server; what has no
-        room yet waits here, and is passed by. Any thread may call it, while another one appends.
+        """Wait until what was written is on the disk, or on the file system's server; what `write`
+        had no room for is passed by. Any thread may call it, while another one appends.
 
         Raises:
-            OSError: that fails, and not for want of room.
+            OSError: that fails. For want of room, too: a network file system says so here, of
+                what it has taken, and then forgets it.
         """
         with self._closing:
-            if self._file.closed:
-                return
-            try:
-                self._sync()
-            except OSError as error:
-                waiting = len(self._unsynced) + len(self._pending)
-                if error.errno not in _FULL or waiting > MOST_PENDING_BYTES:
-                    raise
-
-    def _sync(self) -> None:
-        with self._changing:
-            if self._dropped:
-                self._write_again()
-            self._write()
-            covered = len(self._unsynced)
-        try:
-            os.fdatasync(self._file.fileno())
-        except OSError:
-            with self._changing:
-                self._dropped = True
-            raise
-        with self._changing:
-            del self._unsynced[:covered]
-            self._synced_bytes += covered
+            if not self._file.closed:
+                os.fdatasync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file, synced; a second call does nothing. Raises OSError: there is no room
@@ -155,7 +106,8 @@ class EventLog:
         with self._closing:
             if not self._file.closed:
                 with self._file:
-                    self._sync()
+                    self._write()
+                    os.fdatasync(self._file.fileno())
 
     def __enter__(self) -> EventLog:
         return self

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -110,101 +108,6 @@ def test_the_end_of_a_file_is_found_in_blocks_of_any_size(
     EventLog(path).close()
     assert read_steps(path) == records
     assert path.read_text().endswith("}\n")
-
-
-class Quota:
-    """A network file system whose quota is used up: writes are taken, and dropped where they are to
-    be synced."""
-
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path, self.room, self.synced = path, True, 0
-        self._fdatasync = os.fdatasync
-        monkeypatch.setattr(os, "fdatasync", self.fdatasync)
-
-    def fdatasync(self, fd: int) -> None:
-        if not self.room:
-            os.ftruncate(fd, self.synced)
-            raise OSError(errno.EDQUOT, "the quota is used up")
-        self._fdatasync(fd)
-        self.synced = self.path.stat().st_size
-
-
-@pytest.fixture
-def quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quota:
-    return Quota(tmp_path / "steps.jsonl", monkeypatch)
-
-
-def test_what_is_dropped_when_it_is_synced_is_written_again_once_there_is_room(
-    quota: Quota,
-) -> None:
-    records = [record(step, float(step)) for step in range(5)]
-    log = EventLog(quota.path)
-    log.append(records[0])
-    log.sync()
-    quota.room = False
-    log.append(records[1])
-    log.append(records[2])
-    log.sync()
-    log.append(records[3])
-    log.sync()
-    assert read_steps(quota.path) == records[:1]
-    quota.room = True
-    log.sync()
-    assert read_steps(quota.path) == records[:4]
-    log.append(records[4])
-    log.close()
-    assert read_steps(quota.path) == records
-
-
-def test_what_was_not_dropped_stays_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who follows the file hears of each record once."""
-    path, room = tmp_path / "steps.jsonl", False
-
-    def fdatasync(fd: int) -> None:
-        if not room:
-            raise OSError(errno.ENOSPC, "no room")
-
-    monkeypatch.setattr(os, "fdatasync", fdatasync)
-    follower = Follower(path, step_from_json)
-    with EventLog(path) as log:
-        log.append(record(0, 0.0))
-        assert follower.take() == [record(0, 0.0)]
-        log.sync()
-        room = True
-        log.append(record(1, 1.0))
-        log.sync()
-        assert follower.take() == [record(1, 1.0)] and not follower.anew
-
-
-def test_records_without_room_are_no_more_than_so_many_and_a_file_is_not_closed_without_them(
-    quota: Quota, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = EventLog(quota.path)
-    quota.room = False
-    log.append(record(0, 0.0))
-    log.sync()
-    monkeypatch.setattr(event_log, "MOST_PENDING_BYTES", 100)
-    with pytest.raises(OSError, match="the quota is used up"):
-        log.sync()
-    with pytest.raises(OSError, match="the quota is used up"):
-        log.close()
-
-
-def test_what_another_coordinator_has_written_meanwhile_is_not_overwritten(quota: Quota) -> None:
-    log = EventLog(quota.path)
-    quota.room = False
-    log.append(record(0, 0.0))
-    log.sync()
-    quota.room = True
-    theirs = [record(step, float(step)) for step in range(2)]
-    with EventLog(quota.path) as other:
-        for each in theirs:
-            other.append(each)
-    with pytest.raises(OSError, match="another coordinator writes here"):
-        log.sync()
-    assert read_steps(quota.path) == theirs
 
 
 def test_without_a_record_there_is_no_last_one(tmp_path: Path) -> None:
