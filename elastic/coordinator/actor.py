@@ -174,7 +174,6 @@ class Coordinator(CoordinatorApi):
             config, self._membership, self._dispatcher, self._records, self._save_wish
         )
         self._uploaders = Uploaders(config.paths, config.checkpoint.segment_bytes)
-        self._records.followers.append(self._uploaders.hear)
         self._restores = Restores(
             config,
             self._membership,
@@ -417,7 +416,6 @@ class Coordinator(CoordinatorApi):
     async def resume(self, standing: Standing) -> None:
         self._supervised.begin()
         self._replacements.begin()
-        self._uploaders.hear_saving(standing.identity, standing.saving)
         if (failover := self._failing_over) is not None:
             await failover.hear(standing)
         elif self._failover is None and standing.generation > self._membership.progress.generation:
@@ -429,14 +427,8 @@ class Coordinator(CoordinatorApi):
                 f"is lost; run the same name again to go on from the newest checkpoint"
             )
 
-    async def join(self, report: Report) -> Answer:
-        self._uploaders.hear_saving(
-            report.identity, report.saving
-        )  # it may end before all is known
-        return await self._take_in(report)
-
     @_when_known
-    async def _take_in(self, report: Report) -> Answer:
+    async def join(self, report: Report) -> Answer:
         await self._workers.until_watched(report.identity.worker)
         await self._arrivals.joined(report.identity.worker)
         await self._preflight.until_checked(report)
@@ -547,9 +539,6 @@ class Coordinator(CoordinatorApi):
     @_when_known
     async def save_failed(self, step: int, generation: int, reason: str) -> None:
         await self._receipts.failed(step, generation, reason)
-
-    async def save_ended(self, worker: str) -> None:
-        self._uploaders.end_saving(worker)
 
     async def saved(self, step: int) -> bool:
         return self._receipts.saved(step)

@@ -110,10 +110,6 @@ class SaveCalls(Protocol):
         """A checkpoint could not be written by the workers of a roster. Unless it was the last one,
         the run goes on."""
 
-    async def save_ended(self, worker: str) -> None:
-        """The part of a worker that was being written when it joined, or said where it stands, is
-        written, or will not be."""
-
     async def saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is committed."""
 

@@ -108,8 +108,6 @@ class Report:
     """It has done everything up to the end of the run."""
     recent: tuple[StepRecord, ...] = ()
     """The latest steps it saw committed, should the lead worker have died before it sent them."""
-    saving: bool = False
-    """Its part of a checkpoint is being written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +156,6 @@ class Standing:
     """It is a newcomer and has not caught up."""
     serial: int = 0
     """The latest signal that it has heard, or that was settled before it could."""
-    saving: bool = False
-    """Its part of a checkpoint is being written."""
 
     def joining(self, report: Report) -> Standing:
         """Where the worker stands while it joins."""

@@ -96,7 +96,7 @@ class CoordinatorLink:
         recent = self.outbox.recent()
         if shows_recent(self._run, report.built):
             report = replace(report, recent=recent)
-        answer = until_answered(lambda: self._join(report))
+        answer = self._coordinator.call(CoordinatorApi.join, report)
         # First of all: the next coordinator may be asking where this worker stands.
         self._take_on(answer)
         self._settled = getattr(answer, "serial", self._settled)
@@ -104,11 +104,6 @@ class CoordinatorLink:
         kinds = {Build: "build", Run: "regroup", Leave: "regroup"}
         self._mark(step, kinds.get(type(answer), "shutdown"))
         return answer
-
-    def _join(self, report: Report) -> ObjectRef[Answer]:
-        """What is being saved may be written until somebody is there to hear it."""
-        report = replace(report, saving=self.saves.writing)
-        return self._coordinator.send(CoordinatorApi.join, report)
 
     def _take_on(self, answer: Answer) -> None:
         self._run = answer if isinstance(answer, Run) else None
@@ -352,11 +347,7 @@ class CoordinatorLink:
 
     def _resume(self) -> ObjectRef[None]:
         """Where this worker stands may change until somebody is there to hear it."""
-        standing = replace(
-            self._standing,
-            serial=max(self._settled, *self._called.values()),
-            saving=self.saves.writing,
-        )
+        standing = replace(self._standing, serial=max(self._settled, *self._called.values()))
         return self._coordinator.send(CoordinatorApi.resume, standing)
 
     def _tell_again(self) -> None:

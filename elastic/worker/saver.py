@@ -70,8 +70,6 @@ class Saver:
         self._clock = clock
         self._parts = KnownParts()
         self._run_name = {"name": job.paths.root.name, "id": job.identity.id}
-        self.writing = False
-        """Whether this worker's part of a checkpoint is being written."""
         self.hand_in_again: Callable[[], None] | None = None
         """Hands in the latest receipt for the store once more."""
 
@@ -131,7 +129,6 @@ class Saver:
             target=self._write, args=(upload, copy), name=f"save to {upload.place}", daemon=True
         )
         self._writing[upload.place] = thread, buffer
-        self.writing |= upload.place == "store"
         thread.start()
 
     def wait(self) -> bool:
@@ -197,12 +194,6 @@ class Saver:
         return place in self._writing and self._writing[place][0].is_alive()
 
     def _write(self, upload: Upload, copy: Copy) -> None:
-        self._try_to_write(upload, copy)
-        if upload.place == "store":
-            self.writing = False
-            self._coordinator.send(CoordinatorApi.save_ended, self._identity.worker)
-
-    def _try_to_write(self, upload: Upload, copy: Copy) -> None:
         try:
             copy.wait()
             self._outbox.flush()  # a checkpoint must not count before its steps are in the records

@@ -173,34 +173,6 @@ def test_one_whose_records_are_gone_ends_what_it_does_not_know(config: Coordinat
     assert f"found nothing of this start of the run in {config.paths.events}" in stop.error
 
 
-def test_what_is_being_saved_from_a_machine_is_waited_for_by_one_that_is_started_anew(
-    config: CoordinatorConfig,
-) -> None:
-    """The uploader there has gone with the one before, and Ray may start no other."""
-    write(config, config.started, BEGUN)
-    identity = Identity(worker="a", rank=0, node="A", pid=1)
-
-    async def hear() -> None:
-        coordinator = Coordinator(config)
-        coordinator._dispatcher.ready.set()
-        told = [
-            coordinator.resume(Standing(identity=identity, saving=True)),
-            coordinator.join(Report(identity=identity, saving=True)),
-        ]
-        for one in told:
-            telling = asyncio.ensure_future(one)
-            await asyncio.sleep(0)
-            leaving = asyncio.ensure_future(coordinator._uploaders.finish("A"))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert not leaving.done()
-            await coordinator.save_ended("a")
-            await leaving
-            telling.cancel()
-
-    asyncio.run(asyncio.wait_for(hear(), 20.0))
-
-
 def test_one_that_is_lost_after_the_end_leaves_it_the_last_word(
     config: CoordinatorConfig,
 ) -> None:
