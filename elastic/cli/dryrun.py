@@ -67,9 +67,17 @@ def run(options: argparse.Namespace) -> int:
     )
     trainer = find_trainer(options.file)
     from trainer.dryrun.judge import Judge
+    from trainer.dryrun.shape import prepare_shape
+    from trainer.tasks.causal_lm import CausalLM
 
     warnings.simplefilter("ignore")  # torch's, on how a model is made
-    judge = Judge(device=trainer.scaling.device, machine=machine, nodes=options.nodes)
+    of_text = isinstance(trainer.train.task, CausalLM)
+    judge = Judge(
+        device=trainer.scaling.device,
+        machine=machine,
+        nodes=options.nodes,
+        task=None if of_text else prepare_shape(trainer.train),
+    )
     layout = (trainer.train, trainer.scaling.max_replicas)
     found, change = judge.judge(*layout), None
     if found.fits is False and not found.lacks_gpus:

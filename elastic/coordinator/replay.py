@@ -169,15 +169,13 @@ def _going_back(happened: Sequence[events.Event]) -> int | None:
 
 
 def _cut_off(happened: Sequence[events.Event]) -> int | None:
-    """What was to make up for it and failed has the next one that is due in its place."""
+    """A checkpoint that was cut off, and is wanted until one is committed."""
     step: int | None = None
     for event in happened:
         if isinstance(event, events.RegroupDone) and event.save_cut_off:
             step = event.step
         elif isinstance(event, events.RegroupDone) and event.outcome in ("start", "restore"):
             step = None
-        elif isinstance(event, events.CheckpointSkipped) and step is not None:
-            step = None if event.step > step else step
     return step
 
 

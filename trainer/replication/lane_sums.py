@@ -18,12 +18,15 @@ lost replica need no more of the device than those of an undisturbed step.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from trainer.replication.lanes import Node, blocks_of, split
 from trainer.replication.step_commit import DIGEST_BITS, LaneStats
+
+log = logging.getLogger(__name__)
 
 _LOW_BITS = 2**DIGEST_BITS - 1
 
@@ -100,8 +103,15 @@ class LaneSums:
 
     def reserve_on_host(self) -> None:
         """Makes what one buffer takes there now. To pin gigabytes takes seconds, which the first
-        step after a loss would take."""
-        self._free_on_host.append(self._new_on_host())
+        step after a loss would take. Where the host has no room, that step tries again."""
+        try:
+            self._free_on_host.append(self._new_on_host())
+        except RuntimeError as error:
+            log.warning(
+                "the host has no %.1f GB to pin for a lane of a lost replica: %s",
+                self._length * torch.float32.itemsize / 1e9,
+                error,
+            )
 
     def is_new(self, step: int) -> bool:
         """Whether nothing of `step` is held."""

@@ -34,7 +34,6 @@ BEGUN = events.RegroupDone(
     renumbered={}, lost_steps=0, repeated_steps=0,
 )  # fmt: skip
 
-SKIPPED = events.CheckpointSkipped(time=5.0, step=6, reason="what was to make up for it failed")
 RESTORED = replace(BEGUN, time=5.0, generation=3, step=2, outcome="restore")
 
 
@@ -142,7 +141,7 @@ def test_one_passes_damaged_lines_over_and_waits_for_a_storage_that_refuses(
     assert (ended.outcome, ended.step) == ("stopped", 4)
 
 
-@pytest.mark.parametrize(("since", "wanted"), [([], True), ([SKIPPED], False), ([RESTORED], False)])
+@pytest.mark.parametrize(("since", "wanted"), [([], True), ([RESTORED], False)])
 def test_a_checkpoint_that_was_cut_off_is_still_wanted(
     config: CoordinatorConfig, since: list[events.Event], wanted: bool
 ) -> None:
