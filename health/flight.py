@@ -2,9 +2,8 @@
 have not ended. Pure.
 
 What is recorded was looked at on torch 2.13 (`docs/run-directory.md`): every group on Gloo, also
-those made by hand. What NCCL's groups record is written by the same code (torch 2.11), and was not
-looked at on a GPU yet. On Gloo an entry's `state` stays "scheduled", and `retired` says
-whether it has ended.
+those made by hand. There an entry's `state` stays "scheduled", and `retired` says whether it has
+ended. Of NCCL's groups nothing is read (`trainer/backend/flight_recorder.py`).
 """
 
 from __future__ import annotations

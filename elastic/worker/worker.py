@@ -65,6 +65,7 @@ from trainer.backend.node_network import NodeNetwork
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.rendezvous import Rendezvous
 from trainer.backend.warmth import warm_device
+from trainer.dryrun.machines import COMMUNICATOR_BYTES
 from trainer.engine.engine import Engine
 from trainer.errors import CompileError, GroupError, NonFiniteError
 from trainer.loop.compile_ahead import compile_ahead, rehearse
@@ -261,9 +262,8 @@ class Worker:
         self.built, self.finished = 0, False
         gc.collect()
         leave_replica_group()
-        if self.job.scaling.device == "cuda":
-            # The next model has streams of its own, which the cache of this one's are no use to;
-            # and NCCL, which comes before it, has its memory from elsewhere.
+        if self.job.scaling.device == "cuda" and torch.cuda.mem_get_info()[0] < COMMUNICATOR_BYTES:
+            # NCCL, which comes next, has its memory from elsewhere. It waits for the device.
             torch.cuda.empty_cache()
 
     def close_beside(self) -> None:
@@ -326,6 +326,7 @@ class Worker:
         if former is not None:
             engine.take_over(former)
         self.engine, self.built = engine, answer.formed
+        self.sums = None  # what the host has pinned for it serves the next one
         self.sums = self.make_sums(engine)
         self.link.injection.engine = engine
 

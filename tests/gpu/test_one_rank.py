@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from checkpointing import Attempt, Keys, Reader, commit, open_store, write_shared
-from health.flight import entries_of, has_ended
+from health.flight import entries_of
 from tests.support.data_plane import Run, make_engine, run_in_turn
 from tests.support.fabric import GLOO, NCCL, Fabric, on
 from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
 from tests.support.member import LANES, small_task, small_train
 from trainer.backend.aside import GLOO as GLOO_ASIDE
-from trainer.backend.flight_recorder import read_flight_recorder
 from trainer.backend.groups import (
     abort_groups,
     check_replica_group,
@@ -27,7 +29,6 @@ from trainer.backend.groups import (
     make_replica_group,
     torch_device,
 )
-from trainer.backend.polling import poll_until
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import ParallelConfig
 from trainer.engine.host_copy import HostBuffer
@@ -82,19 +83,27 @@ def test_a_group_is_made_anew_after_an_abort(meet: Rendezvous, fabric: Fabric) -
         assert not dist.is_initialized()
 
 
-@on(GLOO, NCCL)
-def test_what_was_begun_is_in_the_flight_recorder(meet: Rendezvous, fabric: Fabric) -> None:
-    make_replica_group(meet, "replica/7", rank=0, dims=ParallelDims(), device=fabric.device)
-    dist.all_reduce(torch.zeros(1237, device=torch_device(fabric.device)))
-
-    def recorded() -> list[Any]:
-        entries = entries_of(read_flight_recorder(fabric.device).decode())
-        return [one for one in entries if one["input_sizes"] == [[1237]]]
-
-    (entry,) = recorded()
-    assert entry["profiling_name"] == f"{fabric.backend}:all_reduce"
-    assert entry["process_group"][1] == "the replica replica/7"
-    poll_until(lambda: all(map(has_ended, recorded())), bool, 5.0)
+@pytest.mark.gpu
+def test_nccl_s_recording_is_read_while_the_device_is_busy(meet: Rendezvous) -> None:
+    """Then `read_flight_recorder` may read it."""
+    make_replica_group(meet, "replica/7", rank=0, dims=ParallelDims(), device="cuda")
+    numbers = torch.zeros(1237, device=torch_device("cuda"))
+    dist.all_reduce(numbers)
+    numbers.tolist()
+    torch.cuda._sleep(4_000_000_000)  # two seconds
+    dist.all_reduce(numbers)
+    waits = threading.Thread(target=numbers.tolist)
+    waits.start()
+    c10d: Any = _distributed_c10d
+    begun_s = time.monotonic()
+    recorded = c10d._dump_nccl_trace_json(True, False)
+    took_s = time.monotonic() - begun_s
+    assert not torch.cuda.current_stream().query(), "the device has not been busy for long enough"
+    waits.join()
+    assert took_s < 0.2
+    mine = [one for one in entries_of(recorded.decode()) if one["input_sizes"] == [[1237]]]
+    assert [one["profiling_name"] for one in mine] == ["nccl:all_reduce"] * 2
+    assert mine[0]["process_group"][1] == "the replica replica/7"
 
 
 @pytest.mark.parametrize("most", [None, 1], ids=["on the device", "on the host"])

@@ -152,7 +152,8 @@ class Newcomer:
         try:
             self._accept(self._receive_all())
         except Exception as error:
-            if lasting_device_error() is None:  # else the main thread meets it, too, and says so
+            # The main thread meets an error of the device, too, and says so.
+            if not isinstance(error, torch.AcceleratorError) or lasting_device_error() is None:
                 self._fail(str(error))
 
     def _fail(self, reason: str) -> bool:

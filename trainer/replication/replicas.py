@@ -93,6 +93,7 @@ class CrossGroup:
         """Memory of buckets, kept from step to step."""
         self._lost: str | None = None
         self._ended = True
+        self._device_failed = False
         self._timeout_s = rendezvous.timeout_s
         self._streams = torch.get_device_module(self._device)
         self.stream = _stream_of(self._device)
@@ -245,8 +246,8 @@ class CrossGroup:
 
     def close(self) -> None:
         """Leaves the group without waiting for anybody. On a device that has failed aborts fail,
-        too, which says nothing new."""
-        for group in self._groups:
+        too, or do not end; the process does."""
+        for group in () if self._device_failed else self._groups:
             try:
                 self._ended &= abandon(group, list(self._in_flight.values()))
             except RuntimeError:
@@ -263,6 +264,7 @@ class CrossGroup:
         """A failed group is told of and left. An error of this worker's device is raised as it is:
         it is nobody else's."""
         if isinstance(error, torch.AcceleratorError):
+            self._device_failed = True
             raise error
         self._lost = str(error)
         if not self._leave_now():

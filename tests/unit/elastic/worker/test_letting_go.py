@@ -36,12 +36,16 @@ def worker_on(device: str, progress: Progress | None) -> Any:
     return worker
 
 
-@pytest.mark.parametrize(("device", "ends"), [("cpu", ["group"]), ("cuda", ["group", "cache"])])
-def test_the_allocator_gives_back_what_a_model_had_on_cuda(
-    device: str, ends: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "free_bytes", "ends"),
+    [("cpu", 0, ["group"]), ("cuda", 0, ["group", "cache"]), ("cuda", 1 << 30, ["group"])],
+)
+def test_the_allocator_gives_back_what_a_model_had_where_nccl_needs_it(
+    device: str, free_bytes: int, ends: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the group's end: before, it would wait for what the group has on the device."""
     did = list[str]()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_bytes, 80 << 30))
     monkeypatch.setattr(module, "leave_replica_group", lambda: did.append("group"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: did.append("cache"))
     worker = worker_on(device, Progress(step=4))

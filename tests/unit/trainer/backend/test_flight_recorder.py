@@ -53,17 +53,10 @@ def ours() -> list[dict[str, Any]]:
     return [one for one in found if one["sizes"] in ([[3]], [[5]])]
 
 
-def test_on_gpus_the_recording_is_that_of_nccl_s_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch keeps two, and the one of all other groups is empty there."""
-    asked: list[tuple[bool, ...]] = []
-
-    def dump(*arguments: bool) -> bytes:
-        asked.append(arguments)
-        return b"{}"
-
-    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
-    assert read_flight_recorder("cuda") == b"{}" and asked == [(True, False)]
-    assert read_flight_recorder("cpu") != b"{}" and len(asked) == 1
+def test_on_gpus_c10d_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dump in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        monkeypatch.delattr(_distributed_c10d, dump, raising=False)
+    assert read_flight_recorder("cuda") == b"{}"
 
 
 def test_the_latest_entries_are_kept() -> None:
