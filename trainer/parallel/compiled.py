@@ -1,4 +1,4 @@
-"""What torch.compile makes into kernels of its own, forward and backward: blocks, and a loss.
+"""What torch.compile makes into kernels of its own: blocks, a loss, an update.
 
 A block's `forward` is compiled, whole, and in training only. Hooks on it (FSDP2's, and tensor
 parallelism's at the first block) stay outside, recomputation is inside. Names of modules stay what
