@@ -243,7 +243,8 @@ def measure_workload(
     rows = {name: summarise(found, work, flops) for name, found in runs.items()}
     for name, row in rows.items():
         system, changes = changed[name]
-        if options.estimates and system == "ours" and "skipped" not in row:
+        wanted = options.estimates and system == "ours" and "skipped" not in row
+        if wanted and time.monotonic() < until_s:
             row["estimate_bytes"] = in_process(estimate, replace(work, **changes)).get("peak_bytes")
     show_table(f"{work.size} at {work.seq_len}", rows)
     return {"workload": differences(work), "flops_per_token": flops, "systems": rows}

@@ -52,7 +52,7 @@ def check_types(config: object, where: str) -> None:
 
 
 class CompileError(TrainerError):
-    """A block of the model, or the loss, cannot be compiled. It is the same on all workers.
+    """A block, the loss, or the update cannot be compiled. It is the same on all workers.
 
     Args:
         what: such as `block model.layers.0`.

@@ -40,9 +40,8 @@ class Outbox:
         self, coordinator: Remote[CoordinatorApi], save_wanted: Callable[[bool], None]
     ) -> None:
         self._coordinator, self._save_wanted = coordinator, save_wanted
-        self._steps: deque[StepRecord] = (
-            deque()
-        )  # without bound: the coordinator may be away for long
+        # Without bound: the coordinator may be away for long.
+        self._steps: deque[StepRecord] = deque()
         self._events: deque[Event] = deque()
         self._lead, self._recorded = False, 0
         self._sending = threading.Lock()

@@ -63,9 +63,12 @@ def compile_blocks(
         backend = _Budgeted(backend=backend, budget=budget)
     for name in blocks:
         block: Any = model.get_submodule(name)
-        wanted = partial(_trains, block)
-        block.forward = _Compiled(
-            f"block {name}", block.forward, wanted, required=required, backend=backend
+        block.forward = compile_function(
+            f"block {name}",
+            block.forward,
+            required=required,
+            wanted=partial(_trains, block),
+            backend=backend,
         )
 
 
@@ -150,7 +153,7 @@ class _Compiled:
         wanted: Callable[[], bool],
         *,
         required: bool,
-        dynamic: bool = False,
+        dynamic: bool,
         backend: str | Callable[..., Any],
     ) -> None:
         self._name, self._wanted, self._required = name, wanted, required
