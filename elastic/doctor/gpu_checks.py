@@ -76,7 +76,7 @@ def check_gpu_health(machine: Machine) -> Finding:
     nvml = open_nvml() if machine.root == Path("/") else None
     if nvml is None:
         return Finding(check="GPU errors", result="NVML tells nothing")
-    return judge_gpu_health(Gpus(nvml).read(at_s=0.0), count_given(machine.root))
+    return judge_gpu_health(Gpus(nvml).read(at_s=0.0), len(given_gpus(machine.root)))
 
 
 def _at_driver_start(root: Path) -> int:
@@ -84,13 +84,16 @@ def _at_driver_start(root: Path) -> int:
     return sum(1 for _ in (root / "proc/driver/nvidia/gpus").glob("*"))
 
 
-def count_given(root: Path) -> int:
-    """GPUs that the driver has found when it was loaded, of those that are given to this process. A
-    container or a job that was given some of its machine's may see all in the driver's list."""
-    lists = (root / "proc/driver/nvidia/gpus").glob("*/information")
-    minors = (_MINOR.search(file.read_text(errors="replace")) for file in lists)
-    devices = [root / f"dev/nvidia{found[1]}" for found in minors if found is not None]
-    return sum(map(_is_given, devices))
+def given_gpus(root: Path) -> list[Path]:
+    """The driver's files on the GPUs that it has found when it was loaded, of those that are given
+    to this process. A container or a job that was given some of its machine's may see all in the
+    driver's list."""
+    return [
+        file
+        for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+        if (minor := _MINOR.search(file.read_text(errors="replace"))) is not None
+        and _is_given(root / f"dev/nvidia{minor[1]}")
+    ]
 
 
 def _is_given(device: Path) -> bool:

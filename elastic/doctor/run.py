@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from elastic.doctor import (
+    affinity_check,
     efa_checks,
     gpu_checks,
     load_checks,
@@ -28,6 +29,7 @@ CHECKS: Mapping[str, Check] = {
     "GPUs": gpu_checks.check_gpus,
     "GPU errors": gpu_checks.check_gpu_health,
     "EFA devices": efa_checks.check_devices,
+    "affinity": affinity_check.check_affinity,
     "EFA provider": efa_checks.check_provider,
     "NCCL plugin": efa_checks.check_plugin,
     **efa_checks.VERSION_CHECKS,

@@ -34,11 +34,17 @@ def make_machine(
     write(root / "sys/module/efa/version", "2.17.3g\n")
     (root / "dev/shm").mkdir(parents=True)
     for number in range(gpus):
-        write(root / f"proc/driver/nvidia/gpus/0000:{0x53 + number:02x}:00.0/information", "")
+        address, half = f"0000:{0x53 + number:02x}:00.0", 2 * number // gpus
+        minor = f"Device Minor: \t {number}\n"
+        write(root / f"proc/driver/nvidia/gpus/{address}/information", minor)
+        write(root / f"sys/bus/pci/devices/{address}/numa_node", f"{half}\n")
+        write(root / f"sys/devices/system/node/node{half}/cpulist", "0-191\n")
+        write(root / f"dev/nvidia{number}", "")
     for number in range(devices):
         device = root / f"sys/class/infiniband/rdmap{79 + number}s0/device"
         write(device / "vendor", "0x1d0f\n")
         write(device / "device", "0xefa2\n")
+        write(device / "numa_node", f"{2 * number // devices}\n")
         write(root / f"dev/infiniband/uverbs{number}", "")
     # A card of another maker is none of EFA's.
     write(root / "sys/class/infiniband/mlx5_0/device/vendor", "0x15b3\n")

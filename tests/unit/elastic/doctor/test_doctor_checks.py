@@ -14,9 +14,10 @@ import pytest
 
 from elastic.cli.doctor import show
 from elastic.cli.main import main
+from elastic.doctor.affinity_check import judge_affinity
 from elastic.doctor.clock import Clock, read_clock
 from elastic.doctor.finding import EXIT_STATUS, SEVERITIES, Finding, worst_severity
-from elastic.doctor.gpu_checks import count_given, judge_gpu_health
+from elastic.doctor.gpu_checks import given_gpus, judge_gpu_health
 from elastic.doctor.machine import Machine, machine_with, this_machine
 from elastic.doctor.run import CHECKS, run_checks
 from elastic.doctor.system_checks import (
@@ -141,6 +142,33 @@ def test_what_is_broken_is_named(
     found = findings(look_at(root))[check]
     assert (found.severity, found.result) == (severity, result)
     assert found.meaning and found.fix
+
+
+def test_where_the_gpus_lie(root: Path) -> None:
+    halves = [f"NUMA node {node}: 4 GPUs, 16 EFA devices" for node in (0, 1)]
+    assert findings(look_at(root))["affinity"].result == ", ".join(halves)
+    for device in list((root / "sys/class/infiniband").glob("rdmap*")):
+        write(device / "device/numa_node", "0\n")
+    found = findings(look_at(root))["affinity"]
+    assert found.severity == "MONITOR" and "network card" in found.fix
+    assert found.result.endswith("; no EFA device beside the GPUs of NUMA node 1")
+    # A container that was given half of the GPUs asks for no more.
+    remove("dev/nvidia[4-7]")(root)
+    found = findings(look_at(root))["affinity"]
+    assert (found.severity, found.result) == ("OK", "NUMA node 0: 4 GPUs, 32 EFA devices")
+    remove("sys/bus/pci/devices/*")(root)
+    assert findings(look_at(root))["affinity"].result == "the machine tells no NUMA nodes"
+
+
+def test_the_processors_beside_the_gpus() -> None:
+    gpus, cpus = {0: 4, 1: 4}, {0: {0, 1}, 1: {2, 3}}
+    assert judge_affinity(gpus, {}, cpus, {1, 2}).severity == "OK"
+    found = judge_affinity(gpus, {0: 2}, cpus, {0, 1})
+    assert found.severity == "MONITOR" and found.fix.count("; ") == 1
+    assert found.result.endswith("; no CPU beside the GPUs of NUMA node 1 may be used")
+    # What the machine does not tell is not held against it.
+    assert judge_affinity(gpus, {-1: 2}, {0: set(), 1: set()}, {0}).severity == "OK"
+    assert judge_affinity({}, {}, {}, {0}).result == "no GPU"
 
 
 @pytest.mark.parametrize(
@@ -385,8 +413,8 @@ def test_gpus_that_a_container_was_not_given_have_not_gone(tmp_path: Path) -> No
     driver_with_eight(tmp_path)
     for name in ("nvidia2", "nvidia5", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
-    assert count_given(tmp_path) == 2
-    assert count_given(tmp_path / "nothing") == 0
+    assert len(given_gpus(tmp_path)) == 2
+    assert given_gpus(tmp_path / "nothing") == []
 
 
 _WRITE_ONLY = Path("/sys/bus/cpu/drivers_probe")
@@ -399,9 +427,9 @@ def test_gpus_that_a_cgroup_lets_nobody_open_have_not_gone(tmp_path: Path) -> No
     driver_with_eight(tmp_path)
     for minor in range(8):
         (tmp_path / f"dev/nvidia{minor}").symlink_to(_WRITE_ONLY)
-    assert count_given(tmp_path) == 0
+    assert given_gpus(tmp_path) == []
     for minor in (2, 5):
         (tmp_path / f"dev/nvidia{minor}").unlink()
     (tmp_path / "dev/nvidia2").touch()
     (tmp_path / "dev/nvidia5").symlink_to("nvidia5")  # opening it fails for another reason
-    assert count_given(tmp_path) == 2
+    assert len(given_gpus(tmp_path)) == 2
