@@ -536,6 +536,8 @@ class Profiled(Event):
     """Why it lacks steps that were asked for, or is not there."""
     operators: list[dict[str, Any]]
     """The dearest ones: `name`, `calls`, `cpu_ms` and `gpu_ms` of their own."""
+    attention: list[str] = field(default_factory=list)
+    """The kernels that attention has taken, as `cudnn` or `flash`; none in older records."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -259,7 +259,9 @@ def _profile_lines(profile: Mapping[str, Any]) -> list[str]:
         (o["name"][:60], str(o["calls"]), f"{o['cpu_ms']:.2f}", f"{o['gpu_ms']:.2f}")
         for o in profile["operators"]
     ]
-    return [head, *_table(_OPERATOR_COLUMNS, rows)]
+    attention = ", ".join(profile["attention"])
+    taken = [f"attention takes {attention}"] if attention else []
+    return [head, *_table(_OPERATOR_COLUMNS, rows), *taken]
 
 
 def format_remedy(event: VerdictReached) -> str:

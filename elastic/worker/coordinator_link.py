@@ -225,6 +225,7 @@ class CoordinatorLink:
                 file=profile.file,
                 problem=profile.problem,
                 operators=[asdict(operator) for operator in profile.operators],
+                attention=list(profile.attention),
             )
         )
 

@@ -6,7 +6,8 @@ While the trace is written, between two steps, the other workers wait: the loop 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from trainer.config import Steps
 
 MOST_OPERATORS = 12
+
+_ATTENTION = re.compile(r"aten::_scaled_dot_product_(?:attention_)?(cudnn|flash|efficient|math)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,9 @@ class Profile:
     """Why it lacks steps, or is not there."""
     operators: tuple[Operator, ...]
     """The dearest ones, first those with most time on the GPU, or on the host without one."""
+    attention: tuple[str, ...]
+    """The kernels that `scaled_dot_product_attention` has chosen: `cudnn`, `flash`, `efficient`,
+    `math`."""
 
 
 class StepProfiler:
@@ -97,13 +103,15 @@ class StepProfiler:
             running.export_chrome_trace(str(file))
         except OSError as error:
             problem = f"the trace cannot be written: {error}"
+        averages = running.key_averages()
         self._tell(
             Profile(
                 first=first,
                 last=last,
                 file=str(file),
                 problem=problem,
-                operators=_dearest(running.key_averages(), self._on_cuda),
+                operators=_dearest(averages, self._on_cuda),
+                attention=attention_kernels(entry.key for entry in averages),
             )
         )
 
@@ -111,6 +119,11 @@ class StepProfiler:
         cuda = [ProfilerActivity.CUDA] if self._on_cuda else []
         self._running, self._first = profile(activities=[ProfilerActivity.CPU, *cuda]), step
         self._running.__enter__()
+
+
+def attention_kernels(operators: Iterable[str]) -> tuple[str, ...]:
+    """Those that `scaled_dot_product_attention` has chosen, by the names of operators."""
+    return tuple(sorted({found[1] for name in operators if (found := _ATTENTION.match(name))}))
 
 
 def _dearest(averages: Any, on_cuda: bool) -> tuple[Operator, ...]:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from trainer.config import Steps, TrainConfig
 from trainer.errors import ConfigError
-from trainer.loop.profiling import MOST_OPERATORS, Profile, StepProfiler
+from trainer.loop.profiling import MOST_OPERATORS, Profile, StepProfiler, attention_kernels
 
 
 def profiler(folder: Path, told: list[Profile], worker: str = "w0") -> StepProfiler:
@@ -48,6 +50,23 @@ def test_it_holds_the_steps_that_were_asked_for(tmp_path: Path, end: int) -> Non
     assert {o.name: o.calls for o in profile.operators}["aten::mm"] == 4
     times = [operator.cpu_ms for operator in profile.operators]
     assert times == sorted(times, reverse=True) and len(times) <= MOST_OPERATORS
+
+
+def test_it_tells_the_kernels_that_attention_has_taken(tmp_path: Path) -> None:
+    told: list[Profile] = []
+    running = profiler(tmp_path, told)
+    heads = torch.randn(1, 2, 8, 16, requires_grad=True)
+    for step in range(10, 14):
+        running.begin(step)
+        choice = [SDPBackend.MATH] if step == 13 else [SDPBackend.FLASH_ATTENTION]
+        with sdpa_kernel(choice):
+            scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum().backward()
+    running.end(14)
+    assert told[0].attention == ("flash", "math")
+    gpu = ("cudnn_attention", "efficient_attention_backward", "flash_attention", "attention_math")
+    names = [f"aten::_scaled_dot_product_{name}" for name in gpu]
+    assert attention_kernels(names) == ("cudnn", "efficient", "flash", "math")
+    assert attention_kernels(["aten::scaled_dot_product_attention", "aten::mm"]) == ()
 
 
 def test_where_a_roster_ends_in_it_the_next_lead_has_the_rest(tmp_path: Path) -> None:
