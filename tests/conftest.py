@@ -40,7 +40,7 @@ def _no_thread_left_in_native_code() -> Iterator[None]:
         return
     sys.modules["trainer.backend.rendezvous"].close_connections()
     for thread in threading.enumerate():
-        if thread.name in ("store-connection", "make-groups", "heal-source", "heal-target"):
+        if thread.name in ("store-connection", "make-groups", "heal-copy", "heal-target"):
             thread.join(timeout=2)
             assert not thread.is_alive(), f"{thread.name} is still in a process group"
 

@@ -12,11 +12,15 @@ from collections.abc import Callable
 import torch
 
 from trainer.backend.host_memory import HostMemory, host_memory
+from trainer.recovery.staging import Stage, copy_to_host
 from trainer.replication.step_commit import Commit
 
 FREE_BYTES = 256 << 20
 """May be kept whatever the host has left: nothing beside a worker's own few GB. So a small model is
 never measured, and a busy machine does not fail its heals."""
+
+_COPYING_THREADS = 4
+"""That copy a gradient: the peers wait for the newcomer in their next reduce until it is kept."""
 
 _RESERVE_SHARE = 0.25
 """Of the host's memory, left to others. It is this much because the other newcomers on the host
@@ -37,6 +41,7 @@ class Backlog:
     ) -> None:
         self._free_bytes, self._measure = free_bytes, measure
         self._kept: deque[tuple[Commit, torch.Tensor]] = deque()
+        self._stages: list[Stage] = []
         self.bytes = 0
         """Of all gradients in it."""
 
@@ -45,7 +50,9 @@ class Backlog:
 
     def keep(self, commit: Commit, gradient: torch.Tensor) -> None:
         """Adds a step, with a copy of its gradient."""
-        self._kept.append((commit, gradient.to("cpu", copy=True)))
+        if not self._stages:
+            self._stages = [Stage(gradient.device) for _ in range(_COPYING_THREADS)]
+        self._kept.append((commit, copy_to_host(gradient, self._stages)))
         self.bytes += gradient.nbytes
 
     def take_oldest(self) -> tuple[Commit, torch.Tensor]:

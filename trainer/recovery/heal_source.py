@@ -1,18 +1,16 @@
 """The source of a heal: a healthy worker, which sends a copy of its state while it trains on.
 
-    heal-copy      copies the state to the host, block by block, begun at a step boundary; whatever
-                   changes the state waits for it alone
+    heal-copy      one for each stream: copies its blocks of the state to the host, begun at a step
+                   boundary; whatever changes the state waits for these alone
     heal-listen    one for each address: takes connections
     heal-send      one for each connection: sends its stream's blocks as soon as they are copied
 
 The host holds the state once, however many newcomers there are, and lets go of each block that all
-of them have been sent. On CUDA one block is pinned, no more: torch's pinned memory comes in powers
-of two and is kept for ever.
+of them have been sent. On CUDA one block for each stream is pinned, no more (`staging.py`).
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import mmap
 import socket
@@ -35,7 +33,8 @@ from trainer.recovery.heal_wire import (
     send_block,
     welcome,
 )
-from trainer.recovery.state_blocks import Block, beside_the_current, cut, flat_state
+from trainer.recovery.staging import Stage
+from trainer.recovery.state_blocks import Block, cut, flat_state
 
 log = logging.getLogger(__name__)
 
@@ -57,31 +56,32 @@ class Source:
         self._facts = Facts(
             sum(part.numel() for part in state), engine.state.optimizer_steps, skipped_in_a_row
         )
-        self._meeting, self._device = meeting, engine.device
-        self._sockets, self._copied = Sockets(), threading.Event()
+        self._meeting, self._sockets = meeting, Sockets()
         self._pace = Pace(meeting.bytes_per_s, self._sockets)
-        self._stream = beside_the_current(self._device)
         self._unserved: dict[Stream, _Blocks] = {
             Stream(newcomer, number): SimpleQueue()
             for newcomer in range(meeting.newcomers)
             for number in range(meeting.streams)
         }
         # The threads get tensors and not the engine, which they would keep alive.
-        blocks = deque(cut(state))
-        queues = dict(self._unserved)
-        self._start("heal-copy", partial(self._copy, blocks, queues))
+        blocks = cut(state)
+        self._copying = [
+            self._start_copy(number, deque(blocks[number :: meeting.streams]), engine.device)
+            for number in range(meeting.streams)
+        ]
         self._start("heal-listen", self._open)
 
     def await_copy(self) -> None:
         """Called before the state changes."""
-        self._copied.wait()
+        for copying in self._copying:
+            copying.join()
 
     def close(self) -> None:
         """Ends the sending. The threads end by themselves."""
         self._sockets.stop()
         self._unserved.clear()
 
-    def _start(self, name: str, work: Callable[[], None]) -> None:
+    def _start(self, name: str, work: Callable[[], None]) -> threading.Thread:
         def run() -> None:
             try:
                 work()
@@ -89,41 +89,33 @@ class Source:
                 if not self._sockets.stopped():
                     log.warning("a heal was not completed: %s", error)
 
-        threading.Thread(target=run, name=name, daemon=True).start()
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return thread
 
     # -- the copy ----------------------------------------------------------------------------------
 
-    def _copy(self, blocks: deque[Block], queues: dict[Stream, _Blocks]) -> None:
+    def _start_copy(
+        self, number: int, blocks: deque[Block], device: torch.device
+    ) -> threading.Thread:
+        stage = Stage(device)
+        stage.follow()
+        queues = [queue for stream, queue in self._unserved.items() if stream.number == number]
+        return self._start("heal-copy", partial(self._copy, stage, blocks, queues))
+
+    def _copy(self, stage: Stage, blocks: deque[Block], queues: list[_Blocks]) -> None:
+        """The blocks of one stream, in the order in which every newcomer's takes them."""
         try:
-            pinned = None
-            if self._stream is not None and blocks:
-                pinned = torch.empty(blocks[0].size_bytes, dtype=torch.uint8, pin_memory=True)
-            for number in itertools.cycle(range(self._meeting.streams)):
-                if not blocks or self._sockets.stopped():
-                    break
+            while blocks and not self._sockets.stopped():
                 block = blocks.popleft()
-                copied = self._copy_block(block, pinned)
-                for stream, queue in queues.items():
-                    if stream.number == number:
-                        queue.put((block.position, copied))
+                copied = _host_bytes(block.size_bytes)
+                stage.copy(block, copied)
+                for queue in queues:
+                    queue.put((block.position, copied))
         finally:
             blocks.clear()
-            self._copied.set()
-            for queue in queues.values():
+            for queue in queues:
                 queue.put(None)
-
-    def _copy_block(self, block: Block, pinned: torch.Tensor | None) -> torch.Tensor:
-        """On CUDA beside what the device computes, on a stream of its own."""
-        copied = _host_bytes(block.size_bytes)
-        into = copied if pinned is None else pinned[: block.size_bytes]
-        sizes = [view.numel() for view in block.views]
-        with torch.cuda.stream(self._stream):  # nothing on a CPU
-            for place, view in zip(into.split(sizes), block.views, strict=True):
-                place.copy_(view, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
-            copied.copy_(into)
-        return copied
 
     # -- the newcomers -----------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from trainer.parallel.mesh import ReplicaMesh
 from trainer.recovery import state_blocks
 from trainer.recovery.heal import Newcomer
 from trainer.recovery.heal_source import Source
+from trainer.recovery.staging import Stage
 from trainer.recovery.heal_wire import (
     Facts,
     Meeting,
@@ -336,13 +337,13 @@ def test_whatever_changes_a_source_waits_for_its_copy(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meet, giver, _ = pair
-    opened, copy = threading.Event(), Source._copy_block
+    opened, copy = threading.Event(), Stage.copy
 
-    def gated(self: Source, block: Block, pinned: torch.Tensor | None) -> torch.Tensor:
+    def gated(self: Stage, block: Block, into: torch.Tensor) -> None:
         assert opened.wait(DEADLINE_S)
-        return copy(self, block, pinned)
+        copy(self, block, into)
 
-    monkeypatch.setattr(Source, "_copy_block", gated)
+    monkeypatch.setattr(Stage, "copy", gated)
     source = Source(giver, 0, meeting_at(meet))
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(source.await_copy)
