@@ -21,7 +21,12 @@ from elastic.coordinator.actor import MOST_CALLS, Coordinator
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.driver.observer import Observer
 from elastic.driver.preparing import prepare_task
-from elastic.driver.resources import check_device, check_tensor_groups, wait_for_workers
+from elastic.driver.resources import (
+    check_device,
+    check_tensor_groups,
+    find_unused,
+    wait_for_workers,
+)
 from elastic.driver.resume import (
     Origin,
     check_continues,
@@ -48,6 +53,7 @@ from elastic.protocol.rpc import Remote
 from elastic.protocol.run_identity import RunIdentity, StateTable, identify, record_identity
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import SupervisorApi
+from elastic.ray_compat.autoscaler import most_on_a_node
 from elastic.ray_compat.cluster import (
     accelerator_types,
     connect,
@@ -213,6 +219,8 @@ class Launch:
         tell("joining the Ray cluster")
         connect()
         _end_leftovers(paths)  # they may hold what the workers need
+        for unused in find_unused(self.scaling, self.train, most_on_a_node("GPU")):
+            log.warning("%s", unused)
         check_tensor_groups(self.scaling, self.train.parallel)
         self._say_layout()
         tell("waiting for the resources of the smallest layout")
