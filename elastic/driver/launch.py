@@ -377,6 +377,7 @@ class Launch:
                 },
                 precision=self.train.precision,
                 flops_per_token=ready.flops_per_token,
+                store="" if paths.store is None else str(paths.store),
             ),
         )
 

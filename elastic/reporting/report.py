@@ -145,6 +145,8 @@ class Report:
     """Verdicts that the run came to as it ran, and what it did about each, in order."""
     layout: dict[str, int]
     """Sizes of the layout at the last start."""
+    store: str
+    """URL of the store that its checkpoints went to; empty: to the run directory."""
     versions: dict[str, str]
     """Versions of what the run stood on at the last start."""
     settings: dict[str, str]
@@ -210,6 +212,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         replacements=tuple({e.node: e for e in _of(events, NodeReplacement)}.values()),
         remedies=tuple(_of(events, VerdictReached)),
         layout=started[-1].layout if started else {},
+        store=started[-1].store if started else "",
         versions=started[-1].versions if started else {},
         settings=(started[-1].settings or {}) if started else {},
     )
@@ -456,6 +459,7 @@ def _facts(report: Report) -> dict[str, str]:
         "events": f"regroups {report.regroups}, faults fired {report.faults_fired}, "
         f"checkpoints {report.checkpoints}"
         + (f" and {report.skipped_checkpoints} NOT WRITTEN" if report.skipped_checkpoints else ""),
+        **({"saved in": report.store} if report.store else {}),
         "replicas": _EQUALITY[report.replicas_equal],
         "ledger": "-" if report.ledger_steps is None else f"{report.ledger_steps} steps exact",
         "layout": f"{layout}: {after_a_loss(report.layout.get('replicas', 1))}" if layout else "-",

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from elastic import CustomTask, ElasticTrainer, ScalingConfig, TrainConfig
+from elastic import CheckpointConfig, CustomTask, ElasticTrainer, ScalingConfig, TrainConfig
 from elastic.driver.launch import Launch
 from tests.support.run_plan import told_to_the_coordinator
 
@@ -23,6 +23,15 @@ def test_the_records_tell_what_was_asked_for_not_what_had_room(tmp_path: Path) -
     config = told_to_the_coordinator(trainer, tmp_path)
     assert (config.started.layout["replicas"], config.started.layout["spares"]) == (3, 2)
     assert config.groups.start_workers == 1
+
+
+def test_the_records_tell_where_checkpoints_go_that_are_not_in_the_run_directory(
+    tmp_path: Path,
+) -> None:
+    train = TrainConfig(task=TASK, steps=1, global_batch=1)
+    assert told_to_the_coordinator(ElasticTrainer(train), tmp_path).started.store == ""
+    away = ElasticTrainer(train, checkpoint=CheckpointConfig(store="s3://bucket/runs"))
+    assert told_to_the_coordinator(away, tmp_path).started.store == "s3://bucket/runs/run"
 
 
 @pytest.mark.parametrize(("replicas", "told"), [(2, False), (3, True)])

@@ -126,6 +126,12 @@ def test_a_run_is_summed_up() -> None:
     assert "determinism strict, compile off" in report_text(report)
 
 
+def test_checkpoints_that_are_not_in_the_run_directory_are_named() -> None:
+    assert "saved in" not in report_text(build_report(EVENTS, STEPS))
+    away = [replace(e, store="s3://b/run") if isinstance(e, RunStarted) else e for e in EVENTS]
+    assert "  saved in   s3://b/run\n" in report_text(build_report(away, STEPS))
+
+
 def test_checkpoints_that_were_not_written_are_counted_once_each() -> None:
     skipped = [CheckpointSkipped(time=105.0, step=step, reason="refused") for step in (2, 4, 4, 6)]
     saved = CheckpointCommitted(time=106.0, step=4, generation=1, bytes=1, seconds=0.1)
