@@ -4,6 +4,7 @@
     checkpoints  `elastic checkpoints …`: what each subcommand takes
     actions      what each subcommand does
     live         `elastic attach` and `elastic stop`
+    clear        `elastic clear`
     logs         `elastic logs`
     watch        `elastic watch`
     nodes        `elastic nodes …`

@@ -2,7 +2,7 @@
 
 0  done       1  `verify` or `doctor` found something wrong; `attach`, `stop`: the run failed;
                  `dryrun`: it does not fit; `watch`: the run failed, or something is wrong with it;
-                 `logs`: a node that lives did not answer
+                 `logs`, `clear`: a node that lives did not answer
 93 `attach`, `stop`, `watch`: the run failed, and starting it again is useless
 2  bad input, or what was asked cannot be done: one line on standard error says why
 3, 4, 5          `doctor` found something worse (`elastic/doctor/finding.py`)
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from checkpointing import CheckpointError
-from elastic.cli import checkpoints, doctor, dryrun, live, logs, nodes, watch
+from elastic.cli import checkpoints, clear, doctor, dryrun, live, logs, nodes, watch
 from elastic.errors import ElasticError
 from elastic.reporting.event_log import RecordError
 from trainer.errors import TrainerError
@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
     checkpoints.add_to(commands)
     live.add_to(commands)
+    clear.add_to(commands)
     logs.add_to(commands)
     watch.add_to(commands)
     nodes.add_to(commands)

@@ -11,6 +11,7 @@ import ray
 from ray.train import RunConfig
 from ray.util.placement_group import placement_group
 
+from checkpointing import open_memory
 from elastic import CustomTask, ElasticTrainer
 from elastic.cli.main import main
 from elastic.driver.observer import Observer
@@ -19,7 +20,7 @@ from elastic.errors import RunFailedError, RunStoppedError
 from elastic.protocol.causes import USER_ERROR
 from elastic.protocol.events import CoordinatorStarted, Event, RunEnded, RunOutcome
 from elastic.protocol.rpc import Remote
-from elastic.protocol.run_paths import RunPaths
+from elastic.protocol.run_paths import RunPaths, hold_run
 from elastic.ray_compat.cluster import end_actors, named_actors, start_actor
 from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.workers import WorkerNames
@@ -136,6 +137,30 @@ def test_where_no_run_is_going_on_the_records_say_why(
     address = ray.get_runtime_context().gcs_address
     assert main(["stop", str(paths.root), "--address", address]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_snapshots_of_a_run_that_is_over_are_cleared_by_hand(
+    cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(root=tmp_path / "run")
+    address = ray.get_runtime_context().gcs_address
+    command = ["clear", str(paths.root), "--address", address]
+    assert main(command) == 2
+    assert "no run's directory" in capsys.readouterr().err
+    with EventLog(paths.events) as log:
+        log.append(RunEnded(time=1.0, step=3, outcome="failed", error="e"))
+    node = ray.get_runtime_context().get_node_id()
+    open_memory(paths.memory, node).put("m/1.json", [b"whatever"])
+    start_actor(GoingOn, max_concurrency=10, name=paths.key)(None)
+    assert main(command) == 2
+    assert "is going on, and may need them" in capsys.readouterr().err
+    end_actors(paths.key)
+    with hold_run(paths):
+        assert main(command) == 2
+    assert paths.memory.exists() and "is locked" in capsys.readouterr().err
+    assert main(command) == 0
+    assert not paths.memory.exists()
+    assert "has no snapshots on 1 of 1 nodes" in capsys.readouterr().out
 
 
 def test_who_attaches_to_a_run_has_its_lanes(cluster: None, tmp_path: Path) -> None:
