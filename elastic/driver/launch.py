@@ -273,7 +273,10 @@ class Launch:
         worker's loss costs steps and nobody takes snapshots, and where replicas have no lanes."""
         layout = self.train.parallel.layout(self.scaling.max_replicas)
         carried = layout.replicas > 1 or self.checkpoint.memory_every is not None
-        log.log(logging.INFO if carried else logging.WARNING, "layout: %s", layout)
+        if carried:
+            tell(f"layout: {layout}")
+        else:
+            log.warning("layout: %s", layout)
         if (told := beyond_the_lanes(layout.replicas, self.lanes)) is not None:
             log.warning("%s", told)
 
