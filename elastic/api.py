@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from checkpointing import CheckpointConfig
 from elastic.config import HealthConfig, ScalingConfig
-from elastic.driver.arguments import check_arguments
+from elastic.driver.arguments import check_arguments, warn_of_no_name
 from elastic.exit_status import tell_useless_retries
 from elastic.imports import uncollected
 from elastic.protocol.faults import Fault, check_faults
@@ -56,7 +56,7 @@ class ElasticTrainer:
         scaling: how many replicas and spares, on what device.
         run_config: Ray Train's own: `name`, `storage_path`, `worker_runtime_env` and
             `logging_config` are used; another field that is set is refused. Running the same name
-            again continues it.
+            again continues it; without a name each start is another run.
         checkpoint: when to save, and whether to resume.
         health: timeouts and budgets.
         faults: faults to inject, to show recovery (`elastic.parse_faults`).
@@ -130,6 +130,7 @@ class ElasticTrainer:
         """
         if _reads_only:
             raise FitReached
+        warn_of_no_name(self.run_config)
         with phases(sys.stderr), uncollected():
             tell("importing torch and Ray Train")
             from elastic.driver.launch import Launch

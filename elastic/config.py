@@ -109,32 +109,32 @@ class HealthConfig:
     end the run: collectives across replicas fail and nobody dies, as on a link that drops packets
     of one size, and nobody can be taken out for it. Connections are tried from the second on."""
     max_same_step_errors: int = 2
-    """Replicas with an exception in user code, or out of memory, at one step, or the same one
-    formed anew, that end the run."""
+    """The run ends where so many replicas, or the same one formed anew, raise in user code or run
+    out of memory at one step."""
     heal_bytes_per_s: float | None = None
-    """Most that a worker sends to those that it heals, all together, where heals take too much of
-    the network from the steps; None: as much as they carry."""
+    """Bound on what a worker sends to all that it heals together, for networks on which heals slow
+    the steps; None: no bound."""
     compare_every: int | None = 100
     """Steps between comparisons of the replicas' states, by a checksum; None: at the end only."""
     witness_every: int | None = 250
-    """Steps from one lane, drawn by the seed, that one or two other replicas compute as well to the
-    next; the gradients are compared before the step counts. It takes as long as a lane, so 1 / 250
-    of the time where a replica has one lane, and less where it has more. Only with determinism
-    "strict"; None: none is. Use None where replicas run on GPUs of different kinds, whose bits
-    differ."""
+    """Every so many steps one lane, drawn by the seed, is also computed by one or two other
+    replicas, and the gradients are compared before the step counts. It takes as long as a lane, so
+    1 / 250 of the time where a replica has one lane, and less where it has more. Only with
+    determinism "strict"; None: never. Use None where replicas run on GPUs of different kinds, whose
+    bits differ."""
     freeze_timeout_s: float = 10.0
-    """A worker whose heartbeat stands still for this long is killed. It does so while code holds
-    the interpreter's lock without a break, so this must be longer than any such code takes; ten
-    times this holds while a worker starts (libraries, CUDA), a replica is built, a model is
-    compiled or a profile is written. A worker that a signal has stopped is killed within half a
-    second."""
+    """A worker whose heartbeat stands still for this long is killed. Code that holds the
+    interpreter's lock without a break stops the heartbeat, so this must be longer than any such
+    code takes; ten times this holds while a worker starts (libraries, CUDA), a replica is built, a
+    model is compiled or a profile is written. A worker that a signal has stopped is killed within
+    half a second."""
     progress_timeout_s: float | None = 4.0
-    """Where no step is committed for this long, for three median steps, and for twice the longest
-    that a worker was in one phase of a step before, whichever is the longest: those who keep the
-    others are found by what they have begun and where they are, and killed. It counts from a
-    worker's third step on, and from the third batch of its evaluations, without the time in which
-    it had no core. Before, in saves, and where most replicas stand still, `regroup_timeout_s`
-    counts in its place. None: that and `collective_timeout_s` are what is left."""
+    """With no step committed for the longest of this time, three median steps, and twice the
+    longest that a worker was in one phase of a step before: the workers that the others wait for
+    are found, by the collectives that they have begun and where they are, and killed. It counts
+    from a worker's third step on, and from the third batch of its evaluations, without the time in
+    which it had no core. Before that, in saves, and where most replicas stand still,
+    `regroup_timeout_s` counts in its place. None: only that and `collective_timeout_s` count."""
     node_beat_s: float = 1.0
     """How often a node says that it is there. A death is told at once, whatever this is."""
     node_timeout_s: float = 5.0

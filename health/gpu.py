@@ -1,4 +1,4 @@
-"""NVIDIA GPUs by NVML, where its Python package is installed (`elastictrainer[gpu]`) and a driver
+"""NVIDIA GPUs by NVML, where its Python package is installed (extra `gpu`) and a driver
 is there.
 
 A GPU that cannot be reached any more may hold up a call into the driver for long: call this on a

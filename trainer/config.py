@@ -79,8 +79,8 @@ class OptimizerConfig:
 
     @property
     def info(self) -> dict[str, Any]:
-        """See Optimizer. With float32 throughout and without a schedule of one's own it is what it
-        was before there was anything else: exports of old checkpoints read it."""
+        """See Optimizer. Defaults of what came later are left out, so that it equals what versions
+        without these settings have written: exports compare it."""
         info = asdict(self)
         for name in ("moment_dtype", "master_dtype"):
             if info[name] == "float32":
@@ -156,7 +156,7 @@ class ParallelConfig:
     reshard_after_forward: bool | int | None = None
     """Whether a block's parameters are let go of after its forward and gathered again for its
     backward; a number: they lie over so many workers in between, a divisor of those that they are
-    sharded over. None: yes, but with `SHARD_GRAD_OP`."""
+    sharded over. None: yes, except with `SHARD_GRAD_OP`."""
     others: tuple[MeshDim, ...] = ()
     """Further dimensions, whose workers divide the work on the same samples; see
     `trainer.parallel.dims`."""
@@ -276,11 +276,11 @@ class OffloadConfig:
     """Which activations wait in the host's memory for backward, and when they come back."""
 
     horizon: int = 2
-    """Blocks ahead of which backward fetches a block's activations. The device holds those of so
-    many blocks, and of the one at work; the last ones of the model never leave it. More where a
+    """How many blocks ahead backward fetches a block's activations. The device holds those of so
+    many blocks, and of the one at work; the last ones of the model never leave it. Use more where a
     block's copy takes longer than its computation."""
     least_bytes: int = 2**20
-    """Tensors in less memory stay on the device."""
+    """Smaller tensors stay on the device."""
 
     def __post_init__(self) -> None:
         check_types(self, "train.offload")
@@ -349,13 +349,14 @@ class TrainConfig:
     CPU, 64 MiB on a GPU. No bit depends on it."""
     gather_ahead: int = 1
     """Blocks whose whole parameters are gathered ahead of the one at work, where `shard` is above
-    1. 1: the next one, in FSDP2's own way. More take as many blocks' parameters in memory (in
-    `precision`), and help where a block takes longer to gather than to compute. No bit depends on
-    it."""
+    1. 1: the next one, in FSDP2's own way. Each further one takes a block's parameters in memory
+    (in `precision`), and helps where a block takes longer to gather than to compute. No bit depends
+    on it."""
     lane_buffers: int | None = None
     """The most flat float32 gradients that a GPU holds; lanes beyond that wait in the host's
-    memory. None: those of a whole set of replicas, so that one that takes over lanes of a lost
-    one needs no more. More are quicker while replicas are missing. No bit depends on it."""
+    memory. None: as many as a replica needs while all replicas are there; one that takes over
+    lanes of a lost one then needs no more GPU memory. A larger number is faster while replicas are
+    missing. No bit depends on it."""
     seed: int = 0
     """Seeds the weights, the order of the samples and dropout."""
     eval_every: int | None = None

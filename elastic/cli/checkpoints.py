@@ -10,8 +10,9 @@ from elastic.cli import actions
 from elastic.cli.arguments import count, positive
 
 _EPILOG = """\
-RUN is a run's directory (storage_path/name), its checkpoint directory, or a store URL such as
-file:///runs/llama or s3://BUCKET/PREFIX/NAME. STEP is a number, or `newest`. S3 is reached as
+RUN is a run's directory (storage_path/name; where its checkpoints are in a store, its records say
+which), its checkpoint directory, or a store URL such as file:///runs/llama or
+s3://BUCKET/PREFIX/NAME. STEP is a number, or `newest`. S3 is reached as
 boto3's environment says: AWS_PROFILE, AWS_DEFAULT_REGION, AWS_ENDPOINT_URL_S3, ~/.aws, and the
 machine's role.
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic.exit_status import decide_status_of
+from elastic.protocol.events import RunEnded
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import last_event
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:  # it imports Ray
@@ -74,19 +77,23 @@ def stop_run(options: argparse.Namespace) -> int:
 
     from elastic.driver.running import await_end
     from elastic.protocol.coordinator_api import CoordinatorApi
-    from elastic.protocol.run_paths import RunPaths
     from elastic.protocol.supervisor_api import SupervisorApi
 
     run = _find(options)
+    when = "at once" if options.now else "after this step, with a checkpoint"
+    print(f"asking the run to stop {when}, and waiting until it has", flush=True)
     with contextlib.suppress(RayActorError):  # it has just ended by itself
         if options.now:
             run.call(SupervisorApi.interrupt)
         else:
             coordinator = run.call(SupervisorApi.about).job.coordinator
             coordinator.call(CoordinatorApi.wind_down, "elastic stop")
-    ending = await_end(run, RunPaths(root=_root(options)))
+    paths = RunPaths(root=_root(options))
+    ending = await_end(run, paths)
     if ending.error is None:
-        print(f"the run in {options.run} has stopped")
+        last = last_event(paths.events)
+        by_itself = isinstance(last, RunEnded) and last.outcome == "finished"
+        print(f"the run in {options.run} {'was over already' if by_itself else 'has stopped'}")
     return tell(ending)
 
 
@@ -102,15 +109,26 @@ def _find(options: argparse.Namespace) -> Any:
     """
     join(options.address)
     from elastic.driver.running import find_run
-    from elastic.protocol.run_paths import RunPaths
 
     root = _root(options)
     run = find_run(RunPaths(root=root), looks_only=True)
     if run is None:
-        raise ConfigError(
-            "RUN", options.run, f"no run is going on in {root}", "Name a run's directory"
-        )
+        raise _not_going_on(options.run, RunPaths(root=root))
     return run
+
+
+def _not_going_on(named: str, paths: RunPaths) -> ConfigError:
+    """Why there is no run at that place on the cluster, as its records tell."""
+    if not paths.events.exists():
+        fact = f"no run is going on in {paths.root}, which has no events.jsonl"
+        return ConfigError("RUN", named, fact, "Name a run's directory")
+    last = last_event(paths.events)
+    if isinstance(last, RunEnded):
+        fact = f"no run is going on in {paths.root}: it {last.outcome} after {last.step} steps"
+        return ConfigError("RUN", named, fact, f"Look at {paths.root / 'report.txt'}")
+    fact = f"the records of {paths.root} have no end, and the run is not on this cluster"
+    fix = "Give --address, and the directory as the run's machines see it; where its cluster is "
+    return ConfigError("RUN", named, fact, fix + "gone, the same command goes on with the run")
 
 
 def join(address: str | None) -> None:

@@ -1,8 +1,9 @@
 """`elastic`: the parser's root, and errors as exit statuses.
 
-0  done       1  `verify` or `doctor` found something wrong; `attach`: the run failed; `dryrun`: it
-                 does not fit; `watch`: the run failed, or something is wrong with it
-93 `attach`, `watch`: the run failed, and starting it again is useless
+0  done       1  `verify` or `doctor` found something wrong; `attach`, `stop`: the run failed;
+                 `dryrun`: it does not fit; `watch`: the run failed, or something is wrong with it;
+                 `logs`, `clear`: a node that lives did not answer
+93 `attach`, `stop`, `watch`: the run failed, and starting it again is useless
 2  bad input, or what was asked cannot be done: one line on standard error says why
 3, 4, 5          `doctor` found something worse (`elastic/doctor/finding.py`)
 """
@@ -14,9 +15,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 from checkpointing import CheckpointError
-from elastic.cli import checkpoints, doctor, dryrun, live, logs, nodes, watch
+from elastic.cli import checkpoints, clear, doctor, dryrun, live, logs, nodes, watch
 from elastic.errors import ElasticError
 from elastic.reporting.event_log import RecordError
 from trainer.errors import TrainerError
@@ -50,15 +52,29 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
         prog="elastic", description="Elastic, fault-tolerant training on Ray: tools for runs."
     )
+    root.add_argument("--version", action=_Version, nargs=0, help="show it and leave")
     commands = root.add_subparsers(title="commands", required=True, metavar="COMMAND")
     checkpoints.add_to(commands)
     live.add_to(commands)
+    clear.add_to(commands)
     logs.add_to(commands)
     watch.add_to(commands)
     nodes.add_to(commands)
     dryrun.add_to(commands)
     doctor.add_to(commands)
     return root
+
+
+class _Version(argparse.Action):
+    """Looks for it where it is asked for: without an installation there is none."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        try:
+            known = version("elastictrainer")
+        except PackageNotFoundError:
+            known = "not installed"
+        print(f"elastic {known}")
+        parser.exit()
 
 
 if __name__ == "__main__":

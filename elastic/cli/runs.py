@@ -17,6 +17,9 @@ from checkpointing import (
     open_store,
     place_of,
 )
+from elastic.protocol.events import RunStarted
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import read_events
 
 PATIENCE_S, TRY_S = 15.0, 8.0
 """How long a server is asked for the first listing, for which somebody waits, and the bound on one
@@ -27,22 +30,27 @@ _FOLDER = "checkpoints"
 
 
 def open_run(name: str) -> Store:
-    """The checkpoints of a run. `name`: its directory, its checkpoint directory, or a URL. Below
-    the URL of a store that is no directory a run has nothing else.
+    """The checkpoints of a run. `name`: its directory, whose records may say that they go to a
+    store elsewhere; its checkpoint directory; or a URL. Below the URL of a store that is no
+    directory a run has nothing else.
 
     Raises:
         StoreError: there are none, or the store cannot be opened.
     """
-    places = [_below(name), name] if is_local(name) else [name]
+    elsewhere = _recorded_store(name)
+    local = [_below(name), name] if is_local(name) else [name]
+    places = local if elsewhere is None else [elsewhere]
     for place in places:
         if _hasty(place).list(Keys().commits):
             return open_store(place)
-    nor = f", nor in {places[0]}" if is_local(name) else ""
+    nor = f", nor in {places[0]}" if places[0] != name else ""
     raise StoreError(name, f"there are no checkpoints in it{nor}; name a run's directory or URL")
 
 
 def open_run_to_fill(name: str) -> Store:
     """The checkpoints of a run that may not have begun: `name` as for `open_run`."""
+    if (elsewhere := _recorded_store(name)) is not None:
+        return open_store(elsewhere)
     bare = open_store(name)
     is_folder = not is_local(name) or name.rstrip("/").endswith(f"/{_FOLDER}") or name == _FOLDER
     return bare if is_folder or _hasty(name).list(Keys().commits) else open_store(_below(name))
@@ -53,8 +61,17 @@ def run_directory_of(name: str) -> Path | None:
     checkpoint directory on its own."""
     if not is_local(name):
         return None
-    path = Path(name.removeprefix("file://")).expanduser().absolute()
+    path = _path(name)
     return path.parent if path.name == _FOLDER else path
+
+
+def _recorded_store(name: str) -> str | None:
+    """Where the last start of the run in a directory has its checkpoints, if not there."""
+    if not is_local(name):
+        return None
+    happened = read_events(RunPaths(root=_path(name)).events, lenient=True)
+    starts = [event for event in happened if isinstance(event, RunStarted)]
+    return (starts[-1].store or None) if starts else None
 
 
 def find_step(store: Store, step: int | None) -> int:
@@ -84,3 +101,7 @@ def _hasty(name: str) -> Store:
 
 def _below(name: str) -> str:
     return f"{name.rstrip('/')}/{_FOLDER}"
+
+
+def _path(name: str) -> Path:
+    return Path(name.removeprefix("file://")).expanduser().absolute()

@@ -47,6 +47,7 @@ alerts:
   restart_storm     --storm restarts within 10 minutes: workers, the coordinator, the run
   spares_exhausted  no spare for 2 minutes, where the run was to have some
   budget_low        80 % of a budget of HealthConfig are used up
+  unsaved           two checkpoints in a row were not written
 
 exit status: 0 the run ended well, or is well (--once); 1 it failed, or something is wrong with it
 (--once); 93 it failed, and starting it again is useless; 2 bad input

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from checkpointing import CheckpointConfig
@@ -14,6 +15,8 @@ from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from ray.train import RunConfig
+
+log = logging.getLogger(__name__)
 
 _WANTED: dict[str, tuple[Any, str]] = {
     "train": (TrainConfig, "elastic.TrainConfig"),
@@ -33,6 +36,9 @@ _UNUSED = {
     "checkpoint_config": "Checkpoints are governed by checkpoint=elastic.CheckpointConfig(...)",
     "callbacks": "Give ElasticTrainer(callbacks=...) a tuple of elastic.Callback instances",
 }
+
+_NAME_OF_RAY = "ray_train_run-"
+"""With which a name begins that Ray Train gives, after the time."""
 
 _MOST_NAME_BYTES = 200
 """Of 255 that a file system takes: the lock and a run that is set aside have longer names."""
@@ -55,6 +61,16 @@ def check_arguments(**arguments: Any) -> None:
     if arguments["run_config"] is not None:
         _check_unused(arguments["run_config"])
         _check_name(arguments["run_config"].name)
+
+
+def warn_of_no_name(run_config: RunConfig) -> None:
+    """Warns where Ray Train has named the run: each start has a name of its own then."""
+    if str(run_config.name).startswith(_NAME_OF_RAY):
+        log.warning(
+            "run_config has no name, so this run is %r: the same command will not continue it, nor "
+            "attach to it, but begin another one. Use RunConfig(name=...)",
+            run_config.name,
+        )
 
 
 def _wrong_argument(name: str, value: object, wanted: str) -> ConfigError:

@@ -21,7 +21,12 @@ from elastic.coordinator.actor import MOST_CALLS, Coordinator
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.driver.observer import Observer
 from elastic.driver.preparing import prepare_task
-from elastic.driver.resources import check_device, check_tensor_groups, wait_for_workers
+from elastic.driver.resources import (
+    check_device,
+    check_tensor_groups,
+    find_unused,
+    wait_for_workers,
+)
 from elastic.driver.resume import (
     Origin,
     check_continues,
@@ -48,6 +53,7 @@ from elastic.protocol.rpc import Remote
 from elastic.protocol.run_identity import RunIdentity, StateTable, identify, record_identity
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import SupervisorApi
+from elastic.ray_compat.autoscaler import most_on_a_node
 from elastic.ray_compat.cluster import (
     accelerator_types,
     connect,
@@ -213,6 +219,8 @@ class Launch:
         tell("joining the Ray cluster")
         connect()
         _end_leftovers(paths)  # they may hold what the workers need
+        for unused in find_unused(self.scaling, self.train, most_on_a_node("GPU")):
+            log.warning("%s", unused)
         check_tensor_groups(self.scaling, self.train.parallel)
         self._say_layout()
         tell("waiting for the resources of the smallest layout")
@@ -265,7 +273,10 @@ class Launch:
         worker's loss costs steps and nobody takes snapshots, and where replicas have no lanes."""
         layout = self.train.parallel.layout(self.scaling.max_replicas)
         carried = layout.replicas > 1 or self.checkpoint.memory_every is not None
-        log.log(logging.INFO if carried else logging.WARNING, "layout: %s", layout)
+        if carried:
+            tell(f"layout: {layout}")
+        else:
+            log.warning("layout: %s", layout)
         if (told := beyond_the_lanes(layout.replicas, self.lanes)) is not None:
             log.warning("%s", told)
 
@@ -369,6 +380,7 @@ class Launch:
                 },
                 precision=self.train.precision,
                 flops_per_token=ready.flops_per_token,
+                store="" if paths.store is None else str(paths.store),
             ),
         )
 

@@ -11,7 +11,7 @@ from elastic.errors import ResourcesError
 from elastic.ray_compat.autoscaler import may_bring_nodes, most_on_a_node, resources_per_node
 from elastic.ray_compat.cluster import available_per_node
 from elastic.ray_compat.groups import Demand
-from trainer.config import ParallelConfig
+from trainer.config import ParallelConfig, TrainConfig
 from trainer.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,28 @@ def check_device(scaling: ScalingConfig) -> None:
             "no node of the cluster has a GPU, and there is no autoscaler that could bring one",
             "Use 'cpu', or add nodes with GPUs (Ray counts them: `ray status`)",
         )
+
+
+def find_unused(scaling: ScalingConfig, train: TrainConfig, gpus: float) -> list[str]:
+    """What defaults leave unused of machines that are paid for, a sentence each: they may be meant
+    so. Pure.
+
+    Args:
+        scaling: what workers compute on.
+        train: in which precision.
+        gpus: of the node with the most of them.
+    """
+    if scaling.device == "cpu" and gpus:
+        return [
+            "scaling.device = 'cpu': the cluster has GPUs, and no worker will use one. "
+            "Use device='cuda'"
+        ]
+    if scaling.device == "cuda" and (train.precision, train.determinism) == ("float32", "strict"):
+        return [
+            "train.precision = 'float32': determinism='strict' takes no TF32, and matrix products "
+            "have about an eighth of its speed. Use precision='bfloat16', or determinism='fast'"
+        ]
+    return []
 
 
 def check_tensor_groups(scaling: ScalingConfig, parallel: ParallelConfig) -> None:

@@ -52,6 +52,7 @@ from elastic.reporting.event_log import last_step
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.loop.samples import Skip, Skips
+from trainer.progress import tell
 from trainer.tasks.task import PreparedTask
 
 log = logging.getLogger(__name__)
@@ -369,7 +370,7 @@ def remove_orphans(paths: RunPaths, generation: int) -> None:
         log.warning("removed what a killed writer had left of %s", key)
     removed = sweep_orphans(store, Keys(), generation)
     if removed:
-        log.info("%d segments of checkpoints that were never committed removed", len(removed))
+        tell(f"removed {len(removed)} segments of checkpoints that were never committed")
 
 
 def skips_of(manifest: Manifest | None) -> Skips:

@@ -60,9 +60,10 @@ def end_is_stored(paths: RunPaths, identity: RunIdentity) -> bool:
     return stored is not None and stored.step >= ended.step
 
 
-def clear_snapshots(paths: RunPaths) -> None:
-    """Deletes all snapshots of the run on all live nodes. Needs a Ray cluster."""
-    on_every_node(_clear, str(paths.memory), timeout_s=SURVEY_TIMEOUT_S)
+def clear_snapshots(paths: RunPaths) -> frozenset[str]:
+    """Deletes all snapshots of the run on all live nodes. Needs a Ray cluster. Returns the nodes
+    that have answered."""
+    return frozenset(on_every_node(_clear, str(paths.memory), timeout_s=SURVEY_TIMEOUT_S))
 
 
 def _take_stock(folder: str, live: frozenset[str], node: str) -> Stock:

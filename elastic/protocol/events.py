@@ -69,6 +69,8 @@ class RunStarted(Event):
     """Number format of the computation."""
     flops_per_token: dict[str, float] = field(default_factory=dict)
     """Operations of the model for one token, by how they are counted (`trainer.models.flops`)."""
+    store: str = ""
+    """URL of the store that its checkpoints go to; empty: to the run directory."""
 
 
 @dataclass(frozen=True, kw_only=True)

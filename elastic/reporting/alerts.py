@@ -11,7 +11,9 @@ from elastic.membership.failure import INCIDENT_S
 from elastic.protocol import events
 from elastic.protocol.pulse import Pulse
 
-Kind = Literal["failed", "dead", "stalled", "restart_storm", "spares_exhausted", "budget_low"]
+Kind = Literal[
+    "failed", "dead", "stalled", "restart_storm", "spares_exhausted", "budget_low", "unsaved"
+]
 
 STORM_S = 600.0
 """Restarts within so many seconds are counted together."""
@@ -24,6 +26,8 @@ SPARELESS_S = 120.0
 """Ray starts a lost worker anew, and it is a spare again, within less."""
 BUDGET_LOW = 0.8
 """Share of a budget of `HealthConfig` that may be used up."""
+UNSAVED = 2
+"""So many checkpoints in a row may not fail: one lacks parts where its writer is lost."""
 REPEAT_S = 3600.0
 """An alert that still stands is told again after so long, as nvidia-resiliency-ext's watcher
 does."""
@@ -62,6 +66,10 @@ class Watched:
         self.restarts: list[float] = []
         """When workers with a slot were lost, all that go together once; and when the coordinator
         or the run was started again. In seconds since the epoch."""
+        self.saved: int | None = None
+        """Steps of the last checkpoint."""
+        self.unsaved: dict[int, str] = {}
+        """Steps of those that were due since and are not written -> why."""
 
     def take(self, event: events.Event) -> None:
         """Something happened; in the order of the records."""
@@ -77,6 +85,11 @@ class Watched:
             case events.WorkerLost():
                 last = self.restarts[-1] if self.restarts else float("-inf")
                 again = event.slot is not None and event.time - last > INCIDENT_S
+            case events.CheckpointCommitted():
+                self.saved = event.step
+                self.unsaved.clear()
+            case events.CheckpointSkipped():
+                self.unsaved[event.step] = event.reason
         if again:
             self.restarts.append(event.time)
 
@@ -100,7 +113,11 @@ def find_alerts(watched: Watched, pulse: Pulse | None, limits: Limits, now: floa
     silent_s = now - (started.time if pulse is None else pulse.time)
     if silent_s > limits.dead_s:
         return [_dead(silent_s)]
-    found = [_stalled(started, pulse, limits, now), _storm(watched.restarts, limits, now)]
+    found = [
+        _stalled(started, pulse, limits, now),
+        _storm(watched.restarts, limits, now),
+        _unsaved(watched),
+    ]
     if pulse is not None:
         found += [_spareless(pulse, now), _budget(pulse)]
     return [alert for alert in found if alert is not None]
@@ -149,6 +166,19 @@ def _storm(restarts: Sequence[float], limits: Limits, now: float) -> Alert | Non
         kind="restart_storm",
         detail=f"{count} restarts within {STORM_S:.0f} s, of workers, the coordinator or the run. "
         f"Look at `worker_lost` in events.jsonl",
+    )
+
+
+def _unsaved(watched: Watched) -> Alert | None:
+    if len(watched.unsaved) < UNSAVED:
+        return None
+    step, reason = list(watched.unsaved.items())[-1]
+    first, *_ = reason.splitlines() or [""]
+    newest = "there is none" if watched.saved is None else f"the newest is of {watched.saved} steps"
+    return Alert(
+        kind="unsaved",
+        detail=f"{len(watched.unsaved)} checkpoints in a row were not written, and {newest}; of "
+        f"that of {step} steps: {first}. Look at `checkpoint_skipped` in events.jsonl",
     )
 
 

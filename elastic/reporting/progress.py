@@ -24,6 +24,7 @@ from elastic.protocol.events import (
     BelowMinimum,
     CheckpointCommitted,
     CheckpointFailed,
+    CheckpointSkipped,
     CoordinatorStarted,
     Draining,
     Evaluated,
@@ -244,6 +245,7 @@ class ProgressPrinter(Callback):
         self._state = ProgressState()
         self._recent: deque[StepRecord] = deque(maxlen=SPEED_WINDOW_STEPS + 1)
         self._skipped: list[int] = []
+        self._unsaved: str | None = None
 
     def show(self) -> None:
         """Print the progress line if it is due; call it when all that is known was told."""
@@ -288,11 +290,24 @@ class ProgressPrinter(Callback):
         if not self._recent:
             self._state = _before_the_first_step(self._state, event)
         line = format_event(event, self._recent[-1].time if self._recent else None)
-        if line is None and isinstance(event, CheckpointCommitted) and not self._is_tty:
-            line = f"checkpoint of {event.step} steps committed in {event.seconds:.2f} s"
-        line = line or self._without_snapshots(event)
+        line = line or self._saving(event) or self._without_snapshots(event)
         if line is not None:
             self._print_line(line)
+
+    def _saving(self, event: Event) -> str | None:
+        """A line at the first checkpoint that is not written, at each with another reason, and at
+        the next one that is."""
+        match event:
+            case CheckpointSkipped() if event.reason != self._unsaved:
+                self._unsaved = event.reason
+                return f"checkpoint of {event.step} steps NOT WRITTEN: {event.reason}"
+            case CheckpointCommitted():
+                again = "" if self._unsaved is None else ": saving works again"
+                self._unsaved = None
+                if again or not self._is_tty:
+                    took = f"committed in {event.seconds:.2f} s"
+                    return f"checkpoint of {event.step} steps {took}{again}"
+        return None
 
     def _without_snapshots(self, event: Event) -> str | None:
         """A line at the second one in a row that is not taken: the first may wait for one before

@@ -18,6 +18,7 @@ from checkpointing.whole_file import write_whole
 from elastic.protocol.causes import known_causes
 from elastic.protocol.events import (
     CheckpointCommitted,
+    CheckpointSkipped,
     Evaluated,
     Event,
     FaultFired,
@@ -125,6 +126,8 @@ class Report:
     """Injected faults that went off."""
     checkpoints: int
     """Checkpoints committed."""
+    skipped_checkpoints: int
+    """Steps of which one was due and none was written."""
     replicas_equal: bool | None
     """Whether all comparisons found the replicas bitwise equal; None without a comparison."""
     ledger_steps: int | None
@@ -142,6 +145,8 @@ class Report:
     """Verdicts that the run came to as it ran, and what it did about each, in order."""
     layout: dict[str, int]
     """Sizes of the layout at the last start."""
+    store: str
+    """URL of the store that its checkpoints went to; empty: to the run directory."""
     versions: dict[str, str]
     """Versions of what the run stood on at the last start."""
     settings: dict[str, str]
@@ -168,6 +173,8 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
     speed = find_speed(events, gaps)
     timed_steps, step_parts_s = mean_parts(_of(events, StepsTimed))
     evaluated, compared = _of(events, Evaluated), _of(events, ReplicasCompared)
+    committed = _of(events, CheckpointCommitted)
+    unsaved = {e.step for e in _of(events, CheckpointSkipped)} - {e.step for e in committed}
     return Report(
         name=started[-1].name if started else "",
         outcome=_outcome(events),
@@ -195,7 +202,8 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         lost_steps=sum(e.lost_steps for e in regroups),
         skipped_steps=len({e.step for e in _of(events, StepSkipped)}),
         faults_fired=len(_of(events, FaultFired)),
-        checkpoints=len(_of(events, CheckpointCommitted)),
+        checkpoints=len(committed),
+        skipped_checkpoints=len(unsaved),
         replicas_equal=all(e.equal for e in compared) if compared else None,
         ledger_steps=ledgers[-1].steps if ledgers else None,
         incidents=tuple(incidents),
@@ -204,6 +212,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         replacements=tuple({e.node: e for e in _of(events, NodeReplacement)}.values()),
         remedies=tuple(_of(events, VerdictReached)),
         layout=started[-1].layout if started else {},
+        store=started[-1].store if started else "",
         versions=started[-1].versions if started else {},
         settings=(started[-1].settings or {}) if started else {},
     )
@@ -448,7 +457,9 @@ def _facts(report: Report) -> dict[str, str]:
         f"{report.skipped_steps} skipped",
         **_restarts(report),
         "events": f"regroups {report.regroups}, faults fired {report.faults_fired}, "
-        f"checkpoints {report.checkpoints}",
+        f"checkpoints {report.checkpoints}"
+        + (f" and {report.skipped_checkpoints} NOT WRITTEN" if report.skipped_checkpoints else ""),
+        **({"saved in": report.store} if report.store else {}),
         "replicas": _EQUALITY[report.replicas_equal],
         "ledger": "-" if report.ledger_steps is None else f"{report.ledger_steps} steps exact",
         "layout": f"{layout}: {after_a_loss(report.layout.get('replicas', 1))}" if layout else "-",

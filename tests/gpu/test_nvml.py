@@ -17,7 +17,7 @@ EVERY_GPU_HAS = {"utilization_percent", "power_w", "sm_clock_mhz", "temperature_
 
 @pytest.mark.gpu
 def test_a_gpu_that_works_is_read_and_gives_no_sign() -> None:
-    pytest.importorskip("pynvml", reason="elastictrainer[gpu] brings it")
+    pytest.importorskip("pynvml", reason="the extra gpu brings it")
     nvml = open_nvml()
     assert nvml is not None, "the driver does not let NVML in"
     gpus = Gpus(nvml)

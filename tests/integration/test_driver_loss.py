@@ -180,7 +180,8 @@ def test_a_run_that_nobody_waits_for(
     assert stays.stdout is not None and "gated: stopped" in stays.stdout.read()
     wait_until(lambda: not is_left(tmp_path))
     assert main(["stop", str(root), "--address", address]) == 2
-    assert "no run is going on" in capsys.readouterr().err
+    assert "no run is going on in" in (said := capsys.readouterr().err)
+    assert "it stopped after" in said and "report.txt" in said
 
 
 @pytest.mark.soak

@@ -11,15 +11,16 @@ import ray
 from ray.train import RunConfig
 from ray.util.placement_group import placement_group
 
+from checkpointing import open_memory
 from elastic import CustomTask, ElasticTrainer
 from elastic.cli.main import main
 from elastic.driver.observer import Observer
 from elastic.driver.running import await_end, find_run, follow
 from elastic.errors import RunFailedError, RunStoppedError
 from elastic.protocol.causes import USER_ERROR
-from elastic.protocol.events import CoordinatorStarted, RunEnded, RunOutcome
+from elastic.protocol.events import CoordinatorStarted, Event, RunEnded, RunOutcome
 from elastic.protocol.rpc import Remote
-from elastic.protocol.run_paths import RunPaths
+from elastic.protocol.run_paths import RunPaths, hold_run
 from elastic.ray_compat.cluster import end_actors, named_actors, start_actor
 from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.workers import WorkerNames
@@ -73,11 +74,12 @@ def test_who_follows_a_run_that_somebody_else_stops_does_not_take_it_for_done(
 
 
 @pytest.mark.parametrize(
-    ("error", "records", "status", "says"),
+    ("error", "outcome", "status", "says"),
     [
-        ("user code raised", False, 93, "the run failed: user code raised"),
-        (None, True, 0, "has stopped"),
-        (None, False, 1, "its supervisor was ended"),
+        ("user code raised", None, 93, "the run failed: user code raised"),
+        (None, "interrupted", 0, "has stopped"),
+        (None, "finished", 0, "was over already"),
+        (None, None, 1, "its supervisor was ended"),
     ],
 )
 def test_a_run_that_is_asked_to_stop_may_have_failed_or_ended(
@@ -85,18 +87,19 @@ def test_a_run_that_is_asked_to_stop_may_have_failed_or_ended(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     error: str | None,
-    records: bool,
+    outcome: RunOutcome | None,
     status: int,
     says: str,
 ) -> None:
     paths = RunPaths(root=tmp_path / "run")
     start_actor(GoingOn, max_concurrency=10, name=paths.key)(error)
-    if records:
+    if outcome is not None:
         with EventLog(paths.events) as log:
-            log.append(RunEnded(time=1.0, step=3, outcome="finished", error=None))
+            log.append(RunEnded(time=1.0, step=3, outcome=outcome, error=None))
     address = ray.get_runtime_context().gcs_address
     assert main(["stop", str(paths.root), "--now", "--address", address]) == status
     out, err = capsys.readouterr()
+    assert out.startswith("asking the run to stop at once")
     assert says in out + err
     end_actors(paths.key)
 
@@ -110,6 +113,54 @@ def test_whoever_looks_at_a_run_that_has_just_ended_leaves_it_its_report(
     assert main(["stop", str(paths.root), "--address", address]) == 2
     assert named_actors(paths.key) == [paths.key]
     assert find_run(paths) is None and named_actors(paths.key) == []
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        (None, "run, which has no events.jsonl. Name a run's directory."),
+        (RunEnded(time=1.0, step=3, outcome="failed", error="e"), "run: it failed after 3 steps"),
+        (CoordinatorStarted(time=1.0, pid=1, anew=False), "the run is not on this cluster"),
+    ],
+)
+def test_where_no_run_is_going_on_the_records_say_why(
+    cluster: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    last: Event | None,
+    says: str,
+) -> None:
+    paths = RunPaths(root=tmp_path / "run")
+    if last is not None:
+        with EventLog(paths.events) as log:
+            log.append(last)
+    address = ray.get_runtime_context().gcs_address
+    assert main(["stop", str(paths.root), "--address", address]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_snapshots_of_a_run_that_is_over_are_cleared_by_hand(
+    cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(root=tmp_path / "run")
+    address = ray.get_runtime_context().gcs_address
+    command = ["clear", str(paths.root), "--address", address]
+    assert main(command) == 2
+    assert "no run's directory" in capsys.readouterr().err
+    with EventLog(paths.events) as log:
+        log.append(RunEnded(time=1.0, step=3, outcome="failed", error="e"))
+    node = ray.get_runtime_context().get_node_id()
+    open_memory(paths.memory, node).put("m/1.json", [b"whatever"])
+    start_actor(GoingOn, max_concurrency=10, name=paths.key)(None)
+    assert main(command) == 2
+    assert "is going on, and may need them" in capsys.readouterr().err
+    end_actors(paths.key)
+    with hold_run(paths):
+        assert main(command) == 2
+    assert paths.memory.exists() and "is locked" in capsys.readouterr().err
+    assert main(command) == 0
+    assert not paths.memory.exists()
+    assert "has no snapshots on 1 of 1 nodes" in capsys.readouterr().out
 
 
 def test_who_attaches_to_a_run_has_its_lanes(cluster: None, tmp_path: Path) -> None:

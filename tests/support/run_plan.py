@@ -49,7 +49,7 @@ def run_plan(paths: RunPaths, coordinator: Remote[Any]) -> RunPlan:
 def told_to_the_coordinator(trainer: ElasticTrainer, storage: Path) -> CoordinatorConfig:
     """Of a run from the seed that has room for one replica."""
     return Launch(**vars(trainer))._coordinator_config(
-        RunPaths(root=storage / "run"),
+        RunPaths(root=storage / "run", store=trainer.checkpoint.place("run")),
         _Ready(
             identity=RunIdentity(id="this run"),
             model={},

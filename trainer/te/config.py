@@ -147,6 +147,6 @@ class TransformerEngine:
                 _FIELD,
                 self,
                 fact,
-                f"Install elastictrainer[te] (transformer-engine[pytorch]{wanted}) on machines "
-                "whose GPUs can, or leave the converter out",
+                f"Use `pip install -c constraints.txt -e '.[te]'` (transformer-engine[pytorch]"
+                f"{wanted}) on machines whose GPUs can, or leave the converter out",
             )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 
 from elastic.cli.live import tell
+from elastic.cli.main import main
 from elastic.protocol.causes import OUT_OF_MEMORY, USER_ERROR, Cause
 from elastic.protocol.supervisor_api import Ending
 
@@ -25,3 +28,10 @@ def test_where_a_retry_is_useless_the_status_says_so(
     assert capsys.readouterr().err == (
         "" if error is None else f"elastic: the run failed: {error}\n"
     )
+
+
+def test_the_version_is_told_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"elastic {version('elastictrainer')}\n"

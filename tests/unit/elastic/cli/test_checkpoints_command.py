@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import torch
 
 from checkpointing import Reader, list_steps, newest, open_store
 from elastic.cli.main import main, parser
+from elastic.protocol.events import RunStarted
 from elastic.protocol.run_paths import RunPaths, hold_run
+from elastic.reporting.event_log import EventLog
 from tests.support import ROOT
 from tests.support.tiny_checkpoint import (
     KEYS,
@@ -168,6 +171,23 @@ def test_fates(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 2 and "Use --force" in err
     assert ask(capsys, "delete", run, "newest", "--force")[0] == 0
     assert open_store(run / "checkpoints").list("") == []
+
+
+def test_the_records_say_where_the_checkpoints_are(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = RunStarted(time=1.0, name="r", layout={}, steps=9, start_step=0, versions={})
+    root = tmp_path / "elsewhere"
+    with EventLog(root / "events.jsonl") as records:
+        records.append(replace(started, store=str(tmp_path / "before")))
+        records.append(replace(started, store=f"file://{run}/checkpoints"))
+    (row,) = json.loads(ask(capsys, "list", root, "--json")[1])["checkpoints"]
+    assert row["step"] == STEP
+    with EventLog(root / "events.jsonl") as records:
+        records.append(replace(started, store=str(tmp_path / "later")))
+    status, _, err = ask(capsys, "list", root)
+    assert status == 2
+    assert f"{root}: there are no checkpoints in it, nor in {tmp_path}/later" in err
 
 
 @pytest.mark.parametrize(

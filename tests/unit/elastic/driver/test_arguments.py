@@ -9,6 +9,7 @@ import ray.train
 
 import elastic
 from elastic import ConfigError, ElasticTrainer, TrainConfig
+from elastic.driver.arguments import warn_of_no_name
 
 TRAIN = TrainConfig(task=None, steps=1, global_batch=1)
 
@@ -117,3 +118,18 @@ def test_a_setting_of_a_wrong_type_is_refused(
     with pytest.raises(ConfigError) as caught:
         make(**changes)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("given", [None, ray.train.RunConfig(storage_path="/data")])
+def test_a_run_without_a_name_is_told_that_it_cannot_be_continued(
+    given: ray.train.RunConfig | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = ElasticTrainer(TRAIN, run_config=given)
+    warn_of_no_name(trainer.run_config)
+    (told,) = caplog.messages
+    assert repr(trainer.run_config.name) in told and "RunConfig(name=...)" in told
+
+
+def test_a_run_with_a_name_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_no_name(ElasticTrainer(TRAIN, run_config=ray.train.RunConfig(name="run")).run_config)
+    assert not caplog.messages

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from elastic.config import ScalingConfig
-from elastic.driver.resources import count_fitting, plan_tensor_groups
+from elastic.driver.resources import count_fitting, find_unused, plan_tensor_groups
+from trainer.config import TrainConfig
 
 CPU = ScalingConfig(cpus_per_worker=1)
 GPU = ScalingConfig(device="cuda", cpus_per_worker=4)
@@ -37,3 +40,25 @@ def test_a_tensor_group_that_no_node_holds_is_told(tensor: int, room: int, said:
     fact = plan_tensor_groups(tensor, room)
     assert (fact is not None) == said
     assert fact is None or f"more than {room} workers" in fact
+
+
+@pytest.mark.parametrize(
+    ("scaling", "gpus", "precision", "determinism", "said"),
+    [
+        (CPU, 0, "float32", "strict", None),
+        (CPU, 8, "float32", "strict", "scaling.device = 'cpu'"),
+        (CPU, 8, "bfloat16", "strict", "scaling.device = 'cpu'"),
+        (GPU, 8, "float32", "strict", "train.precision = 'float32'"),
+        (GPU, 0, "float32", "strict", "train.precision = 'float32'"),
+        (GPU, 8, "float32", "fast", None),
+        (GPU, 8, "bfloat16", "strict", None),
+    ],
+)
+def test_what_defaults_leave_unused_of_a_cluster_with_gpus_is_told(
+    scaling: ScalingConfig, gpus: float, precision: Any, determinism: Any, said: str | None
+) -> None:
+    train = TrainConfig(
+        task=None, steps=1, global_batch=1, precision=precision, determinism=determinism
+    )
+    found = find_unused(scaling, train, gpus)
+    assert [one.split(":")[0] for one in found] == ([] if said is None else [said])

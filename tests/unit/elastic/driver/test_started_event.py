@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from elastic import CustomTask, ElasticTrainer, ScalingConfig, TrainConfig
+from elastic import CheckpointConfig, CustomTask, ElasticTrainer, ScalingConfig, TrainConfig
 from elastic.driver.launch import Launch
 from tests.support.run_plan import told_to_the_coordinator
+from trainer.progress import listening
 
 TASK = CustomTask(
     build_model=lambda: nn.Linear(3, 2),
@@ -23,6 +24,26 @@ def test_the_records_tell_what_was_asked_for_not_what_had_room(tmp_path: Path) -
     config = told_to_the_coordinator(trainer, tmp_path)
     assert (config.started.layout["replicas"], config.started.layout["spares"]) == (3, 2)
     assert config.groups.start_workers == 1
+
+
+def test_the_records_tell_where_checkpoints_go_that_are_not_in_the_run_directory(
+    tmp_path: Path,
+) -> None:
+    train = TrainConfig(task=TASK, steps=1, global_batch=1)
+    assert told_to_the_coordinator(ElasticTrainer(train), tmp_path).started.store == ""
+    away = ElasticTrainer(train, checkpoint=CheckpointConfig(store="s3://bucket/runs"))
+    assert told_to_the_coordinator(away, tmp_path).started.store == "s3://bucket/runs/run"
+
+
+def test_a_start_says_what_follows_for_a_loss(caplog: pytest.LogCaptureFixture) -> None:
+    train, said = TrainConfig(task=TASK, steps=1, global_batch=4), []
+    with listening(lambda what, done, total: said.append(what)):
+        for replicas in (1, 2):
+            trainer = ElasticTrainer(train, scaling=ScalingConfig(max_replicas=replicas))
+            Launch(**vars(trainer))._say_layout()
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [text.split(":")[0] for text in warned + said] == ["layout", "layout"]
+    assert len(warned) == 1, "one replica, whose loss costs steps"
 
 
 @pytest.mark.parametrize(("replicas", "told"), [(2, False), (3, True)])

@@ -137,6 +137,22 @@ def test_a_budget_is_low_from_80_percent_on() -> None:
     assert "health.max_hangs: 8 of 10" in alert.detail and "max_crashes" not in alert.detail
 
 
+def test_one_checkpoint_may_fail_and_two_in_a_row_are_told_of_until_one_is_written() -> None:
+    def skipped(step: int) -> events.CheckpointSkipped:
+        return events.CheckpointSkipped(time=NOW, step=step, reason="PutObject: 403\nsecret")
+
+    saved = events.CheckpointCommitted(time=NOW, step=8, generation=1, bytes=1, seconds=0.1)
+    assert kinds(PULSE, STARTED, skipped(4), saved, skipped(10), skipped(10)) == []
+    story = (STARTED, saved, skipped(10), skipped(12), skipped(14))
+    (alert,) = find_alerts(watched(*story), PULSE, LIMITS, NOW)
+    assert alert.kind == "unsaved"
+    assert alert.detail.startswith("3 checkpoints in a row were not written")
+    assert "the newest is of 8 steps" in alert.detail and "PutObject: 403. Look" in alert.detail
+    (alert,) = find_alerts(watched(STARTED, *story[2:]), PULSE, LIMITS, NOW)
+    assert "and there is none" in alert.detail
+    assert kinds(PULSE, *story, replace(saved, step=16)) == []
+
+
 @pytest.mark.parametrize(
     ("outcome", "cause", "alerts", "status"),
     [

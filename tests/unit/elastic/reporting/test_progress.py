@@ -10,6 +10,7 @@ import pytest
 from elastic.protocol.causes import CRASH
 from elastic.protocol.events import (
     CheckpointCommitted,
+    CheckpointSkipped,
     Event,
     NodeChecking,
     RegroupDone,
@@ -254,3 +255,25 @@ def test_snapshots_that_are_not_taken_are_told_of_once() -> None:
             assert stream.getvalue() == ""
         printer.on_event(SnapshotSkipped(time=1.0, step=step, reason="no room"))
     assert stream.getvalue() == "no snapshots of steps 6 and 8: no room\n"
+
+
+@pytest.mark.parametrize("is_tty", [False, True])
+def test_checkpoints_that_are_not_written_are_told_of_by_each_reason(is_tty: bool) -> None:
+    stream = io.StringIO()
+    printer = ProgressPrinter(stream, is_tty=is_tty)
+    for step, reason in ((2, "refused"), (4, "refused"), (6, "no room"), (8, "refused")):
+        printer.on_event(CheckpointSkipped(time=1.0, step=step, reason=reason))
+    told = [
+        "checkpoint of 2 steps NOT WRITTEN: refused",
+        "checkpoint of 6 steps NOT WRITTEN: no room",
+        "checkpoint of 8 steps NOT WRITTEN: refused",
+    ]
+    assert stream.getvalue().replace("\r\x1b[K", "").splitlines() == told
+    for step in (10, 12):
+        printer.on_event(replace(CHECKPOINT, step=step))
+    printer.on_event(CheckpointSkipped(time=1.0, step=14, reason="refused"))
+    told.append("checkpoint of 10 steps committed in 0.50 s: saving works again")
+    if not is_tty:
+        told.append("checkpoint of 12 steps committed in 0.50 s")
+    told.append("checkpoint of 14 steps NOT WRITTEN: refused")
+    assert stream.getvalue().replace("\r\x1b[K", "").splitlines() == told

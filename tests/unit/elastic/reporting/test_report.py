@@ -13,6 +13,7 @@ import pytest
 from elastic.protocol.causes import CRASH, LINK
 from elastic.protocol.events import (
     CheckpointCommitted,
+    CheckpointSkipped,
     Evaluated,
     Event,
     FaultFired,
@@ -123,6 +124,21 @@ def test_a_run_is_summed_up() -> None:
     assert (report.layout, report.versions) == (LAYOUT, {"torch": "2.13.0"})
     assert report.settings == SETTINGS
     assert "determinism strict, compile off" in report_text(report)
+
+
+def test_checkpoints_that_are_not_in_the_run_directory_are_named() -> None:
+    assert "saved in" not in report_text(build_report(EVENTS, STEPS))
+    away = [replace(e, store="s3://b/run") if isinstance(e, RunStarted) else e for e in EVENTS]
+    assert "  saved in   s3://b/run\n" in report_text(build_report(away, STEPS))
+
+
+def test_checkpoints_that_were_not_written_are_counted_once_each() -> None:
+    skipped = [CheckpointSkipped(time=105.0, step=step, reason="refused") for step in (2, 4, 4, 6)]
+    saved = CheckpointCommitted(time=106.0, step=4, generation=1, bytes=1, seconds=0.1)
+    report = build_report([*start(100.0), *skipped, saved, ended(112.0)], STEPS)
+    assert (report.checkpoints, report.skipped_checkpoints) == (1, 2)
+    assert "checkpoints 1 and 2 NOT WRITTEN\n" in report_text(report)
+    assert "NOT WRITTEN" not in report_text(build_report(EVENTS, STEPS))
 
 
 def test_jitter_does_not_count_against_an_undisturbed_run() -> None:

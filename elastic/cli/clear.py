@@ -1,0 +1,48 @@
+"""`elastic clear`: the memory of the nodes, for other runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from elastic.cli.live import add_run_to, join
+from elastic.protocol.run_paths import RunPaths, hold_run
+from trainer.errors import ConfigError
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parsers of `commands`."""
+    verb = commands.add_parser(
+        "clear",
+        help="delete the snapshots of a run that has failed from the nodes' memory",
+        description="Deletes a run's snapshots from the memory of all nodes of the Ray cluster, "
+        "where they wait for its next start. That start then goes on from the newest checkpoint.",
+    )
+    add_run_to(verb)
+    verb.set_defaults(action=clear_run)
+
+
+def clear_run(options: argparse.Namespace) -> int:
+    """`clear`. Returns 1 where a node that lives did not answer."""
+    paths = RunPaths(root=Path(options.run).expanduser().absolute())
+    if not paths.events.exists():
+        fact = f"{paths.root} is no run's directory: it has no events.jsonl"
+        raise ConfigError("RUN", options.run, fact, "Name a run's directory")
+    join(options.address)
+    from elastic.driver.running import find_run
+    from elastic.node.snapshot_survey import clear_snapshots
+    from elastic.ray_compat.cluster import live_nodes
+
+    if find_run(paths, looks_only=True) is not None:
+        fact = f"the run in {paths.root} is going on, and may need them"
+        raise ConfigError("RUN", options.run, fact, "Use `elastic stop` first, or wait")
+    with hold_run(paths):
+        nodes = live_nodes()
+        cleared = clear_snapshots(paths)
+    print(f"the run in {paths.root} has no snapshots on {len(cleared)} of {len(nodes)} nodes")
+    silent = [node for node in nodes if node not in cleared]
+    for node in silent:
+        print(f"elastic: node {node[:6]} has not answered, and may hold some", file=sys.stderr)
+    return 1 if silent else 0
