@@ -270,6 +270,8 @@ class Coordinator(CoordinatorApi):
             self._training.go_on_from(config.started.start_step)
             self._dispatcher.ready.set()
         self._records.begin(happened)
+        if is_actor():
+            self._supervised.begin()
 
     def _watch_for_standstill(self) -> StandstillWatch | None:
         if self.config.health.progress_timeout_s is None:
@@ -409,7 +411,6 @@ class Coordinator(CoordinatorApi):
     # -- workers -----------------------------------------------------------------------------------
 
     async def hello(self, identity: Identity) -> None:
-        self._supervised.begin()
         self._replacements.begin()
         failover = self._failing_over
         if failover is not None and failover.awaits(identity.worker):
@@ -420,7 +421,6 @@ class Coordinator(CoordinatorApi):
         await self.durable()
 
     async def resume(self, standing: Standing) -> None:
-        self._supervised.begin()
         self._replacements.begin()
         if (failover := self._failing_over) is not None:
             await failover.hear(standing)
