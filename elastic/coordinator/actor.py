@@ -661,7 +661,7 @@ class Coordinator(CoordinatorApi):
 
     async def end(self, outcome: events.RunOutcome, error: str | None) -> None:
         await self._pulses.finish()
-        self._records.end(outcome, error)
+        await asyncio.wrap_future(self._records.end(outcome, error))
 
 
 def _find_records(config: CoordinatorConfig) -> list[events.Event]:

@@ -57,7 +57,7 @@ class Supervised:
         log.error("the run is ended: %s", reason)
         await self._dispatcher.stop(reason)
         try:
-            self._records.end("failed", reason)
+            await asyncio.wrap_future(self._records.end("failed", reason))
         except OSError:
             log.exception("the end of the run is in no record")
         while True:  # nobody else would
