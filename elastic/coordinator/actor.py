@@ -71,6 +71,9 @@ from elastic.doctor.finding import Finding
 from elastic.membership.decisions import Effects
 from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
+from elastic.node.agent import NodeAgent
+from elastic.node.snapshot_holder import SnapshotHolder
+from elastic.node.uploader import Uploader
 from elastic.protocol import events
 from elastic.protocol.causes import Cause
 from elastic.protocol.coordinator_api import CoordinatorApi
@@ -91,7 +94,7 @@ from elastic.protocol.rpc import Remote
 from elastic.protocol.run_identity import recorded_identity
 from elastic.protocol.run_paths import find_checkpoint
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
-from elastic.ray_compat.cluster import own_address, started_anew
+from elastic.ray_compat.cluster import export_actors, is_actor, own_address, started_anew
 from elastic.ray_compat.kept import Kept
 from elastic.reporting.event_log import present_start, read_events, recent_steps
 from health.verdict import Sign
@@ -136,6 +139,9 @@ class Coordinator(CoordinatorApi):
     def __init__(self, config: CoordinatorConfig | Kept[CoordinatorConfig]) -> None:
         if isinstance(config, Kept):
             config = config.value
+        if is_actor():
+            # Now, as Ray's head is there. Who starts one later must not wait for it.
+            export_actors(NodeAgent, SnapshotHolder, Uploader)
         anew = started_anew()
         of_all_starts = (
             _once_answered(partial(_find_records, config))
@@ -264,6 +270,8 @@ class Coordinator(CoordinatorApi):
             self._training.go_on_from(config.started.start_step)
             self._dispatcher.ready.set()
         self._records.begin(happened)
+        if is_actor():
+            self._supervised.begin()
 
     def _watch_for_standstill(self) -> StandstillWatch | None:
         if self.config.health.progress_timeout_s is None:
@@ -403,7 +411,6 @@ class Coordinator(CoordinatorApi):
     # -- workers -----------------------------------------------------------------------------------
 
     async def hello(self, identity: Identity) -> None:
-        self._supervised.begin()
         self._replacements.begin()
         failover = self._failing_over
         if failover is not None and failover.awaits(identity.worker):
@@ -414,7 +421,6 @@ class Coordinator(CoordinatorApi):
         await self.durable()
 
     async def resume(self, standing: Standing) -> None:
-        self._supervised.begin()
         self._replacements.begin()
         if (failover := self._failing_over) is not None:
             await failover.hear(standing)
@@ -655,7 +661,7 @@ class Coordinator(CoordinatorApi):
 
     async def end(self, outcome: events.RunOutcome, error: str | None) -> None:
         await self._pulses.finish()
-        self._records.end(outcome, error)
+        await asyncio.wrap_future(self._records.end(outcome, error))
 
 
 def _find_records(config: CoordinatorConfig) -> list[events.Event]:

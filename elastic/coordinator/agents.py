@@ -2,7 +2,7 @@
 
 an agent's process ends ──► another one is started, with the workers and helpers to take up
      ──► its first beat begins a new lease
-none beats for START_S, or they keep ending ──► the node is lost
+none beats for START_S (the first one: FIRST_START_S), or they keep ending ──► the node is lost
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ START_S = 30.0
 """How long a node may do without a beat when its agent's process has ended: several times what the
 start of another one takes on a busy machine."""
 
+FIRST_START_S = 120.0
+"""How long a node's first agent may take until its first beat: at a run's start, and after a
+coordinator's loss, those of all nodes start at once."""
+
 ANSWER_S = 5.0
 """How long to wait for what an agent knows of its workers, where they stand still."""
 
@@ -78,8 +82,8 @@ class _Agent:
     """When those before it ended."""
     earlier: set[str] = field(default_factory=set)
     """Their tokens."""
-    unheard_s: float | None = None
-    """Since when none of them beats, where one has ended."""
+    unheard_s: float | None
+    """Since when none of them beats: since the first was started, or one has ended."""
 
 
 class NodeAgents:
@@ -136,7 +140,7 @@ class NodeAgents:
         if node in self._agents:
             return None
         token, handle = self._start(node, coordinator, (), ())
-        self._agents[node] = _Agent(token=token, handle=handle)
+        self._agents[node] = _Agent(token=token, handle=handle, unheard_s=self._clock.awake_s)
         return token
 
     def start_next(
@@ -145,11 +149,11 @@ class NodeAgents:
         """Starts another agent in the place of one that has `ended`. It takes up the node's
         `workers`, and the helpers. Returns its token."""
         agent = self._agents[node]
+        if agent.unheard_s is None or not agent.earlier:
+            agent.unheard_s = self._clock.awake_s
         agent.earlier.add(agent.token)
         self._ring.forget(node)
         agent.renewed_s = None
-        if agent.unheard_s is None:
-            agent.unheard_s = self._clock.awake_s
         helpers = tuple(agent.helpers.values())
         agent.token, agent.handle = self._start(node, coordinator, workers, helpers)
         return agent.token
@@ -352,11 +356,14 @@ class NodeAgents:
         awake_s, timeout_s = self._clock.tick(now_s), self._health.node_timeout_s
         agents = self._agents.items()
         renewed_s = {node: a.renewed_s for node, a in agents if a.renewed_s is not None}
-        unheard_s = {node: a.unheard_s for node, a in agents if a.unheard_s is not None}
+        first_s = {n: a.unheard_s for n, a in agents if a.unheard_s is not None and not a.earlier}
+        next_s = {n: a.unheard_s for n, a in agents if a.unheard_s is not None and a.earlier}
         silent = decide_lost_nodes(renewed_s, awake_s, timeout_s)
-        late = decide_lost_nodes(unheard_s, awake_s, START_S)
+        never = decide_lost_nodes(first_s, awake_s, FIRST_START_S)
+        late = decide_lost_nodes(next_s, awake_s, START_S)
         limit = f"health.node_timeout_s = {timeout_s:g}"
         why = {n: f"its node was not heard for {s:.1f} s ({limit})" for n, s in silent.items()}
+        why |= {n: f"its agent has not been heard for {s:.1f} s" for n, s in never.items()}
         why |= {n: f"its agent ended, and none was heard for {s:.1f} s" for n, s in late.items()}
         return why
 

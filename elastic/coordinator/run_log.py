@@ -8,7 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -246,10 +246,15 @@ class RunLog:
             )
         return equal is not False
 
-    def end(self, outcome: events.RunOutcome, error: str | None) -> None:
-        """Writes the last event and closes the records. Once more, it does nothing."""
-        if self._over:
-            return
+    def end(self, outcome: events.RunOutcome, error: str | None) -> Future[None]:
+        """Writes the last event, and has the records closed, on a thread: that waits for the
+        storage. Returns what is done when they are closed, or has the OSError. Once more, nothing
+        is written."""
+        if not self._over:
+            self._write_end(outcome, error)
+        return self._sync_thread.submit(self._close)
+
+    def _write_end(self, outcome: events.RunOutcome, error: str | None) -> None:
         membership = self._membership
         undone = membership.progress.restore_step < membership.config.steps
         if outcome == "finished" and membership.winding_down and undone:
@@ -260,14 +265,15 @@ class RunLog:
         if finished:
             steps = membership.progress.recorded - self._began
             self.note(events.LedgerChecked(time=time.time(), steps=steps))
+        step = membership.progress.recorded
+        self.note(
+            events.RunEnded(time=time.time(), step=step, outcome=outcome, error=error, cause=cause)
+        )
+        self._over = True
+
+    def _close(self) -> None:
         with self._event_log, self._step_log:  # each is closed, also where the other is not
-            step = membership.progress.recorded
-            self.note(
-                events.RunEnded(
-                    time=time.time(), step=step, outcome=outcome, error=error, cause=cause
-                )
-            )
-            self._over = True
+            pass
 
 
 def _regroup_done(now: float, regrouped: Regrouped, every_steps: int | None) -> events.RegroupDone:

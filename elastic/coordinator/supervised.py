@@ -32,14 +32,13 @@ class Supervised:
         self._limit_s, self._prefix = config.health.supervisor_timeout_s, config.prefix
         self._dispatcher, self._records = dispatcher, records
         self._clock = AwakeClock(self._limit_s / _LOOKS)
-        self._begun, self._renewed_s = False, 0.0
+        self._renewed_s = 0.0
 
     def begin(self) -> None:
-        """The lease begins, at the first word of a worker."""
-        if not self._begun:
-            self._begun = True
-            self.renew()
-            self._dispatcher.spawn(self._check())
+        """The lease begins, with the coordinator: there may be neither supervisor nor workers, only
+        placement groups that hold machines, or wait for some. Called once, on the event loop."""
+        self.renew()
+        self._dispatcher.spawn(self._check())
 
     def renew(self) -> None:
         """The supervisor is there."""
@@ -58,8 +57,13 @@ class Supervised:
         log.error("the run is ended: %s", reason)
         await self._dispatcher.stop(reason)
         try:
-            self._records.end("failed", reason)
+            await asyncio.wrap_future(self._records.end("failed", reason))
         except OSError:
             log.exception("the end of the run is in no record")
-        await asyncio.to_thread(end_all, self._prefix)
-        end_own_actor()
+        while True:  # nobody else would
+            try:
+                await asyncio.to_thread(end_all, self._prefix)
+                end_own_actor()
+            except Exception:  # Ray may be unreachable for a while
+                log.exception("something of the run is left; it is tried again")
+            await asyncio.sleep(self._limit_s / _LOOKS)

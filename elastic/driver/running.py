@@ -138,7 +138,8 @@ def follow(
             observer.start()
             ending = await_end(run, observer.paths)
     except (KeyboardInterrupt, SystemExit):
-        run.call(SupervisorApi.interrupt)
+        with contextlib.suppress(ray.exceptions.RayActorError):  # its records tell how it ended
+            run.call(SupervisorApi.interrupt)
         await_end(run, observer.paths)
         _conclude(run, observer)
         raise

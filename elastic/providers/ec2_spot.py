@@ -46,7 +46,7 @@ def on_ec2(files: tuple[str, ...] = _VENDOR_FILES) -> bool:
 
 class SpotWatch:
     """Asks this machine's metadata service (IMDSv2) for a spot interruption notice; tells of it
-    once. One per node.
+    once, and again where that fails. One per node.
 
     AWS advises to ask every five seconds; a notice comes two minutes ahead. It ends by itself where
     no service has ever answered in the first ten looks; one that has answered is asked for good.
@@ -86,11 +86,18 @@ class SpotWatch:
                         "until it does, no spot interruption is heard",
                         *(failures, error),
                     )
-            if notice is not None:
-                self._tell(self._node, *notice)
+            if notice is not None and self._has_told(notice):
                 return
             if self._over.wait(self._interval_s):
                 return
+
+    def _has_told(self, notice: tuple[float | None, str]) -> bool:
+        try:
+            self._tell(self._node, *notice)
+        except Exception as error:  # Ray may be unreachable for a while
+            log.warning("a spot interruption is told of again: %s", error)
+            return False
+        return True
 
     def _look(self) -> tuple[float | None, str] | None:
         """(deadline in s since the epoch, reason), or None where there is no notice."""

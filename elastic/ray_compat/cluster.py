@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -79,10 +80,31 @@ def start_actor(
     options |= {"scheduling_strategy": on_node(node)} if name is None else _rather_on(node)
 
     def start(*args: _Args.args, **kwargs: _Args.kwargs) -> Remote[_Actor]:
-        actor: Any = ray.remote(**options)(cls)
-        return Remote(actor.remote(*args, **kwargs))
+        return Remote(actor_class(cls).options(**options).remote(*args, **kwargs))
 
     return start
+
+
+@functools.cache
+def actor_class(cls: Callable[..., Any]) -> Any:
+    """Ray's actor class of `cls`: one for all its actors. Whoever starts the first waits for Ray's
+    head, which is told of the class and keeps it for as long as the job lasts."""
+    return ray.remote(cls)
+
+
+def export_actors(*classes: Callable[..., Any]) -> None:
+    """Tells Ray's head of actor classes, as the first `start_actor` of each does otherwise. From
+    then on none waits for the head, but those with names."""
+    here: Any = worker.global_worker
+    for cls in classes:
+        ours = actor_class(cls).__ray_metadata__
+        if ours.last_export_cluster_and_job != here.current_cluster_and_job:
+            here.function_actor_manager.export_actor_class(
+                ours.modified_class,
+                ours.actor_creation_function_descriptor,
+                ours.method_meta.methods.keys(),
+            )
+            ours.last_export_cluster_and_job = here.current_cluster_and_job
 
 
 def detached(name: str) -> dict[str, Any]:
@@ -222,6 +244,12 @@ def nodes_with_room() -> dict[str, Room]:
         for node in ray.nodes()
         if node["Alive"] and {"CPU", "GPU"} & node["Resources"].keys()
     }
+
+
+def is_actor() -> bool:
+    """Whether this process is an actor, and not one that only has such an object, as tests do."""
+    here: Any = worker.global_worker
+    return ray.is_initialized() and not here.actor_id.is_nil()
 
 
 def started_anew() -> bool:

@@ -6,11 +6,13 @@ import contextlib
 import logging
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray import ObjectRef
 from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerStatus
@@ -123,7 +125,7 @@ class ElasticController(TrainController):
         group: Any = self._worker_group
         policy: Any = self._failure_policy
         workers = list(group.get_workers())
-        at_work = {i: s for i, s in status.worker_statuses.items() if s.running and not s.error}
+        at_work = find_at_work(status.worker_statuses)
         ended = [worker for i, worker in enumerate(workers) if i not in at_work]
         failures = group.settle()
         if policy.over():
@@ -154,6 +156,27 @@ class ElasticController(TrainController):
                 for i, worker in status.worker_statuses.items()
             }
         )
+
+
+def find_at_work(statuses: Mapping[int, WorkerStatus]) -> dict[int, WorkerStatus]:
+    """The workers of a poll that have not ended, by their positions.
+
+    One that was not reached may live and train: something on the way has reset its connection. It
+    is polled again. Ray says of a process that has ended, and of a node that it has given up, that
+    the actor died, and the lease of its node finds who is out of reach.
+    """
+    return {
+        i: WorkerStatus(running=True) if _out_of_reach(status) else status
+        for i, status in statuses.items()
+        if (status.running and not status.error) or _out_of_reach(status)
+    }
+
+
+def _out_of_reach(status: WorkerStatus) -> bool:
+    error = status.error
+    return isinstance(error, WorkerHealthCheckFailedError) and isinstance(
+        error.health_check_failure, ray.exceptions.ActorUnavailableError
+    )
 
 
 def _with_failures(

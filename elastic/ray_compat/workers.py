@@ -35,7 +35,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.rpc import Remote
-from elastic.ray_compat.cluster import detached, draining_nodes, find_actor, named_actors
+from elastic.ray_compat.cluster import (
+    actor_class,
+    detached,
+    draining_nodes,
+    find_actor,
+    named_actors,
+)
 from elastic.ray_compat.groups import PlacementGroups
 from elastic.ray_compat.placement import (
     MOST_PENDING_GROUPS,
@@ -325,14 +331,16 @@ class ElasticWorkerGroup(WorkerGroup):
         own: Any = self._train_run_context.run_config.worker_runtime_env
         environment = self._get_worker_runtime_env(own)
         options: dict[str, Any] = {**bundle_to_remote_args(resources), "runtime_env": environment}
-        actor_class: Any = ray.remote(**options)(self._worker_cls)
         actors = [
-            actor_class.options(
+            actor_class(self._worker_cls)
+            .options(
+                **options,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._groups[seat[0]], placement_group_bundle_index=seat[1]
                 ),
                 **detached(self._names.of(seat, first_launch + i)),
-            ).remote()
+            )
+            .remote()
             for i, seat in enumerate(seats)
         ]
         try:

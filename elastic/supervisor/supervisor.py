@@ -139,11 +139,12 @@ class Supervisor(SupervisorApi):
                 ending = self._train()
             except Exception:
                 ending = _own_failure()
-        outcome: RunOutcome = "failed" if ending.error else "finished"
-        if self._interrupted:
-            outcome, ending = "interrupted", Ending(error=None)
-        with contextlib.suppress(ray.exceptions.RayError):
-            self._coordinator.call(CoordinatorApi.end, outcome, ending.error)
+            outcome: RunOutcome = "failed" if ending.error else "finished"
+            if self._interrupted:
+                outcome, ending = "interrupted", Ending(error=None)
+            # Watched until it has answered: the call waits for it as long as it lives.
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._coordinator.call(CoordinatorApi.end, outcome, ending.error)
         return ending
 
     def _train(self) -> Ending:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from ray.train import RunConfig
 from ray.util.placement_group import placement_group
 
 from checkpointing import open_memory
-from elastic import CustomTask, ElasticTrainer
+from elastic import CustomTask, ElasticTrainer, HealthConfig, TrainConfig
 from elastic.cli.main import main
+from elastic.coordinator.actor import Coordinator
 from elastic.driver.observer import Observer
 from elastic.driver.running import await_end, find_run, follow
 from elastic.errors import RunFailedError, RunStoppedError
@@ -24,10 +27,21 @@ from elastic.protocol.run_paths import RunPaths, hold_run
 from elastic.ray_compat.cluster import end_actors, named_actors, start_actor
 from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.workers import WorkerNames
-from elastic.reporting.event_log import EventLog
+from elastic.reporting.event_log import EventLog, read_events
 from elastic.supervisor import supervisor
-from tests.support.run_end import Cleaner, Deaf, Ended, GoingOn, OfRun, StandingWorker, Told
-from tests.support.run_plan import run_plan
+from health import questions
+from tests.support.run_end import (
+    Cleaner,
+    Deaf,
+    Ended,
+    GoingOn,
+    Interrupted,
+    OfRun,
+    StandingWorker,
+    StuckAtTheEnd,
+    Told,
+)
+from tests.support.run_plan import run_plan, told_to_the_coordinator
 from tests.support.user_code import model, summed_loss
 from tests.support.watching import wait_until
 
@@ -69,6 +83,19 @@ def test_who_follows_a_run_that_somebody_else_stops_does_not_take_it_for_done(
         assert follow(run, Remote(None), Observer(paths, ())).outcome == outcome
         return
     with pytest.raises(RunStoppedError, match=f"was {outcome} by somebody else"):
+        follow(run, Remote(None), Observer(paths, ()))
+    assert (paths.root / "report.json").exists()
+
+
+def test_a_second_ctrl_c_is_a_ctrl_c_also_where_the_supervisor_is_gone(
+    cluster: None, tmp_path: Path
+) -> None:
+    paths = RunPaths(root=tmp_path / "run")
+    with EventLog(paths.events) as log:
+        log.append(RunEnded(time=1.0, step=3, outcome="interrupted", error=None))
+    run = Interrupted(start_actor(GoingOn, max_concurrency=10)(None).handle)
+    ray.kill(run.handle)
+    with pytest.raises(KeyboardInterrupt):
         follow(run, Remote(None), Observer(paths, ()))
     assert (paths.root / "report.json").exists()
 
@@ -195,6 +222,24 @@ def test_a_supervisor_that_fails_has_the_end_written_down(cluster: None, tmp_pat
     end_actors(paths.key)
 
 
+def test_a_coordinator_that_is_stuck_as_it_writes_down_the_end_is_started_anew(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run keeps its machines, and everybody waits."""
+    monkeypatch.setattr(questions, "ANSWER_S", 0.6)
+    monkeypatch.setattr(supervisor, "LINGER_S", 0.0)
+    monkeypatch.setattr(supervisor, "started_anew", lambda: False)  # this process is no actor
+    left = threading.Event()
+    monkeypatch.setattr(supervisor, "end_own_actor", left.set)
+    coordinator: Any = start_actor(StuckAtTheEnd, max_concurrency=10, restarts=True)()
+    unusable = RunConfig(name="run", storage_path="not/absolute")
+    plan = replace(run_plan(RunPaths(root=tmp_path / "run"), coordinator), run_config=unusable)
+    run = supervisor.Supervisor(Kept.keep(f"{plan.prefix}plan", plan))
+    ending = asyncio.run(run.ending(60.0))
+    assert ending is not None and ending.error is not None and left.wait(20.0)
+    assert ray.get(coordinator.send(Told.all_ends)) == [("failed", ending.error)]
+
+
 def test_a_run_that_is_interrupted_does_not_wait_for_its_coordinator(
     cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +254,25 @@ def test_a_run_that_is_interrupted_does_not_wait_for_its_coordinator(
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(answer, timeout=20)
     wait_until(lambda: not named_actors("run/"), 20)
+
+
+def test_a_coordinator_that_has_neither_supervisor_nor_workers_ends(
+    cluster: None, tmp_path: Path
+) -> None:
+    """The driver was lost as it started them, or the supervisor does not start anywhere."""
+    prefix, task = "alone/", CustomTask(build_model=model, loss_function=summed_loss, dataset=[0])
+    trainer = ElasticTrainer(
+        TrainConfig(task=task, steps=1, global_batch=1),
+        health=HealthConfig(supervisor_timeout_s=1.0),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+    )
+    config = replace(told_to_the_coordinator(trainer, tmp_path), prefix=prefix)
+    start_actor(Coordinator, max_concurrency=10, restarts=True, name=f"{prefix}coordinator")(
+        Kept.keep(f"{prefix}config", config)
+    )
+    wait_until(lambda: not named_actors(prefix), 60)
+    ended = read_events(config.paths.events)[-1]
+    assert isinstance(ended, RunEnded) and "its supervisor was not heard" in (ended.error or "")
 
 
 def test_an_actor_of_the_run_ends_itself_last(cluster: None) -> None:

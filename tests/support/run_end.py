@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+from typing import Any
 
 from ray.util.placement_group import placement_group_table
 
 from elastic.protocol.causes import USER_ERROR
 from elastic.protocol.events import RunOutcome
 from elastic.protocol.job import Job
+from elastic.protocol.rpc import Remote
 from elastic.protocol.supervisor_api import About, Ending
-from elastic.ray_compat.cluster import end_own_actor, named_actors
+from elastic.ray_compat.cluster import end_own_actor, named_actors, started_anew
 from elastic.ray_compat.groups import end_all
 
 
@@ -37,6 +40,18 @@ class GoingOn(Ended):
     async def interrupt(self) -> None:
         if self.error is None:  # the run has ended by itself a moment ago
             os._exit(0)
+
+
+class Interrupted(Remote[Any]):
+    """A supervisor's handle; whoever waits for the ending is interrupted once."""
+
+    interrupted = False
+
+    def call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
+        return super().call(method, *args, **kwargs)
 
 
 class Broken(Ended):
@@ -82,6 +97,15 @@ class Told:
 
     async def all_ends(self) -> list[tuple[RunOutcome, str | None]]:
         return self.ends
+
+
+class StuckAtTheEnd(Told):
+    """One whose event loop hangs as it writes that down; the one that is started anew is well."""
+
+    async def end(self, outcome: RunOutcome, error: str | None) -> None:
+        if not started_anew():
+            threading.Event().wait()
+        await super().end(outcome, error)
 
 
 class StandingWorker:

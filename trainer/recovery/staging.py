@@ -1,4 +1,4 @@
-"""Copies from a device to memory of the host that is new each time, through a little that is pinned.
+"""Copies from a device to memory of the host that is new each time, through a few pinned blocks.
 
 A device writes fast to pinned memory alone, and what torch pins it keeps for ever. Memory that is
 new costs its first touch, 2 to 3 GB/s a thread. So several threads copy, each through one pinned

@@ -11,7 +11,7 @@ import pytest
 
 from elastic import HealthConfig
 from elastic.coordinator import agents as module
-from elastic.coordinator.agents import START_S, NodeAgents
+from elastic.coordinator.agents import FIRST_START_S, START_S, NodeAgents
 from elastic.protocol.messages import Helper, Identity
 from elastic.protocol.rpc import Remote
 from health.lease import Reach
@@ -77,7 +77,22 @@ def test_a_lease_is_kept_by_calls_and_by_datagrams_alike(agents: NodeAgents) -> 
 
 def test_a_lease_begins_with_the_first_beat(agents: NodeAgents) -> None:
     started(agents, "n")
-    assert lost_after(agents, 100) == {}
+    assert lost_after(agents, int(FIRST_START_S)) == {}
+
+
+def test_a_node_whose_first_agent_does_not_beat_is_lost_in_time(agents: NodeAgents) -> None:
+    started(agents, "wedged")
+    assert lost_after(agents, int(FIRST_START_S) + 1) == {
+        "wedged": "its agent has not been heard for 120.5 s"
+    }
+
+
+def test_the_next_agent_has_its_time_though_the_first_never_beat(agents: NodeAgents) -> None:
+    started(agents, "n")
+    assert lost_after(agents, int(FIRST_START_S)) == {}
+    next_one(agents, "n")
+    assert lost_after(agents, int(START_S)) == {}
+    assert "its agent ended" in lost_after(agents, int(START_S) + 1)["n"]
 
 
 def test_an_agent_that_was_written_off_hears_so_both_ways(agents: NodeAgents) -> None:

@@ -228,6 +228,33 @@ def test_what_it_answers_to_is_on_the_disk_before(
     asyncio.run(record_on_a_slow_disk(config, monkeypatch))
 
 
+async def end_on_a_slow_disk(config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, fdatasync = threading.Event(), os.fdatasync
+
+    def waits(fd: int) -> None:
+        assert may_end.wait(60.0)
+        fdatasync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", waits)
+    coordinator = Coordinator(config)
+    end = asyncio.create_task(coordinator.end("finished", None))
+    while not isinstance(read_events(config.paths.events)[-1], events.RunEnded):
+        await asyncio.sleep(0.001)
+    await coordinator.awake()
+    again = asyncio.create_task(coordinator.end("finished", None))
+    await asyncio.sleep(0.01)
+    assert not end.done() and not again.done(), "either says that the end is durable"
+    may_end.set()
+    await asyncio.gather(end, again)
+
+
+def test_the_supervisor_is_answered_while_the_end_waits_for_the_storage(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the coordinator for stuck."""
+    asyncio.run(end_on_a_slow_disk(config, monkeypatch))
+
+
 def test_what_is_told_again_is_written_down_once(
     config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

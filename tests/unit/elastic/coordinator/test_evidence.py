@@ -96,7 +96,7 @@ def test_a_slow_storage_holds_up_nobody_whose_peer_was_killed(
 
     asyncio.run(play())
     gc.enable()  # the dispatcher puts it off for longer
-    desk.records.end("interrupted", None)
+    desk.records.end("interrupted", None).result()
     assert (desk.paths.incidents / "001" / "b.txt").read_text() == "in loop"
 
 

@@ -198,7 +198,7 @@ async def go_back_to_the_snapshot(desk: Desk) -> None:
 def test_the_run_goes_back_to_the_snapshot_and_not_to_its_seed(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     asyncio.run(go_back_to_the_snapshot(desk))
-    desk.records.end("interrupted", None)
+    desk.records.end("interrupted", None).result()
 
 
 async def expel_one_that_dies(desk: Desk) -> None:
@@ -222,7 +222,7 @@ def test_one_that_was_written_off_may_die_before_it_is_ended(tmp_path: Path) -> 
     assert desk.membership.stopped is None and desk.agents.killed == [WRITTEN_OFF.worker]
     happened = read_events(desk.paths.events)
     assert not any(isinstance(e, events.WorkerLost) for e in happened), "it is lost once"
-    desk.records.end("interrupted", None)
+    desk.records.end("interrupted", None).result()
 
 
 async def hear_one_of_the_lost_tail(desk: Desk) -> None:
@@ -242,7 +242,7 @@ def test_one_whose_arrival_is_in_no_record_is_taken_from_where_it_stands(tmp_pat
     assert desk.workers.started.keys() == {"unknown", "spare"}
     joined = [e for e in read_events(desk.paths.events) if isinstance(e, events.WorkerJoined)]
     assert [(e.worker, e.pid) for e in joined] == [("unknown", 4)], "the next one is told of it"
-    desk.records.end("interrupted", None)
+    desk.records.end("interrupted", None).result()
     assert desk.agents.killed == []
 
 
@@ -266,7 +266,7 @@ def test_who_was_cut_off_with_the_coordinator_before_goes_on(tmp_path: Path) -> 
     joined = [e.worker for e in happened if isinstance(e, events.WorkerJoined)]
     assert joined == [WRITTEN_OFF.worker], "the next one is told that it is there"
     assert not any(isinstance(e, events.WorkerLost) for e in happened)
-    desk.records.end("interrupted", None)
+    desk.records.end("interrupted", None).result()
 
 
 async def go_on_where_the_last_copy_goes(desk: Desk) -> None:
@@ -286,4 +286,4 @@ def test_a_last_copy_that_goes_is_saved_although_the_wish_was_another_process_s(
     desk = Desk(tmp_path)
     asyncio.run(go_on_where_the_last_copy_goes(desk))
     assert SaveWish(desk.membership).wanted()
-    desk.records.end("interrupted", None)
+    desk.records.end("interrupted", None).result()

@@ -119,7 +119,7 @@ class Desk(CoordinatorDesk):
             told = asyncio.ensure_future(story())
             self._own = asyncio.all_tasks()
             await asyncio.wait_for(told, PATIENCE_S)
-            self.records.end("finished", None)
+            self.records.end("finished", None).result()
             await self.dispatcher.advance()
             await self.dispatcher.tell()  # whoever waits ends
 

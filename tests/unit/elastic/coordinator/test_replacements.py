@@ -102,7 +102,7 @@ class Desk(CoordinatorDesk):
     def run(self, story: Callable[[], Awaitable[None]]) -> None:
         async def tell() -> None:
             await asyncio.wait_for(story(), PATIENCE_S)
-            self.records.end("finished", None)
+            self.records.end("finished", None).result()
             await self.dispatcher.advance()
             await self.dispatcher.tell()  # whoever waits ends
 

@@ -128,7 +128,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     restores = Restores(config, membership, dispatcher, workers, records, receipts)
     dispatcher.ready.set()
     yield Desk(store, paths, membership, receipts, workers, records, restores, agents)
-    records.end("interrupted", None)
+    records.end("interrupted", None).result()
 
 
 def test_a_damaged_one_is_given_up_once(desk: Desk) -> None:

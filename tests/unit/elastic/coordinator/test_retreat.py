@@ -151,7 +151,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     yield one
     for desk in made:
-        desk.records.end("interrupted", None)
+        desk.records.end("interrupted", None).result()
 
 
 @pytest.fixture

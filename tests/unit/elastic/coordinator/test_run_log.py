@@ -131,7 +131,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Desk]]:
     monkeypatch.setattr(run_log, "time", now)
     monkeypatch.setattr(dispatcher, "gc", SimpleNamespace(disable=lambda: None, enable=None))
     yield desks
-    desks[0].records.end("interrupted", None)
+    desks[0].records.end("interrupted", None).result()
 
 
 def desk_of(clock: list[Desk], directory: Path, *, replicas: int, each: int = 1) -> Desk:
@@ -250,13 +250,13 @@ def test_nothing_follows_the_end_of_a_run(tmp_path: Path, clock: list[Desk]) -> 
     """Not what its coordinator is told meanwhile, nor one that is started anew."""
     desk = desk_of(clock, tmp_path, replicas=1)
     desk.records.begin([])
-    desk.records.end("failed", "too many crashes")
+    desk.records.end("failed", "too many crashes").result()
     happened = read_events(desk.paths.events)
     desk.records.note(events.StopRequested(time=1.0, reason="SIGINT"))
-    desk.records.end("finished", None)
+    desk.records.end("finished", None).result()
     anew = Desk(tmp_path, replicas=1)
     anew.records.begin(happened)
-    anew.records.end("finished", None)
+    anew.records.end("finished", None).result()
     assert read_events(desk.paths.events) == happened
     assert anew.membership.stopped == Stop(error="too many crashes")
 
@@ -332,7 +332,7 @@ def test_a_run_that_was_asked_to_stop_in_its_last_step_is_finished(
     desk = desk_of(clock, tmp_path, replicas=1)
     desk.membership.wind_down()
     desk.membership.progress.checkpointed(saved)
-    desk.records.end("finished", None)
+    desk.records.end("finished", None).result()
     ended = read_events(desk.paths.events)[-1]
     assert isinstance(ended, events.RunEnded) and ended.outcome == outcome
 

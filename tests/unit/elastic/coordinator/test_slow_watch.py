@@ -82,7 +82,7 @@ class Desk(CoordinatorDesk):
 def desk(tmp_path: Path) -> Iterator[Desk]:
     found = Desk(tmp_path)
     yield found
-    found.records.end("finished", None)
+    found.records.end("finished", None).result()
 
 
 def play(desk: Desk, *rounds: tuple[str, ...], of: Iterable[str] = ("a", "b", "c")) -> None:
@@ -119,7 +119,7 @@ def test_one_that_stays_slow_is_told_again_after_hours(
     assert len(desk.found) == 1
     monkeypatch.setattr(slow_watch, "AGAIN_S", 0.0)
     play(desk, ("b",))
-    desk.records.end("finished", None)
+    desk.records.end("finished", None).result()
     assert [(found.workers, found.nodes) for found in desk.found] == [(["b"], ["B"])] * 2
     assert f"slow in {ROUNDS + 2} rounds running" in desk.found[-1].detail
     assert [verdict.workers for verdict in desk.met] == [("b",)] * 2
@@ -176,7 +176,7 @@ def test_processes_that_nobody_knows_are_passed_by(desk: Desk) -> None:
 def test_a_verdict_is_handed_in_where_the_run_is_to_act(tmp_path: Path, move: bool) -> None:
     desk = Desk(tmp_path, move=move)
     play(desk, *[("b",)] * ROUNDS)
-    desk.records.end("finished", None)
+    desk.records.end("finished", None).result()
     (found,) = desk.found
     assert [(v.cause, v.workers, v.nodes, v.evidence, v.confidence) for v in desk.met] == (
         [("slow", ("b",), ("B",), (found.detail,), "likely")] if move else []

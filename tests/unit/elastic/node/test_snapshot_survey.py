@@ -79,7 +79,7 @@ def test_a_run_that_is_stopped_before_anyone_holds_state_keeps_its_snapshots(
     started.wind_down()
     started.advance()
     assert started.stopped == Stop(error=None)
-    RunLog(config, started).end("finished", None)
+    RunLog(config, started).end("finished", None).result()
     assert not end_is_stored(paths, RUN)
 
 

@@ -113,6 +113,26 @@ def test_a_spot_notice_is_told_of_once(metadata: type[Metadata]) -> None:
     assert told.empty() and metadata.tokens == 2 and metadata.looks_before_notice == -1
 
 
+def test_a_spot_notice_that_could_not_be_told_of_is_told_of_at_the_next_look(
+    metadata: type[Metadata],
+) -> None:
+    """The coordinator knows of it by then, and Ray's head was away."""
+    metadata.looks_before_notice = 0
+    metadata.notice = b'{"action": "stop", "time": "2026-01-01T00:02:00Z"}'
+    told: Told = queue.Queue()
+    refusals = [ConnectionError("Ray is away")]
+
+    def tell(*notice: Any) -> None:
+        if refusals:
+            raise refusals.pop()
+        told.put(notice)
+
+    watch = SpotWatch("n1", tell, interval_s=0.001)
+    assert told.get(timeout=WAIT_S)[2] == "EC2 spot interruption: stop" and not refusals
+    watch.close()
+    assert told.empty()
+
+
 def test_a_service_that_has_answered_is_asked_for_good(
     metadata: type[Metadata], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -39,7 +39,6 @@ from trainer.parallel.mesh import ReplicaMesh
 from trainer.recovery import state_blocks
 from trainer.recovery.heal import Newcomer
 from trainer.recovery.heal_source import Source
-from trainer.recovery.staging import Stage
 from trainer.recovery.heal_wire import (
     Facts,
     Meeting,
@@ -52,6 +51,7 @@ from trainer.recovery.heal_wire import (
     send_block,
     welcome,
 )
+from trainer.recovery.staging import Stage
 from trainer.recovery.state_blocks import Block, cut
 
 Pair = tuple[Rendezvous, Engine, Engine]
