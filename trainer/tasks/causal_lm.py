@@ -63,12 +63,14 @@ class CausalLM:
         from trainer.data import TokenDataset
         from trainer.data.prepare import prepare
 
-        text = self._text()
-        self.check(text.vocab_size if text.tokenizer is None else 0)
-        data = prepare(text, cache_dir)
-        config, family, model = self.plan_model(train, data.vocab_size)
+        text, vocab_size = self._text(), self.vocab_size()
         pretrained = self.model.path if self.model.pretrained else None
+        self.check(vocab_size)
+        config, family, model = self.plan_model(train, vocab_size)
         family.weights(config, model, train.seed, pretrained)
+        data = prepare(text, cache_dir)  # hours: what can be wrong has been looked at
+        if data.vocab_size != vocab_size:  # of a tokenizer that was trained
+            config, family, model = self.plan_model(train, data.vocab_size)
         # Raises where there is too little text for one sample.
         TokenDataset(data.train, self.seq_len)
         return PreparedCausalLM(
@@ -94,6 +96,19 @@ class CausalLM:
                 "pretrained": pretrained,
             },
         )
+
+    def vocab_size(self) -> int:
+        """Tokens of the tokenizer that is given; the most that one to train may have.
+
+        Raises:
+            ConfigError: the given one cannot be loaded, or there is none beside pretrained weights.
+        """
+        from trainer.data.tokenizer import load_tokenizer, vocab_size_of
+
+        text = self._text()
+        if text.tokenizer is None:
+            return text.vocab_size
+        return vocab_size_of(load_tokenizer(text.tokenizer))
 
     def check(self, vocab_size: int) -> None:
         """Checks what can be known before the data are read.

@@ -10,7 +10,7 @@ import torch
 from ray import cloudpickle
 from torch import nn
 
-from elastic import ScalingConfig
+from elastic import ParallelConfig, ScalingConfig
 from elastic.driver.memory import check_memory, plan_memory
 from elastic.driver.preparing import prepare_task
 from tests.support.small_llama import small_train
@@ -80,6 +80,12 @@ def test_what_fits_or_cannot_be_known_is_let_through(
         assert caplog.text == ""
         check_memory(replace(train, task=None), ONE, ["H100"])
     assert "no dry run: AttributeError" in caplog.text
+
+
+def test_settings_that_cannot_work_are_refused(train: TrainConfig) -> None:
+    three = replace(train, parallel=ParallelConfig(tensor=3))
+    with pytest.raises(ConfigError, match="it does not divide"):
+        check_memory(three, ONE, ["H100"])
 
 
 class Opened(torch.utils.data.Dataset[torch.Tensor]):

@@ -185,13 +185,21 @@ def test_a_model_with_too_small_a_vocabulary_is_refused_before_text_is_read(
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_layout_that_does_not_go_with_the_model_is_refused_before_text_is_read(
+    texts: Path, tmp_path: Path
+) -> None:
+    error = refusal(task_for(texts / "missing"), str(tmp_path), tensor=3)
+    assert (error.field, error.value) == ("train.parallel.tensor", 3)
+
+
 def test_a_given_tokenizer_must_fit_the_model(
     texts: Path, cache: str, prepared: PreparedCausalLM
 ) -> None:
     size = prepared.info["vocab_size"]
     settings = {**SETTINGS, "vocab_size": size - 1}
     tokenizer = prepared.info["tokenizer"]
-    error = refusal(task_for(texts, model={"settings": settings}, tokenizer=tokenizer), cache)
+    unread = task_for(texts / "missing", model={"settings": settings}, tokenizer=tokenizer)
+    error = refusal(unread, cache)
     assert error.field == "train.task.model.vocab_size"
     fitting = {"settings": {**SETTINGS, "vocab_size": size}}
     assert (
@@ -239,11 +247,13 @@ def test_workers_that_would_leave_out_different_blocks_are_refused(texts: Path, 
     prepare(task, cache)
 
 
-def test_an_encoder_is_refused_before_text_is_read(texts: Path, tmp_path: Path) -> None:
+def test_an_encoder_is_refused_before_text_is_read(
+    texts: Path, tmp_path: Path, prepared: PreparedCausalLM
+) -> None:
     settings = {name: n for name, n in SETTINGS.items() if name != "num_key_value_heads"}
     del settings["vocab_size"]
     bert = {"architecture": "bert", "settings": settings}
-    for tokenizer in (None, "tokenizer.json"):
+    for tokenizer in (None, prepared.info["tokenizer"]):
         task = task_for(texts / "missing", model=bert, tokenizer=tokenizer)
         error = refusal(task, str(tmp_path / "c"))
         assert (error.field, error.value) == ("train.task.model.architecture", "bert")
