@@ -378,9 +378,16 @@ def skips_of(manifest: Manifest | None) -> Skips:
     return tuple(Skip(*map(int, skip)) for skip in state.get("skips", ()))
 
 
-def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask) -> None:
+def check_continues(
+    manifest: Manifest, train: TrainConfig, task: PreparedTask | None = None
+) -> None:
     """Checks that a run with these settings continues the one that wrote `manifest`, which is of
     the same model.
+
+    Args:
+        manifest: of the checkpoint to go on from.
+        train: the settings.
+        task: prepared; None: it is not yet, and its data are not compared.
 
     Raises:
         ConfigError: other data, another order of the data, or other lanes.
@@ -397,8 +404,9 @@ def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask) 
         "train.seed": ("seed", train.seed),
         "train.global_batch": ("global_batch", train.global_batch),
         "train.lanes": ("lanes", train.lanes or state.get("lanes")),
-        "train.task": ("samples", len(task.train_data())),
     }
+    if task is not None:
+        now["train.task"] = ("samples", len(task.train_data()))
     for field, (key, value) in now.items():
         before = state.get(key, value)  # an imported checkpoint belongs to no run yet
         if before != value:
