@@ -30,7 +30,8 @@ class DataConfig:
 
     format: Format = "auto"
     """How every file is read; `"auto"`: .jsonl and .json as one JSON object a line, .parquet as
-    Parquet, everything else as plain text."""
+    Parquet, everything else as plain text. With .gz, .zst, .bz2 or .lz4 after it, text and JSON are
+    decompressed."""
 
     field: str = "text"
     """Key (JSONL) or column (Parquet) that holds a document's text."""

@@ -1,4 +1,4 @@
-"""Documents out of plain text, JSONL and Parquet files.
+"""Documents out of plain text, JSONL (both compressed or not) and Parquet files.
 
 `find_files` says which files a configuration means, in sorted order; `read_documents` streams their
 documents, again and again in the same order. Empty documents are left out. A plain text file longer
@@ -9,11 +9,13 @@ can be encoded on every core, and part of it can be held out.
 from __future__ import annotations
 
 import glob
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,6 +32,7 @@ _MOST_BAD = 0.3
 language is written in Latin letters."""
 
 _FORMAT_BY_SUFFIX = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+_COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,7 @@ def check_text(files: Iterable[SourceFile]) -> None:
         if file.format == "parquet":
             continue
         try:
-            with file.path.open("rb") as opened:
+            with _open(file.path) as opened:
                 head = opened.read(_HEAD_BYTES)
         except OSError as error:
             raise unreadable(file.path, error) from error
@@ -163,7 +166,19 @@ def _files_inside(directory: str, pattern: str) -> list[str]:
 def _format_of(path: Path, configured: str) -> str:
     if configured != "auto":
         return configured
+    if _compression_of(path) is not None:
+        path = path.with_suffix("")
     return _FORMAT_BY_SUFFIX.get(path.suffix.lower(), "text")
+
+
+def _compression_of(path: Path) -> str | None:
+    return _COMPRESSION_BY_SUFFIX.get(path.suffix.lower())
+
+
+def _open(path: Path) -> BinaryIO:
+    """A file's bytes, decompressed where its name says that it is compressed."""
+    stream = pa.input_stream(str(path), compression=_compression_of(path))
+    return io.BufferedReader(stream, 2**20)
 
 
 def _read(file: SourceFile, field: str) -> Iterator[Document]:
@@ -176,14 +191,14 @@ def _read(file: SourceFile, field: str) -> Iterator[Document]:
 
 def _read_text(path: Path) -> Iterator[Document]:
     line = 1
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+    with io.TextIOWrapper(_open(path), "utf-8", errors="replace", newline="") as file:
         while lines := file.readlines(PIECE_CHARS):
             yield Document(source=f"{path}:{line}", text="".join(lines))
             line += len(lines)
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
-    with path.open("rb") as file:
+    with _open(path) as file:
         for number, raw in enumerate(file, start=1):
             line = raw.decode("utf-8", errors="replace")
             if not line.strip():

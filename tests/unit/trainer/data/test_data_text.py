@@ -40,6 +40,27 @@ def test_the_three_formats_by_suffix_in_path_order(tmp_path: Path) -> None:
     assert texts_of(config_for(tmp_path)) == ["one", "two", "plain", "three", "four"]
 
 
+@pytest.mark.parametrize(
+    ("suffix", "codec"), [(".gz", "gzip"), (".zst", "zstd"), (".bz2", "bz2"), (".LZ4", "lz4")]
+)
+def test_compressed_files(tmp_path: Path, suffix: str, codec: str) -> None:
+    for name, text in (("a.jsonl", '{"text": "one"}\n' * 2), ("b.txt", "caf\u00e9\n")):
+        with pa.output_stream(str(tmp_path / (name + suffix)), compression=codec) as file:
+            file.write(text.encode())
+    config = config_for(tmp_path)
+    check_text(find_files(config))
+    assert texts_of(config) == ["one", "one", "caf\u00e9\n"]
+
+
+@pytest.mark.parametrize("content", [gzip.compress(bytes(range(200)))[:-30], b"not compressed"])
+def test_a_compressed_file_that_is_cut_or_none_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check_text(find_files(config_for(path)))
+    assert_rejected(config_for(path), "train.data.paths", str(path), "cannot be read as jsonl")
+
+
 def test_a_configured_format_beats_the_suffix(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("{not json")
