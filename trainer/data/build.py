@@ -1,7 +1,8 @@
 """The making of a prepared directory: split, train a tokenizer if there is none, encode.
 
 The text is streamed (its beginning to place the split, then to train the tokenizer, then to
-encode), so memory does not grow with it. Everything in the directory follows from the `Recipe` alone.
+encode), so memory does not grow with it. Everything in the directory follows from the `Recipe`
+alone.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def find_threshold(documents: Iterable[Document], holdout: float) -> int:
             return share  # as `plan_threshold` gives, whatever follows
     if lowest == highest:
         raise ConfigError(
-            "train.data.holdout",
+            "train.task.data.holdout",
             holdout,
             "there is only one document, and it cannot be on both sides",
             "Give more documents, or use 0 for no validation set",

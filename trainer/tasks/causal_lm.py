@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trainer.config import TrainConfig
@@ -187,9 +186,10 @@ class CausalLM:
         another one mean nothing."""
         if not self.model.pretrained or self.model.path is None or self.data.tokenizer is not None:
             return self.data
-        if not any((Path(self.model.path) / name).exists() for name in _TOKENIZER_FILES):
+        directory = self.model.directory()
+        if not any((directory / name).exists() for name in _TOKENIZER_FILES):
             raise ConfigError(
-                "train.data.tokenizer",
+                "train.task.data.tokenizer",
                 None,
                 f"the pretrained model in {self.model.path} has no tokenizer beside it",
                 "Name the tokenizer that the model was trained with",

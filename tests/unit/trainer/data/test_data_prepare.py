@@ -147,7 +147,7 @@ def test_one_document_cannot_be_split(tmp_path: Path, cache: Path, texts: list[s
     corpus = write_corpus(tmp_path / "corpus", texts)
     with pytest.raises(ConfigError, match="only one document") as caught:
         prepare(config_for(corpus), str(cache))
-    assert caught.value.field == "train.data.holdout"
+    assert caught.value.field == "train.task.data.holdout"
     assert kept_in(cache) == []
 
 
