@@ -6,6 +6,8 @@
     live         `elastic attach` and `elastic stop`
     watch        `elastic watch`
     dryrun       `elastic dryrun`
+    prepare      `elastic prepare`
+    program      the trainer in a user's program
     doctor       `elastic doctor`
     runs         from what the user names to a store
     show         a checkpoint in words

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from checkpointing import CheckpointError
-from elastic.cli import checkpoints, doctor, dryrun, live, logs, nodes, watch
+from elastic.cli import checkpoints, doctor, dryrun, live, logs, nodes, prepare, watch
 from elastic.errors import ElasticError
 from elastic.reporting.event_log import RecordError
 from trainer.errors import TrainerError
@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     watch.add_to(commands)
     nodes.add_to(commands)
     dryrun.add_to(commands)
+    prepare.add_to(commands)
     doctor.add_to(commands)
     return root
 

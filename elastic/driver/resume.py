@@ -78,13 +78,6 @@ def run_directory(
         RunGoesOnError: a run of this name is going on.
     """
     storage = str(run_config.storage_path)
-    if "://" in storage and not storage.startswith("file://"):
-        raise ConfigError(
-            "run_config.storage_path",
-            storage,
-            "this version stores the records of a run in a local or shared directory",
-            "Use a directory that all nodes see, and checkpoint.store for checkpoints on S3",
-        )
     paths = RunPaths(
         root=run_root(run_config),
         store=checkpoint.place(str(run_config.name)),
@@ -170,14 +163,26 @@ def _check_place(store: StorePlace, resume: Resume) -> None:
 
 
 def run_root(run_config: RunConfig) -> Path:
-    """The run directory."""
+    """The run directory; see `local_path`."""
     return Path(local_path(run_config), str(run_config.name))
 
 
 def local_path(run_config: RunConfig) -> str:
     """`storage_path` as a plain absolute path: other processes have other working directories, and
-    Ray Train takes a relative one for a URL."""
-    path = Path(str(run_config.storage_path).removeprefix("file://"))
+    Ray Train takes a relative one for a URL.
+
+    Raises:
+        ConfigError: it is no directory, but a store such as S3.
+    """
+    storage = str(run_config.storage_path)
+    if "://" in storage and not storage.startswith("file://"):
+        raise ConfigError(
+            "run_config.storage_path",
+            storage,
+            "this version stores the records of a run in a local or shared directory",
+            "Use a directory that all nodes see, and checkpoint.store for checkpoints on S3",
+        )
+    path = Path(storage.removeprefix("file://"))
     return str(path.expanduser().absolute())
 
 
