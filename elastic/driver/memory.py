@@ -25,6 +25,8 @@ _KINDS = {
     "A100": "p4de",  # Ray may not say which: what fits neither is refused
     "H100": "p5",
     "H200": "p5e",
+    "B200": "p6-b200",
+    "B300": "p6-b300",
 }
 """Ray's name of a GPU -> the machine that has it."""
 
@@ -61,6 +63,9 @@ def check_memory(
             cannot work.
     """
     machine = plan_memory(accelerators)
+    if machine is None:
+        kinds = ", ".join(accelerators) or "unknown to Ray"
+        log.warning("no dry run: the memory of these GPUs is not in its table: %s", kinds)
     if machine is None or dist.is_initialized():
         return
     try:
