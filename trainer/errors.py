@@ -5,7 +5,7 @@ TrainerError
 ├── CompileError         a block that must be compiled cannot be, on any worker
 ├── NonFiniteError       too many steps in a row had a non-finite loss or gradient
 ├── LedgerError          (samples.py) a step committed other samples than it should have
-├── TokensCorruptError   (data/index.py) a token file is not what its index says
+├── TokensCorruptError   (data/index.py) a token file is not what its index says, or not there
 ├── ExchangeError        a model or state of another system that cannot be read or written
 ├── NetworkError         NCCL goes over TCP on a machine that has EFA
 ├── GroupError           a process group or its rendezvous failed: a peer may be gone

@@ -9,6 +9,8 @@
     watch        `elastic watch`
     nodes        `elastic nodes …`
     dryrun       `elastic dryrun`
+    prepare      `elastic prepare`
+    program      the trainer in a user's program
     doctor       `elastic doctor`
     arguments    numbers on the command line
     runs         from what the user names to a store

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import sys
 import warnings
 from dataclasses import replace
-from pathlib import Path
-from traceback import FrameSummary, extract_tb
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from checkpointing import CheckpointError
 from elastic.cli.arguments import count, positive
+from elastic.cli.program import READ, find_trainer
 from elastic.cli.show import human_bytes, table
-from elastic.errors import ElasticError
 from trainer.dryrun.machines import MACHINES, Machine
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from elastic.api import ElasticTrainer
     from trainer.dryrun.changes import Change
     from trainer.dryrun.report import Report
 
-_MODULE = "__mp_main__"
-"""What multiprocessing calls a main program that is imported, not run."""
-
-_EPILOG = """\
-FILE.py is imported, not run: what stands below `if __name__ == "__main__":` is not done, and it
-ends where it calls `fit`; nothing is started. NAME is an ElasticTrainer in it; it may be left out
-where there is only one.
+_EPILOG = f"""\
+{READ}
 
 exit status: 0 where the layout fits, or no memory is known; 1 where it does not; 2 for bad input
 
@@ -112,59 +101,6 @@ def plan_machine(
             )
         return None
     return Machine(name="machines", gpus=gpus or 8, memory_bytes=int(memory_gb * 1e9))
-
-
-def find_trainer(where: str) -> ElasticTrainer:
-    """Imports FILE.py, up to its first `fit`, and takes the trainer NAME of it.
-
-    Raises:
-        ConfigError: there is no such file, it raises, or there is no such trainer in it; the
-            message says which there are.
-    """
-    from elastic.api import ElasticTrainer
-
-    file, _, name = where.partition(":")
-    module = _import(Path(file))
-    there = {key: value for key, value in vars(module).items() if isinstance(value, ElasticTrainer)}
-    known = f"it has {', '.join(there)}" if there else "it has none outside functions"
-    if name:
-        if name not in there:
-            raise ConfigError("NAME", name, f"no ElasticTrainer in {file}: {known}", "Name one")
-        return there[name]
-    different = {id(value): value for value in there.values()}
-    if len(different) != 1:
-        raise ConfigError("FILE", file, f"not one ElasticTrainer: {known}", "Use FILE.py:NAME")
-    return next(iter(different.values()))
-
-
-def _import(file: Path) -> ModuleType:
-    from elastic.api import FitReached, reading_only
-
-    if not file.is_file():
-        raise ConfigError("FILE", str(file), "no such file", "Name a Python file")
-    spec = importlib.util.spec_from_file_location(_MODULE, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError("FILE", str(file), "not a Python file", "Name a file that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(file.resolve().parent))  # as `python FILE.py` does
-    sys.modules[_MODULE] = module
-    try:
-        with reading_only():
-            spec.loader.exec_module(module)
-    except FitReached:
-        pass
-    except (CheckpointError, ElasticError, TrainerError):
-        raise
-    except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in extract_tb(error.__traceback__) if _is(file, frame)]
-        line = f" in line {lines[-1]}" if lines else ""
-        fact = f"its import ends{line} with {type(error).__name__}: {error}"
-        raise ConfigError("FILE", str(file), fact, "Mend the file") from error
-    return module
-
-
-def _is(file: Path, frame: FrameSummary) -> bool:
-    return Path(frame.filename) == file.absolute()
 
 
 def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from checkpointing import CheckpointError
-from elastic.cli import checkpoints, clear, doctor, dryrun, live, logs, nodes, watch
+from elastic.cli import checkpoints, clear, doctor, dryrun, live, logs, nodes, prepare, watch
 from elastic.errors import ElasticError
 from elastic.reporting.event_log import RecordError
 from trainer.errors import TrainerError
@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     watch.add_to(commands)
     nodes.add_to(commands)
     dryrun.add_to(commands)
+    prepare.add_to(commands)
     doctor.add_to(commands)
     return root
 

@@ -80,7 +80,8 @@ from trainer.errors import ConfigError
 from trainer.loop.samples import Ledger
 from trainer.parallel.strategy import beyond_the_lanes
 from trainer.progress import tell
-from trainer.tasks.causal_lm import CausalLM
+from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
+from trainer.tasks.custom import CustomTask
 from trainer.tasks.task import PreparedTask, default_cache_dir
 
 log = logging.getLogger(__name__)
@@ -141,15 +142,16 @@ class Launch:
         else:
             directory = run_directory(self.run_config, self.checkpoint, self._claim)
             with directory as paths, phases(sys.stderr):
-                ready = self._prepare(paths)
-                over = is_over(paths, ready.origin.manifest, self.train.steps)
-                started = None if over else self._start(paths, ready)
-            task_info = ready.task.info
-            if started is None:
+                finished = self._find_end(paths)
+                if finished is None:
+                    ready = self._prepare(paths)
+                    started = self._start(paths, ready)
+            if finished is not None:
                 log.warning("the run in %s is over: all its steps are done", paths.root)
                 observer = Observer(paths, self.callbacks)
                 observer.start()
-                return _result(paths, observer.finish(), task_info)
+                return _result(paths, observer.finish(), finished)
+            task_info = ready.task.info
             run, coordinator, observer = started
         if detach:
             return Result(metrics=None, checkpoint=None, error=None, path=str(paths.root))
@@ -168,6 +170,29 @@ class Launch:
             connect()
             _end_leftovers(paths)
 
+    def _find_end(self, paths: RunPaths) -> Mapping[str, Any] | None:
+        """The facts of the task of a run that has done all its steps; None where there is something
+        to do. Needs neither a cluster nor the data, which are not compared.
+
+        Raises:
+            ConfigError: it had other settings, or another model.
+        """
+        if not paths.events.exists():
+            return None
+        saved = paths, read_events(paths.events), identify(paths), None
+        last = self._find_origin(*saved, None).manifest
+        if last is None or not is_over(paths, last, self.train.steps):
+            return None
+        check_continues(last, self.train)
+        info: Mapping[str, Any] = last.training_state.get("task", {})
+        task = self.train.task
+        if isinstance(task, CausalLM):
+            task = PreparedCausalLM.without_text(self.train, info.get("vocab_size", 0))
+        if isinstance(task, PreparedCausalLM | CustomTask):  # another needs its data to be built
+            model = build_model(task, self.train)[0]
+            self._find_origin(*saved, state_table(model, self.train.optimizer))
+        return info
+
     def _prepare(self, paths: RunPaths) -> _Ready:
         """All that is done before the cluster is needed, on CPU; the errors of bad input come from
         here."""
@@ -179,7 +204,9 @@ class Launch:
         identity, snapshot = identify(paths), self._find_snapshot(paths)
         tell(f"looking for a state to go on from in {paths.checkpoints}")
         saved = paths, read_events(paths.events), identity, snapshot
-        self._find_origin(*saved, None)  # before data is prepared for hours
+        origin = self._find_origin(*saved, None)  # before data is prepared for hours
+        if origin.manifest is not None:
+            check_continues(origin.manifest, self.train)
         of_text = isinstance(self.train.task, CausalLM)
         if of_text:
             self._check_memory(None)

@@ -25,6 +25,8 @@ _KINDS = {
     "A100": "p4de",  # Ray may not say which: what fits neither is refused
     "H100": "p5",
     "H200": "p5e",
+    "B200": "p6-b200",
+    "B300": "p6-b300",
 }
 """Ray's name of a GPU -> the machine that has it."""
 
@@ -57,9 +59,13 @@ def check_memory(
             made here, without its data.
 
     Raises:
-        ConfigError: it will not fit: the message has the table, and what would.
+        ConfigError: it will not fit: the message has the table, and what would; or the settings
+            cannot work.
     """
     machine = plan_memory(accelerators)
+    if machine is None:
+        kinds = ", ".join(accelerators) or "unknown to Ray"
+        log.warning("no dry run: the memory of these GPUs is not in its table: %s", kinds)
     if machine is None or dist.is_initialized():
         return
     try:
@@ -70,7 +76,9 @@ def check_memory(
             found = judge.judge(train, scaling.max_replicas)
             too_large = found.verdict == "too large" or found.lacks_host_memory
             change = judge.nearest(train, scaling.max_replicas) if too_large else None
-    except Exception as error:  # what is wrong with the settings is told by the task itself
+    except ConfigError:
+        raise
+    except Exception as error:  # of torch, on operators that it cannot try dry
         log.warning("no dry run: %s: %s", type(error).__name__, error)
         return
     if too_large:

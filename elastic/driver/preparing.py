@@ -5,18 +5,24 @@ from __future__ import annotations
 from ray import cloudpickle
 
 from trainer.config import TrainConfig
+from trainer.dryrun.shape import prepare_shape
+from trainer.engine.build import build_model
 from trainer.errors import ConfigError
+from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.task import PreparedTask
 
 
 def prepare_task(train: TrainConfig, cache_dir: str) -> PreparedTask:
-    """See `Task.prepare`. A task that is its own prepared one crosses as the user made it: it is
+    """See `Task.prepare`. The model of a `CausalLM` is first built as the workers will: its text
+    takes hours to prepare. A task that is its own prepared one crosses as the user made it: it is
     pickled before it is tried, as a dataset may open what does not cross in its first read, and
     reads on in a thread where that takes long.
 
     Raises:
-        ConfigError: it cannot be prepared, or does not cross.
+        ConfigError: it cannot be prepared, does not go with the run, or does not cross.
     """
+    if isinstance(train.task, CausalLM):
+        build_model(prepare_shape(train), train)
     given, sent, failure = train.task, b"", None
     try:
         sent = cloudpickle.dumps(given)

@@ -79,13 +79,6 @@ def run_directory(
         RunGoesOnError: a run of this name is going on.
     """
     storage = str(run_config.storage_path)
-    if "://" in storage and not storage.startswith("file://"):
-        raise ConfigError(
-            "run_config.storage_path",
-            storage,
-            "this version stores the records of a run in a local or shared directory",
-            "Use a directory that all nodes see, and checkpoint.store for checkpoints on S3",
-        )
     paths = RunPaths(
         root=run_root(run_config),
         store=checkpoint.place(str(run_config.name)),
@@ -171,14 +164,26 @@ def _check_place(store: StorePlace, resume: Resume) -> None:
 
 
 def run_root(run_config: RunConfig) -> Path:
-    """The run directory."""
+    """The run directory; see `local_path`."""
     return Path(local_path(run_config), str(run_config.name))
 
 
 def local_path(run_config: RunConfig) -> str:
     """`storage_path` as a plain absolute path: other processes have other working directories, and
-    Ray Train takes a relative one for a URL."""
-    path = Path(str(run_config.storage_path).removeprefix("file://"))
+    Ray Train takes a relative one for a URL.
+
+    Raises:
+        ConfigError: it is no directory, but a store such as S3.
+    """
+    storage = str(run_config.storage_path)
+    if "://" in storage and not storage.startswith("file://"):
+        raise ConfigError(
+            "run_config.storage_path",
+            storage,
+            "this version stores the records of a run in a local or shared directory",
+            "Use a directory that all nodes see, and checkpoint.store for checkpoints on S3",
+        )
+    path = Path(storage.removeprefix("file://"))
     return str(path.expanduser().absolute())
 
 
@@ -379,9 +384,16 @@ def skips_of(manifest: Manifest | None) -> Skips:
     return tuple(Skip(*map(int, skip)) for skip in state.get("skips", ()))
 
 
-def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask) -> None:
+def check_continues(
+    manifest: Manifest, train: TrainConfig, task: PreparedTask | None = None
+) -> None:
     """Checks that a run with these settings continues the one that wrote `manifest`, which is of
     the same model.
+
+    Args:
+        manifest: of the checkpoint to go on from.
+        train: the settings.
+        task: prepared; None: it is not yet, and its data are not compared.
 
     Raises:
         ConfigError: other data, another order of the data, or other lanes.
@@ -398,8 +410,9 @@ def check_continues(manifest: Manifest, train: TrainConfig, task: PreparedTask) 
         "train.seed": ("seed", train.seed),
         "train.global_batch": ("global_batch", train.global_batch),
         "train.lanes": ("lanes", train.lanes or state.get("lanes")),
-        "train.task": ("samples", len(task.train_data())),
     }
+    if task is not None:
+        now["train.task"] = ("samples", len(task.train_data()))
     for field, (key, value) in now.items():
         before = state.get(key, value)  # an imported checkpoint belongs to no run yet
         if before != value:

@@ -112,13 +112,13 @@ CASES: dict[str, tuple[Build, str]] = {
     ),
     "no data": (
         lambda text, tmp: tiny_trainer(tmp / "nowhere", tmp),
-        r"train\.data\.paths.*nowhere",
+        r"train\.task\.data\.paths.*nowhere",
     ),
-    "empty data": (with_text(""), r"train\.data\.paths"),
-    "too little data": (with_text("alpha beta\n" * 2), r"train\.data"),
+    "empty data": (with_text(""), r"train\.task\.data\.paths"),
+    "too little data": (with_text("alpha beta\n" * 2), r"train\.task\.data"),
     "vocabulary": (
         with_model(vocab_size=128),
-        r"train\.task\.model\.vocab_size = 128: the tokenizer has \d+ tokens.*Set vocab_size",
+        r"train\.task\.model\.settings = 'vocab_size = 128': .* has \d+ tokens.*Set vocab_size",
     ),
     "architecture": (
         lambda text, tmp: tiny_trainer(
@@ -150,7 +150,7 @@ CASES: dict[str, tuple[Build, str]] = {
     ),
     "binary": (
         with_text("\0" * 9999),
-        r"train\.data\.paths = '.*a\.txt': it holds no text.*Leave it out",
+        r"train\.task\.data\.paths = '.*a\.txt': it holds no text.*Leave it out",
     ),
     "loss": (
         lambda text, tmp: tiny_trainer(text, tmp, task=a_task_of_means()),

@@ -192,7 +192,9 @@ def test_a_finished_run_is_not_run_again(
         def on_end(self, report: Report) -> None:
             ends.append(report.outcome)
 
-    second = fit(six_steps(text, tmp_path, callbacks=(Ends(),)))
+    shutil.rmtree(tmp_path / ".data")
+    without_data = tiny_task(tmp_path / "no text")
+    second = fit(six_steps(text, tmp_path, task=without_data, device="cuda", callbacks=(Ends(),)))
     assert (second.params, second.losses) == (finished[1].params, finished[1].losses)
     assert events.read_bytes() == records, "nothing was started"
     assert ends == ["finished"]

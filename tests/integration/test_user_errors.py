@@ -4,6 +4,7 @@ the user needs to know, and soon."""
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from tests.support.user_code import (
     putting_loss,
     summed_loss,
 )
+from tests.support.watching import wait_until
 
 MOST_IN_VAIN = 4
 
@@ -81,6 +83,21 @@ def test_a_bug_in_user_code_ends_the_run_with_the_users_traceback(
     raised = [line for line in shown if "RuntimeError: gloo: sample 5" in line]
     slots = {event.worker: f"r{event.slot.split()[1]}.0" for event in lost if event.slot}
     assert {tuple(line.split(" ")[:2]) for line in raised} == {(s, w) for w, s in slots.items()}
+
+
+def test_a_machine_that_does_not_see_the_run_is_named(cluster: None, tmp_path: Path) -> None:
+    """Here it is gone from all of them by the time the workers are there."""
+    told = tmp_path / "run" / "run.json"
+
+    def hide() -> None:
+        wait_until(told.exists)
+        told.rename(tmp_path / "elsewhere")
+
+    hiding = threading.Thread(target=hide)
+    hiding.start()
+    with pytest.raises(RunFailedError, match=rf"{told} is not there on machine \S+\. Mount it"):
+        trainer(summed_loss, tmp_path).fit()
+    hiding.join()
 
 
 def test_an_operator_without_a_deterministic_way_ends_a_strict_run_by_its_name(

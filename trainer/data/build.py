@@ -1,7 +1,8 @@
 """The making of a prepared directory: split, train a tokenizer if there is none, encode.
 
-The text is streamed three times (to place the split, to train the tokenizer, to encode), so memory
-does not grow with it. Everything in the directory follows from the `Recipe` alone.
+The text is streamed (its beginning to place the split, then to train the tokenizer, then to
+encode), so memory does not grow with it. Everything in the directory follows from the `Recipe`
+alone.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ TRAIN_NAME, VAL_NAME, TOKENIZER_NAME = "train", "val", "tokenizer.json"
 
 BATCH_CHARS = 2**22
 """Text encoded at once: enough to keep all cores busy, little enough to hold in memory."""
-
-LOG_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +131,6 @@ def _encode(directory: Path, recipe: Recipe, tokenizer: Tokenizer, threshold: in
         for name in (TRAIN_NAME, VAL_NAME)
     )
     documents = {train: 0, val: 0}
-    logged_s = time.monotonic()
     with train, val:
         for batch in _batches(recipe.documents("encoding the text")):
             encoded = encode_documents(tokenizer, batch, end_id)
@@ -140,9 +138,6 @@ def _encode(directory: Path, recipe: Recipe, tokenizer: Tokenizer, threshold: in
                 side = val if hash_of(document) < threshold else train
                 side.write(ids)
                 documents[side] += 1
-            if time.monotonic() - logged_s > LOG_EVERY_S:
-                logged_s = time.monotonic()
-                logger.info("%d tokens, now at %s", train.tokens + val.tokens, batch[-1].source)
     return Counts(
         vocab_size=vocab_size,
         end_of_text_id=end_id,

@@ -22,7 +22,7 @@ class DataConfig:
     """The text to train on, and how it becomes tokens.
 
     Raises:
-        ConfigError: a value that cannot work, under the field name `train.data.<field>`.
+        ConfigError: a value that cannot work, under the field name `train.task.data.<field>`.
     """
 
     paths: tuple[str, ...]
@@ -30,7 +30,8 @@ class DataConfig:
 
     format: Format = "auto"
     """How every file is read; `"auto"`: .jsonl and .json as one JSON object a line, .parquet as
-    Parquet, everything else as plain text."""
+    Parquet, everything else as plain text. With .gz, .zst, .bz2 or .lz4 after it, text and JSON are
+    decompressed."""
 
     field: str = "text"
     """Key (JSONL) or column (Parquet) that holds a document's text."""
@@ -58,7 +59,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if isinstance(self.paths, str | os.PathLike):
             object.__setattr__(self, "paths", (self.paths,))
-        check_types(self, "train.data")
+        check_types(self, "train.task.data")
         self._require("paths", len(self.paths) > 0, "nothing to read", "Name a file or a directory")
         self._require(
             "vocab_size",
@@ -78,4 +79,4 @@ class DataConfig:
 
     def _require(self, field: str, holds: bool, fact: str, fix: str) -> None:
         if not holds:
-            raise ConfigError(f"train.data.{field}", getattr(self, field), fact, fix)
+            raise ConfigError(f"train.task.data.{field}", getattr(self, field), fact, fix)

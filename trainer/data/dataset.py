@@ -52,10 +52,10 @@ class TokenDataset:
         self.seq_len = seq_len
         if len(self) < 1:
             raise ConfigError(
-                "train.data.paths",
+                "train.task.data.paths",
                 str(path),
                 f"{len(self.tokens)} tokens found, {seq_len + 1} needed for one sample",
-                "Use a shorter train.seq_len or more text",
+                "Use a shorter train.task.seq_len or more text",
             )
 
     def __len__(self) -> int:

@@ -19,23 +19,25 @@ from trainer.errors import TrainerError
 SCHEMA = 1
 INDEX_NAME = "index.json"
 
+_MADE_ANEW = "Delete the prepared data, and it is made anew"
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 class TokensCorruptError(TrainerError):
-    """A file of prepared data is not what was written.
+    """A file of prepared data is not what was written, or is not there.
 
     Args:
         file: path of the file.
         check: the check that failed, with the numbers.
+        fix: what to do.
     """
 
-    def __init__(self, file: str, check: str) -> None:
-        super().__init__(file, check)
-        self.file, self.check = file, check
+    def __init__(self, file: str, check: str, fix: str = _MADE_ANEW) -> None:
+        super().__init__(file, check, fix)
+        self.file, self.check, self.fix = file, check, fix
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.check}. Delete the prepared data, and it is made anew."
+        return f"{self.file}: {self.check}. {self.fix}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +137,15 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TokensCorruptError(str(path), f"cannot be read: {error}") from error
+    except OSError as error:
+        raise TokensCorruptError(
+            str(path),
+            f"cannot be read: {error}",
+            "Is the file system that it lies on mounted on this machine, at this path? Where it is "
+            "mounted, delete the prepared data, and it is made anew",
+        ) from error
+    except ValueError as error:
+        raise TokensCorruptError(str(path), f"no JSON: {error}") from error
     if not isinstance(value, dict):
         raise TokensCorruptError(str(path), f"holds {type(value).__name__}, not a JSON object")
     return value

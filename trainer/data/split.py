@@ -20,7 +20,8 @@ def hash_of(document: Document) -> int:
 
 
 def find_threshold(documents: Iterable[Document], holdout: float) -> int:
-    """Find the hash below which a document is held out.
+    """Find the hash below which a document is held out. It reads until the share alone decides:
+    of many documents a few.
 
     Args:
         documents: one or more.
@@ -30,13 +31,18 @@ def find_threshold(documents: Iterable[Document], holdout: float) -> int:
     Raises:
         ConfigError: all documents are the same, and one is to be held out.
     """
+    if holdout == 0:
+        return 0
+    share = int(holdout * 2**64)
     lowest, highest = 2**64, -1
     for document in documents:
         value = hash_of(document)
         lowest, highest = min(lowest, value), max(highest, value)
-    if holdout > 0 and lowest == highest:
+        if lowest < share <= highest:
+            return share  # as `plan_threshold` gives, whatever follows
+    if lowest == highest:
         raise ConfigError(
-            "train.data.holdout",
+            "train.task.data.holdout",
             holdout,
             "there is only one document, and it cannot be on both sides",
             "Give more documents, or use 0 for no validation set",
@@ -46,6 +52,4 @@ def find_threshold(documents: Iterable[Document], holdout: float) -> int:
 
 def plan_threshold(lowest: int, highest: int, holdout: float) -> int:
     """Place the threshold at the share, but above the lowest hash and not above the highest."""
-    if holdout == 0:
-        return 0
     return min(max(int(holdout * 2**64), lowest + 1), highest)

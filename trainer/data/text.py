@@ -1,4 +1,4 @@
-"""Documents out of plain text, JSONL and Parquet files.
+"""Documents out of plain text, JSONL (both compressed or not) and Parquet files.
 
 `find_files` says which files a configuration means, in sorted order; `read_documents` streams their
 documents, again and again in the same order. Empty documents are left out. A plain text file longer
@@ -9,11 +9,13 @@ can be encoded on every core, and part of it can be held out.
 from __future__ import annotations
 
 import glob
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,6 +32,7 @@ _MOST_BAD = 0.3
 language is written in Latin letters."""
 
 _FORMAT_BY_SUFFIX = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+_COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,7 @@ def check_text(files: Iterable[SourceFile]) -> None:
         if file.format == "parquet":
             continue
         try:
-            with file.path.open("rb") as opened:
+            with _open(file.path) as opened:
                 head = opened.read(_HEAD_BYTES)
         except OSError as error:
             raise unreadable(file.path, error) from error
@@ -87,18 +90,18 @@ def check_text(files: Iterable[SourceFile]) -> None:
         bad = text.count("\ufffd")
         if b"\0" in head or bad > _MOST_BAD * len(text):
             raise ConfigError(
-                "train.data.paths",
+                "train.task.data.paths",
                 str(file.path),
                 f"it holds no text in UTF-8: of its first {len(head)} bytes, {head.count(0)} are "
                 f"zero and {bad} no characters",
-                "Leave it out, by train.data.pattern for one, or set train.data.format",
+                "Leave it out, by train.task.data.pattern for one, or set train.task.data.format",
             )
 
 
 def unreadable(path: Path, error: OSError) -> ConfigError:
     """What to raise for a file that cannot be read."""
     return ConfigError(
-        "train.data.paths", str(path), f"cannot be read: {error}", "Leave the file out"
+        "train.task.data.paths", str(path), f"cannot be read: {error}", "Leave the file out"
     )
 
 
@@ -120,14 +123,14 @@ def read_documents(files: Sequence[SourceFile], field: str) -> Iterator[Document
                 yield document
         except (OSError, pa.ArrowException) as error:
             raise ConfigError(
-                "train.data.paths",
+                "train.task.data.paths",
                 str(file.path),
                 f"cannot be read as {file.format}: {error}",
-                "Leave the file out, or set train.data.format",
+                "Leave the file out, or set train.task.data.format",
             ) from error
     if not found:
         raise ConfigError(
-            "train.data.paths",
+            "train.task.data.paths",
             [str(file.path) for file in files[:8]],
             f"no text in {len(files)} files",
             "Name files with text",
@@ -135,6 +138,14 @@ def read_documents(files: Sequence[SourceFile], field: str) -> Iterator[Document
 
 
 def _expand(path: str, pattern: str) -> list[str]:
+    if "://" in path:
+        raise ConfigError(
+            "train.task.data.paths",
+            path,
+            "text is read from files",
+            "Mount the store (FSx for Lustre, Mountpoint for Amazon S3), or copy the text to a "
+            "disk of the driver's machine",
+        )
     path = os.path.expanduser(path)
     if os.path.isdir(path):
         return _files_inside(path, pattern)
@@ -143,7 +154,7 @@ def _expand(path: str, pattern: str) -> list[str]:
     files = [match for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
     if not files:
         fact = "matches no file" if glob.has_magic(path) else "does not exist"
-        raise ConfigError("train.data.paths", path, fact, "Correct the path")
+        raise ConfigError("train.task.data.paths", path, fact, "Correct the path")
     return files
 
 
@@ -152,10 +163,10 @@ def _files_inside(directory: str, pattern: str) -> list[str]:
     files = [path for name in matches if os.path.isfile(path := os.path.join(directory, name))]
     if not files:
         raise ConfigError(
-            "train.data.paths",
+            "train.task.data.paths",
             directory,
             f"no file in this directory matches the pattern {pattern!r}",
-            "Correct the path or train.data.pattern",
+            "Correct the path or train.task.data.pattern",
         )
     return files
 
@@ -163,7 +174,19 @@ def _files_inside(directory: str, pattern: str) -> list[str]:
 def _format_of(path: Path, configured: str) -> str:
     if configured != "auto":
         return configured
+    if _compression_of(path) is not None:
+        path = path.with_suffix("")
     return _FORMAT_BY_SUFFIX.get(path.suffix.lower(), "text")
+
+
+def _compression_of(path: Path) -> str | None:
+    return _COMPRESSION_BY_SUFFIX.get(path.suffix.lower())
+
+
+def _open(path: Path) -> BinaryIO:
+    """A file's bytes, decompressed where its name says that it is compressed."""
+    stream = pa.input_stream(str(path), compression=_compression_of(path))
+    return io.BufferedReader(stream, 2**20)
 
 
 def _read(file: SourceFile, field: str) -> Iterator[Document]:
@@ -176,14 +199,14 @@ def _read(file: SourceFile, field: str) -> Iterator[Document]:
 
 def _read_text(path: Path) -> Iterator[Document]:
     line = 1
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+    with io.TextIOWrapper(_open(path), "utf-8", errors="replace", newline="") as file:
         while lines := file.readlines(PIECE_CHARS):
             yield Document(source=f"{path}:{line}", text="".join(lines))
             line += len(lines)
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
-    with path.open("rb") as file:
+    with _open(path) as file:
         for number, raw in enumerate(file, start=1):
             line = raw.decode("utf-8", errors="replace")
             if not line.strip():
@@ -199,18 +222,24 @@ def _field_of_line(path: Path, number: int, line: str, field: str) -> str:
         value = json.loads(line)
     except ValueError as error:
         raise ConfigError(
-            "train.data.paths",
+            "train.task.data.paths",
             str(path),
             f"line {number}, column {getattr(error, 'colno', 1)} is not JSON: {error}",
-            'Write one JSON object a line, or set train.data.format = "text"',
+            'Write one JSON object a line, or set train.task.data.format = "text"',
         ) from error
-    keys = sorted(value) if isinstance(value, dict) else []
-    if field not in keys:
+    if not isinstance(value, dict):
         raise ConfigError(
-            "train.data.field",
+            "train.task.data.paths",
+            str(path),
+            f"line {number} is {type(value).__name__}, not an object",
+            "Write one JSON object a line",
+        )
+    if field not in value:
+        raise ConfigError(
+            "train.task.data.field",
             field,
-            f"{path}, line {number} has no such key; it has {keys}",
-            "Set train.data.field to the key that holds the text",
+            f"{path}, line {number} has no such key; it has {sorted(value)}",
+            "Set train.task.data.field to the key that holds the text",
         )
     return _require_text(value[field], f"{path}, line {number}, column", field)
 
@@ -220,10 +249,10 @@ def _read_parquet(path: Path, field: str) -> Iterator[Document]:
         columns = file.schema_arrow.names
         if field not in columns:
             raise ConfigError(
-                "train.data.field",
+                "train.task.data.field",
                 field,
                 f"{path} has no such column; it has {columns}",
-                "Set train.data.field to the column that holds the text",
+                "Set train.task.data.field to the column that holds the text",
             )
         batches = file.iter_batches(batch_size=PARQUET_ROWS, columns=[field])
         values = (value for batch in batches for value in batch.column(0).to_pylist())
@@ -235,7 +264,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[Document]:
 def _require_text(value: object, place: str, field: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(
-            "train.data.field",
+            "train.task.data.field",
             field,
             f"{place} {field!r} holds {type(value).__name__}, not text",
             "Name a field of text, or drop this record",

@@ -130,7 +130,7 @@ def _configured_names(path: str | None) -> tuple[str, ...]:
 
 def _unusable(path: str | None, fact: str) -> ConfigError:
     return ConfigError(
-        "train.data.tokenizer",
+        "train.task.data.tokenizer",
         path,
         fact,
         "Name a tokenizer.json, a directory with one, or a Hugging Face tokenizer directory on "

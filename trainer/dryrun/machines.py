@@ -47,6 +47,8 @@ _KINDS = (
     _machine("p5", 79.1, 2048),  # 8 H100 80 GB
     _machine("p5e", 139.7, 2048),  # 8 H200 141 GB
     _machine("p5en", 139.7, 2048),  # 8 H200 141 GB
+    _machine("p6-b200", 178.3, 2048),  # 8 B200 180 GB
+    _machine("p6-b300", 267.6, 4096),  # 8 B300 268 GB
 )
 
 MACHINES = {machine.name: machine for machine in _KINDS}

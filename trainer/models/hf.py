@@ -56,7 +56,7 @@ class ModelConfig:
         if "router_aux_loss_coef" in settings:  # it would do nothing otherwise
             settings = {"output_router_logits": True, **settings}
         if self.path is not None:
-            settings = {**self._read_config(Path(self.path)), **settings}
+            settings = {**self._read_config(self.directory()), **settings}
         architecture = settings.pop("model_type", self.architecture)
         if settings.get("vocab_size") is None:
             settings["vocab_size"] = -(-vocab_size // 64) * 64
@@ -72,8 +72,8 @@ class ModelConfig:
             ) from error
         if vocab_size > settings["vocab_size"]:
             raise ConfigError(
-                "train.task.model.vocab_size",
-                settings["vocab_size"],
+                "train.task.model.settings",
+                f"vocab_size = {settings['vocab_size']}",
                 f"the tokenizer has {vocab_size} tokens, more than the model",
                 f"Set vocab_size to {vocab_size} or more, or use a tokenizer with fewer tokens",
             )
@@ -111,6 +111,23 @@ class ModelConfig:
                 f"{kind.model_type} has no setting of this name",
                 f"Use {nearest[0]!r}" if nearest else f"Use one of transformers' {kind.__name__}",
             )
+
+    def directory(self) -> Path:
+        """Where the model lies: `path`.
+
+        Raises:
+            ConfigError: there is no such directory.
+        """
+        directory = Path(self.path or "")
+        if not directory.is_dir():
+            raise ConfigError(
+                "train.task.model.path",
+                self.path,
+                "there is no such directory on this machine, and nothing is downloaded",
+                "Give a model directory: `hf download NAME --local-dir DIR` makes one of a model "
+                "on the Hugging Face Hub",
+            )
+        return directory
 
     @staticmethod
     def _read_config(directory: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trainer.config import TrainConfig
@@ -63,12 +62,14 @@ class CausalLM:
         from trainer.data import TokenDataset
         from trainer.data.prepare import prepare
 
-        text = self._text()
-        self.check(text.vocab_size if text.tokenizer is None else 0)
-        data = prepare(text, cache_dir)
-        config, family, model = self.plan_model(train, data.vocab_size)
+        text, vocab_size = self._text(), self.vocab_size()
         pretrained = self.model.path if self.model.pretrained else None
+        self.check(vocab_size)
+        config, family, model = self.plan_model(train, vocab_size)
         family.weights(config, model, train.seed, pretrained)
+        data = prepare(text, cache_dir)  # hours: what can be wrong has been looked at
+        if data.vocab_size != vocab_size:  # of a tokenizer that was trained
+            config, family, model = self.plan_model(train, data.vocab_size)
         # Raises where there is too little text for one sample.
         TokenDataset(data.train, self.seq_len)
         return PreparedCausalLM(
@@ -94,6 +95,19 @@ class CausalLM:
                 "pretrained": pretrained,
             },
         )
+
+    def vocab_size(self) -> int:
+        """Tokens of the tokenizer that is given; the most that one to train may have.
+
+        Raises:
+            ConfigError: the given one cannot be loaded, or there is none beside pretrained weights.
+        """
+        from trainer.data.tokenizer import load_tokenizer, vocab_size_of
+
+        text = self._text()
+        if text.tokenizer is None:
+            return text.vocab_size
+        return vocab_size_of(load_tokenizer(text.tokenizer))
 
     def check(self, vocab_size: int) -> None:
         """Checks what can be known before the data are read.
@@ -172,9 +186,10 @@ class CausalLM:
         another one mean nothing."""
         if not self.model.pretrained or self.model.path is None or self.data.tokenizer is not None:
             return self.data
-        if not any((Path(self.model.path) / name).exists() for name in _TOKENIZER_FILES):
+        directory = self.model.directory()
+        if not any((directory / name).exists() for name in _TOKENIZER_FILES):
             raise ConfigError(
-                "train.data.tokenizer",
+                "train.task.data.tokenizer",
                 None,
                 f"the pretrained model in {self.model.path} has no tokenizer beside it",
                 "Name the tokenizer that the model was trained with",

@@ -54,6 +54,12 @@ def test_another_runs_is_refused(name: str) -> None:
         check_continues(manifest(**{**OWN, name: 16}), train, TASK)
 
 
+def test_data_that_are_not_prepared_yet_are_not_compared() -> None:
+    check_continues(manifest(**{**OWN, "samples": 16}), TRAIN)
+    with pytest.raises(ConfigError, match=r"train\.seed"):
+        check_continues(manifest(**{**OWN, "seed": 2}), TRAIN)
+
+
 def test_facts_that_are_not_json_are_refused_before_the_run() -> None:
     task = dataclasses.replace(TASK, info={"model": nn.Linear(1, 1)})
     with pytest.raises(ConfigError, match=r"train\.task\.info"):

@@ -10,7 +10,7 @@ import torch
 from ray import cloudpickle
 from torch import nn
 
-from elastic import ScalingConfig
+from elastic import ParallelConfig, ScalingConfig
 from elastic.driver.memory import check_memory, plan_memory
 from elastic.driver.preparing import prepare_task
 from tests.support.small_llama import small_train
@@ -44,6 +44,7 @@ def small_gpus(monkeypatch: pytest.MonkeyPatch, size_bytes: float) -> None:
 def test_the_smallest_gpu_counts() -> None:
     assert plan_memory(["H100", "H200"]) == MACHINES["p5"]
     assert plan_memory(["A100-40G"]) == MACHINES["p4d"]
+    assert plan_memory(["B200", "B300"]) == MACHINES["p6-b200"]
     assert plan_memory(["H100", "L4"]) is None
     assert plan_memory([]) is None
 
@@ -76,10 +77,17 @@ def test_what_fits_or_cannot_be_known_is_let_through(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         check_memory(train, ONE, ["H100"])
-        check_memory(train, ONE, ["a GPU of tomorrow"])
         assert caplog.text == ""
+        check_memory(train, ONE, ["H100", "a GPU of tomorrow"])
+        assert "no dry run: the memory of these GPUs is not in its table" in caplog.text
         check_memory(replace(train, task=None), ONE, ["H100"])
     assert "no dry run: AttributeError" in caplog.text
+
+
+def test_settings_that_cannot_work_are_refused(train: TrainConfig) -> None:
+    three = replace(train, parallel=ParallelConfig(tensor=3))
+    with pytest.raises(ConfigError, match="it does not divide"):
+        check_memory(three, ONE, ["H100"])
 
 
 class Opened(torch.utils.data.Dataset[torch.Tensor]):

@@ -13,6 +13,7 @@ from torch import nn
 
 from elastic import ConfigError
 from elastic.driver.preparing import prepare_task
+from tests.support.small_llama import small_train
 from trainer.config import TrainConfig
 from trainer.tasks.custom import CustomTask
 
@@ -64,6 +65,22 @@ def test_what_cannot_cross_is_refused_with_its_field(tmp_path: Path) -> None:
         prepared(open_already, tmp_path)
     assert open_already.file is not None
     open_already.file.close()
+
+
+class Refuses:
+    """A converter that goes with no run."""
+
+    def convert(self, model: nn.Module, source: Any) -> tuple[nn.Module, Any]:
+        return model, source
+
+    def check(self, model: nn.Module, train: TrainConfig, device: torch.device | None) -> None:
+        raise ConfigError("train.converters", self, "it goes with no run", "Leave it out")
+
+
+def test_what_the_model_is_refused_for_is_told_before_text_is_read(tmp_path: Path) -> None:
+    train = small_train(converters=(Refuses(),))
+    with pytest.raises(ConfigError, match="it goes with no run"):
+        prepare_task(train, str(tmp_path))
 
 
 class Lasting:

@@ -6,6 +6,7 @@ import pytest
 from ray.train import RunConfig
 
 from elastic.driver.resume import local_path, run_root
+from trainer.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,10 @@ def test_other_processes_get_an_absolute_path(
     run_config = RunConfig(name="x", storage_path=storage)
     assert local_path(run_config) == path
     assert run_root(run_config) == Path(path, "x")
+
+
+def test_a_store_is_no_directory() -> None:
+    with pytest.raises(
+        ConfigError, match=r"run_config\.storage_path = 's3://bucket/x': this version"
+    ):
+        run_root(RunConfig(name="x", storage_path="s3://bucket/x"))

@@ -31,6 +31,19 @@ def test_a_log_gets_one_line_a_phase() -> None:
     assert stream.getvalue() == "hashing 3 files\njoining the Ray cluster\n"
 
 
+def test_a_log_says_how_far_a_long_phase_is_once_a_minute() -> None:
+    stream, now = io.StringIO(), [0.0]
+    printer = PhasePrinter(stream, clock=lambda: now[0])
+    for done in range(0, 40, 2):  # of 400, one every 10 seconds
+        printer.tell("encoding", done, 400)
+        now[0] += 20.0
+    printer.tell("joining", 0, 0)
+    lines = stream.getvalue().splitlines()
+    assert lines[:3] == ["encoding", "encoding: 1 %, 1:05:40 left", "encoding: 3 %, 1:04:40 left"]
+    assert lines[-2:] == ["encoding: 9 %, 1:00:40 left", "joining"]
+    assert len(lines) == 8
+
+
 def test_a_terminal_gets_a_bar_no_faster_than_an_eye_can_follow() -> None:
     stream, now = Terminal(), [0.0]
     printer = PhasePrinter(stream, clock=lambda: now[0])

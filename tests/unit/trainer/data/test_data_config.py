@@ -32,7 +32,7 @@ def test_paths_become_a_tuple_of_strings() -> None:
 def test_a_value_that_cannot_work_is_named(field: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         DataConfig(**{"paths": ("a",), field: value})  # type: ignore[arg-type]
-    assert caught.value.field == f"train.data.{field}"
+    assert caught.value.field == f"train.task.data.{field}"
     assert caught.value.value == value
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 

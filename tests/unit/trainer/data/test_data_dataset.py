@@ -41,7 +41,7 @@ def test_a_window_may_be_the_whole_set(twelve: Path) -> None:
 def test_too_little_text_is_rejected(twelve: Path) -> None:
     with pytest.raises(ConfigError, match="12 tokens found, 13 needed") as caught:
         TokenDataset(twelve, seq_len=12)
-    assert caught.value.field == "train.data.paths"
+    assert caught.value.field == "train.task.data.paths"
 
 
 @pytest.mark.parametrize("number", [-1, 3])

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 from trainer.data.config import DataConfig
 from trainer.data.index import TokensCorruptError
 from trainer.data.prepare import HASHES_NAME, LOCK_NAME, PreparedData, prepare
-from trainer.data.split import plan_threshold
+from trainer.data.split import find_threshold, hash_of, plan_threshold
+from trainer.data.text import Document
 from trainer.data.tokens import TokenSet
 from trainer.errors import ConfigError
 from trainer.progress import listening
@@ -146,7 +147,7 @@ def test_one_document_cannot_be_split(tmp_path: Path, cache: Path, texts: list[s
     corpus = write_corpus(tmp_path / "corpus", texts)
     with pytest.raises(ConfigError, match="only one document") as caught:
         prepare(config_for(corpus), str(cache))
-    assert caught.value.field == "train.data.holdout"
+    assert caught.value.field == "train.task.data.holdout"
     assert kept_in(cache) == []
 
 
@@ -163,6 +164,21 @@ def test_the_threshold_leaves_a_document_on_each_side(hashes: set[int], holdout:
     if 0 < len(wanted) < len(hashes) and below != wanted:
         # Only rounding may tell the two apart.
         assert all(abs(value / 2**64 - holdout) < 1e-15 for value in below ^ wanted)
+
+
+@given(texts=st.sets(st.text(min_size=1), min_size=2, max_size=8), holdout=st.floats(0.01, 0.99))
+def test_the_threshold_is_known_before_all_is_read(texts: set[str], holdout: float) -> None:
+    documents = [Document(source="a:1", text=text) for text in texts]
+    hashes = [hash_of(document) for document in documents]
+    found = find_threshold(documents, holdout)
+    assert found == plan_threshold(min(hashes), max(hashes), holdout)
+    for count in range(2, len(documents)):
+        below = [value < found for value in hashes[:count]]
+        if found == int(holdout * 2**64) and any(below) and not all(below):
+            unread = iter(documents)
+            assert find_threshold(unread, holdout) == found
+            assert len(list(unread)) >= len(documents) - count
+            return
 
 
 def test_an_error_leaves_nothing_behind(tmp_path: Path, cache: Path) -> None:
@@ -247,7 +263,8 @@ def test_what_is_done_is_told_and_how_far_it_is(corpus: Path, cache: Path) -> No
     for what in doing[1:]:
         parts = [(done, total) for other, done, total in told if other == what]
         assert parts[0] == (0, size)
-        assert parts == sorted(parts) and parts[-1][0] > 0.9 * size
+        assert parts == sorted(parts)
+        assert parts[-1][0] > 0.9 * size or "splitting" in what  # which ends where it is decided
     told.clear()
     prepare(config_for(corpus), str(cache))
     assert told == []  # nobody listens any more

@@ -40,6 +40,27 @@ def test_the_three_formats_by_suffix_in_path_order(tmp_path: Path) -> None:
     assert texts_of(config_for(tmp_path)) == ["one", "two", "plain", "three", "four"]
 
 
+@pytest.mark.parametrize(
+    ("suffix", "codec"), [(".gz", "gzip"), (".zst", "zstd"), (".bz2", "bz2"), (".LZ4", "lz4")]
+)
+def test_compressed_files(tmp_path: Path, suffix: str, codec: str) -> None:
+    for name, text in (("a.jsonl", '{"text": "one"}\n' * 2), ("b.txt", "caf\u00e9\n")):
+        with pa.output_stream(str(tmp_path / (name + suffix)), compression=codec) as file:
+            file.write(text.encode())
+    config = config_for(tmp_path)
+    check_text(find_files(config))
+    assert texts_of(config) == ["one", "one", "caf\u00e9\n"]
+
+
+@pytest.mark.parametrize("content", [gzip.compress(bytes(range(200)))[:-30], b"not compressed"])
+def test_a_compressed_file_that_is_cut_or_none_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check_text(find_files(config_for(path)))
+    assert_rejected(config_for(path), "train.task.data.paths", str(path), "cannot be read as jsonl")
+
+
 def test_a_configured_format_beats_the_suffix(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("{not json")
@@ -119,44 +140,51 @@ def assert_rejected(config: DataConfig, field: str, *words: str) -> None:
 def test_no_text_is_rejected(tmp_path: Path, text: str) -> None:
     write_jsonl(tmp_path / "a.jsonl", {"text": ""})
     (tmp_path / "b.jsonl").write_text(text)
-    assert_rejected(config_for(tmp_path), "train.data.paths", "no text in 2 files", "a.jsonl")
+    assert_rejected(config_for(tmp_path), "train.task.data.paths", "no text in 2 files", "a.jsonl")
 
 
 def test_paths_that_lead_nowhere_are_rejected(tmp_path: Path) -> None:
-    missing = "train.data.paths"
+    missing = "train.task.data.paths"
     assert_rejected(config_for(tmp_path / "none"), missing, str(tmp_path / "none"), "not exist")
     assert_rejected(config_for(tmp_path / "*.txt"), missing, "*.txt", "matches no file")
     assert_rejected(config_for(tmp_path, pattern="*.c"), missing, str(tmp_path), "'*.c'")
+    assert_rejected(config_for("s3://bucket/text"), missing, "s3://bucket/text", "Mount the store")
 
 
 def test_a_malformed_line_is_named_with_its_column(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n\n{"text": oops}\n')
-    assert_rejected(config_for(path), "train.data.paths", str(path), "line 3, column 10")
+    assert_rejected(config_for(path), "train.task.data.paths", str(path), "line 3, column 10")
 
 
 @pytest.mark.parametrize(
     ("record", "fact"),
     [
         ({"body": "x"}, "['body']"),
-        (["text"], "no such key"),
         ({"text": 5}, "holds int"),
         ({"text": None}, "holds NoneType"),
     ],
 )
 def test_a_line_without_text_is_named(tmp_path: Path, record: object, fact: str) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", {"text": "fine"}, record)
-    assert_rejected(config_for(path), "train.data.field", f"{path}, line 2", fact)
+    assert_rejected(config_for(path), "train.task.data.field", f"{path}, line 2", fact)
+
+
+def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.json", [{"text": "an array of all"}])
+    assert_rejected(
+        config_for(path), "train.task.data.paths", str(path), "line 1 is list, not an obj"
+    )
 
 
 def test_a_parquet_file_without_text_is_named(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", body=["x"])
-    assert_rejected(config_for(path), "train.data.field", str(path), "['body']")
+    assert_rejected(config_for(path), "train.task.data.field", str(path), "['body']")
     path = write_parquet(tmp_path / "b.parquet", text=["x"] * 300 + [None])
-    assert_rejected(config_for(path), "train.data.field", f"{path}, row 301", "NoneType")
+    assert_rejected(config_for(path), "train.task.data.field", f"{path}, row 301", "NoneType")
 
 
 def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_text("plain")
-    assert_rejected(config_for(path), "train.data.paths", str(path), "parquet")
+    assert_rejected(config_for(path), "train.task.data.paths", str(path), "parquet")

@@ -71,7 +71,7 @@ def test_loads_a_hugging_face_directory(tokenizer: Tokenizer, tmp_path: Path) ->
 def assert_rejected(path: Path, word: str) -> None:
     with pytest.raises(ConfigError, match=word) as caught:
         end_of_text_id(load_tokenizer(str(path)), str(path))
-    assert (caught.value.field, caught.value.value) == ("train.data.tokenizer", str(path))
+    assert (caught.value.field, caught.value.value) == ("train.task.data.tokenizer", str(path))
 
 
 def test_what_does_not_load_is_rejected(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -251,16 +251,16 @@ def test_a_task_that_keeps_files(tmp_path: Path, given: bool) -> None:
     assert len(task.prepared_in) == 1
 
 
-def test_the_vocabulary_must_be_known() -> None:
+def test_a_vocabulary_that_only_the_tokenizer_knows_is_read_there() -> None:
     train = small_train()
     task: CausalLM = train.task
     object.__setattr__(task.data, "tokenizer", "somewhere")
     object.__setattr__(
         task.model, "settings", {k: v for k, v in SETTINGS.items() if k != "vocab_size"}
     )
-    with pytest.raises(ConfigError, match="does not read the tokenizer") as error:
+    with pytest.raises(ConfigError, match="does not exist") as error:
         dry_run(train, replicas=1, device="cpu")
-    assert error.value.field == "train.task.model.settings"
+    assert error.value.value == "somewhere"
 
 
 @given(st.sets(st.integers(0, 15)), st.integers(16, 20))

@@ -115,7 +115,7 @@ def test_a_worker_without_its_tokens_hears_of_it_where_it_needs_them(
 ) -> None:
     task = replace(prepared, train_path=str(tmp_path / "none"))
     task.warm_up()
-    with pytest.raises(TokensCorruptError, match=r"none/index\.json"):
+    with pytest.raises(TokensCorruptError, match=r"none/index\.json.* mounted on this machine"):
         task.train_data()
 
 
@@ -167,13 +167,13 @@ def test_a_sample_has_a_token(texts: Path, cache: str, seq_len: int) -> None:
 def test_too_little_text_for_a_sample_is_refused(texts: Path, cache: str) -> None:
     long = {"settings": {**SETTINGS, "max_position_embeddings": 100_000}}
     error = refusal(task_for(texts, model=long, seq_len=100_000), cache)
-    assert error.field == "train.data.paths"
+    assert error.field == "train.task.data.paths"
     assert "100001 needed" in error.fact
 
 
 def test_text_that_is_not_there_is_refused(texts: Path, cache: str) -> None:
     error = refusal(task_for(texts / "missing"), cache)
-    assert (error.field, error.value) == ("train.data.paths", str(texts / "missing"))
+    assert (error.field, error.value) == ("train.task.data.paths", str(texts / "missing"))
 
 
 def test_a_model_with_too_small_a_vocabulary_is_refused_before_text_is_read(
@@ -181,8 +181,15 @@ def test_a_model_with_too_small_a_vocabulary_is_refused_before_text_is_read(
 ) -> None:
     model = {"settings": {**SETTINGS, "vocab_size": 299}}
     error = refusal(task_for(texts / "missing", model=model), str(tmp_path / "cache"))
-    assert (error.field, error.value) == ("train.task.model.vocab_size", 299)
+    assert (error.field, error.value) == ("train.task.model.settings", "vocab_size = 299")
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_layout_that_does_not_go_with_the_model_is_refused_before_text_is_read(
+    texts: Path, tmp_path: Path
+) -> None:
+    error = refusal(task_for(texts / "missing"), str(tmp_path), tensor=3)
+    assert (error.field, error.value) == ("train.parallel.tensor", 3)
 
 
 def test_a_given_tokenizer_must_fit_the_model(
@@ -191,8 +198,9 @@ def test_a_given_tokenizer_must_fit_the_model(
     size = prepared.info["vocab_size"]
     settings = {**SETTINGS, "vocab_size": size - 1}
     tokenizer = prepared.info["tokenizer"]
-    error = refusal(task_for(texts, model={"settings": settings}, tokenizer=tokenizer), cache)
-    assert error.field == "train.task.model.vocab_size"
+    unread = task_for(texts / "missing", model={"settings": settings}, tokenizer=tokenizer)
+    error = refusal(unread, cache)
+    assert error.field == "train.task.model.settings"
     fitting = {"settings": {**SETTINGS, "vocab_size": size}}
     assert (
         prepare(task_for(texts, model=fitting, tokenizer=tokenizer), cache).info["vocab_size"]
@@ -239,11 +247,13 @@ def test_workers_that_would_leave_out_different_blocks_are_refused(texts: Path, 
     prepare(task, cache)
 
 
-def test_an_encoder_is_refused_before_text_is_read(texts: Path, tmp_path: Path) -> None:
+def test_an_encoder_is_refused_before_text_is_read(
+    texts: Path, tmp_path: Path, prepared: PreparedCausalLM
+) -> None:
     settings = {name: n for name, n in SETTINGS.items() if name != "num_key_value_heads"}
     del settings["vocab_size"]
     bert = {"architecture": "bert", "settings": settings}
-    for tokenizer in (None, "tokenizer.json"):
+    for tokenizer in (None, prepared.info["tokenizer"]):
         task = task_for(texts / "missing", model=bert, tokenizer=tokenizer)
         error = refusal(task, str(tmp_path / "c"))
         assert (error.field, error.value) == ("train.task.model.architecture", "bert")
@@ -315,6 +325,14 @@ def test_a_pretrained_model_brings_its_tokenizer(
     assert "times" not in Tokenizer.from_file(prepare(given, cache).info["tokenizer"]).get_vocab()
 
 
+def test_a_name_of_the_hub_is_no_directory(texts: Path, cache: str) -> None:
+    for pretrained in (False, True):
+        model = {"path": "meta-llama/Llama-3.1-8B", "pretrained": pretrained}
+        error = refusal(task_for(texts, model=model), cache)
+        assert (error.field, error.value) == ("train.task.model.path", model["path"])
+        assert "hf download" in error.fix
+
+
 def test_a_pretrained_model_without_a_tokenizer_is_refused(
     texts: Path, cache: str, tmp_path: Path
 ) -> None:
@@ -322,7 +340,7 @@ def test_a_pretrained_model_without_a_tokenizer_is_refused(
     LlamaForCausalLM(LlamaConfig(**SETTINGS)).save_pretrained(tmp_path)
     pretrained = {"path": str(tmp_path), "pretrained": True, "settings": {}}
     error = refusal(task_for(texts, model=pretrained), cache)
-    assert (error.field, error.value) == ("train.data.tokenizer", None)
+    assert (error.field, error.value) == ("train.task.data.tokenizer", None)
     assert str(tmp_path) in error.fact
 
 
