@@ -21,8 +21,9 @@ test: $(READY)  ## the tests, twenty-five minutes on two cores
 test-unit: $(READY)  ## those of them that start no run, ten minutes
 	$(BIN)/pytest -o cache_dir=.pytest_cache/unit $(PYTEST_ARGS) tests/unit
 
-test-runs: $(READY)  ## the others
-	$(BIN)/pytest --ignore tests/unit
+# They mostly wait, so two go beside each other, each with a Ray cluster of its own.
+test-runs: $(READY)  ## the others, ten minutes
+	$(BIN)/pytest -o cache_dir=.pytest_cache/runs -n 2 --dist loadfile $(PYTEST_ARGS) --ignore tests/unit
 
 test-slow: $(READY)  ## those that `make test` leaves out for their cost
 	$(BIN)/pytest -m slow
