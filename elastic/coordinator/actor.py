@@ -74,7 +74,7 @@ from elastic.membership.progress import Progress
 from elastic.node.process_watch import LOCKED_TIMES
 from elastic.protocol import events
 from elastic.protocol.causes import Cause
-from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.coordinator_api import CoordinatorApi, UnheardError
 from elastic.protocol.faults import FaultPlan
 from elastic.protocol.messages import (
     Answer,
@@ -442,6 +442,9 @@ class Coordinator(CoordinatorApi):
         return await self._dispatcher.join(report)
 
     async def watch(self, worker: str, seen: int) -> Signal | None:
+        failover = self._failing_over
+        if failover is not None and not failover.has_heard(worker):
+            raise UnheardError
         return await self._dispatcher.watch(worker, seen)
 
     @_when_known

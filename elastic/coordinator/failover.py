@@ -95,6 +95,10 @@ class Failover:
         """Whether `worker` is one that lived, and is to say where it stands."""
         return worker in self._replayed.workers
 
+    def has_heard(self, worker: str) -> bool:
+        """Whether `worker` has said where it stands."""
+        return worker in self._standings
+
     async def hear(self, standing: Standing) -> None:
         """A worker says where it stands."""
         worker = standing.identity.worker
