@@ -145,7 +145,8 @@ def test_a_run_that_was_asked_to_end(tmp_path: Path) -> None:
     happened = [started(0.0), regrouped(1.0, 1, 0, "start"), asked]
     known = replay_of(write(tmp_path, happened, []), 0)
     assert (known.winding_down, known.until) == (True, None), "no roster knows of it yet"
-    known = replay_of(write(tmp_path, [regrouped(3.0, 2, 4, "boundary")], []), 0)
+    # Its clock was set back, or it is of a coordinator on another machine.
+    known = replay_of(write(tmp_path, [regrouped(1.9, 2, 4, "boundary")], []), 0)
     assert (known.winding_down, known.until) == (True, 4)
     known = replay_of(write(tmp_path, [started(9.0, 4)], []), 4)
     assert (known.winding_down, known.until) == (False, None), "it was continued since"
