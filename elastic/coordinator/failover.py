@@ -72,14 +72,15 @@ class Failover:
         on_ready: Callable[[], None],
     ) -> None:
         self._take_back = take_back
-        self._silent_s, self._locked_s, self._survey_s = silent_s, locked_s, survey_s
+        self._silent_s, self._locked_s = min(silent_s, locked_s), locked_s
+        self._survey_s = survey_s
         self._on_ready = on_ready
         self._replayed, self._membership, self._dispatcher = replayed, membership, dispatcher
         self._workers, self._arrivals, self._snapshots = workers, arrivals, snapshots
         self._standings: dict[str, Standing] = {}
         self._missing = set(replayed.workers)
         """Workers that lived, and have not spoken."""
-        self._look_s = silent_s / _LOOKS
+        self._look_s = self._silent_s / _LOOKS
         self._clock = AwakeClock(self._look_s)
         self._heard_s = 0.0
         """When somebody spoke for the first time last, on that clock."""
