@@ -37,7 +37,7 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from checkpointing import CheckpointError, Receipt, StoreUnavailableError
-from elastic.coordinator.agents import NodeAgents
+from elastic.coordinator.agents import START_S, NodeAgents
 from elastic.coordinator.arrivals import Arrivals
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.config import CoordinatorConfig
@@ -72,11 +72,12 @@ from elastic.membership.decisions import Effects
 from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
 from elastic.node.agent import NodeAgent
+from elastic.node.process_watch import LOCKED_TIMES
 from elastic.node.snapshot_holder import SnapshotHolder
 from elastic.node.uploader import Uploader
 from elastic.protocol import events
 from elastic.protocol.causes import Cause
-from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.coordinator_api import CoordinatorApi, UnheardError
 from elastic.protocol.faults import FaultPlan
 from elastic.protocol.messages import (
     Answer,
@@ -337,6 +338,7 @@ class Coordinator(CoordinatorApi):
             self._give_up_after(replayed.going_back)
         _once_answered(lambda: self._pulses.replay(replayed.happened))
         snapshots = self._snapshots if self.config.in_memory else None
+        freeze_timeout_s = self.config.health.freeze_timeout_s
         return Failover(
             replayed,
             self._membership,
@@ -344,7 +346,9 @@ class Coordinator(CoordinatorApi):
             self._workers,
             self._arrivals,
             snapshots,
-            self.config.health.freeze_timeout_s,
+            START_S,
+            LOCKED_TIMES * freeze_timeout_s,
+            freeze_timeout_s,
             lambda nodes: self._replacements.not_lost(
                 nodes, max(replayed.newest_s, self.config.started.time)
             ),
@@ -444,6 +448,9 @@ class Coordinator(CoordinatorApi):
         return await self._dispatcher.join(report)
 
     async def watch(self, worker: str, seen: int) -> Signal | None:
+        failover = self._failing_over
+        if failover is not None and not failover.has_heard(worker):
+            raise UnheardError
         return await self._dispatcher.watch(worker, seen)
 
     @_when_known
@@ -586,8 +593,6 @@ class Coordinator(CoordinatorApi):
     async def beat(self, node: str, token: str, deaths: list[Death]) -> bool:
         if not self._agents.renew(node, token):
             return False
-        if deaths and (failover := self._failing_over) is not None:
-            await failover.count_dead(deaths)
         if deaths:
             # It may wait, and the agent's beats must not.
             self._dispatcher.spawn(self._workers.lose_all(deaths))
@@ -638,9 +643,11 @@ class Coordinator(CoordinatorApi):
     async def hellos(self) -> int:
         return self._arrivals.hellos
 
-    @_when_known
     async def ended(self, workers: list[tuple[str, int]]) -> None:
+        if (failover := self._failing_over) is not None:
+            failover.begin()
         await self._workers.lose_unwatched(workers)
+        await self.durable()
 
     @_when_known
     async def wind_down(self, reason: str) -> None:

@@ -351,6 +351,11 @@ class NodeAgents:
         # the workers of the next one.
         return token in agent.earlier
 
+    def beats(self, node: str) -> bool:
+        """Whether the agent of a node holds a lease."""
+        agent = self._agents.get(node)
+        return agent is not None and agent.renewed_s is not None
+
     def overdue(self, now_s: float) -> dict[str, str]:
         """Nodes that were not heard in time by `now_s` of the monotonic clock, and why not."""
         awake_s, timeout_s = self._clock.tick(now_s), self._health.node_timeout_s

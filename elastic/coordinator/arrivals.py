@@ -60,6 +60,7 @@ class Arrivals:
                 born_ticks=identity.born_ticks,
                 device=identity.device,
                 logs=list(identity.logs),
+                heartbeat_fd=identity.heartbeat_fd,
             )
         )
         self.put_off_start()

@@ -84,7 +84,9 @@ class Dispatcher:
         """A worker was written off. Should it live, it must know: it is answered where it waits,
         and called where it works, for nothing of its replica may break."""
         self._answer(worker, Stop(error="this worker was written off; it is replaced"))
-        self._signals[worker] = self._membership.calls.sign(worker, "fault", broken=True)
+        calls = self._membership.calls
+        self._signals[worker] = calls.sign(worker, "fault", broken=True)
+        calls.followed(worker)  # nobody waits for it
         self._ring(worker)
 
     def _answer(self, worker: str, answer: Answer) -> None:

@@ -81,7 +81,6 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
     """
     rosters = _all(happened, events.RegroupDone)
     newest = rosters[-1] if rosters else None
-    asked = [e.time for e in _all(happened, events.StopRequested)]
     lost, unheard = _losses(happened)
     joined = {e.worker: e for e in _all(happened, events.WorkerJoined)}
     drained = _all(happened, events.Draining)
@@ -106,8 +105,8 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
         recorded=_recorded(paths, newest, start_step),
         committed=frozenset(e.step for e in _all(happened, events.CheckpointCommitted)),
         saved=_saved(happened, start_step),
-        winding_down=bool(asked),
-        until=newest.step if asked and newest and newest.time > asked[0] else None,
+        winding_down=bool(_all(happened, events.StopRequested)),
+        until=_until(happened),
         fired=tuple(e.fault for e in _all(happened, events.FaultFired)),
         replacements=tuple(_all(happened, events.NodeReplacement)),
         happened=happened,
@@ -166,6 +165,17 @@ def _going_back(happened: Sequence[events.Event]) -> int | None:
         elif isinstance(event, events.RegroupDone) and event.outcome == "restore":
             back = None
     return back
+
+
+def _until(happened: Sequence[events.Event]) -> int | None:
+    """See `Replay.until`. By the order of the lines: their times may be of two machines."""
+    asked, until = False, None
+    for event in happened:
+        if isinstance(event, events.StopRequested):
+            asked = True
+        elif isinstance(event, events.RegroupDone) and asked:
+            until = event.step
+    return until
 
 
 def _cut_off(happened: Sequence[events.Event]) -> int | None:

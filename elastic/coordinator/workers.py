@@ -62,6 +62,9 @@ class Workers:
         self._unwatched: set[str] = set()
         self._ended: set[tuple[str, int]] = set()
         """Node and process of workers whose end Ray has seen."""
+        self.gone: set[str] = set()
+        """Workers that are to be written off as soon as a coordinator that was started anew knows
+        the run: it does not wait for them to speak."""
         self._losses: list[Loss] = []
         self._checking_leases = False
 
@@ -80,6 +83,11 @@ class Workers:
                 self._snapshots.node_joined(identity.node)
         watching = self._agents.watch(identity)
         self._watches[identity.worker] = asyncio.get_running_loop().create_task(watching)
+
+    def is_watched(self, worker: str) -> bool:
+        """Whether the agent of its node beats: it tells of its end, and ends it where it is
+        frozen."""
+        return self._agents.beats(self.started[worker].node)
 
     async def until_watched(self, worker: str) -> None:
         """Waits until the agent of its node watches `worker`, where it has one."""
@@ -199,12 +207,20 @@ class Workers:
     async def lose_all(self, deaths: Iterable[Death]) -> None:
         """Writes off workers of which an agent has told. What was found of them is kept meanwhile:
         a storage that takes its time must not hold up their peers."""
+        deaths = list(deaths)
+        await self._count_out(death.worker for death in deaths)
         for death in deaths:
             if death.evidence is not None and death.worker in self.started:
                 accused, found = {death.worker: death.detail}, {death.worker: death.evidence}
                 keep = asyncio.to_thread(keep_evidence, self._incidents, accused, found)
                 self._dispatcher.spawn(keep)
             await self.lose(death.worker, death.cause, death.detail)
+
+    async def _count_out(self, workers: Iterable[str]) -> None:
+        """These will be written off, and that waits until the run is known: see `gone`."""
+        if not self._dispatcher.ready.is_set():
+            self.gone.update(workers)
+            await self._dispatcher.tell()
 
     def _count(self, loss: Loss) -> None:
         self._losses.append(loss)
@@ -262,6 +278,7 @@ class Workers:
     async def lose_nodes(self, why: Mapping[str, str]) -> None:
         """Writes off all workers of some nodes, and says why. What ends with a machine that answers
         says little against it."""
+        await self._count_out(worker for node in why for worker in self._on(node))
         answers = await asyncio.gather(*map(self._agents.machine_answers, why))
         for (node, detail), alive in zip(why.items(), answers, strict=True):
             await self.lose_node(node, detail, RAY_NODE if alive else NODE)
@@ -276,9 +293,14 @@ class Workers:
         """Writes off those of the workers that have `ended`, each by node and process, whose nodes
         have no agent that would know."""
         self._ended.update(ended)
-        for worker, identity in list(self.started.items()):
-            if identity.node in self._unwatched and (identity.node, identity.pid) in self._ended:
-                await self.lose(worker, CRASH, f"process {identity.pid} ended, as Ray saw")
+        lost = {
+            worker: identity.pid
+            for worker, identity in self.started.items()
+            if identity.node in self._unwatched and (identity.node, identity.pid) in self._ended
+        }
+        await self._count_out(lost)
+        for worker, pid in lost.items():
+            await self.lose(worker, CRASH, f"process {pid} ended, as Ray saw")
 
     async def _keep_agent(self, node: str, token: str) -> None:
         """Starts another agent whenever the node's has ended; its workers go on. They are lost
@@ -318,4 +340,5 @@ class Workers:
             overdue = self._agents.overdue(time.monotonic())
             for node in overdue:
                 self._agents.forget(node)
-            await self.lose_nodes(overdue)
+            if overdue:  # it may wait, and other leases run out meanwhile
+                self._dispatcher.spawn(self.lose_nodes(overdue))

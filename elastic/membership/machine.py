@@ -338,8 +338,11 @@ class Membership:
 
     @property
     def _some_finished(self) -> bool:
-        """Whether somebody with a slot is done: the others are about to be."""
-        return any(r.finished and self.places.stands(w) for w, r in self.waiting.items())
+        """Whether somebody with a slot has done all steps: the others are about to have."""
+        return any(
+            report.finished and report.step == self.until and self.places.stands(worker)
+            for worker, report in self.waiting.items()
+        )
 
     def _release(self, effects: Effects) -> None:
         """Those that were told to go and have no slot (any more) end."""

@@ -49,7 +49,7 @@ _LOCKED = frozenset(map(PHASES.index, ("build", "compile", "profile")))
 """Numbers of the phases in which libraries hold the interpreter's lock for long: NCCL's start, a
 compiler, a trace that is written. So they do before the first phase, where they are loaded, and
 CUDA is."""
-_LOCKED_TIMES = 10.0
+LOCKED_TIMES = 10.0
 """A heartbeat may stand still so many times longer there."""
 
 _LAST_BYTES = 16 << 10
@@ -174,7 +174,7 @@ class ProcessWatch:
         logs: tuple[str, ...] = (),
     ) -> None:
         """Watches process `pid`, which is `worker`, from now on; reports it where it has ended.
-        Twice does no harm, and the second time may bring the heartbeat.
+        Twice does no harm, and the second time may bring more than the first, as its heartbeat.
 
         Args:
             worker: its name.
@@ -192,9 +192,10 @@ class ProcessWatch:
             )
             if watched is None:
                 watched = self._open(worker, pid, born_ticks)
-            if watched is not None and watched.heartbeat is None and heartbeat_fd is not None:
-                with contextlib.suppress(OSError):
-                    watched.heartbeat = HeartbeatReader(pid, heartbeat_fd)
+            if watched is not None and heartbeat_fd is not None:
+                if watched.heartbeat is None:
+                    with contextlib.suppress(OSError):
+                        watched.heartbeat = HeartbeatReader(pid, heartbeat_fd)
                 watched.stacks_fd, watched.recorder, watched.logs = stacks_fd, recorder, logs
 
     def _open(self, worker: str, pid: int, born_ticks: int | None) -> _Process | None:
@@ -324,7 +325,7 @@ class ProcessWatch:
             sample = Sample(awake_s=awake_s, state=state, record=record)
             process.history = observe(process.history, sample)
             locked = record is not None and (record.serial == 0 or record.phase in _LOCKED)
-            bound_s = self._freeze_timeout_s * (_LOCKED_TIMES if locked else 1.0)
+            bound_s = self._freeze_timeout_s * (LOCKED_TIMES if locked else 1.0)
             verdict = decide_frozen(process.worker, process.history, bound_s)
             if verdict is not None:
                 detail = f"process {process.pid} is frozen: {verdict.evidence[0]}{_where(record)}"

@@ -29,6 +29,11 @@ from elastic.protocol.saves import HeldSnapshot, UploaderApi
 from health.verdict import Sign
 
 
+class UnheardError(Exception):
+    """A worker calls a coordinator that was started anew, and has not said where it stands: its
+    line did not break, for it was not in a call when the last one was lost."""
+
+
 class WorkerCalls(Protocol):
     """Calls that workers make while they train."""
 
@@ -43,7 +48,11 @@ class WorkerCalls(Protocol):
         """A worker reports what it has and waits for what to do. No worker joins unwatched."""
 
     async def watch(self, worker: str, seen: int) -> Signal | None:
-        """Waits for a call to `worker` later than signal `seen`; None when the run is over."""
+        """Waits for a call to `worker` later than signal `seen`; None when the run is over.
+
+        Raises:
+            UnheardError: the coordinator was started anew, and does not know where it stands.
+        """
 
     async def built(self, worker: str, formed: int) -> None:
         """A worker that follows has built its part of formation `formed` beside the steps."""

@@ -99,6 +99,8 @@ class WorkerJoined(Event):
     """Its GPU, as CUDA names it; empty on a CPU."""
     logs: list[str] = field(default_factory=list)
     """Files on the node that its output goes to."""
+    heartbeat_fd: int | None = None
+    """Descriptor of its heartbeat in that process."""
 
 
 @dataclass(frozen=True, kw_only=True)

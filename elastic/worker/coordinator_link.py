@@ -20,7 +20,7 @@ from ray import ObjectRef
 
 from elastic.protocol import events
 from elastic.protocol.causes import Cause
-from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.coordinator_api import CoordinatorApi, UnheardError
 from elastic.protocol.job import Job
 from elastic.protocol.messages import (
     Answer,
@@ -314,7 +314,7 @@ class CoordinatorLink:
         while not self._closed.is_set():
             try:
                 call = ray.get(self._next_call(seen))
-            except ray.exceptions.ActorUnavailableError:
+            except (ray.exceptions.ActorUnavailableError, UnheardError):
                 self._reintroduce()
                 continue
             except ray.exceptions.ActorDiedError:

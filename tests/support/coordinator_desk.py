@@ -34,6 +34,11 @@ class Agents:
         self.killed: list[str] = []
         self.answering: set[str] = set()
         """Nodes whose machines answer."""
+        self.beating: set[str] = set()
+        """Nodes whose agents beat."""
+
+    def beats(self, node: str) -> bool:
+        return node in self.beating
 
     async def machine_answers(self, node: str) -> bool:
         return node in self.answering

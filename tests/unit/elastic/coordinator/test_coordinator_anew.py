@@ -22,6 +22,7 @@ from elastic.coordinator.actor import Coordinator
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.retreat import Retreat
 from elastic.protocol import events
+from elastic.protocol.coordinator_api import UnheardError
 from elastic.protocol.messages import Build, Identity, Report, Standing, Stop
 from elastic.protocol.run_identity import RunIdentity, record_identity
 from elastic.protocol.run_paths import RunPaths
@@ -275,6 +276,19 @@ def test_what_is_told_again_is_written_down_once(
     asyncio.run(tell(second, third))
     told = [e for e in read_events(config.paths.events) if isinstance(e, events.Evaluated)]
     assert told == [first, second, third]
+
+
+def test_one_asks_who_calls_it_before_it_has_said_where_it_stands(
+    config: CoordinatorConfig,
+) -> None:
+    """It had been answered its hello, and was in no call when the last one was lost: it would have
+    waited here for calls until it was ended as silent."""
+    joined = events.WorkerJoined(time=1.0, worker="a", node="A", pid=1, born_ticks=1)
+    write(config, config.started, joined)
+    coordinator = Coordinator(config)
+    with pytest.raises(UnheardError):
+        asyncio.run(coordinator.watch("a", 0))
+    asyncio.run(coordinator.end("interrupted", None))
 
 
 BACK = events.WentBack(time=3.0, step=2, before=4, reason="")

@@ -1,11 +1,15 @@
-"""A coordinator started anew decides nothing before it knows what the nodes' memory holds, and ends
-whom the one before it has written off."""
+"""A coordinator started anew decides nothing before it knows what the nodes' memory holds, waits
+for workers that may be healthy, and ends whom the one before it has written off."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from checkpointing import CheckpointConfig
 from elastic.config import HealthConfig
@@ -21,7 +25,7 @@ from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
 from elastic.protocol import events
-from elastic.protocol.causes import CRASH
+from elastic.protocol.causes import CRASH, NODE
 from elastic.protocol.messages import Build, Death, Identity, Report, Run, Standing
 from elastic.protocol.run_identity import RunIdentity
 from elastic.protocol.run_paths import RunPaths
@@ -85,12 +89,16 @@ def make_config(root: Path) -> CoordinatorConfig:
 
 
 def replayed(
-    draining: frozenset[str] = frozenset(), unheard: frozenset[str] = frozenset()
+    draining: frozenset[str] = frozenset(),
+    unheard: frozenset[str] = frozenset(),
+    others: Sequence[str] = (),
 ) -> Replay:
-    """The only replica's worker is lost, a spare lives; nothing was saved to the store."""
+    """The only replica's worker is lost, a spare lives, and `others`, each on a node of its own;
+    nothing was saved to the store."""
     living = {
-        worker: events.WorkerJoined(time=0.0, worker=worker, node="n", pid=2, born_ticks=1)
-        for worker in (SPARE.worker, *unheard)
+        worker: events.WorkerJoined(time=0.0, worker=worker, node=node, pid=2, born_ticks=1)
+        for worker, node in [(w, "n") for w in (SPARE.worker, *unheard)]
+        + [(other, f"n-{other}") for other in others]
     }
     return Replay(
         started=2,
@@ -148,7 +156,7 @@ class Desk:
         self.dispatcher = Dispatcher(self.membership, self.records, lambda effects: None)
         self.agents = Agents()
         agents: Any = self.agents
-        snapshots: Any = None
+        snapshots: Any = SimpleNamespace(node_lost=lambda node: None)
         self.workers = Unwatched(
             config, self.membership, self.dispatcher, self.records, agents, snapshots
         )
@@ -163,16 +171,20 @@ class Desk:
         snapshots: Any = None,
         draining: frozenset[str] = frozenset(),
         unheard: frozenset[str] = frozenset(),
-        silent_s: float = 10.0,
+        others: Sequence[str] = (),
+        silent_s: float = 60.0,
+        locked_s: float = 60.0,
     ) -> Failover:
         return Failover(
-            replayed(draining, unheard),
+            replayed(draining, unheard, others),
             self.membership,
             self.dispatcher,
             self.workers,
             self.arrivals,
             snapshots,
             silent_s,
+            locked_s,
+            10.0,
             self.taken_back.extend,
             lambda: self.ready.append(self.dispatcher.ready.is_set()),
         )
@@ -205,7 +217,6 @@ async def expel_one_that_dies(desk: Desk) -> None:
     work = desk.failover()
     await work.hear(Standing(identity=WRITTEN_OFF))
     death = Death(worker=WRITTEN_OFF.worker, cause=CRASH, detail="process 3 ended")
-    await work.count_dead([death])
     lost = asyncio.create_task(desk.workers.lose_all([death]))
     await asyncio.sleep(0)  # it waits until the run is known
     await work.hear(Standing(identity=SPARE))
@@ -267,6 +278,92 @@ def test_who_was_cut_off_with_the_coordinator_before_goes_on(tmp_path: Path) -> 
     assert joined == [WRITTEN_OFF.worker], "the next one is told that it is there"
     assert not any(isinstance(e, events.WorkerLost) for e in happened)
     desk.records.end("interrupted", None).result()
+
+
+OTHERS = [f"w{number}" for number in range(20)]
+OF_OTHERS = {w: Identity(worker=w, rank=2, node=f"n-{w}", pid=2, born_ticks=1) for w in OTHERS}
+
+
+def lost_in(desk: Desk) -> dict[str, events.WorkerLost]:
+    happened = read_events(desk.paths.events)
+    return {e.worker: e for e in happened if isinstance(e, events.WorkerLost)}
+
+
+async def hear_one_after_the_other(desk: Desk) -> None:
+    work = desk.failover(others=OTHERS, silent_s=0.3)
+    await work.hear(Standing(identity=SPARE))
+    for identity in OF_OTHERS.values():
+        await asyncio.sleep(0.05)
+        await work.hear(Standing(identity=identity))
+    await desk.dispatcher.ready.wait()
+
+
+def test_the_time_of_the_silent_begins_again_while_others_speak(tmp_path: Path) -> None:
+    """Of thousands the last come late: they were ended though they had spoken, too."""
+    desk = Desk(tmp_path)
+    asyncio.run(hear_one_after_the_other(desk))
+    assert desk.workers.started.keys() == {SPARE.worker, *OTHERS} and not lost_in(desk)
+    desk.records.end("interrupted", None).result()
+    assert desk.agents.killed == []
+
+
+async def hear_one_with_its_lock_held(desk: Desk) -> None:
+    desk.agents.beating.add("n-w0")
+    work = desk.failover(others=["w0", "w1"], silent_s=0.1)
+    await work.hear(Standing(identity=SPARE))
+    await work.hear(Standing(identity=OF_OTHERS["w1"]))
+    await asyncio.sleep(0.5)
+    await work.hear(Standing(identity=OF_OTHERS["w0"]))
+    await desk.dispatcher.ready.wait()
+
+
+def test_one_that_its_agent_watches_has_the_time_that_its_heartbeat_has(tmp_path: Path) -> None:
+    """NCCL's start, a compiler and the writing of a profile hold the interpreter's lock."""
+    desk = Desk(tmp_path)
+    asyncio.run(hear_one_with_its_lock_held(desk))
+    assert "w0" in desk.workers.started and not lost_in(desk)
+    desk.records.end("interrupted", None).result()
+
+
+async def wait_for_who_is_silent(desk: Desk, agents: Sequence[str]) -> None:
+    desk.agents.beating.update(agents)
+    work = desk.failover(others=["w0"], silent_s=0.1, locked_s=0.3)
+    await work.hear(Standing(identity=SPARE))
+    await desk.dispatcher.ready.wait()
+    while not desk.agents.killed:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("agents", "why"),
+    [
+        (["n-w0"], "for 0.3 s (10 times health.freeze_timeout_s)"),
+        ([], "for 0.1 s, and its node has no agent that beats"),
+    ],
+)
+def test_who_is_silent_for_too_long_is_ended(tmp_path: Path, agents: list[str], why: str) -> None:
+    desk = Desk(tmp_path)
+    asyncio.run(wait_for_who_is_silent(desk, agents))
+    assert desk.agents.killed == ["w0"]
+    assert lost_in(desk)["w0"].detail.endswith(why)
+    desk.records.end("interrupted", None).result()
+
+
+async def hear_of_ends_before_the_run_is_known(desk: Desk) -> None:
+    work = desk.failover(others=["w0", "w1", "w2"])
+    await work.hear(Standing(identity=SPARE))
+    await asyncio.sleep(0)  # they are watched
+    death = Death(worker="w0", cause=CRASH, detail="process 2 ended")
+    lost = [desk.workers.lose_all([death]), desk.workers.lose_nodes({"n-w1": "", "n-w2": ""})]
+    await asyncio.wait_for(asyncio.gather(*lost, desk.dispatcher.ready.wait()), 30.0)
+
+
+def test_nobody_waits_for_the_dead_nor_for_lost_nodes(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    asyncio.run(hear_of_ends_before_the_run_is_known(desk))
+    assert {w: e.cause for w, e in lost_in(desk).items()} == {"w0": CRASH, "w1": NODE, "w2": NODE}
+    desk.records.end("interrupted", None).result()
+    assert desk.agents.killed == []
 
 
 async def go_on_where_the_last_copy_goes(desk: Desk) -> None:

@@ -114,6 +114,7 @@ class Desk:
         """A worker is gone."""
         self.now = at
         self.membership.lose(worker)
+        self.dispatcher.turn_away(worker)
         await self.dispatcher.advance()
 
     def regroups(self) -> list[tuple[str, float, int]]:

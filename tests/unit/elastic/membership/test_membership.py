@@ -297,6 +297,23 @@ def test_a_coordinator_started_anew_knows_that_the_run_is_to_end() -> None:
     assert group.join("a0", step=5, finished=True).answers["a0"] == Stop(error=None)
 
 
+def test_a_last_roster_that_is_in_no_record_is_made_again() -> None:
+    """Its workers have done all that they were told to, and the coordinator waited for more."""
+    group = Group(replicas=1)
+    standing = Standing(
+        identity=Identity(worker="a0", rank=0, node="n", pid=1),
+        formed=1, built=True, generation=3, replicas=1, lanes=(0,), proven=True,
+    )  # fmt: skip
+    group.membership.resume(
+        [standing], generation=3, restored=1, formations=1, recorded=5, began=4, winding_down=True
+    )
+    group.membership.progress.checkpointed(5)
+    group.built["a0"], group.generations["a0"] = 1, 3
+    effects = group.join("a0", step=5, finished=True)
+    assert run_of(effects, "a0").until == 5
+    assert group.join("a0", step=5, finished=True).answers["a0"] == Stop(error=None)
+
+
 # -- losses ----------------------------------------------------------------------------------------
 
 

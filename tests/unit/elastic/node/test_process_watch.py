@@ -131,6 +131,8 @@ def test_a_process_that_is_watched_twice_is_reported_once(start: Start) -> None:
     for heartbeat in (fd, fd, None):
         watch.watch("w0", process.pid, heartbeat, born)
     assert watch.position("w0") is not None
+    watch.watch("w0", process.pid, fd, born, logs=("its output",))
+    assert watch.states()[0].logs == ("its output",), "the records know its heartbeat alone"
     process.kill()
     assert [death.worker for death in deaths(watch)] == ["w0"]
     assert stays_quiet(watch, 0.3)

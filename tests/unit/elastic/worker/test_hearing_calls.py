@@ -9,17 +9,26 @@ from typing import Any
 import pytest
 import ray
 
+from elastic.protocol.coordinator_api import UnheardError
 from elastic.protocol.messages import Signal
 from elastic.worker.coordinator_link import CoordinatorLink
 
 
-def test_an_error_on_the_way_does_not_end_the_hearing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it stays behind a frozen peer until it is ended with it."""
-    answers: list[Any] = [
-        ray.exceptions.RaySystemError("a message was lost"),
-        Signal(serial=1, kind="boundary"),
-        None,
-    ]
+@pytest.mark.parametrize(
+    ("lost", "says_where_it_stands"),
+    [
+        (ray.exceptions.RaySystemError("a message was lost"), 0),
+        (ray.exceptions.ActorUnavailableError("the coordinator is restarting", None), 1),
+        (UnheardError(), 1),
+    ],
+)
+def test_an_error_on_the_way_does_not_end_the_hearing(
+    monkeypatch: pytest.MonkeyPatch, lost: Exception, says_where_it_stands: int
+) -> None:
+    """Else it stays behind a frozen peer until it is ended with it. Whoever was in no call when the
+    coordinator was lost hears of that from the next one."""
+    answers: list[Any] = [lost, Signal(serial=1, kind="boundary"), None]
+    reintroduced: list[int] = []
 
     def next_call(seen: int) -> Any:
         answer = answers.pop(0)
@@ -29,7 +38,11 @@ def test_an_error_on_the_way_does_not_end_the_hearing(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ray, "get", lambda answer: answer)
     link: Any = SimpleNamespace(
-        _closed=threading.Event(), _called={"fault": 0, "boundary": 0}, _next_call=next_call
+        _closed=threading.Event(),
+        _called={"fault": 0, "boundary": 0},
+        _next_call=next_call,
+        _reintroduce=lambda: reintroduced.append(len(answers)),
     )
     CoordinatorLink._watch(link)
     assert link._called == {"fault": 0, "boundary": 1}
+    assert reintroduced == [2] * says_where_it_stands
