@@ -52,7 +52,7 @@ class Publisher:
         self.lost: dict[int, int] = {}
         """Steps of attempts that were passed by a later checkpoint -> parts that were written."""
         self.undeleted: str | None = None
-        """Why old checkpoints could not be deleted after the newest commit; None: they were."""
+        """Why the last `retire` could not delete old checkpoints; None: it did."""
 
     def saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is committed."""
@@ -124,14 +124,18 @@ class Publisher:
             parts = self._receipts.pop(attempt)  # it will not be completed, or too late
             if attempt[0] not in self._saved:
                 self.lost[attempt[0]] = len(parts)
+        return size
+
+    async def retire(self, newest: int) -> None:
+        """Deletes what the rules no longer keep, once the run knows that it can go back to the
+        checkpoint of `newest`: until then it may need the one before."""
         try:
             async with self._retiring:
-                await asyncio.to_thread(self._retire, receipt.step)
+                await asyncio.to_thread(self._retire, newest)
             self.undeleted = None
         except Exception as error:  # of any kind: the commit stands, and has to be told of
             log.warning("old checkpoints could not be deleted", exc_info=True)
             self.undeleted = f"{type(error).__name__}: {error}"
-        return size
 
     def _commit(
         self,

@@ -100,7 +100,6 @@ class Receipts:
             await asyncio.to_thread(self._set_aside, receipt.step)
             return
         self._note_lost()
-        self._note_undeleted()
         now = time.time()
         self._membership.progress.checkpointed(receipt.step)
         self._records.note(
@@ -113,6 +112,8 @@ class Receipts:
             )
         )
         await self._dispatcher.advance()
+        await self._publisher.retire(receipt.step)
+        self._note_undeleted()
 
     def _set_aside(self, step: int) -> None:
         set_aside(open_store(self._paths.checkpoints), Keys(), step)

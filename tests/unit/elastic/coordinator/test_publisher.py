@@ -21,8 +21,10 @@ from checkpointing import (
     SliceError,
     StoreUnavailableError,
     TensorSlice,
+    commit,
     list_steps,
     open_store,
+    retire,
     verify_checkpoint,
     write_shared,
 )
@@ -95,6 +97,7 @@ def test_later_checkpoints_of_another_run_cost_this_one_none_of_its_own(tmp_path
         for step in steps:
             await publisher.take(part(paths, 0, step), {}, WRITERS)
             await publisher.take(part(paths, 1, step), {}, WRITERS)
+            await publisher.retire(step)
 
     asyncio.run(play(mine, 2))
     asyncio.run(play(other, 20, 30))
@@ -179,6 +182,48 @@ def test_a_commit_stands_whatever_becomes_of_the_old_ones(
     assert failed.reason == "RuntimeError: can't start new thread"
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_old_one_is_deleted_when_the_run_can_go_back_to_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """All copies of the state may be lost while the new one is committed (`lost`), or the old one
+    deleted: the run goes back to the one that it knows."""
+    desk = CoordinatorDesk(tmp_path)
+    config = replace(desk.config, checkpoint=CheckpointConfig(keep_last=1))
+    receipts = Receipts(
+        config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
+    )
+    progress = desk.membership.progress
+    known_then: list[int] = []
+
+    def going_back(*args: Any, **how: Any) -> Any:
+        manifest = commit(*args, **how)
+        if lost and manifest.step == 4:
+            progress.begin(progress.stored, back=True)
+        return manifest
+
+    def watched(*args: Any, **how: Any) -> list[int]:
+        known_then.append(progress.restore_step)
+        return retire(*args, **how)
+
+    async def save(step: int) -> None:
+        for rank in range(WRITERS):
+            receipt = part(desk.paths, rank, step, progress.generation)
+            await receipts.take(receipt, {}, 0.0, WRITERS)
+
+    async def play() -> None:
+        await save(2)
+        await save(4)
+
+    monkeypatch.setattr("elastic.coordinator.publisher.commit", going_back)
+    monkeypatch.setattr("elastic.coordinator.publisher.retire", watched)
+    asyncio.run(play())
+    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
+    assert known_then == ([2] if lost else [2, 4])
+    kept = list_steps(open_store(desk.paths.checkpoints), Keys())
+    assert kept == [progress.restore_step] == [2 if lost else 4]
+
+
 def test_a_late_failure_of_an_old_attempt_does_not_end_the_run(tmp_path: Path) -> None:
     """Its node is cut off: the others have written the last checkpoint, or will."""
     desk = CoordinatorDesk(tmp_path)
@@ -216,6 +261,7 @@ def test_retention_goes_on_with_credentials_that_were_renewed(
         async def save(step: int) -> None:
             for rank in range(WRITERS):
                 await publisher.take(part(paths, rank, step), {}, WRITERS)
+            await publisher.retire(step)
 
         asyncio.run(save(2))
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
