@@ -51,6 +51,7 @@ from checkpointing.retention.retire import (
     plan_retention,
     plan_segments,
     retire,
+    sweep_attempt,
     sweep_orphans,
     sweep_uncommitted,
 )
@@ -172,6 +173,7 @@ __all__ = [
     "set_aside",
     "set_foreign_aside",
     "settle_snapshot",
+    "sweep_attempt",
     "sweep_given_up",
     "sweep_orphans",
     "sweep_snapshots",

@@ -57,7 +57,7 @@ class Receipts:
 
     def replay(self, committed: frozenset[int]) -> None:
         """Of a coordinator that was started anew: checkpoints that are in the records."""
-        self._publisher.replay(committed)
+        self._publisher.replay(committed, self._membership.progress.recorded)
 
     def keep(self, step: int, *, by: str) -> None:
         """The newest checkpoint of `step` or before stays: somebody may have to go back to it, and
@@ -148,3 +148,4 @@ class Receipts:
             self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
         if step >= self._membership.until and generation >= progress.generation:
             await self._dispatcher.stop(f"the last checkpoint could not be written: {reason}")
+        await self._publisher.give_up(step, generation)

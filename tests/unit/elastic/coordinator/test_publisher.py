@@ -224,6 +224,75 @@ def test_an_old_one_is_deleted_when_the_run_can_go_back_to_the_new_one(
     assert kept == [progress.restore_step] == [2 if lost else 4]
 
 
+def test_failed_saves_leave_nothing_behind(tmp_path: Path) -> None:
+    """Or a store that was short of room for a while has none for the next one, ever."""
+    desk = CoordinatorDesk(tmp_path)
+    disk, now = RunPaths(root=tmp_path / "disk"), desk.membership.progress.generation
+    receipts = Receipts(
+        desk.config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
+    )
+    store = open_store(desk.paths.checkpoints)
+
+    async def take(*parts: Receipt) -> None:
+        for receipt in parts:
+            await receipts.take(receipt, {}, 0.0, WRITERS)
+
+    async def play() -> None:
+        await take(part(desk.paths, 0, 2, now), part(desk.paths, 1, 2, now))
+        committed = store.list("d/")
+        # One writes to its own disk: the commit finds that.
+        await take(part(desk.paths, 0, 4, now), part(disk, 1, 4, now))
+        assert store.list("d/") == committed
+        # One has written a part of its own, and says that there is no room; another comes later.
+        await take(part(desk.paths, 0, 6, now))
+        part(desk.paths, 1, 6, now)
+        await receipts.failed(6, now, "no space")
+        assert store.list("d/") == committed
+        await take(part(desk.paths, 0, 6, now), part(desk.paths, 1, 6, now))
+        assert store.list("d/") == committed and not receipts.saved(6)
+        # A later save is not in the way of it, nor what a failure says of the one before.
+        await take(part(desk.paths, 0, 8, now), part(desk.paths, 1, 8, now))
+        await receipts.failed(8, now, "told too late")
+
+    asyncio.run(play())
+    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
+    assert list_steps(store, Keys()) == [2, 8]
+    for step in (2, 8):
+        assert verify_checkpoint(store, Keys(), step, threads=1).findings == ()
+    assert len(desk.happened(events.CheckpointSkipped)) == 2
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_may_be_committed_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
+    """The answer to the commit is lost, or so is the coordinator."""
+    paths = RunPaths(root=tmp_path)
+    store, keys = open_store(paths.checkpoints), Keys()
+    receipts = [part(paths, rank, 6) for rank in range(WRITERS)]
+    record = keys.commit(6)
+
+    def unanswered(*args: Any, **how: Any) -> Any:
+        commit(*args, **how)
+        (paths.root / "checkpoints" / record).rename(tmp_path / "on its way")
+        raise StoreUnavailableError(record, None, "no answer")
+
+    async def play() -> None:
+        publisher = Publisher(paths, CheckpointConfig(), versions={}, newest=0)
+        monkeypatch.setattr("elastic.coordinator.publisher.commit", unanswered)
+        await publisher.take(receipts[0], {}, WRITERS)
+        with pytest.raises(StoreUnavailableError):
+            await publisher.take(receipts[1], {}, WRITERS)
+        if anew:
+            publisher = Publisher(paths, CheckpointConfig(), versions={}, newest=0)
+            publisher.replay(frozenset(), 6)
+        await publisher.give_up(6, 1)
+
+    asyncio.run(play())
+    (tmp_path / "on its way").rename(paths.root / "checkpoints" / record)
+    assert verify_checkpoint(store, keys, 6, threads=1).findings == ()
+
+
 def test_a_late_failure_of_an_old_attempt_does_not_end_the_run(tmp_path: Path) -> None:
     """Its node is cut off: the others have written the last checkpoint, or will."""
     desk = CoordinatorDesk(tmp_path)
@@ -299,7 +368,7 @@ def test_what_a_killed_coordinator_committed_is_told_of_once(tmp_path: Path) -> 
 
     def anew(told: set[int]) -> Publisher:
         publisher = Publisher(paths, CheckpointConfig(), versions={}, newest=6)
-        publisher.replay(told)
+        publisher.replay(told, 6)
         return publisher
 
     first = Publisher(paths, CheckpointConfig(), versions={}, newest=0)
