@@ -106,7 +106,7 @@ def set_aside(store: Store, keys: Keys, step: int) -> None:
 def set_foreign_aside(store: Store, keys: Keys, step: int) -> None:
     """Moves a sound commit record that is not the run's own out of the way.
 
-    It and its segments stay until somebody deletes it (`Survey.foreign`). None there is fine.
+    It and its segments stay until somebody deletes it (`Survey.aside`). None there is fine.
     """
     key = keys.commit(step)
     try:

@@ -84,7 +84,7 @@ def plan_segments(gone: Iterable[str], rest: Survey, keys: Keys) -> list[str]:
         rest: what the other records refer to.
         keys: names in the store.
     """
-    needed = rest.foreign.union(*rest.segments.values())
+    needed = rest.aside.union(*rest.segments.values())
     guarded = max(rest.unreadable | rest.set_aside, default=-1)
     free = ((key, _step(keys, key, default=-1)) for key in gone if key not in needed)
     return sorted(key for key, step in free if step > guarded and step not in rest.importing)
