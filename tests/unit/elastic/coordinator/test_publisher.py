@@ -88,19 +88,21 @@ def test_what_the_next_save_may_refer_to(tmp_path: Path) -> None:
 
 
 def test_later_checkpoints_of_another_run_cost_this_one_none_of_its_own(tmp_path: Path) -> None:
-    """`keep_last` counts what this run committed, and deletes nothing that is later."""
+    """`keep_last` counts what this run committed, and deletes nothing that is later. The other one
+    may have had more rosters."""
     mine, other = RunPaths(root=tmp_path), RunPaths(root=tmp_path / "other")
     config = CheckpointConfig(keep_last=2)
 
-    async def play(paths: RunPaths, *steps: int) -> None:
+    async def play(paths: RunPaths, *steps: int, generation: int = 1) -> None:
         publisher = Publisher(paths, config, versions={}, newest=0)
+        state = {"run": {"name": "r", "id": str(paths.root)}}
         for step in steps:
-            await publisher.take(part(paths, 0, step), {}, WRITERS)
-            await publisher.take(part(paths, 1, step), {}, WRITERS)
+            await publisher.take(part(paths, 0, step, generation), state, WRITERS)
+            await publisher.take(part(paths, 1, step, generation), state, WRITERS)
             await publisher.retire(step)
 
     asyncio.run(play(mine, 2))
-    asyncio.run(play(other, 20, 30))
+    asyncio.run(play(other, 20, 30, generation=9))
     shutil.copytree(other.root / "checkpoints", tmp_path / "checkpoints", dirs_exist_ok=True)
     asyncio.run(play(mine, 4, 6))
     store = open_store(mine.checkpoints)
