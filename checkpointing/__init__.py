@@ -37,6 +37,7 @@ from checkpointing.format.manifest import Manifest, Receipt, Segment, is_sound
 from checkpointing.read.assignment import Rows, plan_shares
 from checkpointing.read.catalogue import (
     check_compatible,
+    check_kept,
     list_steps,
     load_manifest,
     newest,
@@ -139,6 +140,7 @@ __all__ = [
     "build_manifest",
     "check_compatible",
     "check_coverage",
+    "check_kept",
     "claim_for_import",
     "clear_memory",
     "commit",

@@ -15,6 +15,7 @@ from checkpointing.errors import (
     IncompatibleError,
     MissingError,
     NotCommittedError,
+    StoreError,
 )
 from checkpointing.format.boxes import TensorInfo, show_info
 from checkpointing.format.layout import Keys
@@ -84,6 +85,24 @@ def load_manifest(store: Store, keys: Keys, step: int) -> Manifest:
             f"{strange[0]!r}; those begin with {keys.data!r} and are of step {step} or before",
         )
     return manifest
+
+
+def check_kept(store: Store, keys: Keys, manifest: Manifest) -> None:
+    """Where what was read of a checkpoint is missing or wrong: whether the checkpoint is still
+    there. A run deletes old ones while others read them.
+
+    Raises:
+        NotCommittedError: it is not.
+    """
+    step = manifest.step
+    try:
+        there = load_manifest(store, keys, step)
+    except NotCommittedError:
+        raise NotCommittedError(step, "it was deleted while it was read; pin it first") from None
+    except (CorruptError, StoreError):
+        return
+    if there.sha256 != manifest.sha256:
+        raise NotCommittedError(step, "another one was written while it was read; try again")
 
 
 def set_aside(store: Store, keys: Keys, step: int) -> None:

@@ -18,6 +18,7 @@ from checkpointing import (
     Reader,
     StoreUnavailableError,
     check_compatible,
+    delete_checkpoint,
     list_steps,
     load_manifest,
     newest,
@@ -242,6 +243,24 @@ def test_what_cannot_be_read_is_a_finding(store: LocalStore, error: Exception) -
     findings = verify_checkpoint(Refusing(store.root), Keys(), STEP).findings
     assert {(f.key, f.check) for f in findings} == {(first_segment(), "unreadable")}
     assert all(str(error) in f.fact for f in findings)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_one_that_is_deleted_meanwhile_is_not_called_damaged(
+    store: LocalStore, again: bool
+) -> None:
+    """As by the run's retention; or another one of the step takes its place."""
+
+    class Retiring(LocalStore):
+        def get_range(self, key: str, start: int, length: int) -> bytes:
+            if STEP in list_steps(store, KEYS):
+                delete_checkpoint(store, KEYS, STEP, force=True)
+                if again:
+                    write_state(store, tensors(1), generation=1)
+            return super().get_range(key, start, length)
+
+    with pytest.raises(NotCommittedError, match="while it was read"):
+        verify_checkpoint(Retiring(store.root), KEYS, STEP, threads=1)
 
 
 @pytest.mark.timeout(20)
