@@ -252,6 +252,14 @@ def test_what_the_run_deletes_meanwhile_is_not_called_damaged(
     assert f"step {STEP} is not committed: it was deleted while it was read; pin it first" in err
 
 
+def test_a_server_that_cannot_be_one_is_no_damage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "minio:9000")
+    status, _, err = ask(capsys, "verify", "s3://bucket/run", "newest")
+    assert (status, err.count("\n")) == (2, 1) and "AWS_ENDPOINT_URL" in err
+
+
 @pytest.mark.parametrize(("option", "moments"), [("a,b", {"a", "b"}), ("", set())])
 def test_an_import_makes_the_moments_that_are_named(
     run: Path, capsys: pytest.CaptureFixture[str], option: str, moments: set[str]
