@@ -63,7 +63,8 @@ def list_steps(store: Store, keys: Keys) -> list[int]:
 
 
 def load_manifest(store: Store, keys: Keys, step: int) -> Manifest:
-    """The commit record of `step`.
+    """The commit record of `step`. One that is damaged is read once more, which cures a flip on the
+    way: a run gives it up otherwise.
 
     Raises:
         NotCommittedError: there is none.
@@ -72,7 +73,10 @@ def load_manifest(store: Store, keys: Keys, step: int) -> Manifest:
     """
     key = keys.commit(step)
     try:
-        manifest = Manifest.from_bytes(store.get(key), key)
+        try:
+            manifest = Manifest.from_bytes(store.get(key), key)
+        except CorruptError:
+            manifest = Manifest.from_bytes(store.get(key), key)
     except MissingError as error:
         raise NotCommittedError(step, f"there is no {key}; list_steps() says which are") from error
     if manifest.step != step:

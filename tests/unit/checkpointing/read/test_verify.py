@@ -245,6 +245,20 @@ def test_what_cannot_be_read_is_a_finding(store: LocalStore, error: Exception) -
     assert all(str(error) in f.fact for f in findings)
 
 
+def test_a_record_that_is_damaged_on_its_way_is_read_once_more(store: LocalStore) -> None:
+    class Flipping(LocalStore):
+        gets = 0
+
+        def get(self, key: str) -> bytes:
+            data = super().get(key)
+            self.gets += 1
+            return bytes([data[0] ^ 1]) + data[1:] if self.gets == 1 else data
+
+    flipping = Flipping(store.root)
+    found = newest(flipping, KEYS)
+    assert found == load_manifest(store, KEYS, STEP) and flipping.gets == 2
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_one_that_is_deleted_meanwhile_is_not_called_damaged(
     store: LocalStore, again: bool
