@@ -37,6 +37,7 @@ from checkpointing.format.manifest import Manifest, Receipt, Segment, is_sound
 from checkpointing.read.assignment import Rows, plan_shares
 from checkpointing.read.catalogue import (
     check_compatible,
+    check_kept,
     list_steps,
     load_manifest,
     newest,
@@ -51,6 +52,7 @@ from checkpointing.retention.retire import (
     plan_retention,
     plan_segments,
     retire,
+    sweep_attempt,
     sweep_orphans,
     sweep_uncommitted,
 )
@@ -138,6 +140,7 @@ __all__ = [
     "build_manifest",
     "check_compatible",
     "check_coverage",
+    "check_kept",
     "claim_for_import",
     "clear_memory",
     "commit",
@@ -172,6 +175,7 @@ __all__ = [
     "set_aside",
     "set_foreign_aside",
     "settle_snapshot",
+    "sweep_attempt",
     "sweep_given_up",
     "sweep_orphans",
     "sweep_snapshots",

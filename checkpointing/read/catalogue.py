@@ -15,6 +15,7 @@ from checkpointing.errors import (
     IncompatibleError,
     MissingError,
     NotCommittedError,
+    StoreError,
 )
 from checkpointing.format.boxes import TensorInfo, show_info
 from checkpointing.format.layout import Keys
@@ -62,7 +63,8 @@ def list_steps(store: Store, keys: Keys) -> list[int]:
 
 
 def load_manifest(store: Store, keys: Keys, step: int) -> Manifest:
-    """The commit record of `step`.
+    """The commit record of `step`. One that is damaged is read once more, which cures a flip on the
+    way: a run gives it up otherwise.
 
     Raises:
         NotCommittedError: there is none.
@@ -71,7 +73,10 @@ def load_manifest(store: Store, keys: Keys, step: int) -> Manifest:
     """
     key = keys.commit(step)
     try:
-        manifest = Manifest.from_bytes(store.get(key), key)
+        try:
+            manifest = Manifest.from_bytes(store.get(key), key)
+        except CorruptError:
+            manifest = Manifest.from_bytes(store.get(key), key)
     except MissingError as error:
         raise NotCommittedError(step, f"there is no {key}; list_steps() says which are") from error
     if manifest.step != step:
@@ -84,6 +89,24 @@ def load_manifest(store: Store, keys: Keys, step: int) -> Manifest:
             f"{strange[0]!r}; those begin with {keys.data!r} and are of step {step} or before",
         )
     return manifest
+
+
+def check_kept(store: Store, keys: Keys, manifest: Manifest) -> None:
+    """Where what was read of a checkpoint is missing or wrong: whether the checkpoint is still
+    there. A run deletes old ones while others read them.
+
+    Raises:
+        NotCommittedError: it is not.
+    """
+    step = manifest.step
+    try:
+        there = load_manifest(store, keys, step)
+    except NotCommittedError:
+        raise NotCommittedError(step, "it was deleted while it was read; pin it first") from None
+    except (CorruptError, StoreError):
+        return
+    if there.sha256 != manifest.sha256:
+        raise NotCommittedError(step, "another one was written while it was read; try again")
 
 
 def set_aside(store: Store, keys: Keys, step: int) -> None:
@@ -106,7 +129,7 @@ def set_aside(store: Store, keys: Keys, step: int) -> None:
 def set_foreign_aside(store: Store, keys: Keys, step: int) -> None:
     """Moves a sound commit record that is not the run's own out of the way.
 
-    It and its segments stay until somebody deletes it (`Survey.foreign`). None there is fine.
+    It and its segments stay until somebody deletes it (`Survey.aside`). None there is fine.
     """
     key = keys.commit(step)
     try:

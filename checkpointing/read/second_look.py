@@ -38,7 +38,8 @@ def decide_fault(told: CheckpointError, seen: CheckpointError | None) -> Fault:
         seen: what `look_again` raised on another machine; None: all reads well there.
     """
     if not is_damage(told):
-        return "store"
+        # What is wrong here then, as a mount that is missing, no reader has confirmed.
+        return "reader" if seen is None else "store"
     if seen is not None:
         return "checkpoint" if is_damage(seen) else "store"
     # Those are about what a sound record says, which is the same on every machine.

@@ -30,7 +30,7 @@ from checkpointing.format.crc32 import crc32
 from checkpointing.format.layout import Keys
 from checkpointing.format.manifest import CrcTable, Manifest, Segment
 from checkpointing.format.segment import crcs_told_by, first_bad_block, seed_of
-from checkpointing.read.catalogue import load_manifest
+from checkpointing.read.catalogue import check_kept, load_manifest
 from checkpointing.read.second_look import is_damage
 from checkpointing.stores import Store
 
@@ -92,7 +92,7 @@ def verify_checkpoint(
         progress: told how far it is.
 
     Raises:
-        NotCommittedError: there is no checkpoint of that step.
+        NotCommittedError: there is no checkpoint of that step, or none any more.
         StoreUnavailableError: the store refuses the commit record; of a segment it is a finding.
     """
     try:
@@ -107,6 +107,8 @@ def verify_checkpoint(
         findings += misfits
         bad = {finding.key for finding in misfits}
         findings += _check_bytes(store, pool, [s for s in segments if s.key not in bad], progress)
+    if findings:
+        check_kept(store, keys, manifest)
     return Verification(step=step, manifest=manifest, findings=tuple(findings))
 
 

@@ -84,7 +84,7 @@ def plan_segments(gone: Iterable[str], rest: Survey, keys: Keys) -> list[str]:
         rest: what the other records refer to.
         keys: names in the store.
     """
-    needed = rest.foreign.union(*rest.segments.values())
+    needed = rest.aside.union(*rest.segments.values())
     guarded = max(rest.unreadable | rest.set_aside, default=-1)
     free = ((key, _step(keys, key, default=-1)) for key in gone if key not in needed)
     return sorted(key for key, step in free if step > guarded and step not in rest.importing)
@@ -170,6 +170,20 @@ def sweep_orphans(store: Store, keys: Keys, generation: int) -> list[str]:
     written = {key: keys.generation_of(key) for key in store.list(keys.data)}
     mine = [key for key, wrote in written.items() if wrote is not None and wrote < generation]
     expired = plan_segments(mine, Surveyor(store=store, keys=keys).survey(), keys)
+    store.delete_many(expired)
+    return expired
+
+
+def sweep_attempt(surveyor: Surveyor, step: int, generation: int) -> list[str]:
+    """Deletes the segments that the roster of `generation` wrote for `step` and no record refers
+    to. The caller sees to it that no commit of them is under way, or will be. Returns the keys."""
+    store, keys = surveyor.store, surveyor.keys
+    written = [
+        key
+        for key in store.list(keys.data)
+        if (keys.step_of(key), keys.generation_of(key)) == (step, generation)
+    ]
+    expired = plan_segments(written, surveyor.survey(), keys)
     store.delete_many(expired)
     return expired
 

@@ -24,8 +24,8 @@ class Survey:
     """Steps whose record is damaged or of a later schema."""
     set_aside: frozenset[int] = frozenset()
     """Steps of such records that a run has moved out of its way."""
-    foreign: frozenset[str] = frozenset()
-    """Segments of sound records that are not the run's own, and were moved out of its way."""
+    aside: frozenset[str] = frozenset()
+    """Segments of sound records that were: they are not the run's own, or it went back for them."""
     verified: frozenset[int] = frozenset()
     """Steps that were read and checked in whole."""
     importing: frozenset[int] = frozenset()
@@ -87,12 +87,12 @@ class Surveyor:
                 continue  # deleted meanwhile
         # Records were listed before: one that is set aside meanwhile is seen here or there.
         listed = self.store.list(self.keys.commits)
-        set_aside, foreign = self._aside(listed)
+        set_aside, aside = self._aside(listed)
         return Survey(
             segments={step: record.segments for step, record in known.items()},
             unreadable=frozenset(unreadable),
             set_aside=frozenset(set_aside),
-            foreign=frozenset(foreign),
+            aside=frozenset(aside),
             verified=frozenset(self._verified(known, set(listed))),
             importing=importing,
         )
@@ -108,28 +108,31 @@ class Surveyor:
             step = self.keys.step_of(key)
             if step is None:
                 continue
-            if key.endswith(f".json{SET_ASIDE}"):
+            foreign = is_foreign(self.keys, key)
+            if not foreign and not key.endswith(f".json{SET_ASIDE}"):
+                continue
+            named = self._named(key, may_change=not foreign)
+            if named is None:
                 steps.add(step)
-            elif is_foreign(self.keys, key):
-                named = self._named(key)
-                if named is None:
-                    steps.add(step)
-                else:
-                    segments |= named
+            else:
+                segments |= named
         return steps, segments
 
-    def _named(self, key: str) -> frozenset[str] | None:
-        """The segments that a record set aside refers to; None: it cannot be read."""
-        if key not in self._foreign:
-            try:
-                self._foreign[key] = frozenset(
-                    Manifest.from_bytes(self.store.get(key), key).segments
-                )
-            except CorruptError:
-                self._foreign[key] = None
-            except MissingError:
-                return frozenset()  # deleted meanwhile
-        return self._foreign[key]
+    def _named(self, key: str, *, may_change: bool) -> frozenset[str] | None:
+        """The segments that a record set aside refers to; None: it cannot be read. The run may
+        give up another one of a step (`may_change`)."""
+        if key in self._foreign:
+            return self._foreign[key]
+        named: frozenset[str] | None = None
+        try:
+            named = frozenset(Manifest.from_bytes(self.store.get(key), key).segments)
+        except CorruptError:
+            pass
+        except MissingError:
+            return frozenset()  # deleted meanwhile
+        if not may_change:
+            self._foreign[key] = named
+        return named
 
     def _verified(self, known: Mapping[int, _Record], listed: Container[str]) -> Iterable[int]:
         for step, record in known.items():

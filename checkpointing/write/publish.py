@@ -72,7 +72,7 @@ def commit(
         NotCommittedError: receipts of different attempts, or a training state that is not JSON, or
             a segment that is neither of this attempt nor of that checkpoint; or it is gone; or one
             of this attempt is not in `store`, as this process sees it.
-        StaleGenerationError: a newer generation has committed this step or a later one.
+        StaleGenerationError: a newer generation of the run has committed this step or a later one.
         AlreadyCommittedError: another checkpoint of this step was first.
     """
     manifest = build_manifest(
@@ -85,7 +85,7 @@ def commit(
     )
     _check_there(store, keys, receipts)  # first, for it takes time: what follows must not be old
     last = newest(store, keys)
-    _refuse_stale(last, step, generation)
+    _refuse_stale(store, keys, last, manifest)
     base = last
     if refers_to is not None and (last is None or last.step != refers_to):
         base = load_manifest(store, keys, refers_to)
@@ -161,9 +161,18 @@ def _as_json(step: int, training_state: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _refuse_stale(last: Manifest | None, step: int, generation: int) -> None:
-    if last and step <= last.step and generation < last.generation:
-        raise StaleGenerationError(step, generation, last.step, last.generation)
+def _refuse_stale(store: Store, keys: Keys, last: Manifest | None, mine: Manifest) -> None:
+    """Records of another run, copied into the store, count by generations of its own."""
+    while last is not None and mine.step <= last.step:
+        if mine.generation < last.generation and _run_of(last) == _run_of(mine):
+            raise StaleGenerationError(mine.step, mine.generation, last.step, last.generation)
+        last = newest(store, keys, before=last.step)
+
+
+def _run_of(manifest: Manifest) -> Any:
+    """The id of the run that has written it, where it says so."""
+    run = manifest.training_state.get("run")
+    return run.get("id") if isinstance(run, Mapping) else None
 
 
 def _check_segments(keys: Keys, receipts: Sequence[Receipt], base: Manifest | None) -> None:

@@ -7,15 +7,17 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from checkpointing import (
+    CheckpointError,
     CorruptError,
     Keys,
     NotCommittedError,
     Store,
     StoreError,
     Verification,
+    check_kept,
     delete_checkpoint,
     list_steps,
     load_manifest,
@@ -29,6 +31,9 @@ from checkpointing import unpin as unpin_checkpoint
 from checkpointing.retention.verified_mark import forget_verified
 from elastic.cli.runs import find_step, open_run, open_run_to_fill, run_directory_of
 from elastic.cli.show import describe, details, human_bytes, human_time, summary, table
+
+if TYPE_CHECKING:
+    from checkpointing import Reader
 
 _KEYS = Keys()
 
@@ -136,20 +141,27 @@ def export(options: argparse.Namespace) -> int:
 
     store = open_run(options.run)
     reader = Reader(store, load_manifest(store, _KEYS, find_step(store, options.step)), threads=2)
+    try:
+        remarks = _export(reader, options)
+    except CheckpointError:
+        check_kept(store, _KEYS, reader.manifest)
+        raise
+    _tell(remarks)
+    print(f"step {reader.manifest.step} is in {options.target}")
+    return 0
+
+
+def _export(reader: Reader, options: argparse.Namespace) -> list[str]:
     if options.to == "hf":
         from trainer.exchange.hf_export import export_hf
 
         shard_bytes = int(options.shard_gb * 1e9)
-        remarks = export_hf(
+        return export_hf(
             reader, options.target, config_path=options.config, shard_bytes=shard_bytes
         )
-    else:
-        from trainer.exchange.dcp_export import export_dcp
+    from trainer.exchange.dcp_export import export_dcp
 
-        remarks = export_dcp(reader, options.target, config_path=options.config)
-    _tell(remarks)
-    print(f"step {reader.manifest.step} is in {options.target}")
-    return 0
+    return export_dcp(reader, options.target, config_path=options.config)
 
 
 def import_state(options: argparse.Namespace) -> int:

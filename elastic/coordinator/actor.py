@@ -36,7 +36,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from checkpointing import CheckpointError, Receipt, StoreUnavailableError
+from checkpointing import CheckpointError, Manifest, Receipt, StoreUnavailableError
 from elastic.coordinator.agents import START_S, NodeAgents
 from elastic.coordinator.arrivals import Arrivals
 from elastic.coordinator.aside import Aside
@@ -53,7 +53,7 @@ from elastic.coordinator.pulses import Pulses
 from elastic.coordinator.receipts import Receipts
 from elastic.coordinator.remedies import Remedies
 from elastic.coordinator.replacements import Replacements
-from elastic.coordinator.replay import replacements_begun, replay
+from elastic.coordinator.replay import Replay, replacements_begun, replay
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.retreat import Retreat
 from elastic.coordinator.run_log import RunLog
@@ -92,8 +92,7 @@ from elastic.protocol.messages import (
     Stop,
 )
 from elastic.protocol.rpc import Remote
-from elastic.protocol.run_identity import recorded_identity
-from elastic.protocol.run_paths import find_checkpoint
+from elastic.protocol.run_identity import newest_own, recorded_identity
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
 from elastic.ray_compat.cluster import export_actors, is_actor, own_address, started_anew
 from elastic.ray_compat.kept import Kept
@@ -150,7 +149,13 @@ class Coordinator(CoordinatorApi):
             else read_events(config.paths.events)
         )
         happened = present_start(of_all_starts, config.started.time) if anew else []
-        self.config = config = _as_stored(config) if happened else config
+        replayed: Replay | None = None
+        if happened:
+            replayed = _once_answered(
+                partial(replay, config.paths, happened, config.started.start_step)
+            )
+            config = _as_stored(config, replayed)
+        self.config = config
         host = own_address()
         self._store = host_store(host)
         self._membership = Membership(
@@ -265,8 +270,8 @@ class Coordinator(CoordinatorApi):
         )
         self._supervised = Supervised(config, self._dispatcher, self._records)
         self._failover: Failover | None = None
-        if happened:
-            self._failover = self._replay(faults, happened)
+        if replayed is not None:
+            self._failover = self._replay(faults, replayed)
         else:
             self._training.go_on_from(config.started.start_step)
             self._dispatcher.ready.set()
@@ -300,16 +305,13 @@ class Coordinator(CoordinatorApi):
             timeout_s=self.config.health.collective_timeout_s,
         )
 
-    def _replay(self, faults: FaultPlan, happened: Sequence[events.Event]) -> Failover:
+    def _replay(self, faults: FaultPlan, replayed: Replay) -> Failover:
         """The run as its records have it, to be taken up where its workers stand.
 
         Args:
             faults: told which went off.
-            happened: the events of this start.
+            replayed: what they say.
         """
-        replayed = _once_answered(
-            lambda: replay(self.config.paths, happened, self.config.started.start_step)
-        )
         self._records.restored = replayed.restored
         # The end may come before the workers have spoken.
         self._membership.progress.recorded = replayed.recorded
@@ -688,9 +690,16 @@ def _find_records(config: CoordinatorConfig) -> list[events.Event]:
     return read_events(paths.events, lenient=True)
 
 
-def _as_stored(config: CoordinatorConfig) -> CoordinatorConfig:
-    """The run's config for a coordinator that is started anew, in the middle of it."""
-    stored = _once_answered(lambda: find_checkpoint(config.paths))
+def _as_stored(config: CoordinatorConfig, replayed: Replay) -> CoordinatorConfig:
+    """The run's config for a coordinator that is started anew, in the middle of it. A checkpoint is
+    committed when its steps are in the records: one of a later step was brought here, as by an
+    import, or is of before the run went back."""
+
+    def is_later(manifest: Manifest) -> bool:
+        return manifest.step > replayed.recorded
+
+    find = partial(newest_own, config.paths, config.identity, is_given_up=is_later)
+    stored, _ = _once_answered(find)
     return replace(config, restore_step=0 if stored is None else stored.step, snapshot=None)
 
 
@@ -698,9 +707,10 @@ def _describe_missing(config: CoordinatorConfig, step: int) -> str:
     paths = config.paths
     return (
         f"all copies of the state are lost. The run had the state of step {step} saved, by "
-        f"{paths.events}, and its coordinator, started anew, found no checkpoint that can be read "
-        f"in {paths.checkpoints}: is that mounted where Ray started it? Bring the checkpoints "
-        f"back and run the same name again, or start from the seed under another run_config.name"
+        f"{paths.events}, and its coordinator, started anew, found no checkpoint of its own that "
+        f"can be read in {paths.checkpoints}: is that mounted where Ray started it? Bring the "
+        f"checkpoints back and run the same name again, or start from the seed under another "
+        f"run_config.name"
     )
 
 

@@ -11,11 +11,14 @@ from checkpointing import (
     AlreadyCommittedError,
     CheckpointConfig,
     Keys,
+    NotCommittedError,
     Receipt,
+    SliceError,
     Surveyor,
     commit,
     open_store,
     retire,
+    sweep_attempt,
 )
 from elastic.protocol.run_paths import RunPaths
 
@@ -47,12 +50,20 @@ class Publisher:
         self._saved = {newest} if newest else set()
         self._untold = set[int]()
         self._newest: tuple[int, int] | None = None
+        self._given_up = set[tuple[int, int]]()
+        """Attempts that failed: none of them will be committed."""
+        self._littered = set[tuple[int, int]]()
+        """Those of them that may have left segments since somebody last looked."""
+        self._in_doubt = set[tuple[int, int]]()
+        """Attempts whose record may be there, or come: their segments are left alone."""
+        self._before = 0
+        """Nor is what was written up to this step: see `replay`."""
         self.needed: dict[str, int] = {}
         """By whom -> step: the newest checkpoint of it or before stays, to go back to."""
         self.lost: dict[int, int] = {}
         """Steps of attempts that were passed by a later checkpoint -> parts that were written."""
         self.undeleted: str | None = None
-        """Why old checkpoints could not be deleted after the newest commit; None: they were."""
+        """Why the last `retire` could not delete old checkpoints; None: it did."""
 
     def saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is committed."""
@@ -77,14 +88,17 @@ class Publisher:
         for later in [saved for saved in self._saved if saved > step]:
             self.forget(later)
 
-    def replay(self, told: Collection[int]) -> None:
+    def replay(self, told: Collection[int], recorded: int) -> None:
         """Of a coordinator that was started anew. The one before may have died between a commit and
         its record: then the receipts, handed in once more, complete it once more.
 
         Args:
             told: steps whose commit is in the records.
+            recorded: steps of the run that are: the one before may have committed up to there, and
+                its request may be on its way yet.
         """
         self._untold = self._saved - set(told)
+        self._before = recorded
 
     async def take(
         self, receipt: Receipt, training_state: Mapping[str, Any], writers: int
@@ -100,23 +114,28 @@ class Publisher:
         if receipt.step < max(self._saved, default=0):
             return None  # handed in again, to a coordinator that was started anew, or too late
         attempt = (receipt.step, receipt.generation)
+        if attempt in self._given_up:
+            await self._clear_up(attempt)
+            return None
         parts = self._receipts.setdefault(attempt, {})
         parts[receipt.rank] = receipt
         if len(parts) < writers:
             return None
         del self._receipts[attempt]
         async with self._committing:  # two attempts at the last step must not race each other
-            if receipt.step in self._saved - self._untold:
+            if receipt.step in self._saved - self._untold or attempt in self._given_up:
                 return None
             refers_to, self._newest = self._newest, None
             try:
                 size = await asyncio.to_thread(
                     self._commit, list(parts.values()), training_state, refers_to
                 )
-            except AlreadyCommittedError:
-                if receipt.step not in self._untold:
-                    raise
-                return None  # by another attempt
+            except BaseException as error:
+                if not isinstance(error, (SliceError, NotCommittedError)):  # of before its record
+                    self._in_doubt.add(attempt)
+                if isinstance(error, AlreadyCommittedError) and receipt.step in self._untold:
+                    return None  # by another attempt
+                raise
             self._saved.add(receipt.step)
             self._untold.discard(receipt.step)
             self._newest = attempt
@@ -124,14 +143,41 @@ class Publisher:
             parts = self._receipts.pop(attempt)  # it will not be completed, or too late
             if attempt[0] not in self._saved:
                 self.lost[attempt[0]] = len(parts)
+        return size
+
+    async def give_up(self, step: int, generation: int) -> None:
+        """The save of `step` by the roster of `generation` failed: what is written of it goes, and
+        what comes yet, or where there is little room the next one would fail for it. Each of its
+        writers may say so: what it wrote is looked for again."""
+        attempt = (step, generation)
+        async with self._committing:
+            if step in self._saved or step <= self._before or attempt in self._in_doubt:
+                return
+            self._given_up.add(attempt)
+            self._receipts.pop(attempt, None)
+        await self._clear_up(attempt)
+
+    async def _clear_up(self, attempt: tuple[int, int]) -> None:
+        self._littered.add(attempt)
+        async with self._retiring:
+            if attempt not in self._littered:
+                return  # somebody has looked since, for all who waited
+            self._littered.discard(attempt)
+            try:
+                await asyncio.to_thread(self._sweep, *attempt)
+            except Exception:  # the next retention tries again
+                log.warning("what a failed save has left could not be deleted", exc_info=True)
+
+    async def retire(self, newest: int) -> None:
+        """Deletes what the rules no longer keep, once the run knows that it can go back to the
+        checkpoint of `newest`: until then it may need the one before."""
         try:
             async with self._retiring:
-                await asyncio.to_thread(self._retire, receipt.step)
+                await asyncio.to_thread(self._retire, newest)
             self.undeleted = None
         except Exception as error:  # of any kind: the commit stands, and has to be told of
             log.warning("old checkpoints could not be deleted", exc_info=True)
             self.undeleted = f"{type(error).__name__}: {error}"
-        return size
 
     def _commit(
         self,
@@ -153,13 +199,19 @@ class Publisher:
         self._surveyor.forget(first.step)  # somebody may have deleted an earlier one of this step
         return sum(segment.size_bytes for segment in manifest.segments.values())
 
+    def _sweep(self, step: int, generation: int) -> None:
+        sweep_attempt(self._renewed(), step, generation)
+
     def _retire(self, newest: int) -> None:
-        # The connection of the one before may have credentials that have expired since.
-        self._surveyor.store = open_store(self._paths.checkpoints)
         retire(
-            self._surveyor,
+            self._renewed(),
             keep_last=self._config.keep_last,
             keep_every=self._config.keep_every,
             up_to_step=newest,
             back_to=list(self.needed.values()),
         )
+
+    def _renewed(self) -> Surveyor:
+        """The connection of the one before may have credentials that have expired since."""
+        self._surveyor.store = open_store(self._paths.checkpoints)
+        return self._surveyor

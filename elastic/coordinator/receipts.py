@@ -57,7 +57,7 @@ class Receipts:
 
     def replay(self, committed: frozenset[int]) -> None:
         """Of a coordinator that was started anew: checkpoints that are in the records."""
-        self._publisher.replay(committed)
+        self._publisher.replay(committed, self._membership.progress.recorded)
 
     def keep(self, step: int, *, by: str) -> None:
         """The newest checkpoint of `step` or before stays: somebody may have to go back to it, and
@@ -100,7 +100,6 @@ class Receipts:
             await asyncio.to_thread(self._set_aside, receipt.step)
             return
         self._note_lost()
-        self._note_undeleted()
         now = time.time()
         self._membership.progress.checkpointed(receipt.step)
         self._records.note(
@@ -113,6 +112,8 @@ class Receipts:
             )
         )
         await self._dispatcher.advance()
+        await self._publisher.retire(receipt.step)
+        self._note_undeleted()
 
     def _set_aside(self, step: int) -> None:
         set_aside(open_store(self._paths.checkpoints), Keys(), step)
@@ -147,3 +148,4 @@ class Receipts:
             self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
         if step >= self._membership.until and generation >= progress.generation:
             await self._dispatcher.stop(f"the last checkpoint could not be written: {reason}")
+        await self._publisher.give_up(step, generation)

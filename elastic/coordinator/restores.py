@@ -57,6 +57,8 @@ class Restores:
         self._deciding = asyncio.Lock()
         self._corrupt_on: dict[int, set[str]] = {}
         """Step -> nodes on which its checkpoint was not as it was written, and here it was."""
+        self._cut_off_in: dict[int, set[str]] = {}
+        """Generation -> nodes from which the store could not be reached, and from here it could."""
         records.followers.append(self._hear)
 
     def _hear(self, event: events.Event) -> None:
@@ -69,7 +71,8 @@ class Restores:
 
         What cannot be reached now may be sound: the run ends, and nothing is changed. What reads
         well here is: then the machine of the worker is at fault, and the worker is lost. Unless two
-        machines read other bytes: this one may have them from a cache of its own.
+        machines read other bytes: this one may have them from a cache of its own. Or two of a
+        roster cannot reach the store: then it was away for a while, and all would be lost.
         """
         async with self._deciding:
             membership = self._membership
@@ -77,11 +80,11 @@ class Restores:
             known = (progress.restore_step, progress.generation) != (step, generation)
             if known or membership.stopped is not None:
                 return
-            seen = await asyncio.to_thread(self._look, step, error) if is_damage(error) else None
+            damage, seen = is_damage(error), await asyncio.to_thread(self._look, step, error)
             fault = decide_fault(error, seen)
             if fault == "reader" and self._is_so_elsewhere(worker, step, error):
-                fault = "checkpoint"
-            reason = str(error if seen is None else seen)
+                fault = "checkpoint" if damage else "store"
+            reason = str(seen if damage and seen is not None else error)
             if fault == "reader":
                 await self._workers.kill(worker, STORAGE, _describe_reader(step, error))
                 return
@@ -101,10 +104,16 @@ class Restores:
                 )
 
     def _is_so_elsewhere(self, worker: str, step: int, error: CheckpointError) -> bool:
-        """Whether another node read other bytes, too, than were written. Notes this one."""
-        if not isinstance(error, CorruptError) or worker not in self._workers.started:
+        """Whether another node read other bytes, too, than were written, or another one of this
+        roster could not reach the store either. Notes this one."""
+        if worker not in self._workers.started:
             return False
-        nodes = self._corrupt_on.setdefault(step, set())
+        if isinstance(error, CorruptError):
+            nodes = self._corrupt_on.setdefault(step, set())
+        elif not is_damage(error):
+            nodes = self._cut_off_in.setdefault(self._membership.progress.generation, set())
+        else:
+            return False
         nodes.add(self._workers.started[worker].node)
         return len(nodes) > 1
 

@@ -66,6 +66,11 @@ class Snapshots:
         self._nodes: set[str] = set()
         self._holders: dict[str, Remote[SnapshotHolder]] = {}
         self._copying: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._sweeping = asyncio.Lock()
+        self._skipped = set[tuple[int, int]]()
+        """Step and generation of snapshots that are known not to be."""
+        self._littered = set[int]()
+        """Steps of those of them of which parts may lie about since the nodes last made room."""
         self._begin(found)
 
     async def look_again(self, timeout_s: float) -> None:
@@ -137,9 +142,17 @@ class Snapshots:
         await self._on_all(holders, SnapshotHolder.settle, snapshot.manifest)
 
     async def skipped(self, step: int, reason: str) -> None:
-        """A part could not be written: the snapshot of `step` will not be. Makes room again."""
-        self._note(events.SnapshotSkipped(time=time.time(), step=step, reason=reason))
-        await self._on_all(self._nodes, SnapshotHolder.sweep, step, self._kept())
+        """A part could not be written: the snapshot of `step` will not be. Makes room again. Where
+        thousands say so, it is one event, and one call to each node serves all who wait for it."""
+        snapshot = (step, self._progress.generation)
+        if snapshot not in self._skipped:
+            self._skipped.add(snapshot)
+            self._note(events.SnapshotSkipped(time=time.time(), step=step, reason=reason))
+        self._littered.add(step)
+        async with self._sweeping:
+            if step in self._littered:
+                self._littered.discard(step)
+                await self._on_all(self._nodes, SnapshotHolder.sweep, step, self._kept())
 
     async def _copy(self, node: str, other: str, receipt: Receipt) -> bool:
         async with self._copying[other]:  # two nodes full of copies of each other would both wait
@@ -202,7 +215,9 @@ class Snapshots:
         **kwargs: _Args.kwargs,
     ) -> None:
         live = [node for node in nodes if node in self._nodes]
-        await asyncio.gather(*(self._call(node, method, *args, **kwargs) for node in live))
+        # A manifest may take tens of megabytes: one copy serves all nodes.
+        once: Any = [ray.put(arg) if isinstance(arg, Manifest) else arg for arg in args]
+        await asyncio.gather(*(self._call(node, method, *once, **kwargs) for node in live))
 
     async def _call(
         self,

@@ -95,7 +95,7 @@ def newest_own(
         paths: where they are.
         identity: of the run.
         model: what its state is; None where that is not known yet.
-        is_given_up: whether the run has gone back for what a checkpoint holds.
+        is_given_up: whether the run has gone back for what a checkpoint holds, or never came to it.
 
     Returns:
         It, and why the newest of those passed over is not.
@@ -103,7 +103,9 @@ def newest_own(
     passed: CheckpointError | None = None
     for manifest in _readable(paths):
         if is_given_up(manifest):
-            log.warning("passing over step %d: the run went back to before it", manifest.step)
+            log.warning(
+                "passing over step %d: the run is not that far, or went back", manifest.step
+            )
             continue
         try:
             check_own(manifest, identity, model)

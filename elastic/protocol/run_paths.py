@@ -1,4 +1,4 @@
-"""The run directory: one object owns all its paths; and the newest checkpoint in it."""
+"""The run directory: one object owns all its paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from checkpointing import Keys, Manifest, StorePlace, memory_folder, newest, open_store
+from checkpointing import StorePlace, memory_folder
 from elastic.errors import RunGoesOnError
 
 
@@ -94,11 +94,6 @@ class RunPaths:
             target = self.root.with_name(f"{self.root.name}.before-{stamp}-{serial}")
         self.root.rename(target)
         return target
-
-
-def find_checkpoint(paths: RunPaths) -> Manifest | None:
-    """The newest checkpoint that can be read; None for a new run."""
-    return newest(open_store(paths.checkpoints), Keys())
 
 
 def hold_run(paths: RunPaths) -> IO[bytes]:

@@ -147,7 +147,14 @@ def new_publisher(config: S3Config) -> Publisher:
 
 def publish(publisher: Publisher, receipt: Receipt, writers: int = 1) -> int | None:
     """A worker hands in a receipt."""
-    return asyncio.run(publisher.take(receipt, {}, writers))
+    return asyncio.run(_publish(publisher, receipt, writers))
+
+
+async def _publish(publisher: Publisher, receipt: Receipt, writers: int) -> int | None:
+    size = await publisher.take(receipt, {}, writers)
+    if size is not None:
+        await publisher.retire(receipt.step)
+    return size
 
 
 def committer(said: Connection, config: S3Config, receipt: Receipt) -> None:

@@ -23,7 +23,14 @@ from urllib3.exceptions import HTTPError
 
 from checkpointing.stores.keys import check_key
 from checkpointing.stores.s3.config import S3Config
-from checkpointing.stores.s3.errors import LOGIN_CODES, Failure, Refused, gave_up, read_failure
+from checkpointing.stores.s3.errors import (
+    LOGIN_CODES,
+    Failure,
+    Refused,
+    gave_up,
+    not_set_up,
+    read_failure,
+)
 from checkpointing.stores.s3.pace import plan_pause, shared_file, shared_pacer
 
 _log = logging.getLogger(__name__)
@@ -57,13 +64,19 @@ class Deadline:
 
 
 class S3Client:
-    """Requests to one bucket. Any thread may use it."""
+    """Requests to one bucket. Any thread may use it.
+
+    Raises:
+        StoreUnavailableError: boto3's settings on this node do not serve.
+    """
 
     def __init__(self, config: S3Config) -> None:
         self.config = config
-        self._boto = _connect(
-            config.region, endpoint_of(config), config.part_timeout_s, os.getpid()
-        )
+        endpoint = endpoint_of(config)
+        try:
+            self._boto = _connect(config.region, endpoint, config.part_timeout_s, os.getpid())
+        except (BotoCoreError, ValueError) as error:
+            raise not_set_up(error, str(config)) from None
         self.pacer = shared_pacer(shared_file(f"{self._boto.meta.endpoint_url} {config.bucket}"))
 
     @property

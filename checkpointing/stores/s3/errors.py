@@ -159,6 +159,21 @@ def gave_up(failure: Failure, where: str, tries: int, elapsed_s: float) -> Excep
     return StoreUnavailableError(where, None, fact)
 
 
+def not_set_up(error: BotoCoreError | ValueError, where: str) -> StoreUnavailableError:
+    """The error for settings of this node that no client can be made with. `where`: URL of the
+    store. What an endpoint is set to is left out: it may hold a password."""
+    if isinstance(error, boto.ProfileNotFound):
+        fact = "AWS_PROFILE names a profile that is not in ~/.aws on this node; correct either"
+    elif isinstance(error, boto.InvalidRegionError):
+        fact = "the region is no name of one; correct S3Config.region or AWS_DEFAULT_REGION"
+    elif isinstance(error, BotoCoreError):
+        fact = "boto3 cannot be set up; check the environment and ~/.aws on this node"
+    else:
+        known = "AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL"
+        fact = f"the server to ask is not http(s)://HOST[:PORT]; correct {known}"
+    return StoreUnavailableError(where, None, f"{fact} [{type(error).__name__}]")
+
+
 def _read_response(response: Mapping[str, Any]) -> Failure:
     error, metadata = response.get("Error", {}), response.get("ResponseMetadata", {})
     headers = metadata.get("HTTPHeaders", {})

@@ -18,6 +18,7 @@ from checkpointing import (
     Reader,
     StoreUnavailableError,
     check_compatible,
+    delete_checkpoint,
     list_steps,
     load_manifest,
     newest,
@@ -242,6 +243,38 @@ def test_what_cannot_be_read_is_a_finding(store: LocalStore, error: Exception) -
     findings = verify_checkpoint(Refusing(store.root), Keys(), STEP).findings
     assert {(f.key, f.check) for f in findings} == {(first_segment(), "unreadable")}
     assert all(str(error) in f.fact for f in findings)
+
+
+def test_a_record_that_is_damaged_on_its_way_is_read_once_more(store: LocalStore) -> None:
+    class Flipping(LocalStore):
+        gets = 0
+
+        def get(self, key: str) -> bytes:
+            data = super().get(key)
+            self.gets += 1
+            return bytes([data[0] ^ 1]) + data[1:] if self.gets == 1 else data
+
+    flipping = Flipping(store.root)
+    found = newest(flipping, KEYS)
+    assert found == load_manifest(store, KEYS, STEP) and flipping.gets == 2
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_one_that_is_deleted_meanwhile_is_not_called_damaged(
+    store: LocalStore, again: bool
+) -> None:
+    """As by the run's retention; or another one of the step takes its place."""
+
+    class Retiring(LocalStore):
+        def get_range(self, key: str, start: int, length: int) -> bytes:
+            if STEP in list_steps(store, KEYS):
+                delete_checkpoint(store, KEYS, STEP, force=True)
+                if again:
+                    write_state(store, tensors(1), generation=1)
+            return super().get_range(key, start, length)
+
+    with pytest.raises(NotCommittedError, match="while it was read"):
+        verify_checkpoint(Retiring(store.root), KEYS, STEP, threads=1)
 
 
 @pytest.mark.timeout(20)

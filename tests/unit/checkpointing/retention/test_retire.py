@@ -20,6 +20,8 @@ from checkpointing import (
     newest,
     note_verified,
     plan_retention,
+    retire,
+    set_aside,
     sweep_uncommitted,
     write_slices,
 )
@@ -144,6 +146,29 @@ def test_unreadable_manifest_guards_its_step_until_deleted(tmp_path: Path) -> No
     delete_checkpoint(store, KEYS, 10)
     assert len(sweep_uncommitted(store, KEYS, 20)) == 1
     assert all("000000000020" in key for key in store.list(""))
+
+
+def test_what_the_run_went_back_for_guards_its_own_segments_alone(tmp_path: Path) -> None:
+    """Or until the run is past where it was, the data of each further checkpoint would stay."""
+    store = LocalStore(tmp_path)
+    for step in (10, 20, 30, 100):
+        write(store, step)
+    set_aside(store, KEYS, 30)
+    set_aside(store, KEYS, 100)
+    surveyor = Surveyor(store=store, keys=KEYS)
+    kept = []
+    for step in (30, 40, 50, 110, 120):
+        write(store, step, attempt=1)
+        surveyor.forget(step)
+        retire(surveyor, keep_last=2, keep_every=None, up_to_step=step)
+        kept.append([KEYS.step_of(key) for key in store.list("d/")])
+    assert kept == [
+        [20, 30, 30, 100],
+        [30, 30, 40, 100],
+        [40, 50, 100],
+        [50, 100, 110],
+        [110, 120],
+    ]
 
 
 def test_a_commit_during_a_survey_costs_it_nothing(tmp_path: Path) -> None:

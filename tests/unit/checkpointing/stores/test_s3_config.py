@@ -4,12 +4,13 @@ import math
 import pickle
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from checkpointing import CheckpointConfigError, S3Config, open_store
+from checkpointing import CheckpointConfigError, S3Config, StoreUnavailableError, open_store
 from checkpointing.stores.s3 import pace
 from checkpointing.stores.s3.store import S3Store
 
@@ -67,6 +68,25 @@ def test_open_store_takes_urls_and_configs(monkeypatch: pytest.MonkeyPatch, tmp_
         assert (store.config.bucket, store.config.prefix) == ("bucket", "run/")
     with pytest.raises(CheckpointConfigError, match="s3://BUCKET/PREFIX"):
         open_store("s3:///run")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "fact"),
+    [
+        ("AWS_PROFILE", "nobodys", "a profile that is not in ~/.aws"),
+        ("AWS_ENDPOINT_URL", "user:hidden@minio:9000", "AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL"),
+        ("AWS_DEFAULT_REGION", "no region", "AWS_DEFAULT_REGION"),
+    ],
+)
+def test_an_environment_that_does_not_serve_is_an_error_of_the_store(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, fact: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    config = S3Config(url="s3://bucket/run", part_timeout_s=len(variable))  # no client is kept yet
+    with pytest.raises(StoreUnavailableError, match=fact) as caught:
+        open_store(config)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "s3://bucket/run" in shown and "hidden" not in shown
 
 
 def test_crosses_ray() -> None:

@@ -153,6 +153,16 @@ def test_stale_generation_cannot_publish(store: LocalStore) -> None:
     assert list_steps(store, KEYS) == [10, 20]
 
 
+def test_generations_of_another_run_are_no_measure(store: LocalStore) -> None:
+    mine, other = ({"run": {"name": "r", "id": name}} for name in ("mine", "other"))
+    publish(store, 20, generation=3, training_state=mine)
+    publish(store, 30, generation=9, training_state=other)
+    with pytest.raises(StaleGenerationError, match="generation 3 has committed step 20"):
+        publish(store, 10, generation=2, training_state=mine)
+    publish(store, 25, generation=3, training_state=mine)
+    assert list_steps(store, KEYS) == [20, 25, 30]
+
+
 def test_unreadable_manifests_are_passed_over(
     store: LocalStore, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing import Reader, list_steps, newest, open_store
+from checkpointing import (
+    MissingError,
+    Reader,
+    delete_checkpoint,
+    list_steps,
+    newest,
+    open_store,
+)
+from checkpointing.stores.local import LocalStore
 from elastic.cli.main import main, parser
 from elastic.protocol.events import RunStarted
 from elastic.protocol.run_paths import RunPaths, hold_run
@@ -249,6 +257,27 @@ def test_out_and_in_again(run: Path, tiny: Tiny, capsys: pytest.CaptureFixture[s
             if form == "dcp" or name.startswith("param/"):
                 assert torch.equal(Reader(store, manifest).read_full(name), tensor)
         assert ask(capsys, "verify", other, "newest")[0] == 0
+
+
+def test_what_the_run_deletes_meanwhile_is_not_called_damaged(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get_range(self: LocalStore, key: str, start: int, length: int) -> bytes:
+        delete_checkpoint(self, KEYS, STEP, force=True)
+        raise MissingError(key, "no such object")
+
+    monkeypatch.setattr(LocalStore, "get_range", get_range)
+    status, _, err = ask(capsys, "export", run, "newest", run.parent / "hf", "--to", "hf")
+    assert status == 2
+    assert f"step {STEP} is not committed: it was deleted while it was read; pin it first" in err
+
+
+def test_a_server_that_cannot_be_one_is_no_damage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "minio:9000")
+    status, _, err = ask(capsys, "verify", "s3://bucket/run", "newest")
+    assert (status, err.count("\n")) == (2, 1) and "AWS_ENDPOINT_URL" in err
 
 
 @pytest.mark.parametrize(("option", "moments"), [("a,b", {"a", "b"}), ("", set())])

@@ -16,7 +16,18 @@ from typing import Any
 
 import pytest
 
-from checkpointing import CheckpointError, StoreUnavailableError
+from checkpointing import (
+    Attempt,
+    CheckpointError,
+    Keys,
+    Receipt,
+    StoreUnavailableError,
+    TensorSlice,
+    commit,
+    list_steps,
+    open_store,
+    write_shared,
+)
 from elastic.coordinator import actor
 from elastic.coordinator.actor import Coordinator
 from elastic.coordinator.config import CoordinatorConfig
@@ -347,4 +358,42 @@ def test_one_that_finds_no_checkpoint_lets_nobody_begin_from_the_seed(
     stop = asyncio.run(all_copies_are_lost())
     assert stop is not None and stop.error is not None
     assert "had the state of step 4 saved" in stop.error
-    assert f"found no checkpoint that can be read in {config.paths.checkpoints}" in stop.error
+    assert (
+        f"found no checkpoint of its own that can be read in {config.paths.checkpoints}"
+        in stop.error
+    )
+
+
+@pytest.mark.parametrize("run", [{"name": "other", "id": "another"}, None])
+def test_one_goes_by_the_runs_own_checkpoint_that_it_has_come_to(
+    config: CoordinatorConfig, run: dict[str, str] | None
+) -> None:
+    """Not by a later one, of another run or imported: the run's own would be dropped as too old."""
+
+    def part(rank: int, step: int) -> Receipt:
+        row = TensorSlice("param/w", (2, 4), "uint8", (rank, 0), (1, 4))
+        attempt = Attempt(rank=rank, step=step, generation=1)
+        return write_shared(store, Keys(), attempt, [row], memoryview(bytes(64)))
+
+    def save(step: int, **state: Any) -> None:
+        parts = [part(0, step), part(1, step)]
+        how: dict[str, Any] = {"training_state": state, "versions": {}}
+        commit(store, Keys(), step=step, generation=1, receipts=parts, **how)
+
+    async def go_on() -> None:
+        coordinator = Coordinator(config)
+        coordinator._dispatcher.ready.set()
+        progress = coordinator._membership.progress
+        assert progress.restore_step == 4
+        progress.resume(generation=1, restored=1, recorded=8, began=0)
+        for rank in (0, 1):
+            await coordinator.receipt(part(rank, 8), {}, 0.0, 2)
+        assert progress.restore_step == 8
+        await coordinator.end("finished", None)
+
+    store = open_store(config.paths.checkpoints)
+    save(4, run={"name": "r", "id": config.identity.id})
+    save(20, **({} if run is None else {"run": run}))
+    write(config, config.started, BEGUN, steps=6)
+    asyncio.run(go_on())
+    assert list_steps(store, Keys()) == [4, 8, 20]

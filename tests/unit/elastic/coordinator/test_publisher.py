@@ -21,8 +21,10 @@ from checkpointing import (
     SliceError,
     StoreUnavailableError,
     TensorSlice,
+    commit,
     list_steps,
     open_store,
+    retire,
     verify_checkpoint,
     write_shared,
 )
@@ -86,18 +88,21 @@ def test_what_the_next_save_may_refer_to(tmp_path: Path) -> None:
 
 
 def test_later_checkpoints_of_another_run_cost_this_one_none_of_its_own(tmp_path: Path) -> None:
-    """`keep_last` counts what this run committed, and deletes nothing that is later."""
+    """`keep_last` counts what this run committed, and deletes nothing that is later. The other one
+    may have had more rosters."""
     mine, other = RunPaths(root=tmp_path), RunPaths(root=tmp_path / "other")
     config = CheckpointConfig(keep_last=2)
 
-    async def play(paths: RunPaths, *steps: int) -> None:
+    async def play(paths: RunPaths, *steps: int, generation: int = 1) -> None:
         publisher = Publisher(paths, config, versions={}, newest=0)
+        state = {"run": {"name": "r", "id": str(paths.root)}}
         for step in steps:
-            await publisher.take(part(paths, 0, step), {}, WRITERS)
-            await publisher.take(part(paths, 1, step), {}, WRITERS)
+            await publisher.take(part(paths, 0, step, generation), state, WRITERS)
+            await publisher.take(part(paths, 1, step, generation), state, WRITERS)
+            await publisher.retire(step)
 
     asyncio.run(play(mine, 2))
-    asyncio.run(play(other, 20, 30))
+    asyncio.run(play(other, 20, 30, generation=9))
     shutil.copytree(other.root / "checkpoints", tmp_path / "checkpoints", dirs_exist_ok=True)
     asyncio.run(play(mine, 4, 6))
     store = open_store(mine.checkpoints)
@@ -179,6 +184,117 @@ def test_a_commit_stands_whatever_becomes_of_the_old_ones(
     assert failed.reason == "RuntimeError: can't start new thread"
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_old_one_is_deleted_when_the_run_can_go_back_to_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """All copies of the state may be lost while the new one is committed (`lost`), or the old one
+    deleted: the run goes back to the one that it knows."""
+    desk = CoordinatorDesk(tmp_path)
+    config = replace(desk.config, checkpoint=CheckpointConfig(keep_last=1))
+    receipts = Receipts(
+        config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
+    )
+    progress = desk.membership.progress
+    known_then: list[int] = []
+
+    def going_back(*args: Any, **how: Any) -> Any:
+        manifest = commit(*args, **how)
+        if lost and manifest.step == 4:
+            progress.begin(progress.stored, back=True)
+        return manifest
+
+    def watched(*args: Any, **how: Any) -> list[int]:
+        known_then.append(progress.restore_step)
+        return retire(*args, **how)
+
+    async def save(step: int) -> None:
+        for rank in range(WRITERS):
+            receipt = part(desk.paths, rank, step, progress.generation)
+            await receipts.take(receipt, {}, 0.0, WRITERS)
+
+    async def play() -> None:
+        await save(2)
+        await save(4)
+
+    monkeypatch.setattr("elastic.coordinator.publisher.commit", going_back)
+    monkeypatch.setattr("elastic.coordinator.publisher.retire", watched)
+    asyncio.run(play())
+    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
+    assert known_then == ([2] if lost else [2, 4])
+    kept = list_steps(open_store(desk.paths.checkpoints), Keys())
+    assert kept == [progress.restore_step] == [2 if lost else 4]
+
+
+def test_failed_saves_leave_nothing_behind(tmp_path: Path) -> None:
+    """Or a store that was short of room for a while has none for the next one, ever."""
+    desk = CoordinatorDesk(tmp_path)
+    disk, now = RunPaths(root=tmp_path / "disk"), desk.membership.progress.generation
+    receipts = Receipts(
+        desk.config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
+    )
+    store = open_store(desk.paths.checkpoints)
+
+    async def take(*parts: Receipt) -> None:
+        for receipt in parts:
+            await receipts.take(receipt, {}, 0.0, WRITERS)
+
+    async def play() -> None:
+        await take(part(desk.paths, 0, 2, now), part(desk.paths, 1, 2, now))
+        committed = store.list("d/")
+        # One writes to its own disk: the commit finds that.
+        await take(part(desk.paths, 0, 4, now), part(disk, 1, 4, now))
+        assert store.list("d/") == committed
+        # One has written a part of its own, and says that there is no room; another comes later.
+        await take(part(desk.paths, 0, 6, now))
+        part(desk.paths, 1, 6, now)
+        await receipts.failed(6, now, "no space")
+        assert store.list("d/") == committed
+        await take(part(desk.paths, 0, 6, now), part(desk.paths, 1, 6, now))
+        assert store.list("d/") == committed and not receipts.saved(6)
+        # A later save is not in the way of it, nor what a failure says of the one before.
+        await take(part(desk.paths, 0, 8, now), part(desk.paths, 1, 8, now))
+        await receipts.failed(8, now, "told too late")
+
+    asyncio.run(play())
+    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
+    assert list_steps(store, Keys()) == [2, 8]
+    for step in (2, 8):
+        assert verify_checkpoint(store, Keys(), step, threads=1).findings == ()
+    assert len(desk.happened(events.CheckpointSkipped)) == 2
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_may_be_committed_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
+    """The answer to the commit is lost, or so is the coordinator."""
+    paths = RunPaths(root=tmp_path)
+    store, keys = open_store(paths.checkpoints), Keys()
+    receipts = [part(paths, rank, 6) for rank in range(WRITERS)]
+    record = keys.commit(6)
+
+    def unanswered(*args: Any, **how: Any) -> Any:
+        commit(*args, **how)
+        (paths.root / "checkpoints" / record).rename(tmp_path / "on its way")
+        raise StoreUnavailableError(record, None, "no answer")
+
+    async def play() -> None:
+        publisher = Publisher(paths, CheckpointConfig(), versions={}, newest=0)
+        monkeypatch.setattr("elastic.coordinator.publisher.commit", unanswered)
+        await publisher.take(receipts[0], {}, WRITERS)
+        with pytest.raises(StoreUnavailableError):
+            await publisher.take(receipts[1], {}, WRITERS)
+        if anew:
+            publisher = Publisher(paths, CheckpointConfig(), versions={}, newest=0)
+            publisher.replay(frozenset(), 6)
+        await publisher.give_up(6, 1)
+
+    asyncio.run(play())
+    (tmp_path / "on its way").rename(paths.root / "checkpoints" / record)
+    assert verify_checkpoint(store, keys, 6, threads=1).findings == ()
+
+
 def test_a_late_failure_of_an_old_attempt_does_not_end_the_run(tmp_path: Path) -> None:
     """Its node is cut off: the others have written the last checkpoint, or will."""
     desk = CoordinatorDesk(tmp_path)
@@ -216,6 +332,7 @@ def test_retention_goes_on_with_credentials_that_were_renewed(
         async def save(step: int) -> None:
             for rank in range(WRITERS):
                 await publisher.take(part(paths, rank, step), {}, WRITERS)
+            await publisher.retire(step)
 
         asyncio.run(save(2))
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
@@ -253,7 +370,7 @@ def test_what_a_killed_coordinator_committed_is_told_of_once(tmp_path: Path) -> 
 
     def anew(told: set[int]) -> Publisher:
         publisher = Publisher(paths, CheckpointConfig(), versions={}, newest=6)
-        publisher.replay(told)
+        publisher.replay(told, 6)
         return publisher
 
     first = Publisher(paths, CheckpointConfig(), versions={}, newest=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -147,11 +148,35 @@ def test_a_damaged_one_is_given_up_once(desk: Desk) -> None:
     assert not desk.receipts.saved(20), "the step can be committed again"
 
 
-def test_one_that_is_out_of_reach_is_left_as_it_is(desk: Desk) -> None:
+def test_one_that_is_out_of_reach_is_left_as_it_is(desk: Desk, tmp_path: Path) -> None:
+    """From here, too: a file is in the place of its directory."""
     error = StoreUnavailableError("the bucket", None, "access denied")
+    there, moved = tmp_path / "checkpoints", tmp_path / "moved"
+    there.rename(moved)
+    there.touch()
     asyncio.run(desk.restores.failed("a", 20, GENERATION, error))
+    there.unlink()
+    moved.rename(there)
     assert desk.membership.stopped is not None
     assert "access denied. Nothing was changed" in str(desk.membership.stopped.error)
+    assert list_steps(desk.store, KEYS) == [10, 20] and desk.failed() == [20]
+
+
+def test_a_machine_that_cannot_reach_the_store_is_replaced(desk: Desk) -> None:
+    """Its mount is stale, or its clock is off. Two of a roster: the store was away for a while."""
+    error = StoreUnavailableError("the mount", errno.ESTALE, "Stale file handle")
+
+    async def play() -> None:
+        await desk.restores.failed(desk.worker("a"), 20, GENERATION, error)
+        await desk.restores.failed("a", 20, GENERATION, error)  # the next worker there
+        await asyncio.sleep(0)  # the agents are told aside
+        assert desk.agents.killed[0] == "a" and desk.membership.stopped is None
+        await desk.restores.failed(desk.worker("b"), 20, GENERATION, error)
+        gc.enable()  # the dispatcher puts it off for longer than this loop lasts
+
+    asyncio.run(play())
+    assert "b" not in desk.agents.killed and desk.membership.stopped is not None
+    assert "Stale file handle (errno 116). Nothing was" in str(desk.membership.stopped.error)
     assert list_steps(desk.store, KEYS) == [10, 20] and desk.failed() == [20]
 
 

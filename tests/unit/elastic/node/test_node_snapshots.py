@@ -16,6 +16,7 @@ from checkpointing import Snapshot, clear_memory, load_manifest, open_memory, op
 from elastic.coordinator.snapshots import Snapshots
 from elastic.membership.progress import Progress
 from elastic.node.snapshot_holder import SnapshotHolder
+from elastic.protocol import events
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from tests.support.tiny_checkpoint import KEYS, write_state
@@ -56,6 +57,41 @@ def test_a_run_that_goes_back_has_all_nodes_make_room(
             assert {KEYS.step_of(key) for key in store.list("")} == {STEP}
     finally:
         clear_memory(paths.memory)
+
+
+def test_a_snapshot_that_no_worker_has_room_for_is_told_of_once(tmp_path: Path) -> None:
+    """Machines are alike: where it is short of room, all say so."""
+    happened: list[events.Event] = []
+    swept: list[int] = []
+
+    class Holder:
+        def send(self, method: Callable[..., Any], step: int, keep: None) -> asyncio.Future[Any]:
+            swept.append(step)
+            return asyncio.ensure_future(asyncio.sleep(0))
+
+    def start(node: str) -> Any:
+        return Holder()
+
+    known = Snapshots(
+        RunPaths(root=tmp_path),
+        Progress(),
+        start,
+        happened.append,
+        versions={},
+        found=None,
+        timeout_s=1.0,
+    )
+    for number in range(10):
+        known.node_joined(f"node {number}")
+
+    async def play() -> None:
+        await asyncio.gather(*(known.skipped(STEP, "no room") for _ in range(50)))
+        # The first one's call has begun when the others come: the second is for all of them.
+        assert (len(happened), swept) == (1, [STEP] * 20)
+        await known.skipped(STEP, "nor here, later")  # and it may have left a part
+        assert (len(happened), swept) == (1, [STEP] * 30)
+
+    asyncio.run(play())
 
 
 def test_a_node_that_is_written_off_and_comes_back_has_its_snapshot(tmp_path: Path) -> None:
