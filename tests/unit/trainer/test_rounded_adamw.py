@@ -93,6 +93,58 @@ def test_compiled_it_is_right_on_average_too(config: OptimizerConfig) -> None:
         assert (found / expected).mean().item() == pytest.approx(1, abs=2e-3)
 
 
+@pytest.mark.parametrize("config", STORED[1:2])
+def test_compiled_it_scales_the_gradients_itself(config: OptimizerConfig) -> None:
+    """As a pass over them before it would, and leaves them as they are."""
+    found = []
+    for scales in (0.3, 1.0), (1.0, 0.3):
+        param = as_leaf(torch.ones(NUMBERS, dtype=torch.bfloat16))
+        optimizer = SliceOptimizer(config, {"weight": param}, torch.zeros(()), "require")
+        assert optimizer.takes_scale
+        for step in range(3):
+            param.grad = gradients(step) * scales[0]
+            given = param.grad.clone()
+            optimizer.step(config.lr, scales[1])
+            assert torch.equal(param.grad, given)
+        found.append([param, *(each["weight"] for each in optimizer.moments.values())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert not SliceOptimizer(config, {"weight": param}, torch.zeros(())).takes_scale
+
+
+def test_compiled_it_is_one_kernel_that_can_load_in_vectors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of any size that 16 divides, which the code knows; and what is the same for all numbers is
+    computed before it."""
+    code = code_of_update(monkeypatch, NUMBERS)
+    assert code.count("= async_compile.") == 1 and "16L*ks0" in code
+    assert "pow(" not in code and code.count("sqrt(") == 1
+
+
+def code_of_update(monkeypatch: pytest.MonkeyPatch, numbers: int) -> str:
+    """What torch.compile would have compiled."""
+    from torch._inductor import config as settings
+    from torch._inductor.graph import GraphLowering
+
+    codes = list[str]()
+
+    def keep(graph: GraphLowering) -> None:
+        codes.append(graph.codegen()[0].value)
+        raise InterruptedError
+
+    monkeypatch.setattr(GraphLowering, "compile_to_module", keep)
+    param = as_leaf(torch.ones(numbers, dtype=torch.bfloat16))
+    param.grad = torch.ones(numbers)
+    torch._dynamo.reset()
+    with (
+        settings.patch({"force_disable_caches": True, "cpp.simdlen": 0}),  # no compiler is asked
+        pytest.raises(Exception, match="InterruptedError"),
+    ):
+        SliceOptimizer(STORED[1], {"weight": param}, torch.zeros(()), "require").step(1e-3)
+    torch._dynamo.reset()
+    return codes[0]
+
+
 @pytest.mark.parametrize("config", STORED)
 def test_it_is_what_a_run_can_live_with(config: OptimizerConfig) -> None:
     """Elementwise, in place, and going on from a copy."""

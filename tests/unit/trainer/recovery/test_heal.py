@@ -140,9 +140,9 @@ def test_a_state_with_half_an_optimizer_step_is_none(
     step_both(giver, newcomer, taker, 0)
     optimizer_step, tries = taker.optimizer.step, list[float]()
 
-    def has_no_memory_at_first(rate: float) -> None:
+    def has_no_memory_at_first(rate: float, scale: float) -> None:
         tries.append(rate)
-        optimizer_step(rate)
+        optimizer_step(rate, scale)
         if len(tries) == 1:
             raise MemoryError
 
