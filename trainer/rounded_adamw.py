@@ -219,11 +219,10 @@ def update(
 def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Its numbers, for a kernel of any size: that `_ROW` divides it, where it does, is in the
     kernel, which then loads as many at once as the device can. Otherwise it would load each by
-    itself."""
-    flat = tensor.detach().view(-1)
-    if flat.numel() % _ROW:
-        return flat
-    rows = flat.view(-1, _ROW)
+    itself. `data`, as a graph depends on what a view is of."""
+    if tensor.numel() % _ROW:
+        return tensor.view(-1).data
+    rows = tensor.view(-1, _ROW).data
     torch._dynamo.mark_static(rows, 1)
     return rows
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.counting_backend import Counting
 from trainer import rounded_adamw
 from trainer.config import OptimizerConfig
 from trainer.engine.optimizer import SliceOptimizer, as_leaf, try_optimizer
@@ -119,6 +120,22 @@ def test_compiled_it_is_one_kernel_that_can_load_in_vectors(
     code = code_of_update(monkeypatch, NUMBERS)
     assert code.count("= async_compile.") == 1 and "16L*ks0" in code
     assert "pow(" not in code and code.count("sqrt(") == 1
+
+
+def test_compiled_it_has_one_graph_for_slices_of_all_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs seconds of compiling, and what the trial has not seen the first step compiles."""
+    graphs = Counting()
+    compiled = torch.compile(rounded_adamw.update, fullgraph=True, dynamic=True, backend=graphs)
+    monkeypatch.setattr(rounded_adamw, "_compiled_update", lambda required: compiled)
+    torch._dynamo.reset()
+    try_optimizer(STORED[1], compiled="require")
+    params = {str(shape): as_leaf(torch.ones(shape).bfloat16()) for shape in [(8, 4, 16), (96,)]}
+    optimizer = SliceOptimizer(STORED[1], params, torch.zeros(()), "require")
+    for param in params.values():
+        param.grad = torch.ones(param.shape)
+    optimizer.step(1e-3)
+    torch._dynamo.reset()
+    assert graphs.graphs == 1 and graphs.calls > 10
 
 
 def code_of_update(monkeypatch: pytest.MonkeyPatch, numbers: int) -> str:
