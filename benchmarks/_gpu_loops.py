@@ -151,6 +151,8 @@ def train_plain(work: Workload, steps: int) -> dict[str, Any]:
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, train.precision))
     model = task.build(0)[0]
     blocks = HUGGING_FACE.blocks(model)
+    for param in model.parameters():  # AdamW's moments are what they are
+        param.data = param.data.to(getattr(torch, work.state))
     if work.recompute is not None:
         recompute_blocks(model, blocks, work.recompute)
     if work.compile != "off":  # as the loss is then, by the task

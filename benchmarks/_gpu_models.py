@@ -88,14 +88,14 @@ class Workload:
     """Of them that go through the model at once."""
     device: Literal["cpu", "cuda"]
     """Where."""
-    recompute: Literal["full"] | None = None
+    recompute: Literal["full"] | int | None = None
     """See TrainConfig."""
     loss_chunk: int | None = None
     """See CausalLM."""
     compile: Literal["off", "on"] = "off"
     """See TrainConfig."""
     state: Literal["float32", "bfloat16"] = "float32"
-    """Of parameters and moments; see OptimizerConfig."""
+    """Of parameters and moments; see OptimizerConfig. The plain loop rounds to the nearest."""
     products: str = "bf16"
     """Of CONVERTERS."""
     offload: int | None = None

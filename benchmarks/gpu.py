@@ -2,10 +2,10 @@
 
     1, 2, 3   Llama of 1, 3 and 8 billion parameters, samples of 4,096 and 8,192 tokens: a plain
               FSDP2 loop, transformers' Trainer, ours; ours with the loss in chunks, with
-              activations recomputed, with both, compiled, with all three, with both and parameters
-              and moments in bfloat16, and with the loss in chunks and activations offloaded to the
-              host, of which a trace shows how much of the copying is hidden. Peak memory beside the
-              dry run's estimate.
+              activations recomputed, with both, compiled, with all three, and with the loss in
+              chunks and activations offloaded to the host, of which a trace shows how much of the
+              copying is hidden. Both with parameters and moments in bfloat16, compiled, by how much
+              is recomputed. Peak memory beside the dry run's estimate.
     4         on 1B: what commit, heartbeat and a snapshot after each step add
     5         two ranks, of which one is killed: when the other is out, and has its next step
     6         on 1B: linear layers in 8 bits, with one scale for a tensor or for each row, as they
@@ -56,6 +56,16 @@ SYSTEM_S = 100.0
 END_S = 10.0
 """For a system's process to end in order."""
 STEP_TOKENS, MICRO_TOKENS = 32768, 8192
+_FAST = {"determinism": "fast", "compile": "on"}
+NARROW: dict[str, dict[str, Any]] = {
+    "compiled": {},
+    "compiled, every 4th recomputed": {"recompute": 4},
+    "compiled, recomputed": {"recompute": "full"},
+    "all three": {"recompute": "full", "loss_chunk": 1024},
+}
+"""With bfloat16 state and compiled, what else is changed of the workload, for ours and the plain
+loop: recomputation is what holds back MFU there (docs/benchmarks.md)."""
+
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("plain", {}),
     "plain, compiled": ("plain", {"compile": "on"}),
@@ -67,27 +77,19 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "ours, recomputed": ("ours", {"recompute": "full"}),
     "ours, both": ("ours", {"recompute": "full", "loss_chunk": 1024}),
     "ours, compiled": ("ours", {"compile": "on"}),
-    "ours, fast, compiled": ("ours", {"determinism": "fast", "compile": "on"}),
-    "ours, fast, compiled, chunked loss": (
-        "ours",
-        {"determinism": "fast", "compile": "on", "loss_chunk": 1024},
-    ),
+    "ours, fast, compiled": ("ours", _FAST),
+    "ours, fast, compiled, chunked loss": ("ours", _FAST | {"loss_chunk": 1024}),
     "ours, all three": ("ours", {"compile": "on", "recompute": "full", "loss_chunk": 1024}),
     "ours, both, bfloat16 state": (
         "ours",
         {"recompute": "full", "loss_chunk": 1024, "state": "bfloat16"},
     ),
-    "ours, fast, all three, bfloat16 state": (
-        "ours",
-        {
-            "determinism": "fast",
-            "compile": "on",
-            "recompute": "full",
-            "loss_chunk": 1024,
-            "state": "bfloat16",
-        },
-    ),
     "ours, offloaded": ("ours", {"loss_chunk": 1024, "offload": 2}),
+    **{
+        f"{name}, {row}, bfloat16 state": (system, _FAST | {"state": "bfloat16"} | changes)
+        for row, changes in NARROW.items()
+        for name, system in (("plain", "plain"), ("ours, fast", "ours"))
+    },
 }
 """Row -> the system, and what is changed of the workload."""
 

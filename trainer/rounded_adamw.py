@@ -24,6 +24,9 @@ _AT_ONCE = 1 << 24
 """Numbers that are updated at once, with up to twenty bytes of memory for each meanwhile. Vector
 instructions divide it: the tail of a kernel may round otherwise."""
 
+_ROW = 16
+"""Numbers: what Triton's vector loads need to divide a size."""
+
 _LOW_BITS = 0xFFFF
 """Of a float32: what a bfloat16 has not."""
 
@@ -53,7 +56,8 @@ class RoundedAdamW(torch.optim.Optimizer):
     ) -> None:
         self._moment_dtype = moment_dtype
         self._compiled: Callable[..., Any] | None = None
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "scale": 1.0}
+        super().__init__(params, defaults)
 
     def compile(self, *, required: bool) -> None:
         """Has torch.compile make one kernel of an update. As it is, it is some fifty, which read
@@ -63,6 +67,12 @@ class RoundedAdamW(torch.optim.Optimizer):
             required: see `compile_function`.
         """
         self._compiled = _compiled_update(required)
+
+    @property
+    def takes_scale(self) -> bool:
+        """Whether an update is by the gradients times the group's `scale`, which spares a pass over
+        them."""
+        return self._compiled is not None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -87,13 +97,19 @@ class RoundedAdamW(torch.optim.Optimizer):
             state = self.state[param]
             whole = (param, param.grad, *(state[moment] for moment in MOMENTS))
             if param.numel():
-                update(*(t.detach().view(-1) for t in whole), state["step"], *settings)
+                update(*(_in_rows(tensor) for tensor in whole), *settings)
 
     def _settings(self, group: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        """Of an update, on the device: a number in the code would be compiled into it."""
-        numbers = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
-        device = group["params"][0].device
-        return tuple(torch.full((), number, device=device) for number in numbers)
+        """What an update of any number of a group needs, on the device: a number in the code would
+        be compiled into it. The parameters of a group have done equally many steps."""
+        step = self.state[group["params"][0]]["step"]
+        lr, (beta1, beta2), counted = group["lr"], group["betas"], step.double()
+        rate = lr / (1 - beta1**counted)
+        root = (1 - beta2**counted).sqrt()
+        kept = 1 - lr * group["weight_decay"]
+        numbers = group["scale"], kept, 1 - beta1, beta2, 1 - beta2, group["eps"]
+        given = (torch.full((), number, device=step.device) for number in numbers)
+        return step, rate.float(), root.float(), *given
 
     def _begin(self, param: nn.Parameter) -> None:
         state = self.state[param]
@@ -174,18 +190,21 @@ def update(
     first: torch.Tensor,
     second: torch.Tensor,
     step: torch.Tensor,
-    lr: torch.Tensor,
-    beta1: torch.Tensor,
-    beta2: torch.Tensor,
+    rate: torch.Tensor,
+    root: torch.Tensor,
+    scale: torch.Tensor,
+    kept: torch.Tensor,
+    new1: torch.Tensor,
+    old2: torch.Tensor,
+    new2: torch.Tensor,
     eps: torch.Tensor,
-    weight_decay: torch.Tensor,
 ) -> None:
-    """What `_update` does with one parameter, flat, for torch.compile."""
-    weights = param.float() * (1 - lr * weight_decay)
-    mean = first.float() + (1 - beta1) * (grad - first.float())
-    square = beta2 * second.float() + (1 - beta2) * grad * grad
-    root = (1 - beta2**step).sqrt()
-    weights = weights - lr / (1 - beta1**step) * mean / (square.sqrt() / root + eps)
+    """What `_update` does with one parameter, for torch.compile. What is the same for all numbers
+    comes in: in the kernel it would be computed for each."""
+    grad = grad * scale
+    mean = first.float() + new1 * (grad - first.float())
+    square = old2 * second.float() + new2 * grad * grad
+    weights = param.float() * kept - rate * mean / (square.sqrt() / root + eps)
     bits = grad.view(torch.int32).clone()
     if first.dtype != torch.float32:
         bits = hash_bits(bits, square.view(torch.int32), step)
@@ -195,6 +214,17 @@ def update(
     param.copy_(weights)
     first.copy_(mean)
     second.copy_(square)
+
+
+def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Its numbers, for a kernel of any size: that `_ROW` divides it, where it does, is in the
+    kernel, which then loads as many at once as the device can. Otherwise it would load each by
+    itself. `data`, as a graph depends on what a view is of."""
+    if tensor.numel() % _ROW:
+        return tensor.view(-1).data
+    rows = tensor.view(-1, _ROW).data
+    torch._dynamo.mark_static(rows, 1)
+    return rows
 
 
 @cache

@@ -7,6 +7,9 @@ ends (pytorch issue 119797, NVIDIA/nccl issue 1013): one after the other, the fi
 the second for ever. NCCL's own groups of calls, meant for this, belong to a thread (NVIDIA/nccl
 issue 564), and c10d aborts on threads of its own. A group is aborted once, whoever asks.
 
+Their threads are no executor's: Python would wait for those at exit, and an abort on a dead device
+may never end.
+
 One that has begun holds its communicator's lock, and whoever asks c10d there for the end of a
 collective waits for that lock with the interpreter in hand: no thread could be started then. So
 those of one call get their threads first.
@@ -21,8 +24,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -31,13 +34,9 @@ log = logging.getLogger(__name__)
 THREAD = "abort"
 """Name of the threads."""
 
-_MOST = 64
-"""Threads: far more than a worker has groups."""
-
 _LONG_S = 1.0
 """An abort that takes longer is worth a warning: a recovery takes that long at least."""
 
-_threads = ThreadPoolExecutor(_MOST, thread_name_prefix=THREAD)
 _asking = threading.Lock()
 _ends: dict[int, tuple[Any, Future[Any]]] = {}
 """Groups that were aborted, or are to be, by their identity, until they are forgotten."""
@@ -69,12 +68,19 @@ def begin(
     def run() -> None:
         if after is not None:
             after.wait()
-        work()
+        try:
+            end.set_result(work())
+        except BaseException as error:
+            end.set_exception(error)
 
-    begun_s = time.monotonic()
-    end = _threads.submit(run)
+    begun_s, end = time.monotonic(), Future[Any]()
     end.add_done_callback(partial(_log_end, what, begun_s))
+    _start(run)
     return end
+
+
+def _start(run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name=THREAD, daemon=True).start()
 
 
 def _log_end(what: str, begun_s: float, end: Future[Any]) -> None:
@@ -87,18 +93,29 @@ def _log_end(what: str, begun_s: float, end: Future[Any]) -> None:
         log.log(level, "the abort of %s took %.3f s", what, took_s)
 
 
-def abort(group: Any, what: str, after: threading.Event | None = None) -> Future[Any]:
-    """Has a group ended, once; see `begin`.
+def abort(group: Any, what: str) -> Future[Any]:
+    """Has a group, which has an `abort`, ended, once; see `begin`."""
+    with _asking:
+        return _abort(group, what, None)
+
+
+def abort_all(groups: Sequence[Any], what: str, after: threading.Event) -> list[Future[Any]]:
+    """Has those groups ended that are among `groups`, each once; see `begin`.
 
     Args:
-        group: has an `abort`.
-        what: it is.
-        after: what it waits for, of `together`.
+        groups: who lets go of one takes it out of them before it is forgotten. One that has ended
+            meanwhile is not among them.
+        what: each is.
+        after: what they wait for, of `together`.
     """
     with _asking:
-        if id(group) not in _ends:
-            _ends[id(group)] = group, begin(group.abort, what, after)
-        return _ends[id(group)][1]
+        return [_abort(group, what, after) for group in tuple(groups)]
+
+
+def _abort(group: Any, what: str, after: threading.Event | None) -> Future[Any]:
+    if id(group) not in _ends:
+        _ends[id(group)] = group, begin(group.abort, what, after)
+    return _ends[id(group)][1]
 
 
 def forget(group: Any) -> None:

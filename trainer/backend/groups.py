@@ -395,7 +395,7 @@ def abort_groups(*, replica: bool) -> list[Future[Any]]:
     """
     with aborts.together() as all_there:
         ends = [aborts.begin(_abort_replica_group, REPLICA, all_there)] if replica else []
-        ends += [aborts.abort(group, CROSS, all_there) for group in tuple(_cross_groups)]
+        ends += aborts.abort_all(_cross_groups, CROSS, all_there)
     return ends
 
 

@@ -398,10 +398,14 @@ class Engine:
         return _numbers_of(tensor)
 
     def apply(self, step: int, *, scale: float) -> None:
-        """The optimizer step on `gradient` times `scale`, at the learning rate of `step`."""
+        """The optimizer step on `gradient` times `scale`, at the learning rate of `step`. What it
+        leaves in `gradient` is of no use."""
         self.state.await_copy()
-        self.gradient.mul_(scale)
-        self.optimizer.step(self.train_config.optimizer.rate(step, self.train_config.steps))
+        rate = self.train_config.optimizer.rate(step, self.train_config.steps)
+        if not self.optimizer.takes_scale:
+            self.gradient.mul_(scale)
+            scale = 1.0
+        self.optimizer.step(rate, scale)
 
 
 def _numbers_of(tensor: torch.Tensor) -> list[float]:

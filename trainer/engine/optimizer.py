@@ -17,9 +17,9 @@ from trainer.optimizer import Optimizer, master_dtype, moment_dtype
 from trainer.parallel.compiled import Compile
 from trainer.rounded_adamw import RoundedAdamW
 
-_SHAPES = {"matrix": (32, 32), "vector": (64,), "other": (16,)}
+_SHAPES = {"matrix": (32, 32), "vector": (64,), "other": (32,)}
 """Of the trial's parameters. Vector instructions divide them and their parts: the tail of a kernel
-may round otherwise."""
+may round otherwise. The compiled update of bfloat16 state has one graph for all of them."""
 _PARTS: dict[str, Any] = {"matrix": (slice(16), slice(16)), "vector": slice(32), "other": slice(0)}
 """What one worker would have of them; of the last one nothing."""
 _RATES = (0.01, 0.0, 0.02)
@@ -71,10 +71,22 @@ class SliceOptimizer:
         for counter in self._counters:
             counter.fill_(steps)
 
-    def step(self, rate: float) -> None:
-        """Updates the slices by their gradients, at a learning rate."""
+    @property
+    def takes_scale(self) -> bool:
+        """Whether `step` can be told to scale the gradients."""
+        return isinstance(self.inner, RoundedAdamW) and self.inner.takes_scale
+
+    def step(self, rate: float, scale: float = 1.0) -> None:
+        """Updates the slices by their gradients, at a learning rate.
+
+        Args:
+            rate: it.
+            scale: of the gradients; 1 unless `takes_scale`.
+        """
         for group in self.inner.param_groups:
             group["lr"] = rate
+            if self.takes_scale:
+                group["scale"] = scale
         self.inner.step()
         self._steps += 1
 

@@ -369,8 +369,9 @@ class TrainLoop:
 
     def sum_over_replicas(self, replica: list[float]) -> list[float]:
         """Every replica's vector, added up. Only a replica's first worker crosses. The norm is the
-        first replica's: how a replica adds up its workers' parts is its backend's choice."""
-        if self.engine.rank > 0 or replica[1] > 0:
+        first replica's: how a replica adds up its workers' parts is its backend's choice. One
+        replica sends nothing to the device, and waits for it no more."""
+        if self.engine.rank > 0 or replica[1] > 0 or self.cross.size == 1:
             return replica
         own = replica if self.cross.rank == 0 else [0.0, *replica[1:]]
         try:

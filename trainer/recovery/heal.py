@@ -127,7 +127,8 @@ class Newcomer:
         if self._half_applied:
             return False
         if self._arrived and self._backlog:
-            gradient = self._engine.gradient.clone()
+            # The device may have no room for another, and this may be the last copy of the state.
+            gradient = self._engine.gradient.to("cpu", copy=True)
             while self._backlog:
                 self._apply_oldest()
             self._engine.gradient.copy_(gradient)

@@ -53,6 +53,15 @@ def test_the_rows_of_a_tiny_model_use_all_that_the_others_use(part: int) -> None
     assert len(tiny) < len(whole)
 
 
+def test_each_compiled_row_of_narrow_state_has_its_like_in_the_plain_loop() -> None:
+    """Else a ratio would be of what is recomputed, not of the systems."""
+    rows, ours = plan_rows(3, "cuda", tiny=False), "ours, fast, "
+    narrow = {row for row in rows if row.startswith(ours) and row.endswith("bfloat16 state")}
+    assert {rows[row][1].get("recompute") for row in narrow} == {None, 4, "full"}
+    for row in narrow:
+        assert rows[f"plain, {row.removeprefix(ours)}"] == ("plain", rows[row][1])
+
+
 @pytest.mark.slow
 def test_transformers_trainer_takes_the_steps_that_it_is_asked_for() -> None:
     """It needs a package that only this benchmark does."""

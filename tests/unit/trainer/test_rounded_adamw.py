@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.counting_backend import Counting
 from trainer import rounded_adamw
 from trainer.config import OptimizerConfig
 from trainer.engine.optimizer import SliceOptimizer, as_leaf, try_optimizer
@@ -91,6 +92,74 @@ def test_compiled_it_is_right_on_average_too(config: OptimizerConfig) -> None:
     for moment in config.moments:
         found, expected = (o.moments[moment]["weight"].double() for o in (optimizer, other))
         assert (found / expected).mean().item() == pytest.approx(1, abs=2e-3)
+
+
+@pytest.mark.parametrize("config", STORED[1:2])
+def test_compiled_it_scales_the_gradients_itself(config: OptimizerConfig) -> None:
+    """As a pass over them before it would, and leaves them as they are."""
+    found = []
+    for scales in (0.3, 1.0), (1.0, 0.3):
+        param = as_leaf(torch.ones(NUMBERS, dtype=torch.bfloat16))
+        optimizer = SliceOptimizer(config, {"weight": param}, torch.zeros(()), "require")
+        assert optimizer.takes_scale
+        for step in range(3):
+            param.grad = gradients(step) * scales[0]
+            given = param.grad.clone()
+            optimizer.step(config.lr, scales[1])
+            assert torch.equal(param.grad, given)
+        found.append([param, *(each["weight"] for each in optimizer.moments.values())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert not SliceOptimizer(config, {"weight": param}, torch.zeros(())).takes_scale
+
+
+def test_compiled_it_is_one_kernel_that_can_load_in_vectors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of any size that 16 divides, which the code knows; and what is the same for all numbers is
+    computed before it."""
+    code = code_of_update(monkeypatch, NUMBERS)
+    assert code.count("= async_compile.") == 1 and "16L*ks0" in code
+    assert "pow(" not in code and code.count("sqrt(") == 1
+
+
+def test_compiled_it_has_one_graph_for_slices_of_all_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs seconds of compiling, and what the trial has not seen the first step compiles."""
+    graphs = Counting()
+    compiled = torch.compile(rounded_adamw.update, fullgraph=True, dynamic=True, backend=graphs)
+    monkeypatch.setattr(rounded_adamw, "_compiled_update", lambda required: compiled)
+    torch._dynamo.reset()
+    try_optimizer(STORED[1], compiled="require")
+    params = {str(shape): as_leaf(torch.ones(shape).bfloat16()) for shape in [(8, 4, 16), (96,)]}
+    optimizer = SliceOptimizer(STORED[1], params, torch.zeros(()), "require")
+    for param in params.values():
+        param.grad = torch.ones(param.shape)
+    optimizer.step(1e-3)
+    torch._dynamo.reset()
+    assert graphs.graphs == 1 and graphs.calls > 10
+
+
+def code_of_update(monkeypatch: pytest.MonkeyPatch, numbers: int) -> str:
+    """What torch.compile would have compiled."""
+    from torch._inductor import config as settings
+    from torch._inductor.graph import GraphLowering
+
+    codes = list[str]()
+
+    def keep(graph: GraphLowering) -> None:
+        codes.append(graph.codegen()[0].value)
+        raise InterruptedError
+
+    monkeypatch.setattr(GraphLowering, "compile_to_module", keep)
+    param = as_leaf(torch.ones(numbers, dtype=torch.bfloat16))
+    param.grad = torch.ones(numbers)
+    torch._dynamo.reset()
+    with (
+        settings.patch({"force_disable_caches": True, "cpp.simdlen": 0}),  # no compiler is asked
+        pytest.raises(Exception, match="InterruptedError"),
+    ):
+        SliceOptimizer(STORED[1], {"weight": param}, torch.zeros(()), "require").step(1e-3)
+    torch._dynamo.reset()
+    return codes[0]
 
 
 @pytest.mark.parametrize("config", STORED)

@@ -4,9 +4,11 @@ would be told."""
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -146,18 +148,17 @@ def test_no_abort_waits_for_a_group_that_is_aborted_after_it(
     assert cross.ended and default.ended and split.ended
 
 
-class Threads(ThreadPoolExecutor):
-    """Lets what was submitted run, if it will, before it takes more."""
+class Threads:
+    """Lets what was started run, if it will, before it starts more."""
 
-    def __init__(self, *begun: threading.Event) -> None:
-        super().__init__(thread_name_prefix=aborts.THREAD)
-        self.begun, self.early = begun, False
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *begun: threading.Event) -> None:
+        self.begun, self.early, self.start = begun, False, aborts._start
+        monkeypatch.setattr(aborts, "_start", self.start_and_look)
 
-    def submit(self, *call: Any) -> Future[Any]:  # type: ignore[override]
-        """See Executor."""
-        submitted = super().submit(*call)
+    def start_and_look(self, run: Callable[[], None]) -> None:
+        """In place of `start`."""
+        self.start(run)
         self.early |= any(event.wait(0.1) for event in self.begun)
-        return submitted
 
 
 def test_no_abort_begins_before_all_have_their_threads(
@@ -165,8 +166,7 @@ def test_no_abort_begins_before_all_have_their_threads(
 ) -> None:
     """One that has begun may hold up who starts the others."""
     cross, begun = make("cross", ends), threading.Event()
-    threads = Threads(cross.begun, begun)
-    monkeypatch.setattr(aborts, "_threads", threads)
+    threads = Threads(monkeypatch, cross.begun, begun)
     monkeypatch.setattr(groups, "_abort_replica_group", begun.set)
     assert names(abort_groups(replica=True), ends) == {"cross"}
     assert begun.is_set() and not threads.early
@@ -180,8 +180,7 @@ def test_no_abort_within_a_replica_begins_before_all_have_their_threads(
     known: Any = dist.distributed_c10d._world.pg_names
     for name, group in (("0", default), ("1", split)):
         monkeypatch.setitem(known, group, name)
-    threads = Threads(default.begun, split.begun)
-    monkeypatch.setattr(aborts, "_threads", threads)
+    threads = Threads(monkeypatch, default.begun, split.begun)
     groups._abort_replica_group()
     assert {name for name, _ in ends} == {"default", "split", "replica"}
     assert not threads.early
@@ -258,6 +257,36 @@ def test_who_leaves_a_group_waits_until_the_abort_that_was_asked_for_has_ended(
     leaver.join(PATIENCE_S)
     assert left.is_set() and names(asked, ends) == {"cross"}
     assert abort_groups(replica=False) == [], "and forgotten"
+
+
+class LeftMeanwhile(list[Any]):
+    """Groups of which the first is left by another thread while a call looks at them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        there = self.copy()
+        self.leaver = threading.Thread(target=abandon, args=(self[0], []))
+        self.leaver.start()
+        self.leaver.join(0.1)  # as far as it comes
+        return iter(there)
+
+
+def test_a_group_that_is_left_at_a_call_is_aborted_once_and_forgotten(
+    ends: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = LeftMeanwhile([make("cross", ends)])
+    groups._cross_groups.clear()
+    monkeypatch.setattr(groups, "_cross_groups", there)
+    assert names(abort_groups(replica=False), ends) <= {"cross"}
+    there.leaver.join(PATIENCE_S)
+    assert [name for name, _ in ends] == ["cross"] and aborts._ends == {}
+
+
+def test_a_process_whose_abort_never_ends_can_exit() -> None:
+    code = (
+        "import threading; from trainer.backend import aborts; "
+        "aborts.begin(threading.Event().wait, 'a group of a dead device')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 
 def test_a_group_that_is_left_while_it_connects_is_ended_when_it_has(

@@ -19,8 +19,8 @@ from trainer.backend.rendezvous import Rendezvous, close_connections
 ASKS = ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy", "nonzero")
 """What waits for the device, of a tensor that is there."""
 
-IN_COMMIT = 2
-"""The norm and the losses, and what all replicas have agreed on."""
+IN_COMMIT = 1
+"""The norm and the losses. What all replicas agree on is one more, where there are several."""
 
 
 @pytest.fixture
