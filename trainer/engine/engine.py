@@ -100,7 +100,7 @@ class Engine:
             offload=self._make_offload(),
             gather_ahead=train.gather_ahead,
             levels=TwoLevels.of(slot.dims),
-            reshard=slot.dims.regather != 1,  # a lone worker lets go of its copies in compute_dtype
+            reshard=slot.dims.regather != 1,  # by itself a lone worker lets go of what is cast
         )
         self._slices = local_slices(self.model, slot)
         materialize(self.model, self.device, None if heir_of is None else heir_of.memory())
