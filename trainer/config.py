@@ -156,7 +156,12 @@ class ParallelConfig:
     reshard_after_forward: bool | int | None = None
     """Whether a block's parameters are let go of after its forward and gathered again for its
     backward; a number: they lie over so many workers in between, a divisor of those that they are
+<<<<<<< HEAD
     sharded over. None: yes, except with `SHARD_GRAD_OP`."""
+=======
+    sharded over. None: yes, but with `SHARD_GRAD_OP`. On a single worker they are what is cast from
+    float32 for the computation."""
+>>>>>>> hand-fsdp
     others: tuple[MeshDim, ...] = ()
     """Further dimensions, whose workers divide the work on the same samples; see
     `trainer.parallel.dims`."""
@@ -195,7 +200,8 @@ class ParallelConfig:
         others = tuple((dim.name, dim.degree) for dim in self.dividing)
         dims = ParallelDims(shard=self.shard, others=others, tensor=self.tensor)
         between = plan_regathered(self.reshard_after_forward, self.strategy, dims.fsdp, self.tensor)
-        return replace(dims, regather=None if between == dims.fsdp else between)
+        resharded = between == dims.fsdp and self.reshard_after_forward is not False
+        return replace(dims, regather=None if resharded else between)
 
     def layout(self, replicas: int) -> Layout:
         """That of a whole run.

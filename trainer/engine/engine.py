@@ -100,7 +100,7 @@ class Engine:
             offload=self._make_offload(),
             gather_ahead=train.gather_ahead,
             levels=TwoLevels.of(slot.dims),
-            reshard=slot.dims.regather != 1,  # a lone worker lets go of its copies in compute_dtype
+            reshard=slot.dims.regather != 1,  # by itself a lone worker lets go of what is cast
         )
         self._slices = local_slices(self.model, slot)
         materialize(self.model, self.device, None if heir_of is None else heir_of.memory())
@@ -117,9 +117,7 @@ class Engine:
             counted_elsewhere=self._elsewhere,
             bucket_bytes=train.bucket_bytes or BUCKET_BYTES[device],
         )
-        self._watch = BackwardWatch(
-            self.model, slot.dims.fsdp, self.layout.wide, TwoLevels.of(slot.dims)
-        )
+        self._watch = BackwardWatch(self.model, slot.dims.fsdp, TwoLevels.of(slot.dims))
         self.compiles_next = train.compile != "off"
         """Whether the next micro-batch is the model's first, in which its blocks are compiled."""
         self.evaluated_sizes: set[int] = set()
@@ -246,7 +244,6 @@ class Engine:
             self.replace_gradient()
             self.gradient.copy_(gradient)
         self.layout.params.clear()
-        self.layout.wide.clear()
         self._lane, self._lane_views = torch.empty(0), []
         del self.model, self.mesh, self._watch
 
@@ -343,9 +340,6 @@ class Engine:
             AssertionError: they are there in another order, which a copy within one memory would
                 spoil.
         """
-        if self.layout.wide:
-            self.layout.wide[group].finish()
-            return
         layout, params = self.layout, slice(*self.layout.group_params[group : group + 2])
         views = self._lane_views[params]
         grads = [

@@ -17,7 +17,6 @@ from torch.utils.dlpack import from_dlpack
 
 from trainer.parallel.apply import local_tensor
 from trainer.parallel.backward import groups_in_backward_order
-from trainer.parallel.wide_gradients import WideGradients
 from trainer.replication.buckets import MERGED, plan_buckets
 
 
@@ -63,8 +62,6 @@ class FlatLayout:
         ]
         self.own = _joined(own)
         """The ranges that this worker counts."""
-        self.wide = self._wide_gradients() if self.locals[0].dtype != torch.float32 else []
-        """Of each group, where the parameters are narrower than their gradients; else none."""
         most = bucket_bytes // torch.float32.itemsize
         self.buckets = plan_buckets(self.group_ends, least=most // MERGED, most=most)
         """Where each bucket ends."""
@@ -75,12 +72,6 @@ class FlatLayout:
         return [
             part[: local.numel()].view(local.shape)
             for part, local in zip(parts, self.locals, strict=True)
-        ]
-
-    def _wide_gradients(self) -> list[WideGradients]:
-        return [
-            WideGradients(self.params[start:end], self._room[start:end])
-            for start, end in pairwise(self.group_params)
         ]
 
     def group_memories(self, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -22,6 +22,7 @@ from trainer.models.init import WeightSource
 from trainer.parallel.compiled import Compile, compile_blocks
 from trainer.parallel.dims import MeshDim
 from trainer.parallel.layout import Slot, local_box
+from trainer.parallel.lone import leave_in_place
 from trainer.parallel.mesh import ReplicaMesh
 from trainer.parallel.offload import Offload
 from trainer.parallel.own_gather import OwnGather, memory_of
@@ -111,6 +112,8 @@ def parallelize(
             module.set_force_sum_reduction_for_comms(True)
             if mesh.fsdp.size() > 1:  # else the factor is 1, and setting it costs a copy
                 module.set_gradient_divide_factor(1.0)
+            else:
+                leave_in_place(module, compute_dtype)
             if levels is not None:
                 module.set_custom_all_gather(cast(Any, Gather(levels)))
     if gather_ahead > 1 and mesh.fsdp.size() > 1:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from trainer.parallel.param_group import param_group
 from trainer.parallel.two_level import TwoLevels
-from trainer.parallel.wide_gradients import WideGradients
 
 
 def groups_in_backward_order(model: nn.Module) -> list[list[nn.Parameter]]:
@@ -123,22 +123,19 @@ class BackwardWatch:
     because a call took no part in the loss, the group and those after it are finished by the end of
     the backward, at the latest.
 
+    Gradients are float32, as they come from the reduce-scatter, and micro-batches are added up in
+    that, also where the parameters are narrower: by itself FSDP2 would round to the parameters'
+    type. A gradient that it rounds all the same is refused by torch.
+
     Args:
         model: the whole model; its modules' all-reduce hooks and reduce-scatters are taken.
         ranks: that it is sharded over.
-        wide: of each group, where the parameters are narrower than their gradients; else none.
         levels: over which gradients are scattered; None: in one.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        ranks: int,
-        wide: Sequence[WideGradients] = (),
-        levels: TwoLevels | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, ranks: int, levels: TwoLevels | None = None) -> None:
         modules = _watched(model)
-        self._wide, self._undropped = wide, list[WideGradients]()
+        self._groups = [param_group(module) for module in modules]
         self._memories = [_GroupMemory(levels, alone=ranks == 1) for _ in modules]
         self._ranks = ranks
         self._due = [0] * len(modules)
@@ -154,6 +151,9 @@ class BackwardWatch:
             # Ranks may use different parameters: zeros for the others. Not before torch 2.13.
             if ranks > 1 and hasattr(fsdp, "set_reduce_scatter_unused_params"):
                 fsdp.set_reduce_scatter_unused_params(True, recurse=False)
+        for param in model.parameters():
+            if param.requires_grad:
+                cast(Any, param).grad_dtype = torch.float32
 
     def offer(self, parts: Sequence[torch.Tensor]) -> None:
         """Gives memory for each group's gradients, which are None, until the next call. FSDP2's
@@ -166,8 +166,6 @@ class BackwardWatch:
         """
         for memory, part in zip(self._memories, parts, strict=True):
             memory.offer(part)
-        for group, part in zip(self._wide, parts, strict=bool(self._wide)):
-            group.begin(part)
 
     @contextmanager
     def backward(self, finish: Callable[[int], None] | None = None) -> Iterator[None]:
@@ -178,9 +176,11 @@ class BackwardWatch:
                 gradients are final. On CUDA it is called on the stream that they come from.
         """
         self._finish, self._running = finish, True
+        for group in self._groups:
+            if group is not None:  # the forward before the first backward has set the parameters'
+                group._orig_dtype = torch.float32
         try:
             yield
-            self._drop()
         finally:
             self._due, self._done = [0] * len(self._due), [False] * len(self._due)
             self._finished, self._finish, self._running = 0, None, False
@@ -193,16 +193,11 @@ class BackwardWatch:
         memory = self._memories[index]
         if self._ranks > 1:
             memory.check(reduced)
-        in_place = reduced is memory.offered
-        if reduced.is_cuda and not in_place:
+        if reduced.is_cuda and reduced is not memory.offered:
             # FSDP2 adds it to the gradient on this stream after the hook, and lets go of it, but
             # its memory was taken on another one.
             reduced.record_stream(torch.cuda.current_stream())
         memory.offer(None)
-        if self._wide:
-            self._drop()
-            self._wide[index].add(reduced, in_place=in_place)
-            self._undropped.append(self._wide[index])
         before = self._finished
         while self._finished < len(self._done) and self._done[self._finished]:
             self._finished += 1
@@ -210,8 +205,3 @@ class BackwardWatch:
             self._finish(self._finished)
         self._due[index] -= 1
         self._done[index] = self._due[index] == 0
-
-    def _drop(self) -> None:
-        """Of the last group, whose gradients FSDP2 has set since."""
-        while self._undropped:
-            self._undropped.pop().drop()

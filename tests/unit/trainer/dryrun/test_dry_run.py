@@ -21,6 +21,7 @@ from trainer.dryrun.rank import RankNeeds, dry_run
 from trainer.dryrun.report import Report
 from trainer.dryrun.reserve import spare_buffers
 from trainer.errors import ConfigError
+from trainer.parallel import lone
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.lanes import lane_buffers, plan_lane_buffers
 from trainer.replication.step_commit import LaneStats
@@ -54,6 +55,15 @@ def test_state_is_a_share_of_the_model(sharded: RankNeeds) -> None:
     assert parts["optimizer"] == pytest.approx(2 * share, rel=0.01)
     # Two lanes in a tree: one whole, one open, whose place the reduced gradient takes.
     assert parts["gradients"] == pytest.approx(2 * share, rel=0.01)
+
+
+def test_one_worker_holds_no_copy_of_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the peak, in the loss, the head and the last norm would be there twice."""
+    narrow = OptimizerConfig(master_dtype="bfloat16", moment_dtype="bfloat16")
+    train = small_train(precision="bfloat16", optimizer=narrow, recompute="full", global_batch=16)
+    peak = dry_run(train, replicas=1, device="cpu").peak_bytes
+    monkeypatch.setattr(lone, "OF_GROUP", ("left to FSDP2",))
+    assert dry_run(train, replicas=1, device="cpu").peak_bytes - peak == 2 * (V * D + D)
 
 
 def test_collectives_are_those_of_a_whole_step(sharded: RankNeeds) -> None:
@@ -340,11 +350,11 @@ def test_changes_leave_the_sums_what_they_were() -> None:
 
 
 def without_blocks(**parallel: Any) -> TrainConfig:
-    """A model of one layer, of which a lane has eight samples."""
+    """A model of one layer, of which a lane has eight samples that are larger than it."""
     task = CustomTask(
         build_model=lambda: nn.Linear(D, D),
         loss_function=lambda model, batch: (model(batch).square().sum(), len(batch)),
-        dataset=torch.ones(16, D),
+        dataset=torch.ones(16, 2 * D, D),
     )
     return TrainConfig(
         task=task, steps=1, global_batch=16, lanes=2, parallel=ParallelConfig(**parallel)

@@ -17,6 +17,7 @@ from trainer.parallel.strategy import after_a_loss, beyond_the_lanes
     [
         ({}, 4, "NO_SHARD", 1),
         ({"tensor": 4}, 2, "NO_SHARD", 1),
+        ({"reshard_after_forward": False}, 2, "NO_SHARD", 1),
         ({"shard": 8}, 1, "FULL_SHARD", 8),
         ({"shard": 8, "strategy": "FULL_SHARD"}, 1, "FULL_SHARD", 8),
         ({"shard": 6, "tensor": 2}, 3, "HYBRID_SHARD", 6),
