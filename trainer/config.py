@@ -156,12 +156,8 @@ class ParallelConfig:
     reshard_after_forward: bool | int | None = None
     """Whether a block's parameters are let go of after its forward and gathered again for its
     backward; a number: they lie over so many workers in between, a divisor of those that they are
-<<<<<<< HEAD
-    sharded over. None: yes, except with `SHARD_GRAD_OP`."""
-=======
-    sharded over. None: yes, but with `SHARD_GRAD_OP`. On a single worker they are what is cast from
-    float32 for the computation."""
->>>>>>> hand-fsdp
+    sharded over. None: yes, except with `SHARD_GRAD_OP`. On a single worker they are what is cast
+    from float32 for the computation."""
     others: tuple[MeshDim, ...] = ()
     """Further dimensions, whose workers divide the work on the same samples; see
     `trainer.parallel.dims`."""
